@@ -2,81 +2,18 @@
 
     command line -> frozen RunConfig -> parallel state -> trainer -> run
 
-Start here to read the project, and continue in `megatron_lite/training/loop.py`. The package
-`megatron_lite/cli/` decides how errors and signals end the program.
+Start here to read the project. Continue in `megatron_lite/cli/pretrain.py`, which has the steps
+above, and then in `megatron_lite/training/loop.py`. `megatron-lite train` runs the same program.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
-from collections.abc import Sequence
 
-from arguments import parse_args
-from megatron_lite.cli.explanation import print_dry_run, print_dry_run_memory
-from megatron_lite.cli.status import exit_status
-from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.launch import Launch, read_launch
-from megatron_lite.parallel.one_voice import silent_unless
+from megatron_lite.cli.pretrain import main, run, train
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status.
-
-    The status is 0 if the run is done, 1 if the training failed, and 2 for a fault in the input.
-    """
-    return exit_status(lambda launch: run(sys.argv[1:] if argv is None else argv, launch))
-
-
-def run(argv: Sequence[str], launch: Launch) -> int:
-    """Prints the configuration or the explanation if a flag asks for it, or else trains."""
-    # Every rank meets the same faults and exits with status 2. Only rank 0 prints them.
-    with silent_unless(launch.rank == 0):
-        arguments = parse_args(argv)
-    if arguments.dry_run is not None:
-        print_dry_run_memory(arguments.config, arguments.dry_run, arguments.notices, launch)
-        return 0
-    if arguments.dump_config or arguments.explain_recompute:
-        print_dry_run(
-            arguments.config,
-            arguments.notices,
-            launch,
-            explain_recompute=arguments.explain_recompute,
-        )
-        return 0
-    return train(arguments.config, arguments.notices, read_launch(local_rank=arguments.local_rank))
-
-
-def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
-    """Trains and returns the exit status.
-
-    Raises InputError for a fault that is found before the ranks join the process groups.
-    """
-    if config.logging.log_peak_memory:
-        # torch's profiler, which measures the peak on a CPU, warns when a step frees a tensor that
-        # is older than the profiler. torch reads the variable when it is loaded.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Imported late: these modules import torch, which takes seconds.
-    from megatron_lite.cli.preparation import ready_to_train
-    from megatron_lite.cli.supervised import supervised
-    from megatron_lite.parallel.state import parallel_state
-    from megatron_lite.training.build_trainer import build_trainer
-    from megatron_lite.training.out_of_memory import memory_limited
-
-    config, notices = ready_to_train(config, notices, launch)
-    with (
-        parallel_state(
-            config.parallel, seed=config.training.seed, launch=launch, run=config
-        ) as parallel,
-        supervised(config, parallel, launch) as supervision,
-        memory_limited(config, parallel.device),
-    ):
-        supervision.start(notices)
-        trainer = build_trainer(config, parallel, pulse=supervision.pulse)
-        trainer.run(supervision.exits)
-    return supervision.status
-
+__all__ = ["main", "run", "train"]
 
 if __name__ == "__main__":
     # Prints a stack if a library crashes, or if a data file is truncated during the run (SIGBUS).

@@ -3,33 +3,54 @@
 constraints.txt has the exact versions: `pip install -c constraints.txt -e .[test]`.
 """
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = (ROOT / "megatron_lite" / "__init__.py").read_text()
+VERSION = re.findall(r'__version__ = "(.+)"', PACKAGE)[0]
 
 setup(
     name="megatron-lite",
-    version="0.1.0",
+    version=VERSION,
     description="A Megatron-style tensor-parallel GPT training engine",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
+    # arguments.py and pretrain_gpt.py are for a checkout: an installation has this command instead,
+    # and no top-level module with a name as general as `arguments`.
+    entry_points={"console_scripts": ["megatron-lite = megatron_lite.__main__:main"]},
     packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
     package_data={
+        "megatron_lite": ["py.typed"],
         "megatron_lite.plan": ["machines/*.json"],
         "megatron_lite.pages": ["*.css", "*.js"],
     },
-    py_modules=["arguments", "pretrain_gpt"],
     install_requires=[
         "torch>=2.6",
         "numpy",
         "safetensors",
         "tokenizers",
         "rich",
-        "tensorboard",
         "PyYAML",
         "tomli; python_version < '3.11'",
     ],
     extras_require={
         "plot": ["matplotlib"],
+        "tensorboard": ["tensorboard"],  # shows the files of --tensorboard-dir, which need nothing
+        "hf": ["transformers"],
         "wandb": ["wandb"],
         "tokenizers": ["sentencepiece", "tiktoken"],
         "test": [
@@ -38,6 +59,7 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "transformers",
+            "tensorboard",
             "ruff",
             "mypy",
             "matplotlib",

@@ -1,4 +1,4 @@
-"""What benchmarks/data.py runs: our data path, and megatron-core's on the same files.
+"""The engines of benchmarks/data.py: our data path, and megatron-core's on the same files.
 
 `actions_of` returns for each row of the table the action of each engine. megatron-core is imported
 only here and is optional; its helper in C++ comes with its wheel.

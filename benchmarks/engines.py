@@ -29,6 +29,7 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.plan import RecomputePlan
@@ -95,13 +96,17 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The settings that the rows of one block have in common."""
+    """The settings that the rows of one block have in common.
+
+    kernels: the compiled kernels of our model; None: torch's operators.
+    """
 
     shape: Shape
     device: torch.device
     dtype: str
     dropout: float
     attention_backend: str = "auto"
+    kernels: CompiledKernels | None = None
 
     def model_config(self) -> ModelConfig:
         """Returns the shape as a config of megatron_lite."""
@@ -141,7 +146,10 @@ def our_model(
 ) -> GPTModel:
     """Returns this rank's shard of a freshly initialised model, or of one pipeline stage of it."""
     context = RankContext.of(
-        parallel, sequence_parallel=sequence_parallel, params_dtype=DTYPES[setting.dtype]
+        parallel,
+        sequence_parallel=sequence_parallel,
+        params_dtype=DTYPES[setting.dtype],
+        kernels=setting.kernels,
     )
     vocab_size = setting.shape.vocab_size
     model = GPTModel(

@@ -13,6 +13,27 @@
 #
 # torchrun and python are those of $VENV (default: ROOT/.venv, which quickstart.sh makes). If it
 # does not exist, they are those on the PATH.
+#
+# --help, alone or as the last word, prints what the script does and these variables. --help TOPIC
+# goes to pretrain_gpt.py: --help all lists all flags.
+
+# Prints the comment at the top of a script.
+comment_of() {
+    awk '/^#!/ || /^# shellcheck/ { next }
+        /^#( |$)/ { sub(/^# ?/, ""); print; next }
+        { exit }' "$1"
+}
+
+if [[ ${*: -1} == --help || ${*: -1} == -h ]]; then
+    echo "usage: bash $0 [FLAGS OF pretrain_gpt.py]"
+    echo
+    comment_of "$0"
+    for sourced in "${BASH_SOURCE[@]:0:${#BASH_SOURCE[@]}-1}"; do
+        echo
+        comment_of "$sourced"
+    done
+    exit 0
+fi
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PATH="${VENV:-$root/.venv}/bin:$PATH"

@@ -103,6 +103,7 @@ define_command() {
     )
     EVAL_AND_LOGGING_ARGS=(
         --log-interval 10
+        --log-file "$RUN/train.log"
         --log-peak-memory
         --eval-interval 100
         --eval-iters 20
@@ -171,7 +172,7 @@ echo "[5/7] Training: $STEPS iterations, tensor-parallel $RANKS," \
     "on $( ((gpus)) && echo GPU || echo CPU), log in $RUN/train.log"
 printf '%q ' "${COMMAND[@]}" > "$RUN/train.log"
 echo >> "$RUN/train.log"
-"${COMMAND[@]}" 2>&1 | tee -a "$RUN/train.log" \
+"${COMMAND[@]}" \
     || fail "the training failed; its log is $RUN/train.log"
 
 echo "[6/7] Did it learn?"
@@ -196,7 +197,7 @@ cat <<NEXT
 Done. After source ${VIRTUAL_ENV}/bin/activate you can
   sample again    python -m megatron_lite.tools.generate --load $RUN/checkpoint --prompt "..." --top-p 0.8
   look at the run python -m megatron_lite.tools.report $RUN, which makes an HTML page of it
-  see the curves  tensorboard --logdir $RUN/tensorboard
+  see the curves  pip install -e '$root[tensorboard]', then tensorboard --logdir $RUN/tensorboard
   train on        use the command at the top of $RUN/train.log, with more --train-iters and
                   --load $RUN/checkpoint
 NEXT

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -10,6 +11,7 @@ import signal
 import pytest
 import torch
 
+import arguments
 from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import IS_LONG
 
@@ -31,6 +33,10 @@ for number, handler in (
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
+
+# Building the parser of 900 flags takes ten milliseconds, and thousands of tests parse a command
+# line. Parsing leaves the parser as it is.
+arguments.build_parser = functools.cache(arguments.build_parser)
 
 # Hypothesis: no limit in seconds may fail a test on a slow machine.
 if settings is not None:

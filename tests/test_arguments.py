@@ -3,7 +3,9 @@ than it says."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,13 +14,14 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from arguments import ParsedArguments, parse_args
-from megatron_lite.cli.preparation import arguments_table
+from arguments import ParsedArguments, build_parser, parse_args, supported_flags, topics
+from megatron_lite.cli.arguments.help import EXAMPLE, MOST_USED, TOPICS
 from megatron_lite.config import flags
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 from megatron_lite.config.notices import placement_notices, setting_notices
 from megatron_lite.config.optimizer_settings import OPTIMIZERS
 from megatron_lite.config.run import RunConfig
+from megatron_lite.training.start_text import arguments_table
 from tests.support.pairs import sampled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,8 +95,9 @@ FAULTS = [
         "--overlap-param-gather needs --overlap-grad-reduce",
     ),
     (
-        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile",
-        "--overlap-param-gather cannot go with --torch-compile",
+        "--overlap-param-gather --overlap-grad-reduce --use-distributed-optimizer --torch-compile "
+        "--activation-memory-budget 0.5",
+        "--overlap-param-gather cannot go with --activation-memory-budget",
     ),
     (
         "--torch-fsdp2-no-reshard-after-forward",
@@ -269,10 +273,11 @@ FAULTS = [
         ),
     ),
     (
-        "--context-parallel-size 2 --attention-dropout 0 --torch-compile",
+        "--context-parallel-size 2 --attention-dropout 0 --torch-compile "
+        "--activation-memory-budget 0.5",
         (
-            "--torch-compile needs --context-parallel-size 1 (got 2): every collective would end a "
-            "compiled graph"
+            "--activation-memory-budget needs --context-parallel-size 1 (got 2): every collective "
+            "would end a graph of a compiled layer"
         ),
     ),
     (
@@ -601,11 +606,73 @@ def test_the_last_of_two_equal_flags_wins() -> None:
     assert parse("--seed 5 --seed 6").config.training.seed == 6
 
 
-def test_help_lists_flags_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(words: str, capsys: pytest.CaptureFixture[str], status: int = 0) -> str:
+    """What a command line that ends in a help prints."""
     with pytest.raises(SystemExit) as stop:
-        parse_args(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0
+        parse_args(words.split())
+    assert stop.value.code == status
+    printed = capsys.readouterr()
+    return printed.err if status else printed.out
+
+
+def flags_in(text: str) -> set[str]:
+    """The flags that a help describes: those at the start of a line."""
+    lines = [line for line in text.splitlines() if line.startswith("  -")]
+    return {
+        word.rstrip(",")
+        for line in lines
+        for word in line.strip().split("  ")[0].split()
+        if word.startswith("--")
+    }
+
+
+def test_help_alone_is_short_and_its_command_line_is_a_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = help_of("--num-layers 2 --help", capsys)
+    lines = text.splitlines()
+    assert len(lines) <= 55 and max(map(len, lines)) <= 100
+    assert flags_in(text) >= {*MOST_USED} and len(MOST_USED) == 10
+    assert all(f"\n  {topic} " in text for topic in TOPICS)
+    assert parse_args(shlex.split(EXAMPLE.replace("\\\n", " "))).notices == ()
+
+
+def test_the_topics_of_help_share_out_all_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    every = flags_in(help_of("--help all", capsys))
+    of_topics = [flags_in(help_of(f"--help {topic}", capsys)) for topic in TOPICS]
+    assert every == {*supported_flags(build_parser())} - {"-h"}
+    assert sum(map(len, of_topics)) == len(every) and {*itertools.chain(*of_topics)} == every
+    assert {*TOPICS} - {"general"} == {name.replace("_", "-") for name in topics()}
+
+
+@pytest.mark.parametrize(
+    ("word", "same_as"),
+    [
+        ("data_parallel", "data-parallel"),
+        ("warmup", "lr-warmup"),
+        ("--persistent-save-interval", "--save-interval"),
+        ("RECOMPUTE", "recompute"),
+    ],
+)
+def test_help_on_another_spelling_is_the_same(
+    word: str, same_as: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = flags_in(help_of(f"--help {word}", capsys))
+    assert found and found == flags_in(help_of(f"--help {same_as}", capsys))
+
+
+def test_help_on_one_flag_is_about_that_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert flags_in(help_of("--help --bf16", capsys)) == {"--bf16"}
+    assert flags_in(help_of("--help --seed", capsys)) == {"--seed"}
+
+
+def test_help_on_nothing_known_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --help recompute?" in help_of("--help recomputing", capsys, status=2)
+    assert help_of("--help zzz", capsys, status=2).count("\n") == 1
+
+
+def test_help_lists_flags_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(help_of("--help all", capsys).split())
     assert "--seed N" in text and "(default: 1234)" in text and "(required)" in text
     assert "--use-mcore-models" not in text, "flags without effect are not advertised"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pretrain_gpt
-from megatron_lite.data.indexed import IndexedDatasetWriter
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from tests.support.commands import MOCK, SMALL_RUN
 
 

@@ -99,6 +99,30 @@ def training_flags(command: list[str]) -> list[str]:
     return command[script + 1 :]
 
 
+def comment_of(path: Path) -> list[str]:
+    """The lines of the comment that says what a script does."""
+    lines = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
+    return [line for line in lines if line and not line.startswith(("!", "SBATCH", "shellcheck"))]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in SCRIPTS if path in LAUNCHERS or path.suffix == ".sbatch"],
+    ids=lambda path: path.name,
+)
+def test_the_help_of_a_script_is_about_that_script(path: Path) -> None:
+    done = run_script(path, "--help")
+    assert done.returncode == 0 and done.stderr == ""
+    assert "pretrain_gpt.py FLAGS" not in done.stdout
+    if path.name != "quickstart.sh":
+        assert comment_of(path)[0] in done.stdout and comment_of(path)[1] in done.stdout
+
+
+def test_help_by_topic_reaches_the_program() -> None:
+    (script,) = [path for path in SMALL if path.name == "pretrain_gpt_small.sh"]
+    assert command_of(script, "--help", "recompute")[-2:] == ["--help", "recompute"]
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_is_valid_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", str(path)], check=True)

@@ -38,6 +38,8 @@ FLOORS = {
     "cli": 6,
 }
 ROOF = ("arguments", "pretrain_gpt")
+# The package's own modules that stand above all folders: the command and the public functions.
+ROOF_OF_PACKAGE = ("__main__", "api")
 STANDARD_LIBRARY_ONLY = ("config", "description")
 WITHOUT_TORCH = ("data", "memory.predict", "memory.explain", "plan", "pages")
 NOT_BY_PREDICTIONS = ("megatron_lite.memory.measure", "megatron_lite.memory.explain")
@@ -48,6 +50,7 @@ BANNED = {
     "allow_pickle=True": r"allow_pickle\s*=\s*True",
 }
 LIBRARY = sorted((ROOT / PACKAGE).rglob("*.py"))
+IN_FOLDERS = [path for path in LIBRARY if path.parent.name != PACKAGE]
 SOURCES = [*LIBRARY, *(path for name in ROOF if (path := ROOT / f"{name}.py").exists())]
 
 
@@ -95,15 +98,14 @@ def module_name(path: Path) -> str:
 
 
 def test_every_folder_has_a_floor() -> None:
-    folders = {
-        path.relative_to(ROOT / PACKAGE).parts[0] for path in LIBRARY if path.parent.name != PACKAGE
-    }
+    folders = {path.relative_to(ROOT / PACKAGE).parts[0] for path in IN_FOLDERS}
     assert folders and folders <= set(FLOORS)
-    assert [path.name for path in LIBRARY if path.parent.name == PACKAGE] == ["__init__.py"]
+    above = {path.stem for path in LIBRARY if path.parent.name == PACKAGE}
+    assert above <= {"__init__", *ROOF_OF_PACKAGE}
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in LIBRARY if path.name != "__init__.py"], ids=module_name
+    "path", [path for path in IN_FOLDERS if path.name != "__init__.py"], ids=module_name
 )
 def test_a_module_imports_only_from_lower_floors_or_its_own_folder(path: Path) -> None:
     assert faults_of(path.read_text(), module_name(path)) == []
@@ -114,7 +116,12 @@ def test_a_module_imports_only_from_lower_floors_or_its_own_folder(path: Path) -
 )
 def test_an_init_file_is_a_docstring_and_nothing_else(path: Path) -> None:
     tree = ast.parse(path.read_text())
-    assert len(tree.body) == 1 and ast.get_docstring(tree)
+    assert ast.get_docstring(tree)
+    rest = [ast.unparse(node) for node in tree.body[1:]]
+    if path.parent.name == PACKAGE:
+        assert len(rest) == 1 and rest[0].startswith("__version__ = ")
+    else:
+        assert rest == []
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=module_name)
@@ -144,6 +151,7 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
         ("megatron_lite.training.loop", "from arguments import parse_args"),
         ("megatron_lite.tools.generate", "import pretrain_gpt"),
         ("megatron_lite.cli.preparation", "from arguments import parse_args"),
+        ("megatron_lite.tools.generate", "from megatron_lite.api import plan"),
         # a sibling
         ("megatron_lite.supervision.watch", "from megatron_lite.checkpointing.saver import Saver"),
         ("megatron_lite.supervision.exits", "from megatron_lite.training.loop import Trainer"),

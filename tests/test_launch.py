@@ -38,7 +38,10 @@ def test_one_rank_and_two_ranks_log_the_same_losses(tmp_path: Path) -> None:
             ranks=ranks,
         )
         assert done.returncode == 0, done.stderr
-        assert "arguments" in done.stdout and "validation loss at iteration 12" in done.stdout
+        assert (
+            "settings that differ" in done.stdout
+            and "validation loss at iteration 12" in done.stdout
+        )
     losses = [[row["lm_loss"] for row in rows(tmp_path / name)] for name in ("1", "2")]
     assert len(losses[0]) == 12
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
@@ -58,7 +61,7 @@ def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) ->
         "--save-interval",
         "5",
     ]
-    whole = run_command(
+    whole = run_program(
         *common,
         "--save",
         str(tmp_path / "a"),
@@ -94,7 +97,7 @@ def test_a_killed_run_resumes_and_equals_an_uninterrupted_one(tmp_path: Path) ->
     process.wait()
     assert int(pointer.read_text()) < 60
 
-    resumed = run_command(*arguments, "--load", str(tmp_path / "b"), ranks=2)
+    resumed = run_program(*arguments, "--load", str(tmp_path / "b"), ranks=2)
     assert resumed.returncode == 0, resumed.stderr
     assert rows(tmp_path / "b.jsonl") == rows(tmp_path / "a.jsonl")
     names = (f"{kind}_pp00_tp{rank:02d}of02" for kind in ("model", "optimizer") for rank in (0, 1))

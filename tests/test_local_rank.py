@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import pretrain_gpt
-from megatron_lite.cli import messages
+from megatron_lite.cli import messages, pretrain
 from megatron_lite.parallel.launch import Launch
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.limits import HANG_S
@@ -27,7 +27,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         found.append(launch)
         return 0
 
-    monkeypatch.setattr(pretrain_gpt, "train", begun)
+    monkeypatch.setattr(pretrain, "train", begun)
     monkeypatch.setattr(messages, "SPEAKS_BEFORE_S", 0.0)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)

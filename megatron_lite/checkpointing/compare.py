@@ -1,4 +1,4 @@
-"""How a run may differ from the checkpoint that it goes on from.
+"""Compares a run with the checkpoint that it goes on from.
 
 A difference in the model, the update rule or the data raises InputError (the `check_same_...`
 functions). A difference in another setting that decides the run's course is allowed, and

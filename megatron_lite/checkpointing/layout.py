@@ -1,4 +1,4 @@
-"""How a saved parameter was split over tensor-parallel ranks, as parameters_pp*.json records it."""
+"""The layout of saved parameters over tensor-parallel ranks, as parameters_pp*.json has it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_BLOCKS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SavedLayout:
-    """How a saved parameter was split over tensor-parallel (TP) ranks.
+    """The layout of a saved parameter over tensor-parallel (TP) ranks.
 
     global_shape: the shape of the whole parameter, without padding.
     tp_dim: the dim that is split over TP ranks; None if every TP rank holds the whole parameter.

@@ -37,12 +37,11 @@ from megatron_lite.optim.spike import MeanLossState
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_RANKS = 2**20
 MOST_UPDATES = 10**9 - 1
-MOST_LAYERS = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """How far the run had come, how it was split over ranks, and which data it read.
+    """The progress of a saved run, its layout over ranks, and the data that it read.
 
     tp_size, dp_size, pp_size, cp_size: the sizes of the parallel axes.
     num_updates: how many updates the optimizer had made.
@@ -213,7 +212,7 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
     model, parallel = (
         plain.as_object(plain.field(values, topic), topic) for topic in ("model", "parallel")
     )
-    plain.whole(model, "num_layers", 1, MOST_LAYERS)
+    plain.whole(model, "num_layers", 1, plain.MOST_LAYERS)
     for name, value in (*model.items(), *parallel.items()):
         if type(value) is int:
             plain.as_whole(value, name, -MOST_ELEMENTS, MOST_ELEMENTS)

@@ -1,4 +1,4 @@
-"""Which start saved a step, and which steps of earlier starts led to it.
+"""Records which start saved a step, and which steps of earlier starts led to it.
 
 Every start that takes a directory gets a number, above all numbers that the directory has seen. A
 start goes on from a step of an earlier start, and leaves the later steps of that start behind:

@@ -1,4 +1,4 @@
-"""How far a run has come.
+"""The progress of a run.
 
 With the weights, the optimizer states and the random-number streams, this is all that resuming
 needs.
@@ -16,7 +16,7 @@ MOST_SAMPLES = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run has come.
+    """The progress of a run.
 
     iteration: how many iterations are done.
     consumed_samples: how many samples they have read.

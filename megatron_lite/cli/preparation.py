@@ -17,6 +17,9 @@ from megatron_lite.plan.chosen_policy import with_chosen_policy
 from megatron_lite.plan.machine_choice import machine_for_policy
 from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.capacity import memory_bytes
+from megatron_lite.training.short_line import MOST_COLUMNS
+from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings
+from megatron_lite.training.terminal import terminal_columns
 
 
 class Ready(NamedTuple):
@@ -55,27 +58,14 @@ def ready_to_train(config: RunConfig, notices: Sequence[str], launch: Launch) ->
 
 
 def start_lines(config: RunConfig, parallel: ParallelState) -> Iterator[str]:
-    """Yields the table of arguments, and a line with the sizes of the parallel groups."""
-    yield arguments_table(config)
-    yield (
-        f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel "
-        f"{parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel "
-        f"{parallel.dp_size}, on {parallel.device.type}"
-    )
+    """Yields the settings of the run, and a line with the sizes of the parallel groups.
 
-
-def arguments_table(config: RunConfig) -> str:
-    """Returns the dotted table of all arguments as Megatron prints it, sorted by name."""
-    rows = {
-        field: value
-        for topic in dataclasses.asdict(config).values()
-        for field, value in topic.items()
-    }
-    lines = [f"  {field} {'.' * (48 - len(field))} {rows[field]}" for field in sorted(rows)]
-    return "\n".join(
-        [
-            "------------------------ arguments ------------------------",
-            *lines,
-            "-------------------- end of arguments ---------------------",
-        ]
-    )
+    They are Megatron's table of all arguments under --log-style megatron, else the settings that
+    differ from their defaults.
+    """
+    if config.logging.log_style == "megatron":
+        yield arguments_table(config)
+    else:
+        columns = min(terminal_columns(), MOST_COLUMNS)
+        yield from short_settings(config, columns=columns)
+    yield ranks_line(parallel)

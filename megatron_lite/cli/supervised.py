@@ -47,24 +47,27 @@ class Supervision:
     pulse: Pulse
     status: int = 0
 
-    def start(self, notices: Sequence[str]) -> None:
+    def start(self, notices: Sequence[str]) -> tuple[str, ...]:
         """Installs the signal handlers of --exit-signal-handler, if it is given.
 
-        Rank 0 prints the notices of the run and the table of arguments.
+        Rank 0 prints the notices of the run and its settings. Returns these notices, for the log
+        file; none on other ranks.
 
         notices: the notices of the command line.
         """
         # The context manager itself must not listen: a signal that arrives before the body begins
         # would raise outside of every handler.
         self.exits.listen()
-        if self.parallel.rank == 0:
-            found = run_notices(
-                self.config,
-                device=self.parallel.device.type,
-                world_size=self.parallel.world_size,
-                of_settings=notices,
-            )
-            print(*found.at_start, *start_lines(self.config, self.parallel), sep="\n", flush=True)
+        if self.parallel.rank != 0:
+            return ()
+        found = run_notices(
+            self.config,
+            device=self.parallel.device.type,
+            world_size=self.parallel.world_size,
+            of_settings=notices,
+        )
+        print(*found.at_start, *start_lines(self.config, self.parallel), sep="\n", flush=True)
+        return found.at_start
 
 
 @contextmanager

@@ -40,7 +40,7 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
         ("recompute_granularity", *FULL, *SELECTIVE),
         ("cpu_offloading_num_layers",),
         ("fine_grained_activation_offloading", "offload_modules"),
-        ("torch_compile", "activation_memory_budget"),
+        ("activation_memory_budget",),
     ),
     (("train_iters",), ("train_samples",)),
     (("lr_decay_iters",), ("lr_decay_samples",)),
@@ -60,7 +60,7 @@ ALTERNATIVES: tuple[tuple[tuple[str, ...], ...], ...] = (
     (("num_layers_per_virtual_pipeline_stage",), ("num_virtual_stages_per_pipeline_rank",)),
     (("use_torch_fsdp2",), ("use_distributed_optimizer", "overlap_param_gather")),
     (("sequence_parallel",), ("distribute_saved_activations",)),
-    (("overlap_param_gather",), ("torch_compile",)),
+    (("overlap_param_gather",), ("activation_memory_budget",)),
 )
 # The fields that have no meaning without a setting. If the setting is replaced, they are too.
 BELONGS_TO = {
@@ -147,8 +147,8 @@ def _replace_recompute_stores(given: Mapping[str, Any], replace: Any) -> None:
     recomputes anything.
     """
     partial = "num_microbatches_with_partial_activation_checkpoints"
-    if given.get("torch_compile"):
-        replace(("contiguous_saved_activations", partial), "torch_compile")
+    if given.get("activation_memory_budget") is not None:
+        replace(("contiguous_saved_activations", partial), "activation_memory_budget")
     if (text := given.get("recompute_policy")) is None:
         return
     if text != AUTO:

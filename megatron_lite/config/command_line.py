@@ -1,4 +1,4 @@
-"""The flags of a configuration: the inverse of arguments.py. Standard library only.
+"""The flags of a configuration: the inverse of cli/arguments/. Standard library only.
 
 A field's flag is its name with dashes. OFF_SWITCHES has the exceptions: the flags that turn a field
 off. tests/config/test_command_line.py compares all of them with the parser.
@@ -18,6 +18,7 @@ OFF_SWITCHES: Mapping[str, str] = {
     "log_loss_scale_to_tensorboard": "--no-log-loss-scale-to-tensorboard",
     "add_bias_linear": "--disable-bias-linear",
     "overlap_p2p_comm": "--no-overlap-p2p-communication",
+    "shared_memory_collectives": "--no-shared-memory-collectives",
     "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
     "recompute_tail_skip": "--no-recompute-tail-skip",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
@@ -33,7 +34,7 @@ def flag_of(field: str) -> str:
 
 
 def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
-    """Returns the words of a command line that arguments.py parses to an equal configuration.
+    """Returns the words of a command line that `parse_args` parses to an equal configuration.
 
     Fields with their default values are left out, and so are the fields in `without`.
     """
@@ -43,8 +44,13 @@ def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
         for field in dataclasses.fields(values):
             value = getattr(values, field.name)
             if value != field.default and field.name not in without:
-                words += [flag_of(field.name), *_words(field.name, value)]
+                words += flag_words(field.name, value)
     return words
+
+
+def flag_words(field: str, value: Any) -> list[str]:
+    """Returns the words of a command line that give the field this value, not its default."""
+    return [flag_of(field), *_words(field, value)]
 
 
 def _words(field: str, value: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""How gradients, optimizer states and weights are sharded over data-parallel ranks.
+"""Says how gradients, optimizer states and weights are sharded over data-parallel ranks.
 
 It also holds the settings that decide when the ranks exchange them.
 """

@@ -1,8 +1,8 @@
 """The answers to Megatron flags that set no field of a config.
 
-Such a flag has no effect, allows one value only, is an old spelling, or is refused. `arguments.py`
-adds the supported flags and takes all other answers from the tables of this module. The long tables
-have modules of their own:
+Such a flag has no effect, allows one value only, is an old spelling, or is refused. The parser in
+`cli/arguments/` adds the supported flags and takes all other answers from the tables of this
+module. The long tables have modules of their own:
 
     megatron_flags    the refused flags, with the reasons
     ignored_flags     flags without effect on results, by the reason

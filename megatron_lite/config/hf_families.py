@@ -20,7 +20,7 @@ from megatron_lite.config.hf_rules import (
     window,
     windows_of_layers,
 )
-from megatron_lite.config.hf_values import REQUIRED, Family, Key, Only
+from megatron_lite.config.hf_values import REQUIRED, FamilyKeys, Key, Only
 
 _SIZES = {
     "num_hidden_layers": Key("num_layers", int, REQUIRED),
@@ -47,8 +47,8 @@ _LLAMA_ONLY = {**_SWIGLU, **_NOT_QUANTIZED, **_WHOLE_HEAD, **_HALVES}
 _RMS = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True)
 _LLAMA_FIELDS = dict(**_RMS, add_bias_linear=False, hidden_dropout=0.0)
 
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family(
+FAMILIES: Mapping[str, FamilyKeys] = {
+    "gpt2": FamilyKeys(
         "GPT2LMHeadModel",
         {
             "n_layer": Key("num_layers", int, REQUIRED),
@@ -68,21 +68,21 @@ FAMILIES: Mapping[str, Family] = {
         {},
         (INNER, dropouts(0.1), gelu("activation_function", "gelu_new"), tied(True)),
     ),
-    "llama": Family(
+    "llama": FamilyKeys(
         "LlamaForCausalLM",
         _LLAMA_KEYS,
         _LLAMA_ONLY,
         _LLAMA_FIELDS,
         (heads(), BIASES, tied(False), rotary()),
     ),
-    "mistral": Family(
+    "mistral": FamilyKeys(
         "MistralForCausalLM",
         _LLAMA_KEYS,
         _LLAMA_ONLY,
         _LLAMA_FIELDS,
         (heads(default_groups=8), window(default=4096), tied(False), rotary()),
     ),
-    "qwen2": Family(
+    "qwen2": FamilyKeys(
         "Qwen2ForCausalLM",
         _LLAMA_KEYS,
         {**_LLAMA_ONLY, **_PROJECTION},
@@ -94,7 +94,7 @@ FAMILIES: Mapping[str, Family] = {
             rotary(),
         ),
     ),
-    "qwen3": Family(
+    "qwen3": FamilyKeys(
         "Qwen3ForCausalLM",
         _LLAMA_KEYS,
         {**_LLAMA_ONLY, **_PROJECTION},
@@ -106,7 +106,7 @@ FAMILIES: Mapping[str, Family] = {
             rotary(),
         ),
     ),
-    "smollm3": Family(
+    "smollm3": FamilyKeys(
         "SmolLM3ForCausalLM",
         _LLAMA_KEYS,
         _LLAMA_ONLY,
@@ -120,7 +120,7 @@ FAMILIES: Mapping[str, Family] = {
             rotary(default_base=2000000),
         ),
     ),
-    "olmo2": Family(
+    "olmo2": FamilyKeys(
         "Olmo2ForCausalLM",
         {**_LLAMA_KEYS, "rms_norm_eps": Key("norm_epsilon", float, 1e-5)},
         {**_LLAMA_ONLY, **_PROJECTION},
@@ -132,7 +132,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         (heads(), tied(False), rotary()),
     ),
-    "phi3": Family(
+    "phi3": FamilyKeys(
         "Phi3ForCausalLM",
         {**_LLAMA_KEYS, "rms_norm_eps": Key("norm_epsilon", float, 1e-5)},
         {**_SWIGLU, **_NOT_QUANTIZED, **_PROJECTION},
@@ -145,7 +145,7 @@ FAMILIES: Mapping[str, Family] = {
             rotary(share="partial_rotary_factor"),
         ),
     ),
-    "gpt_neox": Family(
+    "gpt_neox": FamilyKeys(
         "GPTNeoXForCausalLM",
         {
             **_SIZES,
@@ -165,7 +165,7 @@ FAMILIES: Mapping[str, Family] = {
             rotary(base="rotary_emb_base", share="rotary_pct", default_share=0.25),
         ),
     ),
-    "nemotron": Family(
+    "nemotron": FamilyKeys(
         "NemotronForCausalLM",
         {
             **_SIZES,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lite.config.hf_values import Rule, object_of, value_of, whole_number
+from megatron_lite.config.hf_values import KeyRule, object_of, value_of, whole_number
 from megatron_lite.config.json_text import shown
 from megatron_lite.config.layer_pattern import marks
 from megatron_lite.config.model import ModelConfig
@@ -28,7 +28,7 @@ def rotary(
     default_base: int = 10000,
     share: str | None = None,
     default_share: float = 1.0,
-) -> Rule:
+) -> KeyRule:
     """Returns the rule of the rotary embedding.
 
     base: the key of the base. share: the key of the share of a head that is rotated; None: all.
@@ -55,7 +55,7 @@ def rotary(
         return found
 
     keys = ("rope_parameters", "rope_scaling", base, *([] if share is None else [share]))
-    return Rule(read, write, keys)
+    return KeyRule(read, write, keys)
 
 
 def _parameters(config: Mapping[str, Any], base: str, default_base: int) -> dict[str, Any]:
@@ -152,6 +152,6 @@ def _write_unrotated(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-UNROTATED_LAYERS = Rule(
+UNROTATED_LAYERS = KeyRule(
     _read_unrotated, _write_unrotated, ("no_rope_layers", "no_rope_layer_interval")
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lite.config.hf_values import Rule, value_of
+from megatron_lite.config.hf_values import KeyRule, value_of
 from megatron_lite.config.json_text import shown
 from megatron_lite.config.model import ModelConfig
 
@@ -16,7 +16,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
-def heads(*, default_groups: int | None = None, default_head: int | None = None) -> Rule:
+def heads(*, default_groups: int | None = None, default_head: int | None = None) -> KeyRule:
     """Returns the rule of key/value heads and of the channels of a head.
 
     default_groups, default_head: the values for missing keys; None: those of the heads.
@@ -36,10 +36,10 @@ def heads(*, default_groups: int | None = None, default_head: int | None = None)
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"num_key_value_heads": model.query_groups, "head_dim": model.head_dim}
 
-    return Rule(read, write, ("num_key_value_heads", "head_dim"))
+    return KeyRule(read, write, ("num_key_value_heads", "head_dim"))
 
 
-def tied(default: bool) -> Rule:
+def tied(default: bool) -> KeyRule:
     """Returns the rule of tied embeddings. default: the value for a missing key."""
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
@@ -50,7 +50,7 @@ def tied(default: bool) -> Rule:
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"tie_word_embeddings": not model.untie_embeddings_and_output_weights}
 
-    return Rule(read, write, ("tie_word_embeddings",))
+    return KeyRule(read, write, ("tie_word_embeddings",))
 
 
 def _read_biases(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
@@ -69,10 +69,10 @@ def _write_biases(model: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
 
 
-BIASES = Rule(_read_biases, _write_biases, ("attention_bias", "mlp_bias"))
+BIASES = KeyRule(_read_biases, _write_biases, ("attention_bias", "mlp_bias"))
 
 
-def window(*, default: int | None) -> Rule:
+def window(*, default: int | None) -> KeyRule:
     """Returns the rule of a window that all layers have. default: the one of a missing key."""
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
@@ -93,10 +93,10 @@ def window(*, default: int | None) -> Rule:
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"sliding_window": _tokens(model)}
 
-    return Rule(read, write, ("sliding_window", "layer_types"))
+    return KeyRule(read, write, ("sliding_window", "layer_types"))
 
 
-def windows_of_layers(*, first: str | None, default: int | None) -> Rule:
+def windows_of_layers(*, first: str | None, default: int | None) -> KeyRule:
     """Returns the rule of windows that some layers have.
 
     first: the key of the number of the first layer with a window; None: the layers without a rotary
@@ -154,14 +154,14 @@ def windows_of_layers(*, first: str | None, default: int | None) -> Rule:
         return found
 
     keys = ("sliding_window", "use_sliding_window", "layer_types", "no_rope_layers")
-    return Rule(read, write, (*keys, "no_rope_layer_interval", *([first] if first else [])))
+    return KeyRule(read, write, (*keys, "no_rope_layer_interval", *([first] if first else [])))
 
 
 def _tokens(model: ModelConfig) -> int | None:
     return None if model.window_size is None else model.window_size[0] + 1
 
 
-def gelu(key: str, default: str) -> Rule:
+def gelu(key: str, default: str) -> KeyRule:
     """Returns the rule of the key of an activation that is exact GELU or its tanh formula."""
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
@@ -177,10 +177,10 @@ def gelu(key: str, default: str) -> Rule:
     def write(model: ModelConfig) -> dict[str, Any]:
         return {key: "gelu_new" if model.bias_gelu_fusion else "gelu"}
 
-    return Rule(read, write, (key,))
+    return KeyRule(read, write, (key,))
 
 
-def dropouts(default: float) -> Rule:
+def dropouts(default: float) -> KeyRule:
     """Returns the rule of two keys for the dropout of the residual stream."""
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
@@ -198,7 +198,7 @@ def dropouts(default: float) -> Rule:
     def write(model: ModelConfig) -> dict[str, Any]:
         return {"resid_pdrop": model.hidden_dropout, "embd_pdrop": model.hidden_dropout}
 
-    return Rule(read, write, ("resid_pdrop", "embd_pdrop"))
+    return KeyRule(read, write, ("resid_pdrop", "embd_pdrop"))
 
 
 def _read_inner(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
@@ -212,4 +212,4 @@ def _write_inner(model: ModelConfig) -> dict[str, Any]:
     return {"n_inner": None if model.ffn_size == 4 * model.hidden_size else model.ffn_size}
 
 
-INNER = Rule(_read_inner, _write_inner, ("n_inner",))
+INNER = KeyRule(_read_inner, _write_inner, ("n_inner",))

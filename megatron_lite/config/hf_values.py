@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.json_text import shown
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.plain import MOST_LAYERS
 
 
 class Key(NamedTuple):
@@ -35,7 +36,7 @@ class Only(NamedTuple):
     reason: str
 
 
-class Rule(NamedTuple):
+class KeyRule(NamedTuple):
     """A fact of a model that is not one key.
 
     read: sets fields from a config, in a dict. It returns notes about what changes no size and
@@ -50,7 +51,7 @@ class Rule(NamedTuple):
     keys: tuple[str, ...]
 
 
-class Family(NamedTuple):
+class FamilyKeys(NamedTuple):
     """One model_type.
 
     architecture: the class of transformers that holds the model with its head.
@@ -61,14 +62,12 @@ class Family(NamedTuple):
     keys: Mapping[str, Key]
     only: Mapping[str, Only]
     fields: Mapping[str, Any]
-    rules: tuple[Rule, ...]
+    rules: tuple[KeyRule, ...]
 
 
 REQUIRED = object()
-# Larger numbers than any model has would keep a reader busy for very long.
 LAYER_KEYS = frozenset({"num_hidden_layers", "n_layer"})
-MOST_LAYERS = 2**16
-MOST_SIZE = 2**40
+MOST_SIZE = 2**40  # larger than any size of a model
 
 
 def value_of(config: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:

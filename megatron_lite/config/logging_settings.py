@@ -9,12 +9,18 @@ from megatron_lite.config.checks import require_at_least, require_not_empty, req
 
 TIMING_LOG_LEVELS = (0, 1, 2)
 TIMING_LOG_OPTIONS = ("max", "minmax", "all")
+LOG_STYLES = ("short", "megatron")
+LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """The output of a run while it trains.
 
+    log_style: what standard output has: short lines of at most 120 columns ("short"), or Megatron's
+        table of arguments and iteration line ("megatron"). The log file always has the latter.
+    log_file: the file to which the log is appended. None: train.log in the folder of --save, or
+        else of --tensorboard-dir; without either there is no file.
     peak_tflops_per_gpu: the peak that MFU and HFU divide by. None: a table gives it for the GPU's
         name.
     log_peak_memory: whether a run on a CPU measures the peak of its second step, as a run on a GPU
@@ -36,6 +42,8 @@ class LoggingConfig:
     """
 
     log_interval: int = 100
+    log_style: str = "short"
+    log_file: str | None = None
     peak_tflops_per_gpu: float | None = None
     metrics_jsonl: str | None = None
     tensorboard_dir: str | None = None
@@ -68,13 +76,16 @@ class LoggingConfig:
         if self.timing_log_level not in TIMING_LOG_LEVELS:
             raise ValueError(f"--timing-log-level must be 0, 1 or 2 (got {self.timing_log_level})")
         require_one_of(self, "timing_log_option", TIMING_LOG_OPTIONS)
+        require_one_of(self, "log_style", LOG_STYLES)
         if self.wandb_project and self.wandb_exp_name == "":
             raise ValueError("--wandb-exp-name is empty: give the name of the experiment")
         if not 1.0 < self.straggler_ratio < math.inf:
             raise ValueError(
                 f"--straggler-ratio must be above 1 and finite (got {self.straggler_ratio})"
             )
-        require_not_empty(self, "metrics_jsonl", "tensorboard_dir", "memory_timeline", "machine")
+        require_not_empty(
+            self, "log_file", "metrics_jsonl", "tensorboard_dir", "memory_timeline", "machine"
+        )
         if self.peak_tflops_per_gpu is not None and not 0.0 < self.peak_tflops_per_gpu < math.inf:
             raise ValueError(
                 f"--peak-tflops-per-gpu must be above 0 and finite (got {self.peak_tflops_per_gpu})"

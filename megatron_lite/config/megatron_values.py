@@ -12,6 +12,7 @@ from typing import Any
 from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.checks import flag
 from megatron_lite.config.model import NORMALIZATIONS, ModelConfig
+from megatron_lite.config.parallel import no_flash_across_ranks
 from megatron_lite.config.pattern_text import parse_pattern, parse_window
 
 Given = dict[str, Any]
@@ -47,7 +48,7 @@ def translate_values(given: Given, faults: Faults, *, has_file: bool) -> list[st
         "no_rope_freq": lambda found: _pattern(found, "no_rope_freq"),
         "position_embedding_type": _position_embedding,
         "use_torch_fsdp2": _megatron_fsdp,
-        "decoder_first_pipeline_num_layers": _accounted_layers,
+        "decoder_first_pipeline_num_layers": lambda found: _accounted_layers(found, has_file),
     }
     notices = []
     for field, step in steps.items():
@@ -169,18 +170,27 @@ def _megatron_fsdp(given: Given) -> list[str]:
     return [f"{said} is read as {flag(field)}, which gives the same results"]
 
 
-def _accounted_layers(given: Given) -> list[str]:
+def _accounted_layers(given: Given, has_file: bool) -> list[str]:
     """Replaces the switches that count the embedding or the loss as a layer of the pipeline.
 
-    The first, or the last, pipeline rank then has one layer less than the others.
+    The first, or the last, pipeline rank then has one layer less than the others. The command line
+    must have both numbers that this needs: a file is read later.
     """
     embedding, loss = (bool(given.pop(name, False)) for name in ACCOUNTED)
     size, layers = given.get("pipeline_model_parallel_size", 1), given.get("num_layers")
-    if not (embedding or loss) or layers is None:
+    if not (embedding or loss):
         return []
     said = " and ".join(
         flag(name) for name, is_set in zip(ACCOUNTED, (embedding, loss), strict=True) if is_set
     )
+    if has_file and not {"num_layers", "pipeline_model_parallel_size"} <= given.keys():
+        raise ValueError(
+            f"{said} needs --num-layers and --pipeline-model-parallel-size on the command line, "
+            "not in a file: give both, or --decoder-first-pipeline-num-layers and "
+            "--decoder-last-pipeline-num-layers instead"
+        )
+    if layers is None:
+        return []  # the missing --num-layers is an error of its own
     if size == 1:
         return [f"{said}: no effect at --pipeline-model-parallel-size 1"]
     together = layers + embedding + loss
@@ -206,20 +216,16 @@ def _accounted_layers(given: Given) -> list[str]:
 
 
 def _context_parallel_attention(given: Given) -> list[str]:
-    """Chooses unfused attention where context parallelism has no other for the run.
-
-    Flash attention over context-parallel ranks has neither dropout nor document masks.
-    """
+    """Chooses unfused attention where context parallelism has no other for the run."""
     if given.get("context_parallel_size", 1) == 1:
         return []
     if given.get("attention_backend", "auto") != "auto":
         return []
-    dropout = given.get("attention_dropout", ModelConfig.attention_dropout)
-    if dropout > 0.0:
-        reason = f"--attention-dropout {dropout}"
-    elif given.get("reset_attention_mask"):
-        reason = "--reset-attention-mask"
-    else:
+    reason = no_flash_across_ranks(
+        given.get("attention_dropout", ModelConfig.attention_dropout),
+        bool(given.get("reset_attention_mask")),
+    )
+    if reason is None:
         return []
     given["attention_backend"] = "unfused"
     return [

@@ -36,7 +36,7 @@ ATTENTION_BACKENDS = ("auto", "flash", "unfused")
 
 
 class Positions(NamedTuple):
-    """How a model encodes positions.
+    """The ways in which a model encodes positions.
 
     learned: whether each position has a learned embedding.
     rotated: whether attention rotates queries and keys.
@@ -276,7 +276,7 @@ class ModelConfig:
 
     @property
     def positions(self) -> Positions:
-        """How the model encodes positions."""
+        """The ways in which the model encodes positions."""
         return chosen("--position-embedding-type", self.position_embedding_type, POSITIONS)
 
     @property
@@ -313,7 +313,7 @@ class ModelConfig:
 
     @property
     def rotary_scaling(self) -> RotaryScaling:
-        """How the frequencies and the positions of the rotary embedding are scaled."""
+        """The scaling of the rotary embedding's frequencies and positions."""
         return RotaryScaling(
             frequency_factor=self.rope_scaling_factor if self.use_rope_scaling else None,
             position_factor=self.rotary_seq_len_interpolation_factor,

@@ -3,7 +3,8 @@
 An entry is a group or one operator of torch, such as aten.mm.default. The groups are:
 
     matmul       every matrix product
-    attention    the fused attention kernels, and the whole attention over context-parallel ranks.
+    attention    the fused attention kernels, the whole attention over context-parallel ranks, and
+                 causal attention of long float32 sequences on a CPU.
                  Unfused attention, which builds its scores, has no such operator.
     collective   the all-reduces, all-gathers and reduce-scatters of tensor parallelism, and the
                  all-gather of keys and values of unfused attention over context-parallel ranks
@@ -33,6 +34,7 @@ GROUPS = {
         "aten._scaled_dot_product_cudnn_attention.default",
         "aten._scaled_dot_product_fused_attention_overrideable.default",
         "megatron_lite.context_parallel_attention.default",
+        "megatron_lite.causal_attention.default",
     ),
     # Functional forms: an in-place collective returns nothing that a policy could keep. A layer
     # with an ops(...) policy therefore runs its collectives in this form (parallel/collectives.py).

@@ -1,7 +1,8 @@
 """The optimizer of a run: the update rule, its settings, and the refused flags of Megatron.
 
-A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, flags in `arguments.py`, a
-module beside `optim/adam_update.py`, and an entry in `optim/optimizer.py`.
+A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, flags in
+`cli/arguments/optimizer_flags.py`, a module beside `optim/adam_update.py`, and an entry in
+`optim/optimizer.py`.
 """
 
 from __future__ import annotations

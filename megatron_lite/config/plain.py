@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 LONGEST_SHOWN = 60
+# A reader builds something for each layer that a file names. No model has more layers than this.
+MOST_LAYERS = 2**16
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from megatron_lite.config.checks import require_at_least, require_not_empty
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilingConfig:
-    """What a run records about itself.
+    """The settings of what a run records about itself.
 
     profile_step_start, profile_step_end: S and E. The iterations S + 1 to E are profiled.
     profile_ranks: the global ranks that are profiled. An empty tuple: all ranks.

@@ -1,4 +1,4 @@
-"""How a rotary embedding is scaled for sequences longer than those it was trained on.
+"""Scales a rotary embedding for sequences longer than those it was trained on.
 
 Two rules, of which a model may use both:
 

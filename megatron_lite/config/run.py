@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import flag
+from megatron_lite.config.compiler_rules import check_compiler
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.dataclass_json import from_plain
@@ -24,7 +24,7 @@ from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.config.profiling import ProfilingConfig
@@ -82,7 +82,7 @@ class RunConfig:
         self.training.batch_steps(self.data.seq_length)
         self._check_recompute_policy()
         self._check_pipeline()
-        self._check_compiler()
+        check_compiler(self)
         self._check_data_parallel()
         self._check_folders()
         by_samples = self.training.train_samples is not None
@@ -226,17 +226,14 @@ class RunConfig:
                 f"--context-parallel-size {size}{shards} = {parts}: each rank holds two chunks of "
                 f"the sequence{under}"
             )
-        if self.model.attention_dropout > 0.0 and not self.model.always_unfused:
+        hindrance = no_flash_across_ranks(
+            self.model.attention_dropout, self.data.reset_attention_mask
+        )
+        if hindrance is not None and not self.model.always_unfused:
+            without = "--attention-dropout 0, or " if "dropout" in hindrance else ""
             raise ValueError(
-                f"--context-parallel-size {size} has no flash attention with --attention-dropout "
-                f"{self.model.attention_dropout}: give --attention-dropout 0, or "
-                "--attention-backend unfused, which builds the scores"
-            )
-        if self.data.reset_attention_mask and not self.model.always_unfused:
-            raise ValueError(
-                f"--context-parallel-size {size} has no flash attention with "
-                "--reset-attention-mask: which keys of another rank belong to a document differs "
-                "from sample to sample. Give --attention-backend unfused, which builds the scores"
+                f"--context-parallel-size {size} has no flash attention with {hindrance}: give "
+                f"{without}--attention-backend unfused, which builds the scores"
             )
         limit = reach(self.model.window_size, self.data.seq_length)
         if limit is not None and not self.model.always_unfused:
@@ -247,52 +244,20 @@ class RunConfig:
                 "scores"
             )
 
-    def _check_compiler(self) -> None:
-        budget = self.recompute.activation_memory_budget
-        if not self.training.torch_compile:
-            if budget is not None:
-                raise ValueError(
-                    f"--activation-memory-budget {budget} is a setting of torch's compiler: give "
-                    "--torch-compile too"
-                )
-            return
-        if self.model.norm_impl == "apex":
-            raise ValueError(
-                "--norm-impl apex cannot go with --torch-compile: its kernels would end every "
-                "compiled graph, and the compiler makes its own. Leave one of them out"
-            )
-        if self.logging.log_peak_memory:
-            raise ValueError(
-                "--log-peak-memory has no prediction to compare with under --torch-compile, which "
-                "decides itself what is kept: leave one of them out"
-            )
-        if self.recompute.recompute_verify:
-            raise ValueError(
-                "--recompute-verify has nothing to compare under --torch-compile, whose compiled "
-                "layers decide themselves what they keep and recompute: leave one of them out"
-            )
-        if self.recompute.is_to_be_chosen or any(
-            rule.action != LayerAction() or rule.store != "device"
-            for rule in self.recompute.policy.rules
-        ):
-            raise ValueError(
-                "--torch-compile decides itself what compiled layers recompute: give "
-                "--activation-memory-budget instead of a recompute policy, or leave "
-                "--torch-compile out"
-            )
-        for axis in ("tensor_model_parallel_size", "context_parallel_size"):
-            if (size := getattr(self.parallel, axis)) > 1:
-                raise ValueError(
-                    f"--torch-compile needs {flag(axis)} 1 (got {size}): every collective would "
-                    "end a compiled graph"
-                )
+    @property
+    def compiles_kernels(self) -> bool:
+        """Whether norms, activations, rotary embedding and dropout are compiled, and nothing else.
+
+        What layers keep and recompute is then the policy's choice, as without the compiler.
+        """
+        return self.training.torch_compile and not self.compiles_layers
+
+    @property
+    def compiles_layers(self) -> bool:
+        """Whether each layer is one graph of the compiler, which decides what the layer keeps."""
+        return self.recompute.activation_memory_budget is not None
 
     def _check_data_parallel(self) -> None:
-        if self.data_parallel.overlap_param_gather and self.training.torch_compile:
-            raise ValueError(
-                "--overlap-param-gather cannot go with --torch-compile: each module's wait for its "
-                "weights would end a compiled graph. Leave one of them out"
-            )
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
             raise ValueError(
                 "--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are "

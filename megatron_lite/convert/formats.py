@@ -20,7 +20,7 @@ from megatron_lite.convert.weights import WeightSource, WeightTarget
 
 @dataclass(frozen=True, kw_only=True)
 class TargetOptions:
-    """What the command line says about a target.
+    """The command line's settings of a target.
 
     tp_size, pp_size: over how many ranks the files split the model.
     hf_family: the Hugging Face family to write; None: one that expresses the model.

@@ -1,4 +1,4 @@
-"""How the tensors of other layouts become a tensor of this project, and back.
+"""Turns tensors of other layouts into a tensor of this project, and back.
 
 A layout is a pair of functions that are inverse to each other and linear: they map weights to
 weights and gradients to gradients, bit for bit.
@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_lite.config.model import ModelConfig
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """A layout. join: theirs -> ours. split: ours -> theirs, contiguous.
 
     The shapes of theirs are those of `split` applied to a tensor without values.
@@ -57,17 +57,17 @@ def _unfused(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
 
 
 # .t() leaves a bias unchanged, which has one dim.
-LAYOUTS: dict[str, Layout] = {
-    "same": Layout(lambda parts, _: parts[0], lambda tensor, _: [tensor]),
-    "stacked": Layout(
+LAYOUTS: dict[str, TensorLayout] = {
+    "same": TensorLayout(lambda parts, _: parts[0], lambda tensor, _: [tensor]),
+    "stacked": TensorLayout(
         lambda parts, _: torch.cat(list(parts)), lambda tensor, _: list(tensor.chunk(2))
     ),
-    "by group": Layout(_by_group, _from_groups),
-    "fused": Layout(_fused, _unfused),
-    "transposed": Layout(
+    "by group": TensorLayout(_by_group, _from_groups),
+    "fused": TensorLayout(_fused, _unfused),
+    "transposed": TensorLayout(
         lambda parts, _: parts[0].t().contiguous(), lambda tensor, _: [tensor.t().contiguous()]
     ),
-    "fused transposed": Layout(
+    "fused transposed": TensorLayout(
         lambda parts, model: _fused([parts[0].t()], model),
         lambda tensor, model: [_unfused(tensor, model)[0].t().contiguous()],
     ),

@@ -34,7 +34,7 @@ MOST_NAMED = 5
 LARGEST_INDEX = 2**26
 
 
-class Place(NamedTuple):
+class TensorInFile(NamedTuple):
     """A tensor in a file: its name there, its dtype as safetensors spells it, and its shape."""
 
     file: Path
@@ -112,14 +112,14 @@ class HfSource:
         assert row is not None, (self._family, name)
         return row
 
-    def _find(self, folder: Path) -> dict[str, Place]:
+    def _find(self, folder: Path) -> dict[str, TensorInFile]:
         """Returns where each tensor lies, by the name under which it is known here."""
-        found: dict[str, Place] = {}
+        found: dict[str, TensorInFile] = {}
         for file in _weight_files(folder):
             opened = self._open(file)
             for name in opened.keys():  # noqa: SIM118, no mapping
                 part = opened.get_slice(name)
-                found[name] = Place(file, name, part.get_dtype(), tuple(part.get_shape()))
+                found[name] = TensorInFile(file, name, part.get_dtype(), tuple(part.get_shape()))
         base = f"{FAMILIES[self._family].base}."
         has_base = any(name.startswith(base) for name in found)
         return {

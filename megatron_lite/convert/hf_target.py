@@ -62,7 +62,7 @@ class HfTarget:
         tokenizer = contents_of((path.name, path) for path in described.tokenizer)
         end = _end_of_document(described)
         with complete_folder(self._path) as folder:
-            shards = _Shards(folder, config["model_type"], described, self._shard_bytes)
+            shards = _SafetensorsParts(folder, config["model_type"], described, self._shard_bytes)
             dtype = shards.write(source, advance)
             config |= dict(
                 torch_dtype=DTYPES[dtype], bos_token_id=None, eos_token_id=end, pad_token_id=None
@@ -76,7 +76,7 @@ class HfTarget:
                 write_synced(folder / "tokenizer_config.json", _json(written))
 
 
-class _Shards:
+class _SafetensorsParts:
     """The files of weights, of which one is open at a time."""
 
     def __init__(self, folder: Path, family: str, described: Described, shard_bytes: int) -> None:

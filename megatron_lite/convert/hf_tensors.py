@@ -25,7 +25,7 @@ class Row(NamedTuple):
     layout: str = "same"
 
 
-class Family(NamedTuple):
+class FamilyTensors(NamedTuple):
     """The tensors of one model_type.
 
     base: the prefix of all tensors but those of the head. Files of a model that was saved without
@@ -65,9 +65,9 @@ _NORMS: dict[str, Row | str] = {
 }
 
 
-def _llama(*parts: Mapping[str, Row | str]) -> Family:
+def _llama(*parts: Mapping[str, Row | str]) -> FamilyTensors:
     modules = {name: row for part in parts for name, row in part.items()}
-    return Family(
+    return FamilyTensors(
         "model",
         "lm_head",
         {
@@ -79,8 +79,8 @@ def _llama(*parts: Mapping[str, Row | str]) -> Family:
 
 
 _LLAMA = _llama(_NORMS, _ATTENTION, _GATED)
-FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family(
+FAMILIES: Mapping[str, FamilyTensors] = {
+    "gpt2": FamilyTensors(
         "transformer",
         "lm_head",
         {
@@ -125,7 +125,7 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron": _llama(
         _NORMS, _ATTENTION, {"mlp.linear_fc1": "mlp.up_proj", "mlp.linear_fc2": "mlp.down_proj"}
     ),
-    "gpt_neox": Family(
+    "gpt_neox": FamilyTensors(
         "gpt_neox",
         "embed_out",
         {

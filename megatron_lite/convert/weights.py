@@ -1,4 +1,4 @@
-"""What every format of weights gives and takes: one whole tensor at a time, under the names here.
+"""The interface of every format of weights: one whole tensor at a time, under the names here.
 
 A conversion reads from a WeightSource and writes to a WeightTarget. The tensors in between have the
 names, the layout and the unsharded shapes of this project, so that each format needs one mapping,
@@ -20,7 +20,7 @@ from megatron_lite.config.model import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Described:
-    """What weights are, apart from their values.
+    """Everything about weights but their values.
 
     model: the shape of the model.
     true_vocab_size: V, without padding.
@@ -49,7 +49,7 @@ class WeightSource(Protocol):
 
     @property
     def described(self) -> Described:
-        """What the weights are."""
+        """Everything about the weights but their values."""
 
     def read(self, name: str) -> Tensor:
         """Returns one parameter of this project, whole and without vocabulary padding, on the CPU.

@@ -2,7 +2,7 @@
 
 Megatron's three names mean the same: the model's own ids, without a token for the begin of a text,
 and a document that ends with the model's end-of-sentence token. The package sentencepiece is
-optional: `pip install megatron-lite[tokenizers]`.
+optional: `pip install -e '.[tokenizers]'`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.extras import install_advice
 from megatron_lite.data.tokenizers import check_encodes, require_files
 
 
@@ -29,8 +30,7 @@ class SentencePieceTokenizer:
             from sentencepiece import SentencePieceProcessor
         except ImportError:
             raise InputError(
-                "this tokenizer needs the sentencepiece package: pip install "
-                "megatron-lite[tokenizers]"
+                f"this tokenizer needs the sentencepiece package: {install_advice('tokenizers')}"
             ) from None
         try:
             # The processor would take any folder or longer text for a path as well.

@@ -4,7 +4,7 @@
     ids N .. V-1      the tokens of the file, in its order, of which the first 256 are the bytes
 
 N is --tiktoken-num-special-tokens and V is --vocab-size. The package tiktoken is optional:
-`pip install megatron-lite[tokenizers]`.
+`pip install -e '.[tokenizers]'`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.extras import install_advice
 from megatron_lite.data.tokenizer_files import MOST_BYTES
 from megatron_lite.data.tokenizers import check_encodes, require_files
 
@@ -69,7 +70,7 @@ class TikTokenizer:
             import tiktoken
         except ImportError:
             raise InputError(
-                "this tokenizer needs the tiktoken package: pip install megatron-lite[tokenizers]"
+                f"this tokenizer needs the tiktoken package: {install_advice('tokenizers')}"
             ) from None
         self._encoding: Any = tiktoken.Encoding(
             name=os.path.basename(file),

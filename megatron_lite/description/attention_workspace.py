@@ -19,7 +19,7 @@ from megatron_lite.description.all_heads_norm import (
 from megatron_lite.description.dropout import dropout_forward, masked
 from megatron_lite.description.norm_statistics import norm_backward, norm_forward, norm_parameters
 from megatron_lite.description.operations import ID_BYTES, Course, KeptTensor, Workspace, course
-from megatron_lite.description.sizes import Heads, Sizes
+from megatron_lite.description.sizes import Heads, Sizes, query_blocks
 from megatron_lite.description.weight_gradients import added_up
 
 
@@ -27,19 +27,14 @@ def split_workspace(model: ModelConfig, heads: Heads, *, grouped: bool, rotary: 
     """Returns the workspace of the split of linear_qkv's output into query, key and value.
 
     Each of the three is a view or a copy (model/attention.py). If all are copies, linear_qkv's
-    output is freed. Backward writes each gradient into zeros as large as that output, and adds
-    them up in place.
+    output is freed. Backward joins the three gradients.
     """
     whole = heads.query + 2 * heads.kv
     copied_later = model.norm_impl == "apex" if model.qk_layernorm else rotary
     copies = [heads.query] if grouped else []
     copies += [heads.kv] if grouped and not copied_later else []
     copies += [heads.kv] if grouped or copied_later else []
-    value, key, query = heads.kv, heads.kv, heads.query
-    return Workspace(
-        course(*copies, -whole if len(copies) == 3 else 0),
-        course(+whole, -value, +whole, -key, -whole, +whole, -query, -whole),
-    )
+    return Workspace(course(*copies, -whole if len(copies) == 3 else 0), course(+whole, -whole))
 
 
 def norms_workspace(
@@ -119,7 +114,10 @@ def flash_workspace(
     results = output + log_sum_exp
     if sizes.cp_size > 1:
         return _exchanging(model, sizes, results, freed)
-    mask = _mask(sizes, windowed=windowed) if windowed or sizes.resets_attention else Course()
+    masked = windowed or sizes.resets_attention
+    if not masked and len(blocks := attention_blocks(model, sizes)) > 1:
+        return _in_blocks(model, sizes, blocks, log_sum_exp, freed)
+    mask = _mask(sizes, windowed=windowed) if masked else Course()
     return Workspace(
         course(mask, +results, -mask.end),
         course(mask, +heads.query + 2 * heads.kv, -mask.end - output - results - freed),
@@ -152,6 +150,47 @@ def unfused_workspace(
         _unfused_backward(
             model, sizes, elements, softmax_bytes, heads, freed, holds_gradient=in_replay
         ),
+    )
+
+
+def attention_blocks(model: ModelConfig, sizes: Sizes) -> list[slice]:
+    """Returns the blocks of queries of causal flash attention without a mask."""
+    if model.attention_dropout > 0.0:
+        return [slice(0, sizes.seq_length)]
+    return query_blocks(sizes.seq_length, sizes.element_bytes, sizes.device)
+
+
+def _in_blocks(
+    model: ModelConfig, sizes: Sizes, blocks: list[slice], log_sum_exp: int, freed: int
+) -> Workspace:
+    """Returns the workspace of causal attention in blocks of queries (model/causal_blocks.py).
+
+    log_sum_exp, freed: see `flash_workspace`.
+    """
+    query, kv = Heads.of(model, sizes)
+    results = query + log_sum_exp
+
+    def mask(rows: slice) -> Course:
+        length = rows.stop - rows.start
+        if not rows.start:
+            return Course()
+        triangle = length * length * sizes.element_bytes
+        return course(length * rows.stop * sizes.element_bytes, +triangle, -triangle)
+
+    def of_block(whole: int, rows: slice) -> int:
+        return whole * (rows.stop - rows.start) // sizes.seq_length
+
+    forward = [
+        course(mask(rows), part := of_block(results, rows), -mask(rows).end - part)
+        for rows in blocks
+    ]
+    backward: list[Course] = []
+    for rows in reversed(blocks):
+        part, keys = of_block(query, rows), 2 * kv * rows.stop // sizes.seq_length
+        sums = keys if not backward else 0  # the last block's gradients become the sums
+        backward.append(course(mask(rows), part + keys, sums - part - keys - mask(rows).end))
+    return Workspace(
+        course(+query, +log_sum_exp, *forward), course(+query, *backward, -query - results - freed)
     )
 
 

@@ -114,9 +114,12 @@ def norm_parameters(
 def _layer_norm_statistics(rows: int, model: ModelConfig, sizes: Sizes) -> int:
     """Returns the bytes of the mean and the reciprocal deviation of each row.
 
-    torch's CPU kernel keeps them in the dtype of the rows. All other kernels keep at least float32.
+    torch's CPU kernel keeps them in the dtype of the rows. All other kernels, also compiled ones,
+    keep at least float32.
     """
-    in_rows_dtype = sizes.device == "cpu" and model.norm_impl == "torch"
+    in_rows_dtype = (
+        sizes.device == "cpu" and model.norm_impl == "torch" and not sizes.compiled_kernels
+    )
     return 2 * rows * (sizes.element_bytes if in_rows_dtype else sizes.accumulate_bytes)
 
 

@@ -21,6 +21,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description.all_heads_norm import query_key_norms
 from megatron_lite.description.attention_workspace import (
+    attention_blocks,
     flash_workspace,
     norms_workspace,
     rotary_workspace,
@@ -46,6 +47,7 @@ from megatron_lite.description.sizes import Heads, Sizes
 
 CORE = "core_attention"
 CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
+CAUSAL_BLOCKS = "megatron_lite.causal_attention.default"
 
 
 def attention_output(model: ModelConfig, sizes: Sizes) -> KeptTensor:
@@ -158,6 +160,9 @@ def _flash(
         if sizes.cp_size == 1
         else CONTEXT_PARALLEL_ATTENTION
     )
+    blocks = [] if masked or sizes.cp_size > 1 else attention_blocks(model, sizes)
+    if len(blocks) > 1:
+        operator = CAUSAL_BLOCKS
     scores, context = (
         one._replace(causal=not masked, fused=True) for one in _matmuls(model, sizes)
     )

@@ -18,6 +18,10 @@ CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
 # The elements that RMSNorm and GELU compute at a time on a CPU. Their float32 copies stay in the
 # cache.
 CPU_BLOCK = 2**16
+# The queries that causal attention computes at a time on a CPU (model/causal_blocks.py), in
+# sequences of these lengths. In longer ones the kernel skips enough keys by itself.
+QUERY_BLOCK = 128
+SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +48,8 @@ class Sizes:
     resets_positions: whether it has position ids, which learned positions read
         (--reset-position-ids).
     resets_attention: whether it has the starts of its documents (--reset-attention-mask).
+    compiled_kernels: whether norms, activations, rotary embedding and dropout are compiled
+        (--torch-compile).
     """
 
     micro_batch_size: int
@@ -66,6 +72,7 @@ class Sizes:
     masks_loss: bool = False
     resets_positions: bool = False
     resets_attention: bool = False
+    compiled_kernels: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
@@ -91,6 +98,7 @@ class Sizes:
             masks_loss=config.data.eod_mask_loss,
             resets_positions=config.data.reset_position_ids and config.model.positions.learned,
             resets_attention=config.data.reset_attention_mask,
+            compiled_kernels=config.compiles_kernels,
         )
 
     @classmethod
@@ -104,7 +112,7 @@ class Sizes:
             # training/apex_kernels.py chooses addmm for float32 weights
             adds_in_matmul=training.gradient_accumulation_fusion
             and training.precision == "fp32"
-            and not training.torch_compile,
+            and not config.compiles_layers,
             inside_operators=True,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
@@ -195,3 +203,14 @@ def rows_at_a_time(width: int, device: str) -> int:
     256 MiB.
     """
     return max(1, (2**20 if device == "cpu" else 2**28) // (4 * max(1, width)))
+
+
+def query_blocks(seq_length: int, element_bytes: int, device: str) -> list[slice]:
+    """Returns the ranges of queries that causal attention computes one after the other.
+
+    The result is one range, for the kernel's own causal attention, unless the tensors are float32
+    on a CPU and the sequence has a length that gains from blocks.
+    """
+    fits = SHORTEST_IN_BLOCKS <= seq_length <= LONGEST_IN_BLOCKS
+    step = QUERY_BLOCK if fits and device == "cpu" and element_bytes == 4 else max(1, seq_length)
+    return [slice(start, min(start + step, seq_length)) for start in range(0, seq_length, step)]

@@ -213,11 +213,10 @@ def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
 def _split_heads(qkv_bytes: int, model: ModelConfig) -> Moved:
     """Returns the bytes that splitting the output of linear_qkv moves (model/attention.py).
 
-    With query groups, query and value become contiguous. Backward spreads each of the three
-    gradients over a tensor of zeros and adds the three.
+    With query groups, query and value become contiguous. Backward joins the three gradients.
     """
     grouped = model.query_groups < model.num_attention_heads
-    return Moved(2 * qkv_bytes if grouped else 0, 10 * qkv_bytes)
+    return Moved(2 * qkv_bytes if grouped else 0, 2 * qkv_bytes)
 
 
 def _activation(model: ModelConfig, output_bytes: int) -> Moved:

@@ -16,6 +16,14 @@ from torch import Tensor
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import CPU_BLOCK
+from megatron_lite.model.compiled_activations import (
+    ERF_GELU,
+    SQUARED_RELU,
+    SWIGLU,
+    TANH_GELU,
+    compiled_activation,
+)
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.fake_tensors import unlike_parts
 
 
@@ -95,8 +103,20 @@ class _SquaredReLU(torch.autograd.Function):
         return F.relu(intermediate).mul_(2.0).mul_(grad_output)
 
 
-def activation_function(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """Returns the activation of the MLP: [.., fc1_blocks * f / t] -> [.., f / t]."""
+def activation_function(
+    config: ModelConfig, kernels: CompiledKernels | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Returns the activation of the MLP: [.., fc1_blocks * f / t] -> [.., f / t].
+
+    kernels: compiles the activation; None: torch's operators compute it.
+    """
+    if kernels is not None:
+        formulas = {
+            "gelu": TANH_GELU if config.bias_gelu_fusion else ERF_GELU,
+            "swiglu": SWIGLU,
+            "squared_relu": SQUARED_RELU,
+        }
+        return compiled_activation(kernels, chosen("the activation", config.activation, formulas))
     return chosen(
         "the activation",
         config.activation,

@@ -17,15 +17,18 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.context_parallel.attention_kernels import has_kernel
+from megatron_lite.context_parallel.attention_kernels import has_kernel, in_autocast_dtype
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.model.all_heads_norm import AllHeadsNorm
+from megatron_lite.model.causal_blocks import attends_in_blocks, causal_attention
+from megatron_lite.model.compiled_rotary import compiled_rotary
 from megatron_lite.model.documents import document_mask
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
 from megatron_lite.model.window import attention_mask, window_mask, windowed_attention
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.recompute.region_runner import Regions
@@ -75,7 +78,10 @@ class SelfAttention(nn.Module):
             # sequence parallelism.
             self.q_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
             self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
-        self.core_attention = CoreAttention(config, context.rng, context.cp, layer=layer)
+        self.kernels = context.kernels
+        self.core_attention = CoreAttention(
+            config, context.rng, context.cp, layer=layer, kernels=context.kernels
+        )
 
     def forward(
         self,
@@ -89,10 +95,15 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotates:
             assert rotary is not None
-            query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+            query, key = self._rotated(query, rotary), self._rotated(key, rotary)
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, document_starts)
         )
+
+    def _rotated(self, heads: Tensor, tables: RotaryTables) -> Tensor:
+        if self.kernels is None:
+            return apply_rotary(heads, tables)
+        return compiled_rotary(self.kernels, heads, *tables)
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the query [s, b, a/t, d], and the key and the value [s, b, g/t, d] each.
@@ -102,16 +113,35 @@ class SelfAttention(nn.Module):
         contiguous, or one regrouped here. A saved view would then hold the whole storage of qkv
         beside that copy, so the tensors that nothing copies later become contiguous here.
         """
-        s, b, _ = qkv.shape
-        q, d = self.queries_per_group, self.config.head_dim
-        grouped = qkv.view(s, b, self.groups, q + 2, d)
-        query = grouped[..., :q, :].reshape(s, b, self.groups * q, d)
-        key = grouped[..., q, :]
-        value = grouped[..., q + 1, :]
+        query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.config.head_dim)
         copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
-        if q > 1:
+        if self.queries_per_group > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
         return query, key, value.contiguous() if copied else value
+
+
+class _SplitHeads(torch.autograd.Function):
+    """[s, b, g/t (q + 2) d] -> query [s, b, g/t q, d], key and value [s, b, g/t, d]. Keeps nothing.
+
+    The results are views, except for a query that has to be regrouped. Backward joins the three
+    gradients in one pass. Autograd would write each of them into zeros as large as the input, and
+    add these tensors up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkv: Tensor, queries_per_group: int, d: int) -> tuple[Tensor, ...]:
+        ctx.queries_per_group = queries_per_group
+        grouped = qkv.unflatten(-1, (-1, queries_per_group + 2, d))  # [s, b, g/t, q + 2, d]
+        query, (key, value) = grouped[..., :-2, :], grouped[..., -2:, :].unbind(-2)
+        return query.flatten(2, 3), key, value
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
+    ) -> tuple[Tensor, None, None]:
+        queries = grad_query.unflatten(2, (-1, ctx.queries_per_group))
+        whole = torch.cat((queries, grad_key.unsqueeze(3), grad_value.unsqueeze(3)), 3)
+        return whole.flatten(2), None, None
 
 
 class CoreAttention(nn.Module):
@@ -149,7 +179,13 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, rng: RngStreams, cp: ContextParallel | None = None, *, layer: int
+        self,
+        config: ModelConfig,
+        rng: RngStreams,
+        cp: ContextParallel | None = None,
+        *,
+        layer: int,
+        kernels: CompiledKernels | None = None,
     ) -> None:
         super().__init__()
         self.window = config.layer_window(layer)
@@ -158,6 +194,7 @@ class CoreAttention(nn.Module):
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.head_dim**-0.5
         self.rng = rng
+        self.kernels = kernels
         self.cp = cp or ContextParallel()
         if self.cp.group is not None:
             chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
@@ -214,6 +251,10 @@ class CoreAttention(nn.Module):
                     document_starts=document_starts,
                 ).flatten(2)
             mask = attention_mask(query, limit, document_starts)
+        elif dropout_p == 0.0:
+            query, key, value = in_autocast_dtype(query, key, value)
+            if attends_in_blocks(query):
+                return causal_attention(query, key, value, scale=self.scale).flatten(2)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
             attended = F.scaled_dot_product_attention(
@@ -256,7 +297,9 @@ class CoreAttention(nn.Module):
         )
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         attended = weighted_sum(
-            dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL), value, skip_tail=skip_tail
+            dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels),
+            value,
+            skip_tail=skip_tail,
         )
         return attended.transpose(0, 1).reshape(s, b, -1)
 

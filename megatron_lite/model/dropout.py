@@ -15,21 +15,30 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.regions import DROPOUT
+from megatron_lite.model.compiled_dropout import drop, drop_and_add, drop_gradient
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.region_runner import Redraw, Regions
 
 
-def dropout(tensor: Tensor, probability: float, rng: RngStreams, stream: str) -> Tensor:
+def dropout(
+    tensor: Tensor,
+    probability: float,
+    rng: RngStreams,
+    stream: str,
+    kernels: CompiledKernels | None = None,
+) -> Tensor:
     """Returns `tensor` with random elements zeroed and the others scaled, which preserves the mean.
 
     Keeps a bool mask. At p = 0 it returns the tensor itself and keeps nothing. On a CPU p is
-    rounded to a multiple of 2^-16, and the scale follows the rounded p.
+    rounded to a multiple of 2^-16, and the scale follows the rounded p. kernels: compiled kernels
+    for the passes on a CPU.
     """
     if probability == 0.0:
         return tensor
     with rng.fork(stream):
         if tensor.device.type == "cpu":
-            return _CpuDropout.apply(tensor, probability)
+            return _CpuDropout.apply(tensor, probability, kernels)
         return torch.native_dropout(tensor, probability, True)[0]
 
 
@@ -41,6 +50,7 @@ def add_dropped_out(
     stream: str,
     *,
     skip_tail: bool = False,
+    kernels: CompiledKernels | None = None,
 ) -> Tensor:
     """Returns residual + dropout(branch).
 
@@ -57,7 +67,8 @@ def add_dropped_out(
         else None
     )
     with regions.rng.fork(stream) if probability else nullcontext():
-        return _AddDroppedOut.apply(residual, branch, probability, skip_tail, redraw)
+        kernels = kernels if branch.device.type == "cpu" else None
+        return _AddDroppedOut.apply(residual, branch, probability, skip_tail, redraw, kernels)
 
 
 class KeepMask(NamedTuple):
@@ -72,15 +83,20 @@ def draw_keep_mask(shape: torch.Size, probability: float) -> KeepMask:
 
     An element is dropped if its 16-bit number is among the lowest p * 2^16 numbers.
     """
+    bound, scale = _bound_and_scale(probability)
+    return KeepMask((_draw_numbers(shape) >= bound).view(shape), scale)
+
+
+def _draw_numbers(shape: torch.Size) -> Tensor:
+    """Draws a 16-bit number for each element from the CPU generator, flattened."""
+    numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    return numbers.view(torch.int16)[: shape.numel()]
+
+
+def _bound_and_scale(probability: float) -> tuple[int, float]:
+    """Returns the lowest number that keeps its element, and 1 / (share of kept elements)."""
     dropped = _dropped_of_2_16(probability)
-    numbers = (
-        torch.empty(-(-shape.numel() // 4), dtype=torch.int64)
-        .random_(-(2**63), None)
-        .view(torch.int16)
-    )
-    return KeepMask(
-        (numbers[: shape.numel()] >= dropped - 2**15).view(shape), 2**16 / (2**16 - dropped)
-    )
+    return dropped - 2**15, 2**16 / (2**16 - dropped)
 
 
 def _dropped_of_2_16(probability: float) -> int:
@@ -130,15 +146,25 @@ class _CpuDropout(torch.autograd.Function):
     """Dropout that keeps only the mask. Backward applies the same operation to the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, probability: float) -> Tensor:
-        mask, ctx.scale = draw_keep_mask(tensor.shape, probability)
+    def forward(
+        ctx: Any, tensor: Tensor, probability: float, kernels: CompiledKernels | None
+    ) -> Tensor:
+        ctx.kernels = kernels
+        if kernels is None:
+            mask, ctx.scale = draw_keep_mask(tensor.shape, probability)
+            output = torch.ops.aten.native_dropout_backward(tensor, mask, ctx.scale)
+        else:
+            bound, ctx.scale = _bound_and_scale(probability)
+            output, mask = kernels(
+                drop, _draw_numbers(tensor.shape), tensor, bound=bound, scale=ctx.scale
+            )
         ctx.save_for_backward(mask)
-        return torch.ops.aten.native_dropout_backward(tensor, mask, ctx.scale)
+        return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         (mask,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(grad_output, mask, ctx.scale), None
+        return _drop_gradient(ctx, grad_output, mask, grad_output.dtype), None, None
 
 
 class _AddDroppedOut(torch.autograd.Function):
@@ -157,30 +183,48 @@ class _AddDroppedOut(torch.autograd.Function):
         probability: float,
         skip_tail: bool,
         redraw: Redraw | None,
+        kernels: CompiledKernels | None,
     ) -> Tensor:
+        ctx.kernels = kernels
         ctx.branch_dtype = branch.dtype
         ctx.redraw = redraw
         ctx.scale = _keep_scale(probability, branch.device)
+        output: Tensor | None = None
         if probability:
             state = None if redraw is None else redraw.rng.state()
-            branch, mask = (
-                (branch, _draw_mask(_Like.of(branch, residual.dtype), probability))
-                if skip_tail
-                else _drop_out(branch.to(residual.dtype), probability)
-            )
+            if skip_tail:
+                mask = _draw_mask(_Like.of(branch, residual.dtype), probability)
+            elif kernels is not None:
+                bound, _ = _bound_and_scale(probability)
+                numbers = _draw_numbers(branch.shape)
+                output, mask = kernels(
+                    drop_and_add, numbers, branch, residual, bound=bound, scale=ctx.scale
+                )
+            else:
+                branch, mask = _drop_out(branch.to(residual.dtype), probability)
             ctx.save_for_backward(mask if redraw is None else state)
             if redraw is not None:
                 redraw.made(mask)
         if skip_tail:  # a view of the residual would hold it where no operation keeps it
             return residual.new_empty(()).expand_as(residual)
+        if output is not None:
+            return output
         return branch.add_(residual) if branch.dtype == residual.dtype else residual + branch
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_branch = grad_output
         saved = ctx.saved_tensors  # read once: torch's checkpoint raises on a second read
         if saved:
             (kept,) = saved
             mask = kept if ctx.redraw is None else ctx.redraw.again(kept)
-            grad_branch = torch.ops.aten.native_dropout_backward(grad_branch, mask, ctx.scale)
-        return grad_output, grad_branch.to(ctx.branch_dtype), None, None, None
+            grad_branch = _drop_gradient(ctx, grad_branch, mask, ctx.branch_dtype)
+        return grad_output, grad_branch.to(ctx.branch_dtype), None, None, None, None
+
+
+def _drop_gradient(ctx: Any, grad_output: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the gradient of the dropped tensor. Compiled kernels give it in `dtype`."""
+    if ctx.kernels is None:
+        return torch.ops.aten.native_dropout_backward(grad_output, mask, ctx.scale)
+    gradient: Tensor = ctx.kernels(drop_gradient, grad_output, mask, scale=ctx.scale, dtype=dtype)
+    return gradient

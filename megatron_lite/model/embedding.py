@@ -83,6 +83,7 @@ class LanguageModelEmbedding(nn.Module):
             self.hidden_dropout if self.training else 0.0,
             self.context.rng,
             self.context.residual_stream,
+            self.context.kernels,
         )
 
     def _positions(self, length: int, position_ids: Tensor | None) -> Tensor:

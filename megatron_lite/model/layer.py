@@ -98,6 +98,7 @@ class TransformerLayer(nn.Module):
             regions,
             self.context.residual_stream,
             skip_tail=skip_tail,
+            kernels=self.context.kernels,
         )
 
 

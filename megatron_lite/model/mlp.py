@@ -21,7 +21,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
-        self.activation = activation_function(config)
+        self.activation = activation_function(config, context.kernels)
         self.output_is_read = config.norms_after  # by the backward of the norm after the MLP
         blocks = config.fc1_blocks
         self.linear_fc1 = ColumnParallelLinear(

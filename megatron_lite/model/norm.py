@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import CPU_BLOCK
+from megatron_lite.model.compiled_norm import compiled_layer_norm, compiled_rms_norm
 from megatron_lite.parallel import apex
 from megatron_lite.parallel.fake_tensors import unlike_parts
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -43,8 +45,12 @@ class Norm(nn.Module):
         reads_residual: bool = False,
     ) -> None:
         super().__init__()
-        self.normalize = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)(
-            config, context.device.type
+        self.normalize = (
+            chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)(config, context.device.type)
+            if context.kernels is None
+            else partial(
+                chosen("--normalization", config.normalization, COMPILED_NORMS), context.kernels
+            )
         )
         self.epsilon = config.norm_epsilon
         self.shifts = config.apply_layernorm_1p
@@ -131,6 +137,7 @@ def _rms_norm(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilo
 # of the input, weight, bias if the norm has one, epsilon
 Function = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 NORMS: dict[str, Function] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
+COMPILED_NORMS = {"LayerNorm": compiled_layer_norm, "RMSNorm": compiled_rms_norm}
 APEX_NORMS = {"LayerNorm": apex.layer_norm, "RMSNorm": apex.rms_norm}
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.pieces import Layout, Piece
@@ -118,35 +119,51 @@ def adam_update(
 
 
 class TorchAdamW:
-    """The update by torch.optim.AdamW(fused=True)."""
+    """The update by torch's fused kernel, as torch.optim.AdamW(fused=True) makes it.
+
+    It calls the function below that class: creating a torch.optim.Optimizer imports torch._dynamo,
+    which takes more than a second of every start.
+    """
 
     def __init__(
         self, groups: Sequence[Group], config: OptimizerConfig, device: torch.device
     ) -> None:
-        self._adam = torch.optim.AdamW(
-            [dict(group) for group in groups],
-            lr=0.0,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_eps,
-            fused=True,
-        )
+        self._groups, self._config = groups, config
+        self._states: dict[Tensor, tuple[Tensor, Tensor, Tensor]] = {}
 
     def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         """See AdamUpdate."""
         step = torch.zeros((), dtype=torch.float32, device=master.device)
-        self._adam.state[master] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        self._states[master] = exp_avg, exp_avg_sq, step
 
+    @torch.no_grad()
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """See AdamUpdate."""
-        for group in self._adam.param_groups:
-            group["lr"] = rates.of(at_an_end=group["at_an_end"])
-        self._adam.found_inf = skipped  # type: ignore[attr-defined]
-        self._adam.step()
+        for group in self._groups:
+            masters = [master for master in group["params"] if master.grad is not None]
+            states = [self._states[master] for master in masters]
+            adamw(
+                masters,
+                [master.grad for master in masters],
+                [exp_avg for exp_avg, _, _ in states],
+                [exp_avg_sq for _, exp_avg_sq, _ in states],
+                [],
+                [step for _, _, step in states],
+                fused=True,
+                found_inf=skipped,
+                amsgrad=False,
+                beta1=self._config.adam_beta1,
+                beta2=self._config.adam_beta2,
+                lr=rates.of(at_an_end=group["at_an_end"]),
+                weight_decay=group["weight_decay"],
+                eps=self._config.adam_eps,
+                maximize=False,
+            )
 
     def set_num_updates(self, number: int) -> None:
         """See AdamUpdate."""
-        for state in self._adam.state.values():
-            state["step"].fill_(float(number))
+        for _, _, step in self._states.values():
+            step.fill_(float(number))
 
 
 class ApexFusedAdam:

@@ -1,7 +1,8 @@
 """Reads from the text log of a run what its metrics file does not have.
 
 These are the evaluations, MFU and HFU, the peak memory, restarts, checkpoints, and the reason why
-the run ended. The lines are those of training/logging.py, iteration_line.py and loop.py.
+the run ended. The lines are those of training/logging.py, which has two styles: Megatron's lines
+(iteration_line.py) in the log file, and the short rows of the terminal (short_line.py).
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ from dataclasses import dataclass, field
 from megatron_lite.pages.markup import shortened
 
 ITERATION = re.compile(r"\] iteration +(\d{1,9})/ *(\d{1,9}) \|")
-FIGURE = re.compile(r"\| (MFU|HFU|peak GiB): ([0-9.]{1,12})%? ")
+ROW = re.compile(r" *(\d{1,9})/(\d{1,9})  +[0-9,.]{1,20} ")  # a short row
+FIGURE = re.compile(r"\| (MFU|HFU|peak GiB)[a-zA-Z0-9, ]{0,60}: ([0-9.]{1,12})%? ")
+SHARE = re.compile(r" ([0-9.]{1,12})% ")  # the MFU of a short row
 EVALUATION = re.compile(
-    r"(validation|test) loss at iteration (\d{1,9}) \| lm loss value: (\d\.\d{1,9}E[+-]\d{2,3}) "
+    r"(validation|test) loss at iteration (\d{1,9})(?: \| lm loss value)?: "
+    r"(\d{1,9}\.\d{1,9}(?:E[+-]\d{2,3})?) "
 )
 LOADED = re.compile(r"loaded the checkpoint of iteration (\d{1,9}) ")
 SAVING = re.compile(r"saving checkpoint at iteration +(\d{1,9}) to ")
@@ -53,6 +57,10 @@ class LogFacts:
                 iteration, self.num_iterations = int(found[1]), int(found[2])
                 for name, value in FIGURE.findall(text):
                     self.figures.setdefault(name, {})[iteration] = float(value)
+            elif found := ROW.match(text):
+                iteration, self.num_iterations = int(found[1]), int(found[2])
+                if share := SHARE.search(text):
+                    self.figures.setdefault("MFU", {})[iteration] = float(share[1])
             elif found := EVALUATION.search(text):
                 self.evaluations.setdefault(found[1], {})[int(found[2])] = float(found[3])
             elif found := LOADED.match(text):
@@ -62,12 +70,18 @@ class LogFacts:
             elif found := SAVING.match(text):
                 self.saved.append(int(found[1]))
             elif found := EXITING.match(text):
-                self.exits.append((int(found[1]), shortened(found[2])))
+                _add_once(self.exits, (int(found[1]), shortened(found[2])))
             elif (found := FAULT.match(text)) and len(self.faults) < MOST_FAULTS:
-                self.faults.append((iteration, shortened(found[1])))
+                _add_once(self.faults, (iteration, shortened(found[1])))
 
     def _forget_after(self, iteration: int) -> None:
         """Drops the figures of a course that a restart has left."""
         for series in (*self.figures.values(), *self.evaluations.values()):
             for later in [number for number in series if number > iteration]:
                 del series[later]
+
+
+def _add_once(events: list[tuple[int, str]], event: tuple[int, str]) -> None:
+    """Adds an event, unless another log of the same run has told of it."""
+    if event not in events:
+        events.append(event)

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
+from megatron_lite.config.run_settings import changed_settings
 from megatron_lite.pages.figures import count, duration, number
 from megatron_lite.pages.line_chart import Mark, charts_data
 from megatron_lite.pages.markup import Html, card, element, json_element, page, shortened, table
 from megatron_lite.pages.run_charts import charts_of, varies
 from megatron_lite.pages.run_predictions import prediction_card, predictions, predictions_table
 from megatron_lite.pages.run_record import RunRecord
-from megatron_lite.pages.run_settings import changed_settings
 
 MOST_LISTED = 200  # events
 MOST_ROWS = 24  # of the table of values

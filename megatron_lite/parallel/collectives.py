@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from megatron_lite.parallel.fake_tensors import unlike_parts
+from megatron_lite.parallel.shared_memory import Pending, channel_of
 from megatron_lite.parallel.waiting import WAITING
 
 # torch 2.13 renamed the single-tensor forms; older releases have only the old names.
@@ -60,6 +61,10 @@ def all_reduce_(
         assert not results_may_be_kept(), (
             "a selective checkpoint does not see what a collective writes in place: use all_reduce"
         )
+        channel = channel_of(group, tensor, op.name)
+        if channel is not None:
+            channel.all_reduce(tensor, tensor, op.name).wait()
+            return tensor
         with WAITING:
             dist.all_reduce(tensor, op=op, group=group)
     return tensor
@@ -78,6 +83,11 @@ def all_reduce(
         return _waited(
             _functional.all_reduce(tensor.contiguous(), op.name.lower(), group.group_name)
         )
+    channel = channel_of(group, tensor, op.name)
+    if channel is not None:
+        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        channel.all_reduce(result, tensor.detach(), op.name).wait()
+        return result
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
 
 
@@ -85,12 +95,14 @@ class Started(NamedTuple):
     """A collective under way. `operand` stays alive here and must not be touched before `wait`."""
 
     result: Tensor
-    work: dist.Work | None
+    work: dist.Work | Pending | None
     operand: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Returns the result, which this device's next kernels may read."""
-        if self.work is not None:
+        if isinstance(self.work, Pending):
+            self.work.wait()  # it times its own waits
+        elif self.work is not None:
             with WAITING:
                 self.work.wait()
         return self.result
@@ -98,9 +110,12 @@ class Started(NamedTuple):
 
 def start_all_reduce_(tensor: Tensor, group: ProcessGroup | None) -> Started:
     """Begins to sum contiguous `tensor` over the group, in place."""
-    return Started(
-        tensor, None if group is None else dist.all_reduce(tensor, group=group, async_op=True)
-    )
+    if group is None:
+        return Started(tensor, None)
+    channel = channel_of(group, tensor)
+    if channel is not None:
+        return Started(tensor, channel.all_reduce(tensor, tensor, "SUM"))
+    return Started(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
 def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
@@ -109,7 +124,7 @@ def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> St
         return Started(tensor, None)
     operand = tensor.contiguous()
     gathered = tensor.new_empty((tensor.shape[0] * group.size(), *tensor.shape[1:]))
-    return Started(gathered, _all_gather(gathered, operand, group=group, async_op=True), operand)
+    return Started(gathered, _start_all_gather(gathered, operand, group), operand)
 
 
 def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
@@ -119,9 +134,7 @@ def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -
     _check_divisible(tensor, group)
     operand = tensor.contiguous()
     scattered = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-    return Started(
-        scattered, _reduce_scatter(scattered, operand, group=group, async_op=True), operand
-    )
+    return Started(scattered, _start_reduce_scatter(scattered, operand, group), operand)
 
 
 def start_reduce_scatter_own_part_(tensor: Tensor, group: ProcessGroup) -> Started:
@@ -132,7 +145,7 @@ def start_reduce_scatter_own_part_(tensor: Tensor, group: ProcessGroup) -> Start
     """
     _check_divisible(tensor, group)
     own = tensor.view(group.size(), -1)[group.rank()]
-    return Started(own, _reduce_scatter(own, tensor, group=group, async_op=True), tensor)
+    return Started(own, _start_reduce_scatter(own, tensor, group), tensor)
 
 
 def start_all_gather_parts_(tensor: Tensor, group: ProcessGroup) -> Started:
@@ -142,7 +155,7 @@ def start_all_gather_parts_(tensor: Tensor, group: ProcessGroup) -> Started:
     """
     _check_divisible(tensor, group)
     own = tensor.view(group.size(), -1)[group.rank()]
-    return Started(tensor, _all_gather(tensor, own, group=group, async_op=True), own)
+    return Started(tensor, _start_all_gather(tensor, own, group), own)
 
 
 def all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -230,9 +243,27 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
 def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:
     """Overwrites `tensor` on every rank with the tensor of the group's rank `group_source`."""
     if group is not None:
+        channel = channel_of(group, tensor) if tensor.is_contiguous() else None
+        if channel is not None:
+            channel.broadcast(tensor, group_source).wait()
+            return tensor
         with WAITING:
             dist.broadcast(tensor, src=dist.get_global_rank(group, group_source), group=group)
     return tensor
+
+
+def _start_all_gather(gathered: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work | Pending:
+    channel = channel_of(group, gathered)
+    if channel is not None:
+        return channel.all_gather(gathered, own)
+    return _all_gather(gathered, own, group=group, async_op=True)
+
+
+def _start_reduce_scatter(own: Tensor, tensor: Tensor, group: ProcessGroup) -> dist.Work | Pending:
+    channel = channel_of(group, tensor)
+    if channel is not None:
+        return channel.reduce_scatter(own, tensor)
+    return _reduce_scatter(own, tensor, group=group, async_op=True)
 
 
 def _check_divisible(tensor: Tensor, group: ProcessGroup) -> None:

@@ -31,7 +31,7 @@ from megatron_lite.parallel.rank_names import ranks_text
 
 # Flags that may differ between ranks. Each node may keep indices in its own place. Only rank 0
 # writes to the other paths.
-MAY_DIFFER = ("data_cache_path", "metrics_jsonl", "tensorboard_dir", "memory_timeline")
+MAY_DIFFER = ("data_cache_path", "log_file", "metrics_jsonl", "tensorboard_dir", "memory_timeline")
 NOTICE_EVERY = timedelta(seconds=30)
 READERS_HAVE = timedelta(seconds=5)
 VERDICT = "verdict"

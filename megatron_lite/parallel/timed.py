@@ -1,4 +1,4 @@
-"""How code names its parts for a timer that may not run (training/timers.py)."""
+"""Names parts of the code for a timer that may not run (training/timers.py)."""
 
 from __future__ import annotations
 

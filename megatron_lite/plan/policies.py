@@ -61,7 +61,7 @@ class Room(NamedTuple):
 
 
 class Mix(NamedTuple):
-    """How many layers have each choice, in the order of the choices, and the seconds of replays."""
+    """The number of layers of each choice, in order, and the seconds of the replays."""
 
     counts: tuple[int, ...]
     seconds: float

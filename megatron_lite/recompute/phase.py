@@ -1,4 +1,4 @@
-"""Whether this thread runs a replay, or allocates host memory.
+"""Records whether this thread runs a replay, or allocates host memory.
 
 Side effects (counters, logs) check for a replay to happen only once. Measurements check for host
 memory, which on a CPU looks like any other tensor.

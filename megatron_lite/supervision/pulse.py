@@ -1,4 +1,4 @@
-"""Where a rank is, for the watch over it (watch.py).
+"""Records where a rank is, for the watch over it (watch.py).
 
 The training loop writes it in memory and sends nothing.
 """
@@ -11,7 +11,7 @@ START_UP = "start-up"
 
 
 class Pulse:
-    """Where a rank is, and how long it may stay there.
+    """The place where a rank is, and the time that it may stay there.
 
     where: the place, for messages.
     moves: how often the place has changed.

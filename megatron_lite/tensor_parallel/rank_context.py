@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed import ProcessGroup
 
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.state import ParallelState
@@ -21,6 +22,8 @@ class RankContext:
     group, rank, size: the TP group (None for one rank), this rank's place in it, and its size.
     sequence_parallel: whether the sequence is sharded over the TP group between sharded layers.
     cp: the rank's place among the ranks that split each sequence.
+    kernels: the compiled kernels of norms, activations, rotary embedding and dropout; None: torch's
+        operators.
     """
 
     rng: RngStreams
@@ -31,6 +34,7 @@ class RankContext:
     size: int = 1
     sequence_parallel: bool = False
     cp: ContextParallel = field(default_factory=ContextParallel)
+    kernels: CompiledKernels | None = None
 
     @classmethod
     def of(
@@ -40,6 +44,7 @@ class RankContext:
         sequence_parallel: bool,
         params_dtype: torch.dtype,
         cp_comm_type: str = "p2p",
+        kernels: CompiledKernels | None = None,
     ) -> RankContext:
         """Returns the context of this rank. A TP group of one rank has no sequence parallelism."""
         return cls(
@@ -56,6 +61,7 @@ class RankContext:
                 size=parallel.cp_size,
                 comm_type=cp_comm_type,
             ),
+            kernels=kernels,
         )
 
     @property

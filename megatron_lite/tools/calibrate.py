@@ -9,7 +9,6 @@ OMP_NUM_THREADS to the threads of one rank first, as for training.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import json
@@ -28,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.plan.hardware import Hardware, Link, Matmuls, load_hardware, machine_names
@@ -41,7 +41,7 @@ RENDEZVOUS = datetime.timedelta(seconds=120)
 
 
 class Effort(NamedTuple):
-    """How much is measured. seconds: the time of each single measurement."""
+    """The extent of the measurements. seconds: the time of each single one."""
 
     seconds: float
     shapes: tuple[tuple[int, int, int], ...]
@@ -58,7 +58,7 @@ class Fit(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the file. Returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_lite.tools.calibrate",
         allow_abbrev=False,
         description="Measures this machine for the prediction of step times.",

@@ -14,9 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.formats import FORMATS, TargetOptions
 from megatron_lite.tools.command import exit_status
+
+PROGRAM = "python -m megatron_lite.tools.convert"
 
 SECONDS_A_LINE = 5.0  # for progress in a log
 
@@ -99,11 +102,11 @@ def _lines(total: int | None) -> Callable[[int], None]:
     return advance
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     formats = "\n".join(f"  {name:16} {one.help}" for name, one in FORMATS.items())
-    found = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.convert",
+    found = Parser(
+        prog=program,
         allow_abbrev=False,
         description="Converts weights between formats, one tensor at a time.",
         epilog=f"formats:\n{formats}",
@@ -131,9 +134,9 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
-    args = parser().parse_args(argv)
+    args = parser(program).parse_args(argv)
     return exit_status(lambda: convert(args))
 
 

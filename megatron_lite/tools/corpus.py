@@ -13,7 +13,6 @@ fixed seed. The last few percent, which `--split` takes for validation, are ther
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import re
@@ -26,6 +25,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import read_up_to
 from megatron_lite.tools.command import exit_status
@@ -41,7 +41,7 @@ SHUFFLE_SEED = 1234
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_lite.tools.corpus",
         allow_abbrev=False,
         description="Writes a small corpus of real text, one JSON object per line.",

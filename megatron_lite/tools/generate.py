@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, require_at_least
 from megatron_lite.config.data_settings import TokenizerConfig
@@ -37,6 +38,8 @@ from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 from megatron_lite.tools.sampling import Sampling, generate_tokens, text_pieces
 from megatron_lite.training.build_trainer import build_model
+
+PROGRAM = "python -m megatron_lite.tools.generate"
 
 # --- the checkpoint ---
 
@@ -189,13 +192,15 @@ def end_of_document(tokenizer: Tokenizer) -> int | None:
         return None
 
 
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
+def parse(
+    argv: Sequence[str] | None, program: str = PROGRAM
+) -> tuple[argparse.Namespace, Sampling]:
     """Returns the flags and the sampling that they ask for.
 
     Ends the process with status 2 if they break a rule.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.generate",
+    parser = Parser(
+        prog=program,
         allow_abbrev=False,
         description="Continues texts with the model of a checkpoint, on as many tensor-parallel "
         "ranks as are started.",
@@ -262,10 +267,10 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Sampling]:
         parser.error(str(error))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
     with rank_0_speaks():
-        args, sampling = parse(argv)
+        args, sampling = parse(argv, program)
     return exit_status(lambda: run(args, sampling))
 
 

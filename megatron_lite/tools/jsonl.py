@@ -19,6 +19,13 @@ from megatron_lite.data.tokenizers import check_encodes
 MAX_LINE_BYTES = 8 << 20
 
 
+PLAIN_TEXT_ADVICE = (
+    '. Each line must be an object such as {"text": "..."}. A file of plain text becomes one '
+    'document by: python -c \'import json; print(json.dumps({"text": '
+    'open("FILE.txt").read()}))\' > FILE.jsonl'
+)
+
+
 class Line(NamedTuple):
     """One line of a file, counted from 1."""
 
@@ -75,7 +82,9 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
         document: Any = json.loads(line)
     # Bad UTF-8 is a UnicodeDecodeError, which is a ValueError. Deep nesting is a RecursionError.
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{where}: not a line of JSON ({error})") from None
+        text = line.lstrip()[:1] not in (b"{", b"[")
+        advice = PLAIN_TEXT_ADVICE if text else ""
+        raise InputError(f"{where}: not a line of JSON ({error}){advice}") from None
     if not isinstance(document, dict):
         raise InputError(
             f'{where}: expected an object such as {{"text": "..."}}, found '

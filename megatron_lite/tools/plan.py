@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.command_line import flag_of
@@ -39,6 +40,8 @@ from megatron_lite.plan.search import Search
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.run_flags import add_run_flags, build_run, fixed_value, parsed, run_fields
 
+PROGRAM = "python -m megatron_lite.tools.plan"
+
 MOST_COUNTS = 16
 USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
@@ -52,9 +55,9 @@ class _Input(NamedTuple):
     notes: tuple[str, ...]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
-    args = vars(_parser().parse_args(argv))
+    args = vars(_parser(program).parse_args(argv))
     found: list[int] = []
     failed = exit_status(lambda: found.append(_plan(args)))
     return failed or found[0]
@@ -152,7 +155,7 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
             "more --memory-budget or less --reserve"
         )
     host_bytes = _bytes_of(own, "host_memory")
-    problem = _problem(values, chosen, notes)
+    problem = problem_of(values, chosen, notes)
     return _Input(
         problem._replace(hardware=hardware, host_bytes=host_bytes),
         Budget(memory, reserve),
@@ -231,7 +234,7 @@ def _text(path: str) -> str:
         raise InputError(f"{path}: not a text in UTF-8 (byte {error.start})") from None
 
 
-def _problem(
+def problem_of(
     values: dict[str, dict[str, Any]], chosen: Mapping[str, Any], notes: list[str]
 ) -> Problem:
     """Returns the problem, still without a machine.
@@ -329,9 +332,9 @@ OWN = (
 )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.plan",
+def _parser(program: str = PROGRAM) -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=program,
         allow_abbrev=False,
         description=(
             "Finds the fastest plan of a training run that fits into memory. A flag of "

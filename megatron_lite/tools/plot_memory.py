@@ -2,13 +2,14 @@
 `python -m megatron_lite.tools.plot_memory A.json B.json ... --output memory.svg`
 
 Each panel shows the live bytes of one forward and backward against the operators run, stacked by
-category. Two strips below it show the running phase and layer. The tool needs matplotlib, which the
-extra `plot` installs. It does not import torch.
+category, and a line through the predicted bytes of the kept and rebuilt activations. Two strips
+below it show the running phase and layer. An SVG follows the dark mode of its reader. The tool
+needs matplotlib, which the extra `plot` installs. It does not import torch.
 """
 
 from __future__ import annotations
 
-import argparse
+import io
 import os
 import re
 import sys
@@ -16,8 +17,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.extras import install_advice
 from megatron_lite.data.durable_files import replacing
+from megatron_lite.memory.measure.compared import compared, layer_of
 from megatron_lite.memory.measure.timeline import (
     ACTIVATION,
     BACKWARD,
@@ -33,6 +37,8 @@ from megatron_lite.memory.measure.timeline import (
     read_timeline,
 )
 from megatron_lite.tools.command import exit_status
+
+PROGRAM = "python -m megatron_lite.tools.plot_memory"
 
 ENDINGS = (".svg", ".png")
 PANELS_IN_A_ROW = 4
@@ -57,12 +63,19 @@ CATEGORY_LABELS = {
     GRADIENT: "parameter gradients",
     TEMPORARY: "temporary",
 }
+LINE_LABEL = "activations, predicted before the run"
+# Inside of an SVG: what is dark on a light page is light on a dark one.
+DARK = """<style>@media (prefers-color-scheme: dark) {
+text { fill: #d1d7e0 !important } g[id="grid"] path { stroke: #3d444d !important }
+path[style*="stroke: #000000"], path[style*="stroke: #333333"], use[style*="stroke: #000000"]
+{ stroke: #d1d7e0 !important } use[style*="stroke: #000000"] { fill: #d1d7e0 }
+}</style>"""
 PHASE_COLORS = {FORWARD: "#66CCEE", REPLAY: "#AA3377", BACKWARD: "#DDDDDD"}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.plot_memory",
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    parser = Parser(
+        prog=program,
         allow_abbrev=False,
         description=(
             "Draws the memory timelines of one or more recompute policies side by side, on "
@@ -93,21 +106,36 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
         import matplotlib
     except ImportError:
         raise InputError(
-            "plot_memory needs matplotlib: pip install 'megatron-lite[plot]'"
+            f"the picture needs the package matplotlib: {install_advice('plot')}"
         ) from None
     timelines = [read_timeline(path) for path in paths]
     with replacing(output) as unfinished, matplotlib.rc_context(STYLE):
-        draw(timelines).savefig(
-            unfinished,
-            format=ending[1:],
-            dpi=150,
-            metadata={"Date": None} if ending == ".svg" else None,
-        )
+        figure = draw(timelines)
+        if ending == ".png":
+            figure.savefig(unfinished, format="png", dpi=150)
+        else:
+            with open(unfinished, "w", encoding="utf-8") as file:
+                file.write(svg_text(figure))
+
+
+def svg_text(figure: Any) -> str:
+    """Returns the figure as an SVG without a background, for light and dark pages."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    start, tag, rest = text.getvalue().partition("<defs>")
+    lines: list[str] = []
+    for line in f"{start}{DARK}\n {tag}{rest}".splitlines():
+        # Points of a path: a tenth of a pixel is enough.
+        short = re.sub(r"(\d+\.\d)\d+", r"\1", line) if line.startswith("L ") else line
+        if not (short.startswith("L ") and lines and lines[-1] == short.rstrip()):
+            lines.append(short.rstrip())
+    return "\n".join(lines) + "\n"
 
 
 def draw(timelines: Sequence[Timeline]) -> Any:
     """Returns the matplotlib figure."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     columns = min(len(timelines), PANELS_IN_A_ROW)
@@ -131,11 +159,13 @@ def draw(timelines: Sequence[Timeline]) -> Any:
         else:
             for part in panel:
                 part.set_axis_off()
-    handles = [
+    handles: list[Any] = [
         Patch(color=CATEGORY_COLORS[category], label=CATEGORY_LABELS[category])
         for category in CATEGORIES
     ]
     handles += [Patch(color=PHASE_COLORS[phase], label=f"phase: {phase}") for phase in PHASES]
+    if any(timeline.predicted for timeline in timelines):
+        handles.append(Line2D([], [], color="black", lw=1.2, marker="o", ms=3, label=LINE_LABEL))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=4 if columns > 1 else 2, frameon=False
     )
@@ -148,19 +178,28 @@ def _draw_panel(
 ) -> None:
     main, phases, layers = panel
     events = _thinned(timeline.events)
-    series = [
-        [event.live_bytes[place] / unit.num_bytes for event in events]
+    shown = [
+        place
         for place in range(len(CATEGORIES))
+        if place == 0 or any(event.live_bytes[place] for event in events)
     ]
-    main.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    series = [[event.live_bytes[place] / unit.num_bytes for event in events] for place in shown]
+    main.grid(axis="y", color="#DDDDDD", linewidth=0.6, gid="grid")
     main.stackplot(
         [event.number for event in events],
         series,
         step="post",
         linewidth=0,
         zorder=2,
-        colors=[CATEGORY_COLORS[category] for category in CATEGORIES],
+        colors=[CATEGORY_COLORS[CATEGORIES[place]] for place in shown],
     )
+    points = compared(timeline)
+    if points:
+        main.plot(
+            [point.number for point in points],
+            [point.predicted_bytes / unit.num_bytes for point in points],
+            **dict(color="black", linewidth=1.2, marker="o", markersize=2.5, zorder=3),
+        )
     main.set_title(_shortened(timeline.name, 48), fontsize=10, parse_math=False)
     main.set_ylim(0, 1.3 * unit.most / unit.num_bytes)
     main.margins(x=0)
@@ -184,7 +223,7 @@ def _draw_panel(
 
 def _draw_layers(strip: Any, timeline: Timeline) -> None:
     length = timeline.events[-1].number
-    for start, stop, layer in _runs(timeline.events, lambda event: _layer(event.module)):
+    for start, stop, layer in _runs(timeline.events, lambda event: layer_of(event.module)):
         if layer is not None:
             strip.axvspan(start, stop, color="#555555" if layer % 2 else "#888888", linewidth=0)
             if stop - start > 0.02 * length * len(str(layer)):
@@ -255,12 +294,6 @@ def _runs(events: Sequence[Event], key: Any) -> Iterator[tuple[int, int, Any]]:
         stop = list(stretch)[-1][1].number
         yield start, stop, value
         start = stop
-
-
-def _layer(module: str) -> int | None:
-    """Returns the first number in a module's name, which is its layer, or None."""
-    found = re.search(r"(?:^|\.)(\d{1,6})(?:\.|$)", module)
-    return int(found[1]) if found else None
 
 
 def _shortened(text: str, length: int) -> str:

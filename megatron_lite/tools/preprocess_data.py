@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import (
     MODEL_FILES,
@@ -37,11 +38,14 @@ from megatron_lite.config.data_settings import (
     TOKENIZER_TYPES,
     TokenizerConfig,
 )
-from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import Line, add_max_line_bytes, lines_of, parse_line
+
+PROGRAM = "python -m megatron_lite.tools.preprocess_data"
 
 BLOCK_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # an option of prctl(2)
@@ -67,8 +71,8 @@ class Encoded(NamedTuple):
     num_bytes: int
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    args = _parser(program).parse_args(argv)
     return exit_status(lambda: preprocess(args))
 
 
@@ -304,9 +308,9 @@ def _progress(total_bytes: int, log_interval: int) -> Iterator[_Counter]:
         )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.preprocess_data",
+def _parser(program: str = PROGRAM) -> argparse.ArgumentParser:
+    parser = Parser(
+        prog=program,
         allow_abbrev=False,
         description="Writes .bin and .idx token files from a file of JSON lines.",
     )
@@ -314,6 +318,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--input", required=True, help="file with one JSON object per line")
     add(
         "--json-keys",
+        "--json-key",
         nargs="+",
         default=["text"],
         help="keys whose texts are read, one dataset each (default: text)",

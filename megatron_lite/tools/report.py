@@ -8,11 +8,11 @@ needs neither torch nor any other package.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.pages.run_files import find_run
@@ -20,12 +20,14 @@ from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_record import read_run
 from megatron_lite.tools.command import exit_status
 
+PROGRAM = "python -m megatron_lite.tools.report"
+
 DEFAULT_OUTPUT = "report.html"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_lite.tools.report",
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+    parser = Parser(
+        prog=program,
         allow_abbrev=False,
         description="Makes a page of a run: curves, events, predictions and settings, in one file.",
     )

@@ -1,4 +1,4 @@
-"""The flags of a run for tools that must not depend on arguments.py: one for each config field.
+"""The flags of a run for tools that must not depend on cli/arguments/: one for each config field.
 
 They are the flags that `pretrain_gpt.py` has too (tests/config/test_command_line.py compares both).
 Megatron's other spellings are not among them: `pretrain_gpt.py --dump-config` prints a run as JSON,

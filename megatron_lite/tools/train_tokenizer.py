@@ -7,11 +7,11 @@ DIR`. The tokenizer can encode every text, since all 256 bytes are tokens. Id 0 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.tools.command import exit_status
@@ -22,13 +22,19 @@ SMALLEST_VOCABULARY = 257  # the bytes and the end of a document
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_lite.tools.train_tokenizer",
         allow_abbrev=False,
         description="Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.",
     )
     parser.add_argument("--input", required=True, help="file with one JSON object per line")
-    parser.add_argument("--json-key", default="text", help="key whose text is read (default: text)")
+    parser.add_argument(
+        "--json-keys",
+        "--json-key",
+        nargs="+",
+        default=["text"],
+        help="keys whose texts are read (default: text)",
+    )
     parser.add_argument(
         "--vocab-size", type=int, default=4096, help="number of tokens (default: 4096)"
     )
@@ -36,14 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_max_line_bytes(parser)
     args = parser.parse_args(argv)
     return exit_status(
-        lambda: train(args.input, args.json_key, args.vocab_size, args.output, args.max_line_bytes)
+        lambda: train(args.input, args.json_keys, args.vocab_size, args.output, args.max_line_bytes)
     )
 
 
 def train(
-    source: str, key: str, vocab_size: int, output: str, max_line_bytes: int = MAX_LINE_BYTES
+    source: str,
+    keys: Sequence[str],
+    vocab_size: int,
+    output: str,
+    max_line_bytes: int = MAX_LINE_BYTES,
 ) -> None:
-    """Writes output/tokenizer.json, trained on the texts under `key` of the file `source`.
+    """Writes output/tokenizer.json, trained on the texts under `keys` of the file `source`.
 
     Raises InputError for a vocabulary below 257, a missing file or a bad line.
     """
@@ -69,7 +79,7 @@ def train(
     texts = [
         text
         for line in lines_of(source, max_line_bytes)
-        for text in parse_line(line.content, [key], f"{source}:{line.number}")
+        for text in parse_line(line.content, keys, f"{source}:{line.number}")
     ]
     tokenizer.train_from_iterator(texts, trainer)
     os.makedirs(output, exist_ok=True)

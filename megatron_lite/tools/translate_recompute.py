@@ -9,12 +9,12 @@ in the file that concerns recomputation, offloading or wrapping. It does not imp
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.config_file import read_config_file
@@ -24,7 +24,7 @@ from megatron_lite.tools.translation import Translation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_lite.tools.translate_recompute",
         allow_abbrev=False,
         description=(

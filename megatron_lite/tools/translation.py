@@ -48,8 +48,8 @@ ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
     "compile": (
         OFF,
         (
-            "--torch-compile compiles layers here, which goes with --activation-memory-budget and "
-            "no recompute policy"
+            "--torch-compile compiles the norms, activations, rotary embedding and dropout here, "
+            "under every recompute policy"
         ),
     ),
     "fsdp_reshard_after_forward": (

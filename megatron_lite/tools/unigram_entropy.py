@@ -6,16 +6,16 @@ The entropy is the loss, in nats per token, of a prediction by token frequency a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from megatron_lite.config.all_faults import Parser
 from megatron_lite.data.entropy import unigram_entropy
 from megatron_lite.tools.command import exit_status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m megatron_lite.tools.unigram_entropy",
         allow_abbrev=False,
         description="Prints the entropy of the token ids of a dataset, in nats per token.",

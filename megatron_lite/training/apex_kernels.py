@@ -5,7 +5,7 @@ The choice is checked before the run starts. The log states it with the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -65,14 +65,22 @@ def _choices(config: RunConfig) -> list[tuple[str, str, Callable[[str], apex.Ker
 
 
 def fuse_weight_gradients_(
-    training: TrainingConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer
+    training: TrainingConfig,
+    parallel: ParallelState,
+    model: ModelStages,
+    optimizer: Optimizer,
+    *,
+    compiled_layers: bool = False,
 ) -> str:
     """Makes a kernel sum the weight gradients of all matmuls that allow it.
 
     It is apex's kernel or torch's addmm. Returns the log's line about it.
+    compiled_layers: whether each layer is one graph of the compiler, which cannot call a kernel.
     """
     kernel = apex.weight_gradient_kernel(parallel.device.type)
-    paths = weight_paths(training, model, optimizer, kernel)
+    paths = weight_paths(
+        training, model, optimizer, kernel, _compiled_weights(model) if compiled_layers else set()
+    )
     gradients = optimizer.layout.gradients
     if isinstance(gradients, GradBuffer):
         for function, own in (
@@ -92,7 +100,11 @@ def fuse_weight_gradients_(
 
 
 def weight_paths(
-    training: TrainingConfig, model: ModelStages, optimizer: Optimizer, kernel: apex.Kernel
+    training: TrainingConfig,
+    model: ModelStages,
+    optimizer: Optimizer,
+    kernel: apex.Kernel,
+    compiled: Collection[nn.Parameter] = (),
 ) -> dict[str, str]:
     """Returns, by the name of each weight of a matmul, who sums its gradient.
 
@@ -100,11 +112,10 @@ def weight_paths(
     other text is why autograd sums it.
     """
     reason = _reason_for_all(training, optimizer)
-    compiled = _compiled_weights(training, model)
     paths = {}
     for name, weight, has_lookup in _matmul_weights(model):
         if reason or weight in compiled:
-            paths[name] = reason or "a graph of --torch-compile cannot call the kernel"
+            paths[name] = reason or "the graph of a compiled layer cannot call the kernel"
         elif kernel.value is None and weight.dtype == torch.float32:
             paths[name] = ADDMM_PROJECTION if has_lookup else ADDMM
         elif kernel.value is None:
@@ -150,8 +161,6 @@ def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:
     ]
 
 
-def _compiled_weights(training: TrainingConfig, model: ModelStages) -> set[nn.Parameter]:
-    """Returns the parameters of the transformer layers: --torch-compile compiles only these."""
-    if not training.torch_compile:
-        return set()
+def _compiled_weights(model: ModelStages) -> set[nn.Parameter]:
+    """Returns the parameters of the transformer layers: only layers are compiled."""
     return {parameter for chunk in model for parameter in chunk.decoder.layers.parameters()}

@@ -25,6 +25,7 @@ from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.spike import SpikeGuard
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import check_num_microbatches
 from megatron_lite.recompute.schedule import plan_stage
@@ -39,6 +40,7 @@ from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
 from megatron_lite.training.run_notices import run_notices
 from megatron_lite.training.saved_schedule import followed_schedule
+from megatron_lite.training.slow_work import told_by_rank_0
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -60,6 +62,7 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=PARAMS_DTYPE[config.training.precision],
         cp_comm_type=config.parallel.cp_comm_type,
+        kernels=CompiledKernels(parallel.device) if config.compiles_kernels else None,
     )
     model = GPTModel(
         config.model,
@@ -73,7 +76,7 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
     initialize_parameters_(
         model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
     )
-    if config.training.torch_compile:
+    if config.compiles_layers:
         compile_layers_(model)
     shard_model_(model, parallel, config.data_parallel)
     return model
@@ -106,13 +109,18 @@ def use_deterministic_algorithms() -> None:
 
 
 def build_trainer(
-    config: RunConfig, parallel: ParallelState, *, pulse: Pulse | None = None
+    config: RunConfig,
+    parallel: ParallelState,
+    *,
+    pulse: Pulse | None = None,
+    printed: Sequence[str] = (),
 ) -> Trainer:
     """Returns a trainer with the model, optimizer, schedule and data of a run at iteration 0.
 
     This function chooses the checkpoint to start from, and `Trainer.run` loads it. It also takes
     the lock of the `--save` directory, which `Trainer.run` releases.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
+    printed: notices that the terminal has already. The log file gets them too.
     Raises InputError for missing data, a missing length or learning rate, a batch that does not
     divide, and faults in the data files, the checkpoint or the directories.
     """
@@ -120,13 +128,15 @@ def build_trainer(
     claim = claim_directory(config.checkpoint, parallel)
     try:
         with told_where_memory_runs_out(config, parallel):
-            return _build(config, parallel, claim, pulse or Pulse())
+            return _build(config, parallel, claim, pulse or Pulse(), tuple(printed))
     except BaseException:
         claim.release()
         raise
 
 
-def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Pulse) -> Trainer:
+def _build(
+    config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Pulse, printed: tuple[str, ...]
+) -> Trainer:
     training = config.training
     if training.deterministic_mode:
         use_deterministic_algorithms()
@@ -159,15 +169,19 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
         raise InputError(str(error)) from error
     rules = document_rules(config)
     evaluation_samples = training.eval_iters * batches.full
-    datasets = build_datasets(
-        config.data,
-        vocab_size=config.tokenizer.true_vocab_size,
-        seed=training.seed,
-        num_samples=(train_samples, evaluation_samples, evaluation_samples),
+    with told_by_rank_0("reading the data and building its sample index", parallel):
+        datasets = build_datasets(
+            config.data,
+            vocab_size=config.tokenizer.true_vocab_size,
+            seed=training.seed,
+            num_samples=(train_samples, evaluation_samples, evaluation_samples),
+        )
+    with told_by_rank_0("building the model and its optimizer", parallel):
+        model = build_stages(config, parallel)
+        optimizer = build_optimizer(config, parallel, model)
+    accumulation = fuse_weight_gradients_(
+        config.training, parallel, model, optimizer, compiled_layers=config.compiles_layers
     )
-    model = build_stages(config, parallel)
-    optimizer = build_optimizer(config, parallel, model)
-    accumulation = fuse_weight_gradients_(config.training, parallel, model, optimizer)
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
         config=config,
@@ -190,6 +204,7 @@ def _build(config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Puls
             *notices.in_log,
             *followed,
         ),
+        printed=printed,
         pulse=pulse,
     )
 
@@ -207,7 +222,8 @@ def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str,
 def _predicted_peak(
     config: RunConfig, parallel: ParallelState, batches: BatchSchedule
 ) -> tuple[str, ...]:
-    """Returns the lines about the predicted peak. Nobody predicts what --torch-compile keeps."""
+    """Returns the lines about the predicted peak; none for compiled code, whose temporaries are
+    not known."""
     if config.training.torch_compile or parallel.rank:
         return ()
     peak = fullest_step_peak(

@@ -1,4 +1,4 @@
-"""What the end-of-document tokens of a sample mean: Megatron's loss mask, positions and starts.
+"""Reads the end-of-document tokens of a sample: Megatron's loss mask, positions and starts.
 
     --eod-mask-loss           a token that ends a document does not count in the loss
     --reset-position-ids      learned positions begin at 0 again after such a token

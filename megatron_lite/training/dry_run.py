@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
@@ -41,6 +40,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.weights import local_part
 from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
 from megatron_lite.training.batches import Batches, MicroBatch, cut
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
@@ -159,7 +159,7 @@ def dry_run(
 def check_can_run_dry(config: RunConfig) -> None:
     """Raises InputError for a setting that a run without values cannot follow."""
     refused = {
-        "--torch-compile": (config.training.torch_compile, "compiled code hides its tensors"),
+        "--torch-compile": (config.training.torch_compile, "compiled code hides its temporaries"),
         "--recompute-verify": (
             config.recompute.recompute_verify,
             "it compares values, and a dry run has none",
@@ -273,8 +273,4 @@ def _assign(meter: StepMeter, model: ModelStages, optimizer: Optimizer) -> None:
         if isinstance(gradients, GradBuffer)
         else [piece.grad for piece in optimizer.layout.pieces if piece.master.grad is not None],
     )
-    meter.assign(WEIGHTS, (_own_rows(parameter) for parameter in model.parameters()))
-
-
-def _own_rows(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    meter.assign(WEIGHTS, (local_part(parameter) for parameter in model.parameters()))

@@ -64,20 +64,20 @@ class Evaluations:
             reason = exits.now()
             return reason is not None
 
-        log.line(
-            f"evaluating the {name} loss over {training.eval_iters} global batches (--eval-iters)"
-        )
-        result = evaluate(
-            self._runner,
-            dataset,
-            num_iterations=training.eval_iters,
-            num_microbatches=self._batches.num_microbatches(self._batches.full),
-            micro_batch_size=training.micro_batch_size,
-            order=sample_order(self._config.data, len(dataset)),
-            where=where,
-            stops=stops,
-            rules=self._rules,
-        )
+        work = f"evaluating the {name} loss over {training.eval_iters} global batches"
+        log.detail(f"{work} (--eval-iters)")
+        with log.slow(work):
+            result = evaluate(
+                self._runner,
+                dataset,
+                num_iterations=training.eval_iters,
+                num_microbatches=self._batches.num_microbatches(self._batches.full),
+                micro_batch_size=training.micro_batch_size,
+                order=sample_order(self._config.data, len(dataset)),
+                where=where,
+                stops=stops,
+                rules=self._rules,
+            )
         if result is None:
             log.line(f"the {name} loss is left unfinished: {reason}")
             return reason

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.memory.predict.flops import peak_flops
 from megatron_lite.training.metrics import IterationRecord
+
+# What `peak_gib` measures, by the kind of device.
+PEAK_OF = {"cuda": "allocated on the GPU by rank 0", "cpu": "resident, of the process of rank 0"}
 
 
 class RunFacts(NamedTuple):
@@ -58,7 +59,6 @@ def iteration_line(
     last = records[-1]
     ms = sum(record.iteration_ms for record in records) / len(records)
     full_ms = full_batch_ms(records, facts)
-    losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
     fields = [
         (
             f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration "
@@ -74,7 +74,7 @@ def iteration_line(
         if last.decoupled_learning_rate is not None
         else None,
         f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {sum(losses) / len(losses) if losses else math.nan:.6E}",
+        f"lm loss: {mean_loss(records):.6E}",
         f"loss scale: {last.loss_scale:.1f}",
         f"grad norm: {last.grad_norm:.3f}",
         f"num zeros: {extras.num_zeros}" if extras.num_zeros is not None else None,
@@ -84,24 +84,16 @@ def iteration_line(
         f"tokens/s/GPU: {facts.tokens / (full_ms / 1000.0) / facts.world_size:.1f}",
         *(f"{name}: {percent:.1f}%" for name, percent in utilization(records, facts).items()),
         _activation_bytes(last),
-        f"peak GiB: {peak_gib(facts.device):.2f}",
+        f"peak GiB {PEAK_OF[facts.device.type]}: {peak_gib(facts.device):.2f}",
         f"ETA: {eta(last, facts, full_ms)}",
     ]
     return " | ".join(field for field in fields if field is not None) + " |"
 
 
-def known_peak_flops(config: LoggingConfig, device: torch.device, *, bf16: bool) -> float | None:
-    """Returns the FLOP/s of one GPU: from --peak-tflops-per-gpu, else from the GPU's name.
-
-    Returns None if the flag is not given and the name is not known, and on a CPU.
-    """
-    if config.peak_tflops_per_gpu is not None:
-        return config.peak_tflops_per_gpu * 1e12
-    if device.type != "cuda":
-        return None
-    return peak_flops(
-        torch.cuda.get_device_name(device), bf16=bf16, tf32=torch.backends.cuda.matmul.allow_tf32
-    )
+def mean_loss(records: Sequence[IterationRecord]) -> float:
+    """Returns the mean of the losses that are finite; NaN if none is."""
+    losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
+    return sum(losses) / len(losses) if losses else math.nan
 
 
 def peak_gib(device: torch.device) -> float:
@@ -144,7 +136,7 @@ def _activation_bytes(record: IterationRecord) -> str | None:
     if predicted is None or measured is None:
         return None
     unit, size = ("GiB", 2**30) if max(predicted, measured) >= 0.1 * 2**30 else ("MiB", 2**20)
-    return f"activation {unit}: {predicted / size:.3f}/{measured / size:.3f}"
+    return f"activation {unit} predicted/measured: {predicted / size:.3f}/{measured / size:.3f}"
 
 
 def teraflops(ms: float, facts: RunFacts) -> float:
@@ -157,7 +149,16 @@ def _shown(teraflops: float) -> str:
 
 
 def eta(record: IterationRecord, facts: RunFacts, full_ms: float) -> str:
+    """Returns the time left at the speed of `full_ms` per full batch."""
     seconds = int(
         (facts.num_samples - record.consumed_samples) / facts.batch_size * full_ms / 1000.0
     )
-    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+    return clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """Returns a duration such as "1:02:03" in hours, or "3d 04:05" from a hundred hours on."""
+    whole = int(seconds)
+    if whole >= 360_000:
+        return f"{whole // 86400}d {whole // 3600 % 24:02d}:{whole // 60 % 60:02d}"
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

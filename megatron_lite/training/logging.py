@@ -1,26 +1,26 @@
-"""The log of a run: Megatron's lines, a progress bar, JSON lines and TensorBoard.
+"""The log of a run: the terminal, the log file, JSON lines, TensorBoard and W&B.
 
-Only rank 0 writes. The other ranks hold a RunLog that writes nothing, so no caller needs to check
-its rank.
+                     terminal                             log file
+    iteration        a short row (short_line.py)          Megatron's line (iteration_line.py)
+    evaluation       one line                             Megatron's three lines
+    settings         those that are not the default       the table of all arguments
+    other lines      the same in both
+
+Under --log-style megatron the terminal gets what the log file gets. Only rank 0 writes. The other
+ranks hold a RunLog that writes nothing, so no caller needs to check its rank.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import sys
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import TracebackType
-
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
 
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.logging_settings import LoggingConfig
+from megatron_lite.config.run import RunConfig
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.iteration_line import (
     LogExtras,
@@ -28,22 +28,20 @@ from megatron_lite.training.iteration_line import (
     eta,
     full_batch_ms,
     iteration_line,
-    peak_gib,
-    teraflops,
-    utilization,
 )
+from megatron_lite.training.log_file import LogFile, log_file_path
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
+from megatron_lite.training.peak_memory import PeakMemory
 from megatron_lite.training.run_summary import RunSummary, write_summary
-from megatron_lite.training.skipped import SkippedUpdate
-from megatron_lite.training.tensorboard import ScalarFile
+from megatron_lite.training.run_totals import RunTotals
+from megatron_lite.training.scalars import BY_SAMPLES, Scalars, scalars_of
+from megatron_lite.training.short_line import ShortLines
+from megatron_lite.training.skipped import SkippedUpdate, skipped_batches_path
+from megatron_lite.training.slow_work import told_if_slow
+from megatron_lite.training.terminal import Terminal
 from megatron_lite.training.timers import Times
 from megatron_lite.training.wandb_run import WandbRun
 
-# The scalars that TensorBoard also gets over the consumed samples, as in Megatron.
-BY_SAMPLES = (
-    *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size"),
-    *("grad-norm", "num-zeros", "params-norm"),
-)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk, not of a wrong path
 
 
@@ -51,68 +49,49 @@ class RunLog:
     """The log of one run. A log that can no longer be written does not end the run.
 
     start: the progress at the start. Rows and points that an earlier run wrote past it are dropped.
-    skipped_batches: the file for skipped updates. The first skipped update creates it.
+    shows_peak: whether the run measures the peak of a step, so that the rows show it.
+    opening: lines with which the log file begins.
     wandb: gets the same scalars as TensorBoard; the log closes it.
-    keep_last: --save-keep-last, which also limits how many earlier versions of these files stay.
     """
 
     def __init__(
         self,
-        config: LoggingConfig,
+        config: RunConfig,
         facts: RunFacts,
         *,
         enabled: bool,
         start: Progress,
-        skipped_batches: str | None = None,
-        keep_last: int | None = None,
+        shows_peak: bool = False,
+        opening: Sequence[str] = (),
         wandb: WandbRun | None = None,
     ) -> None:
-        self._config = config
-        self._wandb, self._consumed = wandb, start.consumed_samples
-        self._facts = facts
-        self._enabled = enabled
+        self._run, self._config = config, config.logging
+        self._facts, self._enabled, self._start = facts, enabled, start
+        self._consumed = start.consumed_samples
         self._interval: list[IterationRecord] = []
+        self._totals = RunTotals(facts)
         self._stack = ExitStack()
-        self._progress: ProgressBar | None = None
-        self._output_is_lost = False
         self._metrics: MetricsFile | None = None
-        self._tensorboard: ScalarFile | None = None
-        self._skipped_batches, self._keep_last = skipped_batches, keep_last
+        self._file: LogFile | None = None
+        self._skipped_batches = skipped_batches_path(config)
         self._skipped_rows: MetricsFile | None = None
-        if wandb is not None:
-            self._stack.callback(wandb.close)
         if not enabled:
             return
-        if skipped_batches is not None and os.path.exists(skipped_batches):
-            self._skipped_rows = self._open_rows(skipped_batches, start.iteration, flag="--save")
-        if config.metrics_jsonl:
+        self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
+        self._stack.callback(self._terminal.close)
+        self._short = ShortLines(facts, columns=self._terminal.columns, shows_peak=shows_peak)
+        self._open_file(opening)
+        if self._skipped_batches is not None and os.path.exists(self._skipped_batches):
+            self._skipped_rows = self._open_rows(
+                self._skipped_batches, start.iteration, flag="--save"
+            )
+        if self._config.metrics_jsonl:
             self._metrics = self._open_rows(
-                config.metrics_jsonl, start.iteration, flag="--metrics-jsonl"
+                self._config.metrics_jsonl, start.iteration, flag="--metrics-jsonl"
             )
-        if config.tensorboard_dir:
-            self._tensorboard = ScalarFile(config.tensorboard_dir, purge_step=start.iteration + 1)
-            self._stack.callback(self._tensorboard.close)
-            # A separate file: its steps count samples, the first file's steps count iterations.
-            self._by_samples = ScalarFile(
-                os.path.join(config.tensorboard_dir, "by_samples"),
-                purge_step=start.consumed_samples + 1,
-            )
-            self._stack.callback(self._by_samples.close)
-            self._warn(self._tensorboard.opening, self._by_samples.opening)
-        if sys.stdout.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                TimeElapsedColumn(),
-            )
-            self._progress = self._stack.enter_context(
-                ProgressBar(*columns, console=Console(soft_wrap=True))
-            )
-            self._task = self._progress.add_task(
-                "training", total=facts.num_iterations, completed=start.iteration, status=""
-            )
+        self._scalars = Scalars(self._config.tensorboard_dir, wandb, start)
+        self._stack.callback(self._scalars.close)
+        self._warn(*self._scalars.opening())
 
     def __enter__(self) -> RunLog:
         return self
@@ -123,63 +102,44 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self._file is not None:
+            # The terminal gets the error from the program, on standard error.
+            self._file.line(f"error: {error}" if str(error) else f"error: {type(error).__name__}")
         self._stack.close()
-        if self._output_is_lost:
-            try:
-                sys.stdout.flush()
-            except OSError:  # else Python's own flush at exit fails, and the status is 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def line(self, text: str) -> None:
-        """Prints one line."""
+        """Prints one line, and writes it to the log file."""
+        if self._enabled:
+            self._terminal.line(text)
+            self._write(text)
+
+    def detail(self, text: str, *, short: str | None = None) -> None:
+        """Writes lines to the log file. The terminal gets them under --log-style megatron.
+
+        short: what the terminal gets instead in the short style; None: nothing.
+        """
         if not self._enabled:
             return
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False)
-        else:
-            self._print(text)
+        shown = text if self._config.log_style == "megatron" else short
+        if shown is not None:
+            self._terminal.line(shown)
+        self._write(text)
 
-    def _print(self, text: str) -> None:
-        """Prints `text`. If standard output is full or closed, warns once on standard error."""
-        try:
-            print(text, flush=True)
-        except OSError as error:
-            if not self._output_is_lost:
-                self._output_is_lost = True
-                with suppress(OSError):
-                    print(
-                        f"warning: standard output cannot be written ({error.strerror}); "
-                        "training goes on",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+    def slow(self, what: str) -> AbstractContextManager[None]:
+        """Returns a context that tells of work that takes more than a few seconds."""
+        return told_if_slow(what, self.line) if self._enabled else nullcontext()
 
-    def _open_rows(self, path: str, iteration: int, *, flag: str) -> MetricsFile | None:
-        """Returns the file, or None with a warning if its disk is full, which ends no run.
-
-        Raises InputError for any other reason why the file cannot be opened.
-        """
-        try:
-            return self._stack.enter_context(
-                MetricsFile(path, after_iteration=iteration, flag=flag, keep_last=self._keep_last)
-            )
-        except InputError as error:
-            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL):
-                raise
-            self._warn(f"warning: {error}; this run writes no rows to it")
-            return None
-
-    def _warn(self, *warnings: str | None) -> None:
-        for warning in filter(None, warnings):
-            self.line(warning)
-
-    def iteration(self, record: IterationRecord, extras: LogExtras) -> None:
+    def iteration(
+        self, record: IterationRecord, extras: LogExtras, *, peak: PeakMemory | None = None
+    ) -> None:
         """Writes one iteration's figures to the files.
 
-        Every --log-interval iterations it also prints Megatron's line, averaged since the last one.
+        Every --log-interval iterations it also prints a line, averaged since the last one.
+        peak: the peak of a step, if it has been measured.
         """
         if not self._enabled:
             return
+        self._totals.add(record)
         if self._metrics is not None:
             self._warn(self._metrics.write(record))
         self._consumed = record.consumed_samples
@@ -189,36 +149,35 @@ class RunLog:
                 scalars_of(record, extras, self._facts, self._config),
                 by_samples=BY_SAMPLES,
             )
-        if self._progress is not None:
-            self._progress.update(
-                self._task,
-                completed=record.iteration,
-                status=(
-                    f"loss {record.lm_loss:.4f} | {record.tokens_per_second:,.0f} tokens/s | "
-                    f"ETA {eta(record, self._facts, full_batch_ms([record], self._facts))}"
-                ),
-            )
+        self._terminal.advance(
+            record.iteration,
+            f"loss {record.lm_loss:.4f}, {record.tokens_per_second:,.0f} tokens/s, "
+            f"ETA {eta(record, self._facts, full_batch_ms([record], self._facts))}",
+        )
         self._interval.append(record)
         if (
             record.iteration % self._config.log_interval == 0
             or record.iteration == self._facts.num_iterations
         ):
-            self.line(
+            self.detail(
                 iteration_line(
                     self._interval, self._facts, extras, throughput=self._config.log_throughput
-                )
+                ),
+                short="\n".join(self._short.lines(self._interval, peak)),
             )
             self._interval.clear()
 
-    def summary(self, summary: RunSummary) -> None:
-        """Prints how right the predictions were, and writes the figures beside the metrics.
+    def summary(self, summary: RunSummary, progress: Progress, *, finished: bool) -> None:
+        """Prints the lines at the end of the run. Writes the predictions beside the metrics.
 
-        Nothing is printed or written if nothing was both predicted and measured.
+        The file is written only if something was both predicted and measured.
+        finished: whether the run has reached its end.
         """
-        if not self._enabled or not (text := str(summary)):
+        if not self._enabled:
             return
-        self.line(text)
-        if self._metrics is not None and self._config.metrics_jsonl is not None:
+        for line in self._totals.lines(self._run, progress, summary, finished=finished):
+            self.line(line)
+        if self._config.metrics_jsonl and self._metrics is not None and list(summary.parts()):
             try:
                 write_summary(summary, self._config.metrics_jsonl)
             except OSError as error:
@@ -227,7 +186,7 @@ class RunLog:
     def skipped(self, update: SkippedUpdate) -> None:
         """Writes a line in the log and a row in the file about a skipped update.
 
-        An overflow of a float16 run writes the row alone.
+        An overflow of a float16 run writes the row alone. The first row creates the file.
         """
         if not self._enabled:
             return
@@ -244,12 +203,17 @@ class RunLog:
 
     def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
         """Prints the loss and perplexity of a validation or test pass."""
+        self._totals.evaluated(name, iteration, result)
         text = (
             f" {name} loss at iteration {iteration} | lm loss value: {result.loss:.6E} | "
             f"lm loss PPL: {result.perplexity:.6E} | "
         )
         rule = "-" * len(text)
-        self.line(f"{rule}\n{text}\n{rule}")
+        self.detail(
+            f"{rule}\n{text}\n{rule}",
+            short=f"{name} loss at iteration {iteration}: {result.loss:.4f} "
+            f"(perplexity {result.perplexity:.3f})",
+        )
         scalars = {f"lm loss {name}": result.loss}
         if self._config.log_validation_ppl_to_tensorboard:
             scalars[f"lm loss {name} ppl"] = result.perplexity
@@ -265,6 +229,46 @@ class RunLog:
                 iteration, {f"{name}-time": max(ms) / 1000.0 for name, ms in times.ranks.items()}
             )
 
+    def _open_file(self, opening: Sequence[str]) -> None:
+        """Opens the log file, or warns if its disk is full. Raises InputError for a wrong path."""
+        if (name := log_file_path(self._run)) is None:
+            return
+        try:
+            self._file = LogFile(name)
+        except InputError as error:
+            if not _is_full(error):
+                raise
+            self._terminal.line(f"warning: {error}; this run writes no log file")
+            return
+        self._stack.callback(self._file.close)
+        for text in opening:
+            self._write(text)
+
+    def _open_rows(self, path: str, iteration: int, *, flag: str) -> MetricsFile | None:
+        """Returns the file, or None with a warning if its disk is full, which ends no run.
+
+        Raises InputError for any other reason why the file cannot be opened.
+        """
+        keep_last = self._run.checkpoint.save_keep_last
+        try:
+            return self._stack.enter_context(
+                MetricsFile(path, after_iteration=iteration, flag=flag, keep_last=keep_last)
+            )
+        except InputError as error:
+            if not _is_full(error):
+                raise
+            self._warn(f"warning: {error}; this run writes no rows to it")
+            return None
+
+    def _write(self, text: str) -> None:
+        """Writes lines to the log file. Its own warning goes to the terminal alone."""
+        if self._file is not None and (warning := self._file.line(text)) is not None:
+            self._terminal.line(warning)
+
+    def _warn(self, *warnings: str | None) -> None:
+        for warning in filter(None, warnings):
+            self.line(warning)
+
     def _write_scalars(
         self,
         iteration: int,
@@ -272,54 +276,13 @@ class RunLog:
         *,
         by_samples: Collection[str] = (),
     ) -> None:
-        """Writes the scalars that are not None to TensorBoard and W&B.
-
-        by_samples: those that TensorBoard also gets over the consumed samples.
-        """
-        known = {name: value for name, value in scalars.items() if value is not None}
-        if self._wandb is not None:
-            self._warn(self._wandb.log({**known, "samples vs steps": self._consumed}, iteration))
-        if self._tensorboard is None:
-            return
-        for name, value in known.items():
-            self._warn(self._tensorboard.add_scalar(name, value, iteration))
-            if name in by_samples:
-                self._warn(self._by_samples.add_scalar(f"{name} vs samples", value, self._consumed))
+        if self._enabled:
+            self._warn(
+                *self._scalars.write(
+                    scalars, iteration=iteration, consumed=self._consumed, by_samples=by_samples
+                )
+            )
 
 
-def scalars_of(
-    record: IterationRecord, extras: LogExtras, facts: RunFacts, config: LoggingConfig
-) -> dict[str, float | None]:
-    """Returns the scalars of an iteration by Megatron's names; None if one is not asked for."""
-    full_ms = full_batch_ms([record], facts)
-    return {
-        "learning-rate": record.learning_rate,
-        "decoupled-learning-rate": record.decoupled_learning_rate,
-        "batch-size": record.global_batch_size,
-        "lm loss": record.lm_loss,
-        "loss-scale": record.loss_scale if config.log_loss_scale_to_tensorboard else None,
-        "world-size": facts.world_size if config.log_world_size_to_tensorboard else None,
-        "grad-norm": record.grad_norm,
-        "num-zeros": extras.num_zeros,
-        "params-norm": extras.params_norm,
-        "throughput": teraflops(full_ms, facts) if config.log_throughput else None,
-        "iteration-time": record.iteration_ms / 1000.0
-        if config.log_timers_to_tensorboard
-        else None,
-        "mem-peak-gib": peak_gib(facts.device) if config.log_memory_to_tensorboard else None,
-        **(memory_scalars(facts.device) if config.log_memory_to_tensorboard else {}),
-        **utilization([record], facts),
-    }
-
-
-def memory_scalars(device: torch.device) -> dict[str, float | None]:
-    """Returns Megatron's figures of CUDA's allocator; none on a CPU, which has no allocator."""
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats(device)
-    return {
-        "mem-reserved-bytes": stats["reserved_bytes.all.current"],
-        "mem-allocated-bytes": stats["allocated_bytes.all.current"],
-        "mem-max-allocated-bytes": stats["allocated_bytes.all.peak"],
-        "mem-allocated-count": stats["allocation.all.current"],
-    }
+def _is_full(error: InputError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL

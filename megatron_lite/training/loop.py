@@ -6,17 +6,14 @@ therefore never waits for the log.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.saver import Saver
-from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
@@ -26,38 +23,27 @@ from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timeouts import set_timeout
-from megatron_lite.supervision.drift import ReplicaCheck
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.supervision.pulse import Pulse
-from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
 from megatron_lite.training.documents import DocumentRules
 from megatron_lite.training.due import Due
 from megatron_lite.training.evaluations import Evaluations
+from megatron_lite.training.first_steps import FirstSteps
 from megatron_lite.training.logging import RunLog
 from megatron_lite.training.loss_mask import masked_mean_of
 from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.observe import (
-    ActivationBytes,
-    ActivationMeter,
-    Observer,
-    TimelineRecorder,
-)
+from megatron_lite.training.observe import ActivationBytes
+from megatron_lite.training.open_log import open_log
 from megatron_lite.training.predictions import Predictions
-from megatron_lite.training.profiler import Profiler
-from megatron_lite.training.run_facts import run_facts
+from megatron_lite.training.run_checkpoints import RunCheckpoints
 from megatron_lite.training.sample_order import SampleOrder, sample_order
-from megatron_lite.training.skipped import (
-    SkippedUpdates,
-    StepFigures,
-    counted,
-    skipped_batches_path,
-)
+from megatron_lite.training.skipped import SkippedUpdates, StepFigures, counted
+from megatron_lite.training.slow_work import told_by_rank_0
 from megatron_lite.training.started_step import StartedStep
-from megatron_lite.training.step import TrainingError, train_step
-from megatron_lite.training.timers import Timers
-from megatron_lite.training.wandb_run import WandbRun
+from megatron_lite.training.step import train_step
+from megatron_lite.training.watchers import Watchers
 
 
 @dataclass(kw_only=True)
@@ -68,11 +54,10 @@ class Trainer:
     start: the checkpoint that `run` loads.
     rules: what the ends of documents mean; None: nothing.
     notices: lines for the log, about kernels and about checks that compare nothing.
+    printed: notices that the terminal has already; only the log file gets them.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     progress: the iterations and samples so far.
-    activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
-        and under --torch-compile.
     """
 
     config: RunConfig
@@ -87,23 +72,20 @@ class Trainer:
     start: Start = field(default_factory=Start)
     rules: DocumentRules | None = None
     notices: tuple[str, ...] = ()
+    printed: tuple[str, ...] = ()
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     pulse: Pulse = field(default_factory=Pulse)
     progress: Progress = field(default_factory=Progress)
-    activation_bytes: ActivationBytes | None = field(default=None, init=False)
     _runner: StageRunner = field(init=False)
     _evaluations: Evaluations = field(init=False)
     _order: SampleOrder = field(init=False)
     _predictions: Predictions = field(init=False)
     _skipped: SkippedUpdates = field(init=False)
-    _replicas: ReplicaCheck | None = field(default=None, init=False)
-    _slow_ranks: SlowRanks | None = field(default=None, init=False)
-    _timers: Timers = field(init=False)
-    _profiler: Profiler = field(init=False)
+    _watchers: Watchers = field(init=False)
     _started: deque[StartedStep] = field(default_factory=deque, init=False)
     _clock: float = field(default=0.0, init=False)
-    _saved_at: int = field(default=-1, init=False)
-    _timeline_is_due: bool = field(default=False, init=False)
+    _first_steps: FirstSteps = field(init=False)
+    _checkpoints: RunCheckpoints = field(init=False)
 
     def __post_init__(self) -> None:
         self._runner = StageRunner.of(self.config, self.model, self.parallel)
@@ -118,14 +100,22 @@ class Trainer:
             self.optimizer,
             num_microbatches=self.batches.num_microbatches(self.batches.largest),
         )
-        self._timeline_is_due = self.config.logging.memory_timeline is not None
-        self._make_guards()
-
-    def _make_guards(self) -> None:
-        self._timers = Timers(self.config.logging, self.parallel)
-        if self._timers.run:
-            self.optimizer.timed = self._runner.timed = self._timers
-        self._profiler = Profiler(self.config, self.parallel)
+        self._watchers = Watchers(self.config, self.parallel, self.model, self.optimizer)
+        if self._watchers.timers.run:
+            self.optimizer.timed = self._runner.timed = self._watchers.timers
+        self._first_steps = FirstSteps(self.config, self.parallel)
+        self._checkpoints = RunCheckpoints(
+            config=self.config,
+            parallel=self.parallel,
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            datasets=self.datasets,
+            saver=self.saver,
+            tokenizer=self.tokenizer,
+            pulse=self.pulse,
+            compare_replicas=self._watchers.compare_replicas,
+        )
         scaling = self.optimizer.loss_scale
         self._skipped = SkippedUpdates(
             self.config,
@@ -135,10 +125,14 @@ class Trainer:
             loss_scale_minimum=None if scaling is None else scaling.minimum,
             order=self._order,
         )
-        if self.config.training.check_weight_hash_across_dp_replicas_interval is not None:
-            self._replicas = ReplicaCheck(self.model, self.optimizer, self.parallel)
-        if self.config.logging.log_straggler:
-            self._slow_ranks = SlowRanks(self.config.logging, self.parallel)
+
+    @property
+    def activation_bytes(self) -> ActivationBytes | None:
+        """The bytes that the run's first micro-batch keeps for backward.
+
+        None before it, and under --activation-memory-budget.
+        """
+        return self._first_steps.activation_bytes
 
     def run(self, exits: Exits | None = None) -> Progress:
         """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
@@ -164,21 +158,21 @@ class Trainer:
                     f"or past it ({self.num_iterations})"
                 )
             exits.begin()
-            timed = self._slow_ranks.listening() if self._slow_ranks is not None else nullcontext()
-            with memory_budget(self.config.recompute.activation_memory_budget), timed:
+            budget = self.config.recompute.activation_memory_budget
+            with memory_budget(budget), self._watchers.listening():
                 finished = self._train(log, exits)
-            for line in self._profiler.close():
+            for line in self._watchers.profiler.close():
                 log.line(line)
-            if self._timeline_is_due:
+            if self._first_steps.timeline_is_due:
                 log.line(
                     "no memory timeline: --memory-timeline records the second iteration, and "
                     "there was none"
                 )
-            self._save(log)
+            self._checkpoints.save(self.progress, log)
             self.saver.wait(log.line)
             if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
                 self._evaluate("test", self.datasets.test, log, exits)
-            log.summary(self._predictions.summary())
+            log.summary(self._predictions.summary(), self.progress, finished=finished)
         return self.progress
 
     def _train(self, log: RunLog, exits: Exits) -> bool:
@@ -193,7 +187,10 @@ class Trainer:
         self.pulse.at(f"iteration {first}", limited=False)  # no time limit: kernels compile in it
         while self.progress.iteration < self.num_iterations:
             batch = self.batches.at(self.progress.consumed_samples)
-            self._started.append(self._start_step(log))
+            # Kernels load or compile in the first step, which takes minutes on some machines.
+            is_first = self.progress.iteration + 1 == first
+            with log.slow("the first step of this start") if is_first else nullcontext():
+                self._started.append(self._start_step(log))
             iteration = self.progress.iteration
             self.saver.poll(log.line)
             due = Due.after(iteration, self.config, num_iterations=self.num_iterations)
@@ -205,13 +202,13 @@ class Trainer:
             ):
                 self._finish_step(self._started.popleft(), log)
             if due.replica_check:
-                self._compare_replicas()
+                self._watchers.compare_replicas(iteration)
             if due.evaluation:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
                 self.progress = replace(self.progress, evaluation_is_due=True)
                 reason = reason or self._evaluate_within(log, exits)
             if due.save:
-                self._save(log)
+                self._checkpoints.save(self.progress, log)
                 reason = reason or exits.now()
             reason = reason or last
             if reason is not None and not due.end:
@@ -253,36 +250,28 @@ class Trainer:
             parallel=self.parallel,
             where=f"iteration {self.progress.iteration + 1}",
             order=self._order,
-            timed=self._timers,
+            timed=self._watchers.timers,
             rules=self.rules,
-        )
-        measured = self.activation_bytes is not None or self.config.training.torch_compile
-        meter = (
-            None if measured else ActivationMeter(thorough=self.config.recompute.recompute_verify)
         )
         logging, iteration = self.config.logging, self.progress.iteration + 1
         logged = iteration % logging.log_interval == 0
-        self._profiler.begin(iteration)
-        with (
-            self._predictions.step(iteration),
-            self._slow_ranks.step(logged=logged) if self._slow_ranks is not None else nullcontext(),
-        ):
+        self._watchers.profiler.begin(iteration)
+        with self._predictions.step(iteration), self._watchers.step(iteration):
             result = train_step(
                 self._runner,
                 self.optimizer,
                 batches,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=decoupled_learning_rate,
-                observer=meter or self._timeline_recorder(),
-                timed=self._timers,
+                observer=self._first_steps.observer(),
+                timed=self._watchers.timers,
                 masked=masked_mean_of(
                     batches, per_token=self.config.training.calculate_per_token_loss
                 ),
             )
-        for notice in self._profiler.end(iteration):
+        for notice in self._watchers.profiler.end(iteration):
             log.line(notice)
-        if meter is not None:
-            self._compare_bytes(meter, log)
+        self._first_steps.compare(log)
         if (line := self._predictions.peak_line()) is not None:
             log.line(line)
         self.progress = replace(
@@ -300,31 +289,6 @@ class Trainer:
             else None,
             decoupled_learning_rate,
         )
-
-    def _compare_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
-        """Compares predicted with measured kept bytes of the run's first micro-batch.
-
-        A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
-        """
-        self.activation_bytes = meter.result(self.config, self.parallel)
-        fault = self.activation_bytes.fault
-        if fault is not None and self.config.recompute.recompute_verify:
-            raise TrainingError(f"--recompute-verify: {fault}")
-        if fault is not None:
-            log.line(f"warning: {fault}")
-
-    def _timeline_recorder(self) -> Observer:
-        """Returns the observer of an iteration that the activation meter does not measure.
-
-        The first such iteration records the memory timeline, if the user asked for one. That is the
-        run's second iteration, whose memory is that of all later ones.
-        """
-        if self._timeline_is_due:
-            self._timeline_is_due = False
-            return TimelineRecorder(
-                self.config.logging.memory_timeline if self.parallel.rank == 0 else None
-            )
-        return Observer()
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures, counts them and logs them. Reading them waits for the device."""
@@ -347,22 +311,11 @@ class Trainer:
                 activation_bytes=self.activation_bytes,
             ),
             step.extras(),
+            peak=self._predictions.peak,
         )
         if update is not None:
             self._skipped.check(update)
-        if self._slow_ranks is not None and step.iteration % self.config.logging.log_interval == 0:
-            for line in self._slow_ranks.lines():
-                log.line(line)
-        if self._timers.run and step.iteration % self.config.logging.log_interval == 0:
-            log.times(self._timers.report(self.config.logging.log_interval), step.iteration)
-
-    def _compare_replicas(self) -> None:
-        if self._replicas is not None and (fault := self._replicas.fault()) is not None:
-            raise TrainingError(
-                f"iteration {self.progress.iteration}: ranks no longer hold the same weights: "
-                f"{fault}. Continue from a checkpoint before it, without the node of that rank if "
-                "it happens again"
-            )
+        self._watchers.log(log, step.iteration)
 
     def _evaluate(
         self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits
@@ -373,72 +326,20 @@ class Trainer:
         )
 
     def _load(self) -> list[str]:
-        if self.config.checkpoint.load is None:
+        with told_by_rank_0("loading the checkpoint", self.parallel):
+            loaded = self._checkpoints.load(self.start)
+        if loaded is None:
             return []
-        loaded = load_checkpoint(
-            self.start,
-            self.config,
-            self.parallel,
-            self.model,
-            self.optimizer,
-            data=self.datasets.identity,
-        )
         self.progress = loaded.progress
-        if self.config.checkpoint.continues:
-            self._saved_at = loaded.progress.iteration
         return list(loaded.notices)
 
-    def _save(self, log: RunLog) -> None:
-        directory, iteration = self.config.checkpoint.save, self.progress.iteration
-        if directory is None or iteration in (0, self._saved_at):
-            return
-        if not math.isfinite(self.optimizer.params_norm().item()):
-            raise TrainingError(
-                f"iteration {iteration}: a weight is not finite, so no checkpoint is written. "
-                "Lower --lr, and continue from an earlier checkpoint"
-            )
-        self._compare_replicas()
-        self.pulse.at(f"iteration {iteration} (saving)", limited=False)
-        self.saver.wait(log.line)
-        log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
-        began = time.perf_counter()
-        snapshot = take_snapshot(
+    def _open_log(self) -> RunLog:
+        return open_log(
             self.config,
             self.parallel,
-            self.model,
-            self.optimizer,
-            self.progress,
-            data=self.datasets.identity,
-            copy=self.saver.copies,
-            schedule=self.schedule,
-            tokenizer=self.tokenizer,
-        )
-        self.saver.save(snapshot, log.line)
-        if self.saver.copies:
-            log.line(
-                f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the "
-                "copy, which is now written"
-            )
-        self._saved_at = iteration
-
-    def _open_log(self) -> RunLog:
-        config = self.config
-        facts = run_facts(
-            config,
             self.batches,
             self.progress,
             num_iterations=self.num_iterations,
-            world_size=self.parallel.world_size,
-            device=self.parallel.device,
-        )
-        return RunLog(
-            config.logging,
-            facts,
-            enabled=self.parallel.rank == 0,
-            start=self.progress,
-            skipped_batches=skipped_batches_path(config),
-            keep_last=config.checkpoint.save_keep_last,
-            wandb=WandbRun(config)
-            if config.logging.wandb_project and self.parallel.rank == 0
-            else None,
+            shows_peak=self._predictions.measures_peak,
+            printed=self.printed,
         )

@@ -25,7 +25,7 @@ from megatron_lite.training.batches import MicroBatches
 
 
 class MaskedMean(NamedTuple):
-    """How the sums of the masked losses become a mean.
+    """The factors that make a mean of the sums of the masked losses.
 
     factors: [m] float64, the factor on the gradients of each micro-batch's sum.
     num_tokens: 0-d float64, the tokens of the global batch that count, at least 1.

@@ -17,6 +17,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.difference import Saved, difference
 from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.memory.predict.kept_course import kept_course
 from megatron_lite.memory.predict.kept_tensors import (
     UNIT,
     activation_bytes,
@@ -196,18 +197,19 @@ class ActivationMeter(Observer):
 class TimelineRecorder(Observer):
     """Writes the memory timeline of a micro-batch of a whole model to `path`.
 
-    Without a path it only runs the micro-batch.
+    Without a path it only runs the micro-batch. The file also has the predicted bytes.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, config: RunConfig) -> None:
         self._path = path
+        self._config = config
 
     def micro_batch(self, model: GPTModel, loss_fn: Callable[[], Tensor]) -> Tensor:
         if self._path is None:
             return super().micro_batch(model, loss_fn)
         # Imported here because the import takes seconds.
         from megatron_lite.memory.measure.recorder import record_timeline
-        from megatron_lite.memory.measure.timeline import write_timeline
+        from megatron_lite.memory.measure.timeline import Predicted, write_timeline
 
         losses = []
 
@@ -216,5 +218,11 @@ class TimelineRecorder(Observer):
             losses.append(loss.detach())
             return loss
 
-        write_timeline(record_timeline(model, noted, name=str(model.decoder.plan)), self._path)
+        plan = model.decoder.plan
+        name = self._config.recompute.recompute_policy or str(plan)
+        timeline = record_timeline(model, noted, name=name)
+        sizes = Sizes.of(self._config, device=losses[0].device.type, stage=model.stage)
+        points = kept_course(self._config.model, plan, sizes)
+        predicted = tuple(Predicted(*point) for point in points)
+        write_timeline(replace(timeline, predicted=predicted), self._path)
         return losses[0]

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import size
@@ -27,6 +26,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.weights import local_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +109,6 @@ def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the storages of the tensors, each once."""
-    local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    local = [local_part(one) for one in tensors]
     storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in local}
     return sum(storage.nbytes() for storage in storages.values())

@@ -60,7 +60,7 @@ class Predictions:
         On the second step it measures the peak, if the run measures it. That issues one all-reduce.
         """
         self._steps += 1
-        measures = self._steps == MEASURED_STEP and self._can_measure()
+        measures = self._steps == MEASURED_STEP and self.measures_peak
         try:
             if measures:
                 with self._meter.step():
@@ -106,8 +106,10 @@ class Predictions:
             machine=None if machine is None else machine.name,
         )
 
-    def _can_measure(self) -> bool:
-        if self._config.training.torch_compile:  # the compiler decides what is kept
+    @property
+    def measures_peak(self) -> bool:
+        """Whether the second step measures its peak: always on CUDA, and by a flag on a CPU."""
+        if self._config.training.torch_compile:  # the temporaries of compiled code are not known
             return False
         return self._parallel.device.type == "cuda" or self._config.logging.log_peak_memory
 

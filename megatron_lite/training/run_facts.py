@@ -10,7 +10,8 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.recompute.schedule import plan_model
-from megatron_lite.training.iteration_line import RunFacts, known_peak_flops
+from megatron_lite.training.iteration_line import RunFacts
+from megatron_lite.training.peak_rate import PeakRate
 
 
 def run_facts(
@@ -21,8 +22,12 @@ def run_facts(
     num_iterations: int,
     world_size: int,
     device: torch.device,
+    peak: PeakRate,
 ) -> RunFacts:
-    """Returns the facts of a run that goes from `progress` to the end of `num_iterations`."""
+    """Returns the facts of a run that goes from `progress` to the end of `num_iterations`.
+
+    peak: the peak that MFU and HFU divide by.
+    """
     seq_length, parallel = config.data.seq_length, config.parallel
     vocabulary = config.tokenizer.padded_vocab_size(parallel.tensor_model_parallel_size)
     batch_size = batches.full
@@ -59,7 +64,5 @@ def run_facts(
             tp_size=parallel.tensor_model_parallel_size,
             cp_size=parallel.context_parallel_size,
         ),
-        peak_flops=known_peak_flops(
-            config.logging, device, bf16=config.training.precision != "fp32"
-        ),
+        peak_flops=peak.flops,
     )

@@ -1,11 +1,13 @@
 """The summary of a run: what was predicted of its steps, and what was measured.
 
-The log's last line has it as text, and a JSON file beside the metrics has it for other programs.
+The last lines of the log have it as text (run_totals.py). A JSON file beside the metrics has it for
+other programs.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from megatron_lite.data.durable_files import written_beside
@@ -27,21 +29,20 @@ class RunSummary:
     step_ms_measured: float | None
     machine: str | None
 
-    def __str__(self) -> str:
-        """Returns the line of the log, or "" if nothing was both predicted and measured."""
-        parts = []
+    def parts(self) -> Iterator[tuple[str, str]]:
+        """Yields the name and the text of each figure that was both predicted and measured."""
         if self.peak_bytes_predicted is not None and self.peak_bytes_measured is not None:
             peak = PeakMemory(
                 predicted=self.peak_bytes_predicted, measured=self.peak_bytes_measured
             )
-            parts.append(f"peak of a step {peak}")
+            yield "peak of a step", str(peak)
         if self.step_ms_predicted is not None and self.step_ms_measured:
-            parts.append(
-                f"time of a step {self.step_ms_measured:.1f} ms measured, "
-                f"{self.step_ms_predicted:.1f} ms predicted for {self.machine} "
-                f"({self.step_ms_predicted / self.step_ms_measured:.1%} of it)"
+            share = self.step_ms_predicted / self.step_ms_measured
+            yield (
+                "time of a step",
+                f"{self.step_ms_measured:.1f} ms measured, {self.step_ms_predicted:.1f} ms "
+                f"predicted for {self.machine} ({share:.1%} of it)",
             )
-        return f"how right the predictions were: {'; '.join(parts)}" if parts else ""
 
 
 def write_summary(summary: RunSummary, metrics_path: str) -> str:

@@ -7,7 +7,6 @@ which loses the event and warns once.
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.training.appended import AppendedFile
+from megatron_lite.training.event_records import scalar_record, start_record, version_record
 
 
 class ScalarFile:
@@ -26,8 +26,6 @@ class ScalarFile:
     """
 
     def __init__(self, folder: str, *, purge_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
         name = (
             f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}"
             f".{os.getpid()}.{time.monotonic_ns()}"
@@ -39,35 +37,17 @@ class ScalarFile:
             raise InputError(
                 f"--tensorboard-dir {folder}: cannot be written ({error.strerror})"
             ) from error
-        self.opening = self._append(
-            Event(wall_time=time.time(), file_version="brain.Event:2"), "its first event"
-        )
-        self._append(
-            Event(
-                wall_time=time.time(),
-                step=purge_step,
-                session_log=SessionLog(status=SessionLog.START),
-            ),
-            "",
-        )
+        self.opening = self._append(version_record(time.time()), "its first event")
+        self._append(start_record(time.time(), purge_step), "")
 
     def add_scalar(self, name: str, value: float, step: int) -> str | None:
         """Writes one point. Returns a warning if it is the first event of the file that could not
         be written."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from torch.utils.tensorboard.summary import scalar
-
-        return self._append(
-            Event(wall_time=time.time(), step=step, summary=scalar(name, value)), f"step {step}"
-        )
+        return self._append(scalar_record(time.time(), step, name, float(value)), f"step {step}")
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
-    def _append(self, event: object, what: str) -> str | None:
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        record = io.BytesIO()
-        RecordWriter(record).write(event.SerializeToString())  # type: ignore[attr-defined]
-        return self._file.append(record.getvalue(), what=what)
+    def _append(self, record: bytes, what: str) -> str | None:
+        return self._file.append(record, what=what)

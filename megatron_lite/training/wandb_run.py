@@ -1,7 +1,7 @@
 """Weights & Biases, offline: `--wandb-project` writes a run that `wandb sync` can upload later.
 
 The environment variable WANDB_MODE changes the mode; without it the program opens no connection.
-The package wandb is optional: `pip install megatron-lite[wandb]`.
+The package wandb is optional: `pip install -e '.[wandb]'`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.extras import install_advice
 from megatron_lite.config.run import RunConfig
 
 
@@ -29,7 +30,7 @@ class WandbRun:
         except ImportError as error:
             raise InputError(
                 f"--wandb-project {logging.wandb_project} needs the package wandb, which is not "
-                "installed: pip install megatron-lite[wandb], or leave the flag out"
+                f"installed: {install_advice('wandb')}, or leave the flag out"
             ) from error
         self._lost = False
         try:

@@ -14,7 +14,8 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from tests.support.runs import run_to_end, tiny_run
 
 

@@ -16,6 +16,7 @@ from megatron_lite.checkpointing import write
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.lock import LOCK
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training.step import TrainingError
 from tests.support.checkpoints import sign
@@ -379,7 +380,9 @@ def test_saving_over_an_existing_step_replaces_it(tmp_path: Path) -> None:
     assert (
         json.loads((tmp_path / "iter_0000001" / "config.json").read_text())["training"]["seed"] == 2
     )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000001", files.LATEST, LOCK]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("iter_0000001", files.LATEST, LOCK, LOG_FILE)
+    }
 
 
 def _save_with_one_failing_rank(rank: int, world_size: int, folder: Path) -> str:

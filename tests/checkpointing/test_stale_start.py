@@ -8,6 +8,7 @@ pointer keeps naming the last of them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from tests.support.checkpoints import flip_bit
+from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.starts import Saved
@@ -144,9 +146,9 @@ def test_a_stale_start_publishes_nothing_over_the_newer_one(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("point", Point)
+@pytest.mark.parametrize(
+    ("point", "ranks", "async_save"), covered(itertools.product(Point, (1, 2), (False, True)))
+)
 def test_at_every_point(
     tmp_path: Path, damaged: Callable[[int], Path], point: Point, ranks: int, async_save: bool
 ) -> None:

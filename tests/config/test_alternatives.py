@@ -61,12 +61,12 @@ CASES = [
     (
         BASE + "--torch-compile --activation-memory-budget 0.5",
         "--recompute-policy *:full",
-        "--recompute-policy *:full",
+        "--torch-compile --recompute-policy *:full",
     ),
     (
         BASE + "--recompute-policy *:full --contiguous-saved-activations",
-        "--torch-compile",
-        "--torch-compile",
+        "--torch-compile --activation-memory-budget 0.5",
+        "--torch-compile --activation-memory-budget 0.5",
     ),
     (
         BASE + "--pipeline-model-parallel-size 2 --recompute-policy *:full "

@@ -58,6 +58,7 @@ WINDOWS = dict(
                 tensor_model_parallel_size=2,
                 sequence_parallel=True,
                 overlap_p2p_comm=False,
+                shared_memory_collectives=False,
             ),
         ),
     ],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from arguments import ParsedArguments, parse_args
@@ -95,6 +98,19 @@ def test_the_embedding_and_the_loss_count_as_layers(
         parallel.decoder_last_pipeline_num_layers,
     )
     assert (first, last) == (layers[0], layers[-1])
+
+
+@pytest.mark.parametrize("given", ["", "--num-layers 7", "--pipeline-model-parallel-size 4"])
+def test_an_accounted_embedding_needs_the_sizes_on_the_command_line(
+    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a file the sizes are known too late, and the switch would have no effect in silence."""
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps({"parallel": {"pipeline_model_parallel_size": 4}}))
+    with pytest.raises(SystemExit):
+        parse_args(f"--config-json {file} {given} --account-for-loss-in-pipeline-split".split())
+    message = capsys.readouterr().err
+    assert "needs --num-layers and --pipeline-model-parallel-size on the command line" in message
 
 
 def test_virtual_stages_and_an_accounted_embedding_are_refused(

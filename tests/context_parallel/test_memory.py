@@ -68,7 +68,7 @@ def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple
             models(), all_policies(can_split=can_split), (torch.float32, torch.bfloat16)
         )
     )[::every]
-    cases = sampled(cases, every=3)
+    cases = sampled(cases, every=3, at_most=3)
     with tp_state(layout.tp_size, cp_size=layout.cp_size) as parallel:
         for config, recompute, dtype in cases:
             found = figures(
@@ -110,7 +110,7 @@ def living(rank: int, world_size: int) -> list[bool]:
         for name, comm_type, recompute in itertools.product(
             ("gpt2", "llama", "qwen"),
             ("p2p", "allgather"),
-            sampled(list(all_policies(can_split=False))[::7], every=3),
+            sampled(list(all_policies(can_split=False))[::7], every=3, at_most=2),
         ):
             each = figures(
                 variant_config(name, hidden_dropout=0.1),
@@ -135,7 +135,11 @@ def plans_of(layout: Layout) -> dict[str, RecomputePlan]:
     """More than two ranks run every third: they are slow."""
     plans = sending_policies(can_split=layout.tp_size > 1 and not layout.sequence_parallel)
     return dict(
-        sampled(list(plans.items())[:: 3 if layout.tp_size * layout.cp_size > 2 else 1], every=4)
+        sampled(
+            list(plans.items())[:: 3 if layout.tp_size * layout.cp_size > 2 else 1],
+            every=4,
+            at_most=3,
+        )
     )
 
 

@@ -13,7 +13,8 @@ import torch
 
 from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import read_config
-from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools import generate
 from tests.support.conversions import converted, same_weights, weights_in
@@ -28,12 +29,11 @@ TEXT = """To be, or not to be, that is the question:
 Whether 'tis nobler in the mind to suffer
 The slings and arrows of outrageous fortune,
 Or to take arms against a sea of troubles"""
-SEQ_LENGTH, STEPS = 32, 3
+SEQ_LENGTH, STEPS = 32, 2
+NEW_TOKENS = 12
 POLICIES = (
     "*:none",
-    "*:full@host",
-    "*:core_attn+mlp+layernorm",
-    "0-9:ops(matmul);10-19:full;20-29:none",
+    "0-7:full@host;8-15:core_attn+mlp+layernorm;16-22:ops(matmul);23-27:full;28-29:none",
 )
 
 
@@ -68,38 +68,37 @@ def logits(folder: Path, tokens: list[int], ranks: int) -> torch.Tensor:
         return model(torch.tensor([tokens]))[0].clone()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_logits_are_those_of_transformers(smollm2: Model, ranks: int) -> None:
-    """float32 against float32: 1e-4 of the largest logit."""
+def test_logits_are_those_of_transformers(smollm2: Model) -> None:
+    """float32 against float32: 1e-4 of the largest logit. On one rank the losses of a training are
+    compared below."""
     tokens = ids_of(smollm2.folder / "theirs", PROMPT)
     with torch.no_grad():
         expected = smollm2.theirs(torch.tensor([tokens])).logits[0]
     folder = smollm2.folder / "ours"
-    found = run_ranks(lambda rank, size: logits(folder, tokens, size), ranks)
+    found = run_ranks(lambda rank, size: logits(folder, tokens, size), 3)
     for one in found:
         assert (one - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
 def test_the_same_greedy_tokens_without_any_flag_of_a_tokenizer(
-    smollm2: Model, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smollm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tokenizers import Tokenizer
 
     monkeypatch.chdir(tmp_path)
     tokens = ids_of(smollm2.folder / "theirs", PROMPT)
     expected = smollm2.theirs.generate(
-        torch.tensor([tokens]), max_new_tokens=24, do_sample=False, pad_token_id=0
+        torch.tensor([tokens]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
     )[0].tolist()
     tokenizer = Tokenizer.from_file(str(smollm2.folder / "theirs/tokenizer.json"))
     run = run_program(
         *("--load", str(smollm2.folder / "ours"), "--prompt", PROMPT, "--greedy"),
-        *("--max-new-tokens", "24", "--distributed-backend", "gloo"),
-        ranks=ranks,
+        *("--max-new-tokens", str(NEW_TOKENS), "--distributed-backend", "gloo"),
+        ranks=1,
         main=generate.main,
     )
     assert run.returncode == 0, run.stderr
-    assert len(expected) == len(tokens) + 24
+    assert len(expected) == len(tokens) + NEW_TOKENS
     assert run.stdout == tokenizer.decode(expected) + "\n"
 
 

@@ -11,7 +11,8 @@ from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.blend import BlendedDataset, parse_data_path, samples_to_request
 from megatron_lite.data.blend_index import build_blend_index
 from megatron_lite.data.datasets import Datasets, build_datasets
-from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.data.splits import normalized
 
 

@@ -9,7 +9,8 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import entropy
 from megatron_lite.data.entropy import unigram_entropy
-from megatron_lite.data.indexed import IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.tools import unigram_entropy as tool
 
 

@@ -14,7 +14,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import IndexedDataset, token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from tests.support.limits import HANG_S
 
 LENGTHS = (3, 11, 1, 6, 9, 2, 7)

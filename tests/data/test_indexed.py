@@ -14,13 +14,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.data import indexed as indexed_module
 from megatron_lite.data import kept_checksum
 from megatron_lite.data.index_cache import kept_arrays
-from megatron_lite.data.indexed import (
-    HEADER,
-    MAGIC,
-    IndexedDataset,
-    IndexedDatasetWriter,
-    token_dtype,
-)
+from megatron_lite.data.indexed import HEADER, MAGIC, IndexedDataset, token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.data.kept_checksum import Keep
 
 DOCUMENTS = [[5, 1, 4], [2], [9, 8, 7, 6, 3]]

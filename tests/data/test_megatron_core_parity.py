@@ -18,7 +18,8 @@ from megatron_lite.data.blend import parse_data_path
 from megatron_lite.data.blend_index import build_blend_index
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter, token_dtype
+from megatron_lite.data.indexed import IndexedDataset, token_dtype
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.data.sample_index import build_sample_index
 from megatron_lite.data.splits import normalized
 from megatron_lite.model.documents import document_mask

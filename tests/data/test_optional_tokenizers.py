@@ -195,7 +195,8 @@ def test_a_missing_package_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     config = replace(_config(_written(tmp_path, entries(*MORE))), tokenizer_type=kind)
-    with pytest.raises(InputError, match=rf"needs the {package} package: pip install"):
+    advice = rf"needs the {package} package: pip install -e '\.\[tokenizers\]'"
+    with pytest.raises(InputError, match=advice):
         build_tokenizer(config)
 
 

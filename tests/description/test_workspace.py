@@ -24,7 +24,7 @@ from tests.support.courses import Measured, Stretch, measure
 from tests.support.documents import batch_of
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
-from tests.support.pairs import sampled
+from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
 
 SHARE = 0.5
@@ -185,12 +185,8 @@ def wrong_each_time(
 def test_every_operation_holds_what_its_workspace_tells(
     tp_size: int, sequence_parallel: bool
 ) -> None:
-    assert (
-        wrong_each_time(
-            wrong, tp_size, sequence_parallel, cases=sampled(GRID, every=3, at_most=2 * tp_size - 1)
-        )
-        == [{}] * tp_size
-    )
+    cases = covered(GRID)
+    assert wrong_each_time(wrong, tp_size, sequence_parallel, cases=cases) == [{}] * tp_size
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The tree of folders and files in the README names what exists."""
+"""docs/architecture.md names folders and files that exist."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TREE = (
-    (ROOT / "README.md").read_text().split("## The layout")[1].split("```text\n")[1].split("```")[0]
-)
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+TREE = PAGE.split("## The layout")[1].split("```text\n")[1].split("```")[0]
 
 
 PACKAGE = ROOT / "megatron_lite"
@@ -31,3 +30,8 @@ def test_the_tree_names_every_folder_and_only_what_exists() -> None:
             ):
                 missing.append(f"{folder}/{name}")
     assert missing == [] and seen == FOLDERS and found > 50
+
+
+def test_every_file_of_a_step_exists() -> None:
+    paths = re.findall(r"`((?:megatron_lite/|tests/)?[\w/]+\.py)`", PAGE)
+    assert len(paths) > 15 and [path for path in paths if not (ROOT / path).is_file()] == []

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_lite.data import index_cache
 from megatron_lite.data.index_cache import Allocate, cached_arrays
-from megatron_lite.data.indexed import IndexedDatasetWriter
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from tests.support.commands import ROOT, SMALL_RUN, environment
 from tests.support.happenings import builds_second, happens
 from tests.support.limits import HANG_S

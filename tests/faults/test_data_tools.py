@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data import indexed
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_lite.data import indexed_writer
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.parallel.signals import STOPPING, Stopped, stoppable
 from megatron_lite.tools import corpus, preprocess_data, train_tokenizer
 from megatron_lite.tools.command import exit_status
@@ -365,8 +366,8 @@ def _dies_before_change(number: int) -> None:
     for owner, name in (
         (os, "unlink"),
         (os, "replace"),
-        (indexed, "sync_file"),
-        (indexed, "sync_folder"),
+        (indexed_writer, "sync_file"),
+        (indexed_writer, "sync_folder"),
     ):
         setattr(owner, name, dying(getattr(owner, name)))
 
@@ -392,8 +393,8 @@ def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(
     for owner, name in (
         (os, "unlink"),
         (os, "replace"),
-        (indexed, "sync_file"),
-        (indexed, "sync_folder"),
+        (indexed_writer, "sync_file"),
+        (indexed_writer, "sync_folder"),
     ):
         monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
     _write(prefix, NEW)

@@ -15,6 +15,7 @@ import pytest
 from megatron_lite.checkpointing import points
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig
 from tests.support.commands import MOCK, SMALL_RUN, command, environment
 from tests.support.disks import check_can_mount, make_read_only, make_writable, small_disk
@@ -73,7 +74,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory, begun: Path) -> dict[str, by
 
 
 def check(folder: Path, begun: Path, messages: list[str], *, rank: int, reason: str) -> None:
-    """Both ranks raised the same, rank 0 in its own name, and the directory is as it was."""
+    """Both ranks raised the same, rank 0 in its own name, and the directory is as it was.
+
+    But for the log file, to which lines are appended."""
     said = f"--save {folder}: the checkpoint of iteration 4 could not be written by rank {rank}: "
     assert messages[0].startswith(f"{InputError.__name__}: {said}") and reason in messages[0]
     assert messages[1] == messages[0].replace(InputError.__name__, PeerError.__name__, 1)
@@ -81,7 +84,9 @@ def check(folder: Path, begun: Path, messages: list[str], *, rank: int, reason: 
         path.name for path in begun.iterdir()
     )
     for path in begun.rglob("*"):
-        if path.is_file() and path.name != "lock.json":
+        if path.name == LOG_FILE:
+            assert (folder / LOG_FILE).read_bytes().startswith(path.read_bytes())
+        elif path.is_file() and path.name != "lock.json":
             assert (folder / path.relative_to(begun)).read_bytes() == path.read_bytes(), path
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment, run_command
+from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.limits import HANG_S
+from tests.support.programs import run_program
 from tests.support.runs import step_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
@@ -87,7 +88,7 @@ def _workers(process: subprocess.Popen[bytes]) -> list[int]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    done = run_command(*RUN, "--save", str(folder), ranks=2)
+    done = run_program(*RUN, "--save", str(folder), ranks=2)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -118,7 +119,7 @@ def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(
     log = (tmp_path / "log").read_text()
     stopped = int((save / "latest_checkpointed_iteration.txt").read_text())
     assert f"exiting at iteration {stopped}: {name} (--exit-signal-handler)" in log and stopped < 60
-    resumed = run_command(*arguments, "--load", str(save), ranks=2)
+    resumed = run_program(*arguments, "--load", str(save), ranks=2)
     assert resumed.returncode == 0, resumed.stderr
     assert step_bytes(save, 60) == step_bytes(whole, 60) != {}
 

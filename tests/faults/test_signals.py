@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-import pretrain_gpt
-from megatron_lite.data.indexed import IndexedDatasetWriter
+from megatron_lite.cli import pretrain
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.training import build_trainer as build
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.happenings import builds_second, happens
@@ -395,7 +395,7 @@ def test_ctrl_c_before_the_ranks_have_joined_is_one_line(monkeypatch: pytest.Mon
 
     def prepare(rank: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        pretrain_gpt.parse_args = lambda argv: interrupted()  # type: ignore[assignment, return-value]
+        pretrain.parse_args = lambda *words: interrupted()  # type: ignore[assignment, return-value]
 
     with program([*RUN, *MOCK], ranks=2, prepare=prepare) as run:
         assert run.wait() == [-signal.SIGINT] * 2, run.everything()

@@ -16,9 +16,10 @@ from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import build_datasets
-from megatron_lite.data.indexed import IndexedDatasetWriter
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.training.loop import Trainer
-from tests.support.commands import SMALL_RUN, run_command
+from tests.support.commands import SMALL_RUN
+from tests.support.programs import run_program
 from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
 from tests.support.runs import step_bytes, tiny_run, with_checkpoint
@@ -193,7 +194,7 @@ def test_the_program_says_it_once_and_no_rank_hangs(tmp_path: Path) -> None:
     start = documents[-1] * 40
     ids[start : start + 40] = 60000
     ids.tofile(f"{prefix}.bin")
-    done = run_command(*flags, ranks=4)
+    done = run_program(*flags, ranks=4)
     said = [line for line in done.stderr.splitlines() if "error: iteration" in line]
     assert done.returncode != 0 and len(said) == 1, done.stderr
     assert "holds token id 60000, but the vocabulary has 99 ids" in said[0]

@@ -95,7 +95,7 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
 
 
 def some_policies(*, can_split: bool) -> dict[str, RecomputePlan]:
-    return dict(sampled(policies(can_split=can_split).items(), every=3))
+    return dict(sampled(policies(can_split=can_split).items(), every=3, at_most=2))
 
 
 def by_kind_and_bytes(

@@ -193,12 +193,9 @@ TWO_RANKS = (
 FLIPS = (*ONE_RANK, *TWO_RANKS)
 # One of each kind. Two runs take a second on an idle machine.
 IN_EVERY_RUN = (
-    "swiglu",
     "attention_backend",
     "micro_batch_size",
     "bf16",
-    "loss_chunk_size",
-    "optimizer",
     "recompute_granularity",
     "use_distributed_optimizer",
 )
@@ -250,6 +247,7 @@ NOT_RUN = {
     "overlap_p2p_comm": "adds at most one hidden state, as far as it comes early, which is luck",
     "overlap_param_gather": "gathers in place",
     "distributed_backend": "gloo is the one that runs on CPUs",
+    "shared_memory_collectives": "shared memory is beside the tensors; a note names its bytes",
     "distributed_timeout_minutes": "a time limit",
     "distributed_timeout_seconds_after_init": "a time limit",
     "rampup_batch_size": "a smaller batch at first: --global-batch-size",

@@ -4,6 +4,7 @@ where it holds, and only there."""
 from __future__ import annotations
 
 import functools
+import itertools
 import shlex
 from dataclasses import replace
 from typing import Any
@@ -130,31 +131,32 @@ def test_fp16_is_as_large_as_bf16(policy: str) -> None:
     assert "V 128, fp16" in half and half.replace("fp16", "bf16") == bf16
 
 
-@pytest.mark.parametrize(("run", "policy"), thirds(CASES))
-def test_the_parts_add_up_to_the_whole(run: str, policy: str) -> None:
-    for device in ("cpu", "cuda"):
-        report = report_of(run + policy, device)
-        config, sizes, plan = report.config, report.sizes, plan_stage(report.config.recompute, 5)
-        assert [
-            layer
-            for one in report.runs
-            for layer in range(one.segment.first_layer, one.last_layer + 1)
-        ] == [0, 1, 2, 3, 4]
-        parts = (
-            report.embedding.kept_bytes + report.rotary_tables.kept_bytes + report.head.kept_bytes
-        )
-        assert parts + sum(one.count * one.kept_bytes for one in report.runs) == activation_bytes(
-            config.model, plan, sizes
-        )
-        moved = sum(one.count * tensor.num_bytes for one in report.runs for tensor in one.moved)
-        assert moved == report.own.host_bytes == host_bytes(config.model, plan, sizes)
-        again = replay_flops(config.model, plan, batch=3, seq_length=12, device=device)
-        assert sizes.num_ranks * sum(one.count * one.replay_flops for one in report.runs) == again
-        sent = report.embedding.traffic
-        for one in report.runs:
-            for _ in range(one.count):
-                sent += one.traffic
-        assert sent + report.head.traffic == plan_collectives(config.model, plan, sizes)
+@pytest.mark.parametrize(
+    ("run", "policy", "device"),
+    thirds(
+        (*case, device)
+        for case, device in zip(CASES, itertools.cycle(("cpu", "cuda")), strict=False)
+    ),
+)
+def test_the_parts_add_up_to_the_whole(run: str, policy: str, device: str) -> None:
+    report = report_of(run + policy, device)
+    config, sizes, plan = report.config, report.sizes, plan_stage(report.config.recompute, 5)
+    assert [
+        layer for one in report.runs for layer in range(one.segment.first_layer, one.last_layer + 1)
+    ] == [0, 1, 2, 3, 4]
+    parts = report.embedding.kept_bytes + report.rotary_tables.kept_bytes + report.head.kept_bytes
+    assert parts + sum(one.count * one.kept_bytes for one in report.runs) == activation_bytes(
+        config.model, plan, sizes
+    )
+    moved = sum(one.count * tensor.num_bytes for one in report.runs for tensor in one.moved)
+    assert moved == report.own.host_bytes == host_bytes(config.model, plan, sizes)
+    again = replay_flops(config.model, plan, batch=3, seq_length=12, device=device)
+    assert sizes.num_ranks * sum(one.count * one.replay_flops for one in report.runs) == again
+    sent = report.embedding.traffic
+    for one in report.runs:
+        for _ in range(one.count):
+            sent += one.traffic
+    assert sent + report.head.traffic == plan_collectives(config.model, plan, sizes)
 
 
 @pytest.mark.parametrize(("run", "policy"), thirds(CASES))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.memory.measure.timeline import (
     MAX_FILE_BYTES,
     Event,
+    Predicted,
     Timeline,
     read_timeline,
     write_timeline,
@@ -40,6 +42,13 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     write_timeline(TIMELINE, str(tmp_path / "timeline.json"))
     assert read_timeline(str(tmp_path / "timeline.json")) == TIMELINE
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
+
+
+def test_predicted_bytes_are_read_back(tmp_path: Path) -> None:
+    points = (Predicted("forward", 0, 1, 40), Predicted("replay", -1, -1, 2**40))
+    timeline = replace(TIMELINE, predicted=points)
+    write_timeline(timeline, str(tmp_path / "timeline.json"))
+    assert read_timeline(str(tmp_path / "timeline.json")) == timeline
 
 
 def test_the_file_is_the_documented_one(tmp_path: Path) -> None:
@@ -96,6 +105,9 @@ def test_what_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None:
         (dict(operators=[1]), "'operators'"),
         (dict(events=[]), "'events'"),
         (dict(events={"0": 1}), "'events'"),
+        (dict(predicted={"0": 1}), "'predicted'"),
+        (dict(predicted=[[3, 0, 0, 1]]), "row 0 of 'predicted'"),
+        (dict(predicted=[[0, 0, 0, 1], [0, 0, 1]]), "row 1 of 'predicted'"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1]]), "event 0"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1, 1], 5]), "event 1"),
         (dict(events=[[0, 3, 0, 0, 1, 1, 1, 1]]), "event 0"),

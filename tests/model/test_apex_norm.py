@@ -91,9 +91,9 @@ def test_losses_and_gradients_are_torchs(
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "dtype"),
     [
-        pytest.param(1, False, torch.bfloat16, marks=pytest.mark.long),
+        (1, False, torch.bfloat16),
         pytest.param(1, False, torch.float32, marks=pytest.mark.long),
-        (2, True, torch.bfloat16),
+        pytest.param(2, True, torch.bfloat16, marks=pytest.mark.long),
     ],
 )
 def test_no_recompute_policy_changes_a_bit(

@@ -87,7 +87,7 @@ def the_loss_in_chunks_adds_the_first_rows_every_time(patch: Patch) -> None:
 
 
 @replaces("_compiled_weights", kernels)
-def compiled_weights_are_given_the_kernel(_, config, model):
+def compiled_weights_are_given_the_kernel(_, model):
     return set()
 
 

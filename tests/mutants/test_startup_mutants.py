@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from megatron_lite.config import json_text
-from megatron_lite.data import index_cache, indexed
-from megatron_lite.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron_lite.data import index_cache, indexed_writer
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.parallel import rendezvous
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.tools import preprocess_data
@@ -36,7 +37,7 @@ def the_old_index_stays_until_the_new_one_is_there(unlink, path, *rest):
 @replaces("_publish", IndexedDatasetWriter)
 def names_are_not_synced(publish: Any, self: IndexedDatasetWriter) -> None:
     with pytest.MonkeyPatch.context() as inner:
-        inner.setattr(indexed, "sync_folder", lambda path: None)
+        inner.setattr(indexed_writer, "sync_folder", lambda path: None)
         publish(self)
 
 

@@ -15,10 +15,10 @@ from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import difference
 from tests.support.layouts import LAYOUTS, Run, build, differing, train
 from tests.support.models import sample_tokens, tp_state
-from tests.support.pairs import FULL_GRIDS, only
+from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
-STEPS = 10 if FULL_GRIDS else 4
+STEPS = 4
 # world size, TP size, sequence parallel, variant, steps, layouts, further options of the model
 MESHES = {
     "dp2": (2, 1, False, "gpt2", STEPS, tuple(LAYOUTS), {}),

@@ -9,11 +9,13 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_lite.config.run_settings import changed_settings
 from megatron_lite.pages.event_file import Scalar, SessionStart, read_events
 from megatron_lite.pages.figures import AxisRange, number
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
@@ -22,7 +24,6 @@ from megatron_lite.pages.run_files import find_run
 from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_predictions import predictions
 from megatron_lite.pages.run_record import RunRecord, read_run
-from megatron_lite.pages.run_settings import changed_settings
 from megatron_lite.tools import report
 from megatron_lite.training.run_summary import RunSummary, write_summary
 from megatron_lite.training.tensorboard import ScalarFile
@@ -176,24 +177,39 @@ def test_the_log_gives_what_the_metrics_lack(tmp_path: Path) -> None:
 def test_the_patterns_match_the_lines_that_a_run_prints(
     real_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Those of its log file, and the short ones of the terminal."""
     config = tiny_run(training=dict(eval_interval=5), metrics=tmp_path / "metrics.jsonl")
     save = str(tmp_path / "checkpoints")
-    run_to_end(with_checkpoint(config, save=save, load=str(real_run / "checkpoints")))
-    (tmp_path / "train.log").write_text(capsys.readouterr().out)
-    run_to_end(
-        with_checkpoint(
-            tiny_run(training=dict(train_iters=25, eval_interval=5)), save=save, load=save
+    with_peak = replace(config.logging, peak_tflops_per_gpu=1e-3)
+    for train_iters, load in ((20, str(real_run / "checkpoints")), (25, save)):
+        training = replace(config.training, train_iters=train_iters)
+        run_to_end(
+            with_checkpoint(
+                replace(config, training=training, logging=with_peak), save=save, load=load
+            )
         )
-    )
-    with (tmp_path / "train.log").open("a") as log:
-        log.write(capsys.readouterr().out)
+    (tmp_path / "terminal.log").write_text(capsys.readouterr().out)
     write_rows(tmp_path / "metrics.jsonl", [row(number) for number in range(1, 26)])
-    run = read(tmp_path / "metrics.jsonl", tmp_path / "train.log")
-    assert run.num_iterations == 25
-    assert [set(run.evaluations[name]) for name in ("validation", "test")] == [{20, 25}] * 2
-    assert len(run.finite("peak GiB")) == 1
-    kinds = {(mark.x, mark.kind) for mark in run.marks}
-    assert {(20, "restart"), (25, "checkpoint")} <= kinds
+    for log in (tmp_path / "terminal.log", tmp_path / "checkpoints" / "train.log"):
+        run = read(tmp_path / "metrics.jsonl", log)
+        assert run.num_iterations == 25
+        assert [set(run.evaluations[name]) for name in ("validation", "test")] == [{20, 25}] * 2
+        assert len(run.finite("MFU")) == 1
+        assert len(run.finite("peak GiB")) == (log.name == "train.log")
+        kinds = {(mark.x, mark.kind) for mark in run.marks}
+        assert {(20, "restart"), (25, "checkpoint")} <= kinds
+
+
+def test_two_logs_of_one_run_tell_of_an_event_once(tmp_path: Path) -> None:
+    write_rows(tmp_path / "metrics.jsonl", [row(number) for number in range(1, 9)])
+    for name, line in (
+        ("train.log", " [2026-01-01 00:00:00] iteration        5/      40 | MFU: 40.5% | \n"),
+        ("terminal.log", "     5/40    1,000.0      40.5%   4.1000\n"),
+    ):
+        (tmp_path / name).write_text(f"{line}warning: late\nexiting at iteration 8: a signal\n")
+    run = read(tmp_path)
+    assert [(mark.x, mark.kind) for mark in run.marks] == [(5, "warning"), (8, "end")]
+    assert run.finite("MFU") == [40.5]
 
 
 def test_skipped_updates_are_marks_with_their_reasons(tmp_path: Path) -> None:

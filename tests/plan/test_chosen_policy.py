@@ -77,7 +77,10 @@ def test_a_budget_that_no_policy_reaches_names_the_smallest_peak() -> None:
         ("--recompute-policy auto --memory-budget 0", "must be at least 1 bytes"),
         ("--recompute-policy auto --recompute-granularity selective", "are two ways to say"),
         ("--recompute-policy auto --contiguous-saved-activations", "chooses a policy without it"),
-        ("--recompute-policy auto --torch-compile", "--torch-compile decides itself"),
+        (
+            "--recompute-policy auto --torch-compile --activation-memory-budget 0.5",
+            "--activation-memory-budget lets the compiler decide",
+        ),
     ],
 )
 def test_flags_that_cannot_go_together_are_one_error(

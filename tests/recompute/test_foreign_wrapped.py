@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 
@@ -17,6 +18,7 @@ from tests.support.foreign_wrapped import (
     train_compiled,
     train_in_ddp,
 )
+from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
 
 TEXTS = ("*:full", "*:ops(matmul)", "*:full@host")
@@ -66,27 +68,29 @@ def _compiled(name: str, text: str, wrap: Wrap, backend: str, first: bool) -> li
     return _unequal(train, name, text, found)
 
 
-PLACES = pytest.mark.parametrize(
-    ("wrap", "first"),
-    [(compile_around, False), (compile_layers, False), (compile_forwards, True)],
-    ids=["around the model", "around each layer", "inside of each layer's policy"],
-)
+# By place: how the model is compiled, and whether the policy is put on first.
+PLACES: dict[str, tuple[Wrap, bool]] = {
+    "around the model": (compile_around, False),
+    "around each layer": (compile_layers, False),
+    "inside of each layer's policy": (compile_forwards, True),
+}
 
 
 @pytest.mark.long
-@PLACES
-@pytest.mark.parametrize("text", [*TEXTS, "*:none@host"])
-@pytest.mark.parametrize("name", ["a tensor", "named tuple", "GPT-2"])
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    covered(product(["a tensor", "named tuple", "GPT-2"], [*TEXTS, "*:none@host"], PLACES)),
+)
 def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(
-    name: str, text: str, wrap: Wrap, first: bool
+    name: str, text: str, place: str
 ) -> None:
+    wrap, first = PLACES[place]
     assert _compiled(name, text, wrap, "aot_eager", first) == []
 
 
-@PLACES
-def test_a_compiled_chain_with_a_policy_trains_as_without_or_says_why_not(
-    wrap: Wrap, first: bool
-) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_a_compiled_chain_with_a_policy_trains_as_without_or_says_why_not(place: str) -> None:
+    wrap, first = PLACES[place]
     assert _compiled("a tensor", "*:full", wrap, "aot_eager", first) == []
 
 

@@ -51,7 +51,9 @@ def test_gradients_are_unchanged_to_the_bit(
 ) -> None:
     """Every policy of Megatron's flags, kept results of operators, host memory and one buffer."""
     named = sampled(
-        policies(can_split=tp_size > 1 and not sequence_parallel), every=2, at_most=tp_size
+        policies(can_split=tp_size > 1 and not sequence_parallel),
+        every=2,
+        at_most=1 if (tp_size, dtype) == (1, torch.float32) else 4,
     )
     inputs = (sequence_parallel, dtype, dict.fromkeys(MODELS, named), MODELS)
     found = run_ranks(faults, tp_size, *inputs, detail=False, timeout=3 * HANG_S)

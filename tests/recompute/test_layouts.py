@@ -91,7 +91,7 @@ def test_gradients_are_those_without_recomputation(
         found = {}
         with tp_state(tp_size) as parallel:
             named = policies(can_split=tp_size > 1 and not sequence_parallel)
-            named = {name: named[name] for name in chosen or sampled(named, every=4)}
+            named = {name: named[name] for name in chosen or sampled(named, every=4, at_most=3)}
             expected = None
             for name, recompute in {"none": RecomputeConfig(), **named}.items():
                 actual = gradients(

@@ -15,6 +15,7 @@ from megatron_lite.config.stages import Stage
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState, parallel_state
@@ -73,10 +74,15 @@ def build_tiny_model(
     stage: Stage | None = None,
     cp_comm_type: str = "p2p",
     vocab_size: int = VOCAB_SIZE,
+    kernels: CompiledKernels | None = None,
 ) -> GPTModel:
     """Returns this rank's shard of a model or stage. Elements of a bias or norm weight differ."""
     context = RankContext.of(
-        parallel, sequence_parallel=sequence_parallel, params_dtype=dtype, cp_comm_type=cp_comm_type
+        parallel,
+        sequence_parallel=sequence_parallel,
+        params_dtype=dtype,
+        cp_comm_type=cp_comm_type,
+        kernels=kernels,
     )
     padded = padded_vocab_size(parallel.tp_size) if vocab_size == VOCAB_SIZE else vocab_size
     model = GPTModel(

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_lite.parallel.rng import RngStreams
+from tests.support import pairs, ranks
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 STATIC = (staticmethod, classmethod)
@@ -83,7 +84,12 @@ def parameters(mutants: Iterable[Mutant]) -> list[Any]:
 
 
 def assert_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, **more_fixtures: Any) -> None:
-    """Asserts that the test fails with the fault. Ranks that the test forks inherit the fault."""
+    """Asserts that the test fails with the fault. Ranks that the test forks inherit the fault.
+
+    A test that walks through a grid has the cases of a default run, in .ci/run too.
+    """
+    for module in (pairs, ranks):
+        monkeypatch.setattr(module, "FULL_GRIDS", False)
     fixtures = {
         "rng": RngStreams(torch.device("cpu"), seed=3),
         "monkeypatch": monkeypatch,

@@ -9,6 +9,7 @@ repeatedly takes the first of the cases that add the most pairs, until no pair i
     for tp_size, policy in some(itertools.product([1, 2], POLICIES)): ...
 
 thins a grid that one test walks through. FULL_GRIDS=1, which `.ci/run` sets, keeps all of it.
+`covered` thins the biggest grids in `.ci/run` too.
 """
 
 from __future__ import annotations
@@ -52,6 +53,15 @@ def some(cases: Iterable[Case]) -> list[Case]:
     """Returns the cases that covering() keeps, in their order, or all of them with FULL_GRIDS."""
     cases = list(cases)
     return cases if FULL_GRIDS else [cases[number] for number in sorted(covering(cases))]
+
+
+def covered(cases: Iterable[Case]) -> list[Case]:
+    """Returns the cases that covering() keeps, in their order, in `.ci/run` too.
+
+    It is for the biggest grids, whose cases differ in three settings and more.
+    """
+    cases = list(cases)
+    return [cases[number] for number in sorted(covering(cases))]
 
 
 def sampled(cases: Iterable[Any], *, every: int, at_most: int = 1) -> list[Any]:

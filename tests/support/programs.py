@@ -85,9 +85,7 @@ class Program:
 
     def everything(self) -> str:
         """Returns the output of all ranks, for the message of a failing test."""
-        outputs = [
-            self.output(rank).rpartition("end of arguments")[2] for rank in range(len(self.pids))
-        ]
+        outputs = [self.output(rank) for rank in range(len(self.pids))]
         return "".join(
             f"--- rank {rank}\n{text}{self.errors(rank)}" for rank, text in enumerate(outputs)
         )

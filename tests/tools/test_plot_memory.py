@@ -205,7 +205,7 @@ def test_without_matplotlib_the_extra_is_named(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "pip install 'megatron-lite[plot]'" in fault(
+    assert "matplotlib: pip install -e '.[plot]'" in fault(
         [*two, "--output", str(tmp_path / "m.svg")], capsys
     )
 

@@ -65,8 +65,9 @@ def test_append_eod_ends_every_document_that_has_tokens(tmp_path: Path) -> None:
     ]
 
 
-def test_each_key_gets_a_dataset(tmp_path: Path) -> None:
-    assert preprocess(tmp_path, "--json-keys", "title", "text") == 0
+@pytest.mark.parametrize("flag", ["--json-keys", "--json-key"])
+def test_each_key_gets_a_dataset(tmp_path: Path, flag: str) -> None:
+    assert preprocess(tmp_path, flag, "title", "text") == 0
     assert sequences(tmp_path / "out_title_document") == [[3], [1], [5]]
     assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
 
@@ -108,6 +109,7 @@ def test_partitions_deal_the_lines_out_in_turn(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
+    "To be, or not": "not a line of JSON (Expecting value: line 1 column 1 (char 0)). Each line",
     "{not json": r"in.jsonl:3: not a line of JSON (Expecting property name",
     '"a string"': r"""in.jsonl:3: expected an object such as {"text": "..."}, found str""",
     '{"body": "1"}': "in.jsonl:3: expected a string under 'text', found only body (--json-keys",

@@ -17,13 +17,13 @@ from megatron_lite.training.compiler import compile_layers_, memory_budget
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.runs import run_to_end, tiny_run
 
-NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+ONE_LAYER = dict(num_layers=1, hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[torch.Tensor]]:
     torch._dynamo.reset()
     with tp_state(1) as parallel:
-        model = build_tiny_model(tiny_config(num_layers=2), parallel, dtype=torch.float64)
+        model = build_tiny_model(tiny_config(num_layers=1), parallel, dtype=torch.float64)
         if compiled:
             compile_layers_(model)
         with memory_budget(budget), kept_for_backward(exclude=model.parameters()) as meter:
@@ -49,11 +49,11 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
 @pytest.mark.long
 def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
     config = tiny_run(
-        metrics=tmp_path / "m", model=NO_DROPOUT, training=dict(train_iters=3, torch_compile=True)
+        metrics=tmp_path / "m", model=ONE_LAYER, training=dict(train_iters=3, torch_compile=True)
     )
     run_to_end(replace(config, recompute=RecomputeConfig(activation_memory_budget=0.5)))
     compiled = [json.loads(line) for line in (tmp_path / "m").read_text().splitlines()]
-    run_to_end(tiny_run(metrics=tmp_path / "eager", model=NO_DROPOUT, training=dict(train_iters=3)))
+    run_to_end(tiny_run(metrics=tmp_path / "eager", model=ONE_LAYER, training=dict(train_iters=3)))
     eager = [json.loads(line) for line in (tmp_path / "eager").read_text().splitlines()]
     assert [row["lm_loss"] for row in compiled] == pytest.approx(
         [row["lm_loss"] for row in eager], rel=1e-5
@@ -62,41 +62,37 @@ def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("training", "recompute", "tp_size", "message"),
+    ("compiled", "recompute", "tp_size", "message"),
     [
         (
-            {},
+            False,
             dict(activation_memory_budget=0.5),
             1,
             "--activation-memory-budget 0.5 is a setting of torch's compiler",
         ),
         (
-            dict(torch_compile=True),
-            dict(recompute_policy="*:full"),
+            True,
+            dict(activation_memory_budget=0.5, recompute_policy="*:full"),
             1,
             "instead of a recompute policy",
         ),
         (
-            dict(torch_compile=True),
-            {},
+            True,
+            dict(activation_memory_budget=0.5),
             2,
-            "--torch-compile needs --tensor-model-parallel-size 1 (got 2)",
+            "--activation-memory-budget needs --tensor-model-parallel-size 1 (got 2)",
         ),
-        (
-            dict(torch_compile=True),
-            dict(activation_memory_budget=3e9),
-            1,
-            "a ratio between 0 (keep least) and 1",
-        ),
+        (True, dict(activation_memory_budget=3e9), 1, "a ratio between 0 (keep least) and 1"),
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    training: dict[str, object], recompute: dict[str, object], tp_size: int, message: str
+    compiled: bool, recompute: dict[str, object], tp_size: int, message: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
         replace(
-            tiny_run(tp_size=tp_size, training=training), recompute=RecomputeConfig(**recompute)
-        )  # type: ignore[arg-type]
+            tiny_run(tp_size=tp_size, training=dict(torch_compile=compiled)),
+            recompute=RecomputeConfig(**recompute),  # type: ignore[arg-type]
+        )
     assert message in str(raised.value)
 
 

@@ -266,9 +266,13 @@ def test_the_log_has_the_scale_and_the_skipped_iterations(
     config = fp16_run(dict(CALM, hysteresis=1), training=dict(train_iters=10, eval_iters=0))
     run_to_end(replace(config, logging=replace(config.logging, tensorboard_dir=str(tmp_path))))
     found = re.findall(
-        r"loss scale: (\S+) \|.* number of skipped iterations: +(\d+) \|", capsys.readouterr().out
+        r"loss scale: (\S+) \|.* number of skipped iterations: +(\d+) \|",
+        (tmp_path / "train.log").read_text(),
     )
     assert found == [("512.0", "1"), ("512.0", "0")]
+    printed = capsys.readouterr().out
+    assert printed.count("  of these 5: 1 skipped updates, 0 losses not finite\n") == 1
+    assert "skipped      1 update\n" in printed
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in events.Scalars("loss-scale")] == [1024.0] * 2 + [512.0] * 8
 

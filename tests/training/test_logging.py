@@ -13,13 +13,10 @@ import torch
 
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.training.iteration_line import (
-    LogExtras,
-    RunFacts,
-    iteration_line,
-    known_peak_flops,
-)
+from megatron_lite.plan.hardware import MACHINES
+from megatron_lite.training.iteration_line import LogExtras, RunFacts, iteration_line
 from megatron_lite.training.metrics import IterationRecord
+from megatron_lite.training.peak_rate import peak_rate
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -119,7 +116,9 @@ def _utilization(rank: int, world_size: int, folder: Path) -> None:
                 config,
                 recompute=recompute,
                 parallel=replace(config.parallel, pipeline_model_parallel_size=2),
-                logging=LoggingConfig(peak_tflops_per_gpu=1e-9, log_interval=1),
+                logging=LoggingConfig(
+                    peak_tflops_per_gpu=1e-9, log_interval=1, log_style="megatron"
+                ),
             )
         )
 
@@ -147,10 +146,10 @@ def test_without_a_known_peak_there_is_no_utilization() -> None:
 @pytest.mark.parametrize(
     ("predicted", "measured", "shown"),
     [
-        (3 * 2**29, 2**30, ["activation GiB: 1.500/1.000"]),
-        (2**20, 2**19, ["activation MiB: 1.000/0.500"]),
-        (math.ceil(0.1 * 2**30), 0, ["activation GiB: 0.100/0.000"]),
-        (math.ceil(0.1 * 2**30) - 1, 0, ["activation MiB: 102.400/0.000"]),
+        (3 * 2**29, 2**30, ["activation GiB predicted/measured: 1.500/1.000"]),
+        (2**20, 2**19, ["activation MiB predicted/measured: 1.000/0.500"]),
+        (math.ceil(0.1 * 2**30), 0, ["activation GiB predicted/measured: 0.100/0.000"]),
+        (math.ceil(0.1 * 2**30) - 1, 0, ["activation MiB predicted/measured: 102.400/0.000"]),
         (None, None, []),
         (2**20, None, []),
     ],
@@ -162,24 +161,46 @@ def test_bytes_kept_for_backward_are_shown_once_both_are_known(
     assert own_fields([record(), known])[3:] == shown
 
 
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
 def test_the_given_peak_is_used() -> None:
     config = LoggingConfig(peak_tflops_per_gpu=312.5)
-    assert known_peak_flops(config, torch.device("cpu"), bf16=True) == 312.5e12
-    assert known_peak_flops(config, torch.device("cuda"), bf16=False) == 312.5e12
-    assert known_peak_flops(LoggingConfig(), torch.device("cpu"), bf16=True) is None
+    for device in (CPU, GPU):
+        assert peak_rate(config, device, bf16=True) == (312.5e12, "--peak-tflops-per-gpu")
 
 
 def test_the_peak_is_found_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    gpu = torch.device("cuda", 0)
-    assert known_peak_flops(LoggingConfig(), gpu, bf16=True) == 312e12
-    assert known_peak_flops(LoggingConfig(), gpu, bf16=False) == 19.5e12
+    assert peak_rate(LoggingConfig(), GPU, bf16=True).flops == 312e12
+    assert peak_rate(LoggingConfig(), GPU, bf16=False).flops == 19.5e12
     # as NVIDIA's container images do by an environment variable
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        assert known_peak_flops(LoggingConfig(), gpu, bf16=False) == 156e12
+        assert peak_rate(LoggingConfig(), GPU, bf16=False).flops == 156e12
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def test_a_peak_that_nobody_measured_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an unknown card nor a CPU has one, whatever machine the times are predicted for. A
+    file of tools/calibrate.py has one, for a device of its kind."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card X")
+    for machine in (None, "cpu", "h100-80gb"):
+        config = LoggingConfig(machine=machine)
+        for device, name in ((CPU, "this CPU"), (GPU, "Card X")):
+            rate = peak_rate(config, device, bf16=True)
+            assert (
+                rate.flops is None and f"MFU is left out: the peak FLOP/s of {name}" in rate.line()
+            )
+    measured = tmp_path / "here.json"
+    measured.write_text((MACHINES / "cpu.json").read_text())
+    config = LoggingConfig(machine=str(measured))
+    assert peak_rate(config, CPU, bf16=True) == (2e11, f"--machine {measured}")
+    assert peak_rate(config, CPU, bf16=False).flops == 1e11
+    assert peak_rate(config, GPU, bf16=True).flops is None
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
@@ -228,5 +249,10 @@ def test_a_run_logs_the_hardware_flops_of_its_plan(
 
 
 def test_on_a_cpu_without_a_peak_nothing_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
-    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
-    assert "FU:" not in capsys.readouterr().out
+    config = tiny_run(training=dict(train_iters=1, eval_iters=0))
+    for style in ("short", "megatron"):
+        run_to_end(replace(config, logging=replace(config.logging, log_style=style)))
+        printed = capsys.readouterr().out
+        assert "MFU is left out: " in printed and not re.search(
+            "MFU |FU:", printed.split("left out")[1]
+        )

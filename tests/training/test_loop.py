@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,14 +143,17 @@ def _poison_the_loss(monkeypatch: pytest.MonkeyPatch, *, iteration: int) -> None
 
 
 def test_the_iteration_line_is_what_megatron_parsers_expect(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_to_end(tiny_run())
-    lines = [
-        line
-        for line in capsys.readouterr().out.splitlines()
-        if " iteration " in line and "consumed" in line
-    ]
+    """In the log file, and on standard output by a flag."""
+    path, config = tmp_path / "log", tiny_run()
+    settings = replace(config.logging, log_style="megatron", log_file=str(path))
+    run_to_end(replace(config, logging=settings))
+    lines, filed = (
+        [line for line in text.splitlines() if " iteration " in line and "consumed" in line]
+        for text in (capsys.readouterr().out, path.read_text())
+    )
+    assert lines == filed
     assert len(lines) == 4  # 20 iterations, one line every 5
     pattern = (
         r" \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +5/ +20 \| consumed samples: +20 \| "
@@ -158,14 +162,15 @@ def test_the_iteration_line_is_what_megatron_parsers_expect(
         r"lm loss: \d\.\d{6}E[-+]\d\d \| loss scale: 1\.0 \| grad norm: \d+\.\d{3} \| "
         r"number of skipped iterations:   0 \| number of nan iterations:   0 \| tokens/s/GPU: "
         r"[\d.]+ \| "
-        r"activation MiB: 0\.\d+/0\.\d+ \| "
-        r"peak GiB: [\d.]+ \| ETA: \d+:\d\d:\d\d \|"
+        r"activation MiB predicted/measured: 0\.\d+/0\.\d+ \| "
+        r"peak GiB resident, of the process of rank 0: [\d.]+ \| ETA: \d+:\d\d:\d\d \|"
     )
     assert re.fullmatch(pattern, lines[0]), lines[0]
 
 
 def test_validation_and_test_losses_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    run_to_end(tiny_run(training=dict(eval_interval=10)))
+    config = tiny_run(training=dict(eval_interval=10))
+    run_to_end(replace(config, logging=replace(config.logging, log_style="megatron")))
     pattern = r" (\w+) loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| "
     found = re.findall(pattern, capsys.readouterr().out)
     assert [(name, iteration) for name, iteration, _, _ in found] == [
@@ -206,8 +211,6 @@ def test_metrics_of_an_interrupted_run_are_cut_to_where_it_resumes(tmp_path: Pat
 
 
 def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = tiny_run(training=dict(eval_interval=10))
@@ -217,11 +220,9 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
             logging=replace(
                 config.logging,
                 tensorboard_dir=str(tmp_path),
-                log_throughput=True,
                 log_params_norm=True,
                 log_num_zeros_in_grad=True,
                 log_timers_to_tensorboard=True,
-                log_memory_to_tensorboard=True,
                 log_validation_ppl_to_tensorboard=True,
                 log_world_size_to_tensorboard=True,
             ),
@@ -251,6 +252,8 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
         "params-norm",
         "iteration-time",
         "throughput",
+        "tokens-per-second",
+        "mem-peak-gib",
         "lm loss validation",
         "lm loss validation ppl",
     } <= set(events.Tags()["scalars"])
@@ -258,8 +261,6 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
 
 
 def test_tensorboard_keeps_every_point_of_a_resumed_run(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for exit_interval in (10, None):
@@ -284,15 +285,17 @@ def test_figures_read_one_step_late_are_those_of_their_own_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On a GPU they are; here the CPU is made to."""
-    from dataclasses import replace
-
     from megatron_lite.training.loop import Trainer
 
     config = tiny_run()
     config = replace(
         config,
         logging=replace(
-            config.logging, log_interval=1, log_params_norm=True, log_num_zeros_in_grad=True
+            config.logging,
+            log_interval=1,
+            log_style="megatron",
+            log_params_norm=True,
+            log_num_zeros_in_grad=True,
         ),
     )
 
@@ -315,18 +318,16 @@ def test_figures_read_one_step_late_are_those_of_their_own_step(
 
 def test_a_last_interval_cut_short_is_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
     run_to_end(tiny_run(training=dict(train_iters=7)))
-    printed = [line for line in capsys.readouterr().out.splitlines() if "consumed samples" in line]
-    assert ["5/" in printed[0], "7/" in printed[1]] == [True, True] and len(printed) == 2
+    printed = re.findall(r"^ *(\d+/7) ", capsys.readouterr().out, re.MULTILINE)
+    assert printed == ["5/7", "7/7"]
 
 
 def test_a_split_without_documents_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dataclasses import replace
-
     import numpy as np
 
-    from megatron_lite.data.indexed import IndexedDatasetWriter
+    from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 
     with IndexedDatasetWriter(str(tmp_path / "data"), np.dtype(np.uint16)) as writer:
         for document in range(12):
@@ -345,8 +346,6 @@ def test_a_split_without_documents_is_said(
 
 @pytest.mark.parametrize("kind", ["metrics_jsonl", "tensorboard_dir"])
 def test_a_log_that_cannot_be_written_is_one_error(tmp_path: Path, kind: str) -> None:
-    from dataclasses import replace
-
     (tmp_path / "file").write_text("")
     config = tiny_run()
     with pytest.raises(InputError, match=kind.replace("_", "-")):

@@ -13,6 +13,7 @@ import torch
 import pretrain_gpt
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.memory.measure.compared import compared
 from megatron_lite.memory.measure.timeline import read_timeline
 from megatron_lite.model import mlp
 from megatron_lite.training.step import TrainingError
@@ -52,7 +53,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-ITERATIONS = 15
+ITERATIONS = 8
 
 
 def _train_each(rank: int, world_size: int, folder: Path) -> None:
@@ -210,6 +211,11 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) ->
         "replay",
         "backward",
     }
+    points = compared(timeline)
+    assert len(points) == 2 + 1 + 2 * 2  # each layer's forward, the loss, each replay and backward
+    exact = [one for one in points if one.exact]
+    assert len(exact) == 5
+    assert [one.predicted_bytes for one in exact] == [one.measured_bytes for one in exact]
 
 
 def test_a_run_too_short_for_a_timeline_says_so(

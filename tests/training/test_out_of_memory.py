@@ -173,7 +173,9 @@ def test_the_second_step_is_measured_and_compared(
     line = next(line for line in out.splitlines() if line.startswith("peak of a step"))
     share = re.search(r"\((\d+\.\d)% of it\)", line)
     assert share is not None and 95.0 < float(share[1]) < 105.0, line
-    assert "how right the predictions were: peak of a step" in out and "for cpu (" in out
+    summary = out.partition("finished at iteration 4 of 4")[2]
+    assert f"  peak         {line.partition(': ')[2]}\n" in summary
+    assert re.search(r"  step time    .* ms predicted for cpu \(", summary)
     assert (tmp_path / "metrics.jsonl.summary.json").exists()
 
 
@@ -199,10 +201,11 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
     assert found.predicted / found.measured == pytest.approx(1.0, abs=0.02)
 
 
-def test_a_run_that_measures_nothing_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_measures_no_peak_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     run_to_end(tiny_run(training=dict(train_iters=3)))
     out = capsys.readouterr().out
-    assert "measured" not in out and "how right" not in out
+    assert "  peak         not measured (--log-peak-memory measures it)\n" in out
+    assert "% of it" not in out
 
 
 def test_every_rank_takes_part_in_the_measurement(capfd: pytest.CaptureFixture[str]) -> None:

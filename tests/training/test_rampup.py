@@ -32,9 +32,8 @@ def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(
         metrics=tmp_path / "m", training=dict(RAMP, train_iters=None, train_samples=40)
     )
     schedule = LrScheduleConfig(lr=1.0, lr_decay_style="linear", lr_warmup_samples=8)
-    run_to_end(
-        replace(config, lr_schedule=schedule, logging=replace(config.logging, log_interval=1))
-    )
+    logging = replace(config.logging, log_interval=1, log_style="megatron")
+    run_to_end(replace(config, lr_schedule=schedule, logging=logging))
     written = rows(tmp_path / "m")
     assert [row["global_batch_size"] for row in written] == SIZES
     assert [row["consumed_samples"] for row in written] == CONSUMED

@@ -74,6 +74,8 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(
     training, evaluations = fake.logged[:2], fake.logged[2:]
     for (step, scalars), iteration in zip(training, (2, 4), strict=True):
         assert step == iteration
+        for speed_or_memory in ("throughput", "tokens-per-second", "mem-peak-gib"):
+            assert scalars.pop(speed_or_memory) > 0.0
         assert scalars == {
             "learning-rate": written[iteration]["learning_rate"],
             "batch-size": 4,

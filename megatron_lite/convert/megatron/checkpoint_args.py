@@ -7,13 +7,12 @@ from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from megatron_lite.checkpointing.layout import MOST_ELEMENTS
-from megatron_lite.checkpointing.metadata import MOST_LAYERS
 from megatron_lite.checkpointing.progress import MOST_SAMPLES, Progress
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import shown
-from megatron_lite.convert.megatron.pickles import Record
+from megatron_lite.config.plain import MOST_LAYERS, shown
+from megatron_lite.convert.megatron.pickles import PickledObject
 
 MODEL_FIELDS = {field.name: field for field in fields(ModelConfig)}
 # They change how a layer is computed, not what: the converted model has this project's defaults.
@@ -67,7 +66,7 @@ NEUTRAL: dict[str, Neutral] = {
 def arguments_of(value: Any, where: str) -> dict[str, Any]:
     """Returns the `args` of a checkpoint's common values. Raises InputError if there are none."""
     found = value.get("args") if isinstance(value, dict) else None
-    if isinstance(found, Record) and found.fields:
+    if isinstance(found, PickledObject) and found.fields:
         found = found.fields
     if not isinstance(found, dict) or not found:
         raise InputError(
@@ -190,4 +189,4 @@ def _text(value: Any) -> str:
     # The repr of a list may be endless: a list may contain itself.
     if type(value) in (bool, int, float, str):
         return shown(value)
-    return value.kind if isinstance(value, Record) else f"a {type(value).__name__}"
+    return value.kind if isinstance(value, PickledObject) else f"a {type(value).__name__}"

@@ -25,14 +25,14 @@ from megatron_lite.convert.megatron.pickles import (
     MOST_BYTES,
     Inert,
     Name,
-    Record,
+    PickledObject,
     read_pickle,
 )
 from megatron_lite.convert.megatron.torch_file import (
     CALLS,
     DTYPES,
     NAMES,
-    SavedTensor,
+    StoredTensor,
     TorchFile,
     Window,
 )
@@ -93,9 +93,9 @@ class DistTensor:
             )
         return whole if index is None else whole[0]
 
-    def _saved(self, chunk: Chunk) -> SavedTensor:
+    def _saved(self, chunk: Chunk) -> StoredTensor:
         value = TorchFile(chunk.window).value
-        if not isinstance(value, SavedTensor) or value.shape != chunk.sizes:
+        if not isinstance(value, StoredTensor) or value.shape != chunk.sizes:
             raise InputError(
                 f"{chunk.window}: must hold a chunk {chunk.sizes} of {self.name}: the checkpoint "
                 "is damaged"
@@ -146,11 +146,13 @@ Index = tuple[str, tuple[int, ...] | None]
 
 
 def _kind(value: Any) -> str:
-    return value.kind.rsplit(".", 1)[-1] if isinstance(value, Record) else type(value).__name__
+    return (
+        value.kind.rsplit(".", 1)[-1] if isinstance(value, PickledObject) else type(value).__name__
+    )
 
 
 def _fields(value: Any) -> dict[Any, Any]:
-    if not isinstance(value, Record):
+    if not isinstance(value, PickledObject):
         raise ValueError(f"a {type(value).__name__} stands where an object is expected")
     return value.fields
 
@@ -197,7 +199,7 @@ def _tensor(name: Any, value: Any, where: Mapping[Index, Window]) -> DistTensor:
 
 def _dtype_name(properties: Any) -> str:
     """Returns the name of the dtype of TensorProperties, whose state is a tuple or a dict."""
-    state = properties.state if isinstance(properties, Record) else None
+    state = properties.state if isinstance(properties, PickledObject) else None
     found = state[0] if isinstance(state, tuple) and state else _fields(properties).get("dtype")
     return found.text if isinstance(found, Name) else ""
 

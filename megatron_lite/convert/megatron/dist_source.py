@@ -23,7 +23,7 @@ from megatron_lite.convert.megatron.legacy_files import iteration_folder
 from megatron_lite.convert.megatron.legacy_source import WORDS
 from megatron_lite.convert.megatron.legacy_states import WEIGHTS_ONLY
 from megatron_lite.convert.megatron.parameter_names import OUTPUT, layer_name, our_name
-from megatron_lite.convert.megatron.torch_file import SavedTensor
+from megatron_lite.convert.megatron.torch_file import StoredTensor
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.weights import Described
 
@@ -34,7 +34,7 @@ STATE = re.compile(r"(?:chained_0\.)?optimizer\.state\.(\w+)\.(.+)")
 MODEL = re.compile(r"(?:model\d{0,3}\.)?(.+)")
 
 
-class Place(NamedTuple):
+class StackedTensor(NamedTuple):
     """A parameter's tensor, and its number in the first dim if the layers are stacked there."""
 
     tensor: DistTensor
@@ -90,19 +90,19 @@ class DistSource:
         self._found(name)
         return self._read(name, f"{name} ({key})", self._states[key][name]).to(torch.float32)
 
-    def _found(self, name: str) -> Place:
+    def _found(self, name: str) -> StackedTensor:
         found = self._places.get(name)
         if found is None:
             raise InputError(f"{self._where}: holds no {name}")
         return found
 
-    def _read(self, name: str, what: str, place: Place) -> Tensor:
+    def _read(self, name: str, what: str, place: StackedTensor) -> Tensor:
         self._check_shape(name, what, place)
         wanted = self._specs[name].global_shape
         whole = place.read()
         return whole if whole.shape == wanted else whole[: wanted[0]].contiguous()
 
-    def _check_shape(self, name: str, what: str, place: Place) -> None:
+    def _check_shape(self, name: str, what: str, place: StackedTensor) -> None:
         wanted = self._specs[name].global_shape
         if name in (WORDS, OUTPUT):  # with padding
             wanted = (self._padded, *wanted[1:])
@@ -158,10 +158,10 @@ class DistSource:
 
 def _places(
     tensors: Mapping[str, DistTensor], num_layers: int, where: str
-) -> tuple[dict[str, Place], dict[str, dict[str, Place]]]:
+) -> tuple[dict[str, StackedTensor], dict[str, dict[str, StackedTensor]]]:
     """Returns the places of parameters by name, and of optimizer states by state and name."""
-    weights: dict[str, Place] = {}
-    states: dict[str, dict[str, Place]] = {}
+    weights: dict[str, StackedTensor] = {}
+    states: dict[str, dict[str, StackedTensor]] = {}
     for full, tensor in tensors.items():
         into = weights
         name = full
@@ -176,7 +176,7 @@ def _places(
         if found is None:
             continue
         if not found.stacked:
-            into[found.whole()] = Place(tensor)
+            into[found.whole()] = StackedTensor(tensor)
             continue
         if not tensor.shape or tensor.shape[0] != num_layers:
             if into is not weights:
@@ -186,7 +186,7 @@ def _places(
                 f"{num_layers} layers of the model"
             )
         for layer in range(num_layers):
-            into[layer_name(layer, found.name)] = Place(tensor, layer)
+            into[layer_name(layer, found.name)] = StackedTensor(tensor, layer)
     return weights, states
 
 
@@ -203,7 +203,7 @@ def _updates(optimizer: Any) -> int | None:
         if isinstance(state, dict):
             steps.append(state.get("common_step"))
         for step in steps:
-            if isinstance(step, SavedTensor) and step.shape in ((), (1,)):
+            if isinstance(step, StoredTensor) and step.shape in ((), (1,)):
                 step = int(step.read().item())
             if type(step) is int and 0 <= step <= MOST_UPDATES:
                 found.add(step)

@@ -70,7 +70,7 @@ class DistTarget:
             step = folder / written_args.folder_of(newest)
             step.mkdir()
             with (step / SHARDS).open("wb") as file:
-                shards = _Shards(file, described)
+                shards = _DistShards(file, described)
                 for weight in parameter_specs(described.model, described.true_vocab_size):
                     shards.add(weight, source.read(weight), "", advance)
                     for key in described.state_keys:
@@ -98,7 +98,7 @@ def _common(described: Described) -> dict[str, Any]:
     return values
 
 
-class _Shards:
+class _DistShards:
     """The file of all chunks, and what .metadata says about them."""
 
     def __init__(self, file: BinaryIO, described: Described) -> None:

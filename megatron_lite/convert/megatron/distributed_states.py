@@ -15,19 +15,19 @@ from typing import Any
 
 import torch
 
-from megatron_lite.convert.megatron.torch_file import SavedTensor, TorchFile, Window
+from megatron_lite.convert.megatron.torch_file import StoredTensor, TorchFile, Window
 
 ALIGNMENT = 64
 COMPARED = 256  # numbers of each parameter
 # The keys in the file, by the names of the states here.
 ROWS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "param"}
 
-Named = tuple[str, SavedTensor]
+Named = tuple[str, StoredTensor]
 
 
 def states_of_chunks(
     path: Path, chunks: Sequence[Sequence[Named]]
-) -> Iterator[tuple[str, dict[str, SavedTensor]]]:
+) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
     """Yields the states of each parameter of one rank.
 
     chunks: the names and weights of each model chunk, in the order of the model's parameters.
@@ -55,18 +55,18 @@ def _numbered(value: dict[Any, Any]) -> Iterator[tuple[int, Any]]:
             yield key, one
 
 
-def _rows(buffer: Any) -> dict[str, SavedTensor]:
+def _rows(buffer: Any) -> dict[str, StoredTensor]:
     by_dtype = list(buffer.values()) if isinstance(buffer, dict) else []
     if len(by_dtype) != 1 or not isinstance(by_dtype[0], dict):
         raise ValueError("a buffer of the distributed optimizer has several dtypes")
     rows = {key: by_dtype[0].get(name) for key, name in ROWS.items()}
-    shapes = {one.shape if isinstance(one, SavedTensor) else None for one in rows.values()}
+    shapes = {one.shape if isinstance(one, StoredTensor) else None for one in rows.values()}
     if len(shapes) != 1 or len(shapes.pop() or ()) != 1:
         raise ValueError("a buffer of the distributed optimizer holds other states than Adam's")
     return rows  # type: ignore[return-value]
 
 
-def _starts(masters: SavedTensor, named: Sequence[Named]) -> Iterator[int]:
+def _starts(masters: StoredTensor, named: Sequence[Named]) -> Iterator[int]:
     """Yields where each parameter begins, from the last parameter to the first."""
     bucket = end = 0
     for name, weight in reversed(named):
@@ -82,7 +82,7 @@ def _starts(masters: SavedTensor, named: Sequence[Named]) -> Iterator[int]:
         raise ValueError("the distributed optimizer holds more than the model's parameters")
 
 
-def _fits(masters: SavedTensor, weight: SavedTensor, start: int) -> bool:
+def _fits(masters: StoredTensor, weight: StoredTensor, start: int) -> bool:
     if start + torch.Size(weight.shape).numel() > masters.shape[0]:
         return False
     head = masters.part(start, weight.shape).head(COMPARED)

@@ -16,7 +16,7 @@ from megatron_lite.convert.megatron.checkpoint_args import model_of, progress_of
 from megatron_lite.convert.megatron.legacy_files import LegacyFiles
 from megatron_lite.convert.megatron.legacy_states import States, read_states
 from megatron_lite.convert.megatron.parameter_names import OUTPUT, flat, our_name
-from megatron_lite.convert.megatron.torch_file import SavedTensor
+from megatron_lite.convert.megatron.torch_file import StoredTensor
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.weights import Described
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -27,7 +27,7 @@ QKV = ".self_attention.linear_qkv."
 
 @dataclass(frozen=True)
 class StagePart:
-    """What one TP rank holds of one pipeline stage.
+    """The tensors that one TP rank holds of one pipeline stage.
 
     ranks: its TP rank and its pipeline rank. chunk: the number of its model chunk.
     tensors: by the names of the whole model, in the order of the model's parameters.
@@ -35,7 +35,7 @@ class StagePart:
 
     ranks: tuple[int, int]
     chunk: int
-    tensors: Mapping[str, SavedTensor]
+    tensors: Mapping[str, StoredTensor]
 
 
 class LegacySource:
@@ -46,7 +46,7 @@ class LegacySource:
         self._where = where = str(files.folder)
         model = model_of(files.args, where)
         stages = _stages(files, model)
-        self._parts: dict[str, list[SavedTensor]] = {}
+        self._parts: dict[str, list[StoredTensor]] = {}
         for stage in stages:
             self._add(stage)
         if not model.untie_embeddings_and_output_weights:
@@ -105,13 +105,13 @@ class LegacySource:
                     f"{self._where}: {what} {min(names)}, unlike the model that its args describe"
                 )
 
-    def _found(self, name: str) -> list[SavedTensor]:
+    def _found(self, name: str) -> list[StoredTensor]:
         found = self._parts.get(name)
         if found is None:
             raise InputError(f"{self._where}: holds no {name}")
         return found
 
-    def _joined(self, what: str, name: str, tensors: list[SavedTensor]) -> Tensor:
+    def _joined(self, what: str, name: str, tensors: list[StoredTensor]) -> Tensor:
         """Returns the whole tensor of which each TP rank has a part."""
         spec, size = self._specs[name], self._files.tp_size
         wanted = spec.local_shape(size)
@@ -178,7 +178,7 @@ def _stages(files: LegacyFiles, model: ModelConfig) -> list[list[StagePart]]:
 
 def _tensors(
     files: LegacyFiles, chunk: Any, ranks: tuple[int, int], first_layer: int
-) -> tuple[dict[str, SavedTensor], int]:
+) -> tuple[dict[str, StoredTensor], int]:
     """Returns the tensors of a model chunk by their names in the whole model, and its layers."""
     where = f"{files.folder}: TP rank {ranks[0]}, pipeline rank {ranks[1]}"
     if not isinstance(chunk, dict):
@@ -192,7 +192,7 @@ def _tensors(
         name = our_name(key)
         if name is None or value is None:
             continue
-        if not isinstance(value, SavedTensor) or name.stacked:
+        if not isinstance(value, StoredTensor) or name.stacked:
             raise InputError(f"{where}: {key} is no plain tensor of a layer")
         if name.layer is not None:
             layers = max(layers, name.layer + 1)
@@ -216,5 +216,5 @@ def _version(files: LegacyFiles) -> float:
     return float(found)
 
 
-def _numel(tensor: SavedTensor) -> int:
+def _numel(tensor: StoredTensor) -> int:
     return int(torch.Size(tensor.shape).numel())

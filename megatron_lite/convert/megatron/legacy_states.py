@@ -18,7 +18,7 @@ from megatron_lite.checkpointing.metadata import MOST_UPDATES
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.megatron.distributed_states import states_of_chunks
 from megatron_lite.convert.megatron.legacy_files import DISTRIBUTED_OPTIMIZER, LegacyFiles
-from megatron_lite.convert.megatron.torch_file import SavedTensor
+from megatron_lite.convert.megatron.torch_file import StoredTensor
 
 if TYPE_CHECKING:
     from megatron_lite.convert.megatron.legacy_source import StagePart
@@ -28,7 +28,7 @@ MASTER = "master"
 COMPARED = 256  # numbers of each parameter
 WEIGHTS_ONLY = "the weights alone are converted"
 
-Named = tuple[str, SavedTensor]
+Named = tuple[str, StoredTensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class States:
 
     keys: tuple[str, ...] = ()
     num_updates: int = 0
-    tensors: Mapping[tuple[str, str], list[SavedTensor]] = field(default_factory=dict)
+    tensors: Mapping[tuple[str, str], list[StoredTensor]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -56,7 +56,7 @@ def read_states(files: LegacyFiles, parts: Sequence[StagePart]) -> States:
     """
     if not any(value.get("optimizer") for value in files.values.values()):
         return _without("the checkpoint holds no optimizer states")
-    tensors: dict[tuple[str, str], list[SavedTensor]] = {}
+    tensors: dict[tuple[str, str], list[StoredTensor]] = {}
     updates, keys = set(), set()
     try:
         for pp_rank in range(files.pp_size):
@@ -87,7 +87,7 @@ def _without(reason: str) -> States:
     return States(notes=(f"{reason}: {WEIGHTS_ONLY}",))
 
 
-def _of_rank(saved: Any, named: Sequence[Named]) -> tuple[dict[str, dict[str, SavedTensor]], int]:
+def _of_rank(saved: Any, named: Sequence[Named]) -> tuple[dict[str, dict[str, StoredTensor]], int]:
     """Returns one rank's states by parameter and state, and the number of updates."""
     if not isinstance(saved, dict):
         raise _Unmapped("they are not those of one optimizer")
@@ -100,7 +100,7 @@ def _of_rank(saved: Any, named: Sequence[Named]) -> tuple[dict[str, dict[str, Sa
     )
     if not isinstance(groups, list) or not isinstance(by_number, dict):
         raise _Unmapped("they have no groups of parameters")
-    found: dict[str, dict[str, SavedTensor]] = {}
+    found: dict[str, dict[str, StoredTensor]] = {}
     for number, (group, members) in enumerate(_members(groups, named)):
         held = _masters_of_group(masters, number, len(members))
         for place, (name, weight) in enumerate(members):
@@ -113,7 +113,7 @@ def _of_rank(saved: Any, named: Sequence[Named]) -> tuple[dict[str, dict[str, Sa
 
 def _of_distributed(
     folder: Path, saved: Any, chunks: Sequence[Sequence[Named]]
-) -> tuple[dict[str, dict[str, SavedTensor]], int]:
+) -> tuple[dict[str, dict[str, StoredTensor]], int]:
     """Returns one rank's states of the distributed optimizer, and the number of updates."""
     inner = saved.get("optimizer", saved) if isinstance(saved, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -171,18 +171,18 @@ def _masters_of_group(masters: Any, number: int, count: int) -> list[Any] | None
     return held
 
 
-def _states(saved: Any, name: str, weight: SavedTensor) -> dict[str, SavedTensor]:
+def _states(saved: Any, name: str, weight: StoredTensor) -> dict[str, StoredTensor]:
     own = {} if not isinstance(saved, dict) else {key: saved.get(key) for key in KEYS}
     if not own or any(
-        not isinstance(one, SavedTensor) or one.shape != weight.shape for one in own.values()
+        not isinstance(one, StoredTensor) or one.shape != weight.shape for one in own.values()
     ):
         raise _Unmapped(f"{name} has no states {' and '.join(KEYS)} of its shape")
     return own  # type: ignore[return-value]
 
 
-def _master(saved: Any, name: str, weight: SavedTensor) -> SavedTensor:
+def _master(saved: Any, name: str, weight: StoredTensor) -> StoredTensor:
     fits = (
-        isinstance(saved, SavedTensor)
+        isinstance(saved, StoredTensor)
         and saved.shape == weight.shape
         and torch.equal(saved.head(COMPARED).to(weight.dtype), weight.head(COMPARED))
     )
@@ -197,7 +197,7 @@ def _updates(groups: list[Any], by_number: Mapping[Any, Any]) -> int:
     steps.append(by_number.get("common_step"))
     values = {
         int(step.read().item())
-        if isinstance(step, SavedTensor) and step.shape in ((), (1,))
+        if isinstance(step, StoredTensor) and step.shape in ((), (1,))
         else step
         for step in steps
         if step is not None

@@ -22,7 +22,7 @@ from megatron_lite.config.stages import Stage, stages
 from megatron_lite.convert.megatron import written_args
 from megatron_lite.convert.megatron.legacy_files import MODEL_FILES
 from megatron_lite.convert.megatron.parameter_names import LAYER_NUMBER, OUTPUT, layer_name
-from megatron_lite.convert.megatron.torch_file import SavedTensor, TorchFile, Window
+from megatron_lite.convert.megatron.torch_file import StoredTensor, TorchFile, Window
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder
 from megatron_lite.convert.weights import Described, WeightSource
@@ -32,7 +32,7 @@ WORDS = "embedding.word_embeddings.weight"
 WEIGHT = "weight"
 Specs = Mapping[str, ParameterSpec]
 # The places of one parameter or state: by TP rank, in each file that holds it.
-Places = dict[tuple[str, str], list[tuple[int, SavedTensor]]]
+Places = dict[tuple[str, str], list[tuple[int, StoredTensor]]]
 
 
 class LegacyTarget:
@@ -86,7 +86,7 @@ class LegacyTarget:
         self,
         name: str,
         whole: Tensor,
-        places: list[tuple[int, SavedTensor]],
+        places: list[tuple[int, StoredTensor]],
         spec: ParameterSpec,
         advance: Callable[[int], None],
     ) -> None:
@@ -130,7 +130,7 @@ class _Rank:
         # By the name in the file, in the order of the model: the name in the whole model.
         self._names = dict(self._own_names())
 
-    def make(self, step: Path) -> Iterator[tuple[tuple[str, str], SavedTensor]]:
+    def make(self, step: Path) -> Iterator[tuple[tuple[str, str], StoredTensor]]:
         """Writes the file without the numbers, and yields where each tensor goes."""
         folder = f"mp_rank_{self._tp_rank:02d}"
         if self._stage.count > 1:

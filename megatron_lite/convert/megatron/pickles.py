@@ -2,9 +2,9 @@
 
 A pickle is a program for a stack machine. Python's own machine imports the functions that a pickle
 names and calls them, so a file can run any code. The machine here has no import and no call. A name
-becomes a `Name`, and a call of a name becomes a `Record` of the name and its arguments. A few names
-have an entry in a table of this project's functions, for example the one that describes a tensor.
-Any name outside the tables is refused, so that a file of another kind fails at once.
+becomes a `Name`, and a call of a name becomes a `PickledObject` of the name and its arguments. A
+few names have an entry in a table of this project's functions, for example the one that describes a
+tensor. Any name outside the tables is refused, so that a file of another kind fails at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Name:
     text: str
 
 
-class Record:
+class PickledObject:
     """An object whose class is not loaded.
 
     kind: the name of the class.
@@ -263,7 +263,7 @@ class _Machine:
 
     def _op_build(self, _: None) -> None:
         state, found = self._pop(), self._top()
-        if isinstance(found, Record):
+        if isinstance(found, PickledObject):
             found.state = state
         elif isinstance(found, Name) or found is None:
             raise ValueError("attributes are set on a name")
@@ -293,7 +293,7 @@ class _Machine:
         if type(function) is not Name or type(arguments) is not tuple:
             raise ValueError("it calls what is no name")
         call = self._calls.get(function.text)
-        return Record(function.text, arguments) if call is None else call(*arguments)
+        return PickledObject(function.text, arguments) if call is None else call(*arguments)
 
     # parts of the operations
 
@@ -338,7 +338,8 @@ def _key(value: Any) -> Any:
     """Returns a value that may be a key. The hash of a deeply nested tuple may take for ever."""
     parts = value if type(value) is tuple and len(value) <= MOST_KEY_PARTS else (value,)
     if any(
-        type(part) not in (str, bytes, int, float, bool, type(None), Name, Record) for part in parts
+        type(part) not in (str, bytes, int, float, bool, type(None), Name, PickledObject)
+        for part in parts
     ):
         raise ValueError(f"a {type(value).__name__} is used as a key")
     return value

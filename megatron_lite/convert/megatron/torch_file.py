@@ -26,7 +26,7 @@ from megatron_lite.convert.megatron.pickles import (
     MOST_BYTES,
     Inert,
     Name,
-    Record,
+    PickledObject,
     read_pickle,
 )
 
@@ -73,7 +73,7 @@ class _Storage(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class SavedTensor:
+class StoredTensor:
     """A tensor in a file, which is read by `read`."""
 
     file: TorchFile
@@ -93,14 +93,14 @@ class SavedTensor:
         flat = self.file.read_storage(self.storage, self.offset, length)
         return flat.as_strided(self.shape, self.stride)
 
-    def rows(self, start: int, length: int) -> SavedTensor:
+    def rows(self, start: int, length: int) -> StoredTensor:
         """Returns rows [start, start + length) of the first dim as a tensor of its own."""
         assert 0 <= start <= start + length <= self.shape[0], (start, length, self.shape)
         return replace(
             self, offset=self.offset + start * self.stride[0], shape=(length, *self.shape[1:])
         )
 
-    def part(self, start: int, shape: tuple[int, ...]) -> SavedTensor:
+    def part(self, start: int, shape: tuple[int, ...]) -> StoredTensor:
         """Returns the elements of a contiguous row from `start` on as a tensor of a shape."""
         assert self.stride == (1,) and start + torch.Size(shape).numel() <= self.shape[0]
         stride = tuple(torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape)))
@@ -123,7 +123,7 @@ class SavedTensor:
 
 
 class TorchFile:
-    """One file of `torch.save`. Its value is read at once, its tensors are `SavedTensor`s.
+    """One file of `torch.save`. Its value is read at once, its tensors are `StoredTensor`s.
 
     Raises InputError if the file cannot be read, is of another kind, or names code to run.
     """
@@ -242,7 +242,7 @@ class TorchFile:
         shape: tuple[int, ...],
         stride: tuple[int, ...],
         *_: Any,
-    ) -> SavedTensor:
+    ) -> StoredTensor:
         numbers = (offset, *shape, *stride)
         if not isinstance(storage, _Storage) or any(
             type(one) is not int or not 0 <= one < MOST_ELEMENTS for one in numbers
@@ -256,7 +256,7 @@ class TorchFile:
         # A tensor that repeats its elements would become larger than the file.
         if numel and (last >= storage.numel or numel > storage.numel):
             raise ValueError(f"a tensor of shape {shape} lies outside its storage")
-        return SavedTensor(self, storage, offset, tuple(shape), tuple(stride))
+        return StoredTensor(self, storage, offset, tuple(shape), tuple(stride))
 
     def _retyped(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
         """Returns a tensor that torch saved with its Python attributes, which are left out."""
@@ -265,7 +265,7 @@ class TorchFile:
                 return self._tensor(*arguments)
             if function.text in CALLS:
                 return CALLS[function.text](*arguments)
-        return Record(RETYPE, (function, kind, arguments, state))
+        return PickledObject(RETYPE, (function, kind, arguments, state))
 
 
 class _Part(io.RawIOBase):

@@ -1,4 +1,4 @@
-"""What Megatron-LM's checkpoints hold besides tensors: the arguments, the progress, the groups."""
+"""Makes what Megatron-LM's checkpoints hold besides tensors: arguments, progress and groups."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ def notes(
     policies: Sequence[Priced],
     head_bytes: int,
     layers_bytes: int,
+    dp_size: int,
 ) -> tuple[Note, ...]:
     """Returns the notes on a run.
 
@@ -72,6 +73,16 @@ def notes(
                 f"The head keeps {size(head_bytes)}, and all layers together {size(layers_bytes)}. "
                 "Recomputing layers does not lower the head; a smaller --micro-batch-size does, "
                 "and so does a larger --tensor-model-parallel-size, which splits the logits.",
+            )
+        )
+    shared = config.parallel.shared_region_bytes(dp_size) if sizes.device == "cpu" else 0
+    if shared:
+        found.append(
+            Note(
+                "shared memory",
+                f"Besides its tensors, a rank holds {size(shared)} ({shared:,} bytes) that it "
+                "shares with the ranks of its groups on the same host. Collectives of CPU tensors "
+                "go through them; --no-shared-memory-collectives uses gloo and saves the memory.",
             )
         )
     return tuple(found)

@@ -223,6 +223,7 @@ def explain(
             policies=policies,
             head_bytes=head.kept_bytes,
             layers_bytes=sum(run.count * run.kept_bytes for run in runs),
+            dp_size=dp_size,
         ),
     )
 

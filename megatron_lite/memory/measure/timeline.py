@@ -5,12 +5,14 @@ Standard library only.
     {"format": "megatron_lite memory timeline", "version": 1, "name": "full uniform 1", "phases":
      ["forward", "replay", "backward"], "categories": ["activation", "rebuilt", "gradient",
      "temporary"], "modules": ["decoder.layers.0.mlp", ...], "operators": ["aten.mm", ...],
-     "events": [[number, phase, module, operator, bytes of each category ...], ...]}
+     "events": [[number, phase, module, operator, bytes of each category ...], ...],
+     "predicted": [[phase, first layer, last layer, bytes], ...]}
 
 phase, module and operator are indices into the lists above the events. number counts the operators
 that ran before. An operator that changes nothing has no event. Bytes are those alive right after
 the operator, in storages created since the start. Parameters, a buffer of their gradients and the
-batch existed before and do not count.
+batch existed before and do not count. "predicted" has the points of
+memory/predict/kept_course.py, and may be missing.
 
     activation   saved for backward by the forward          gradient    a parameter's gradient
     rebuilt      saved by a replay                          temporary   all others, such as tensors
@@ -58,12 +60,28 @@ class Event(NamedTuple):
         return sum(self.live_bytes)
 
 
+class Predicted(NamedTuple):
+    """A predicted number of bytes kept or rebuilt: see KeptPoint in memory/predict/kept_course.py.
+
+    first_layer, last_layer: -1 for the end of the forward.
+    """
+
+    phase: str
+    first_layer: int
+    last_layer: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The events, in order, of a run with the recompute policy `name`."""
+    """The events, in order, of a run with the recompute policy `name`.
+
+    predicted: the predicted bytes, in the order of the step; () if unknown.
+    """
 
     name: str
     events: tuple[Event, ...]
+    predicted: tuple[Predicted, ...] = ()
 
     @property
     def peak(self) -> Event:
@@ -81,7 +99,7 @@ def write_timeline(timeline: Timeline, path: str) -> None:
         name: place
         for place, name in enumerate(dict.fromkeys(event.operator for event in timeline.events))
     }
-    document = {
+    document: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "name": timeline.name,
@@ -100,6 +118,8 @@ def write_timeline(timeline: Timeline, path: str) -> None:
             for event in timeline.events
         ],
     }
+    if timeline.predicted:
+        document["predicted"] = [[PHASES.index(one.phase), *one[1:]] for one in timeline.predicted]
     with written_beside(path) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         json.dump(document, file, separators=(",", ":"))
 
@@ -178,7 +198,28 @@ def _timeline(document: Any) -> Timeline:
             )
         )
         last = number
-    return Timeline(name=document["name"], events=tuple(events))
+    return Timeline(name=document["name"], events=tuple(events), predicted=_predicted(document))
+
+
+def _predicted(document: Any) -> tuple[Predicted, ...]:
+    rows = document.get("predicted", [])
+    if not isinstance(rows, list):
+        raise _FormatError("expected a list under 'predicted'")
+    limits = [len(PHASES), 2**31, 2**31, 2**63]
+    points = []
+    for place, row in enumerate(rows):
+        _require(
+            isinstance(row, list)
+            and len(row) == len(limits)
+            and all(
+                type(value) is int and -1 <= value < limit
+                for value, limit in zip(row, limits, strict=True)
+            )
+            and row[0] >= 0,
+            f"row {place} of 'predicted' is not {len(limits)} integers within bounds",
+        )
+        points.append(Predicted(PHASES[row[0]], *row[1:]))
+    return tuple(points)
 
 
 def _require(condition: bool, expectation: str) -> None:

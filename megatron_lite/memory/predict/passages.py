@@ -1,4 +1,4 @@
-"""How a rank's bytes change while a stretch of a step runs, and what they are where it is fullest.
+"""Adds up a rank's bytes over a stretch of a step, and finds its fullest moment.
 
 A passage is a course (description/operations.py) that also knows its fullest moment. Passages
 follow one another, and a passage can repeat. Standard library only.

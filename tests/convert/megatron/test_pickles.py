@@ -20,8 +20,8 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.megatron import pickles
-from megatron_lite.convert.megatron.pickles import Name, Record, read_pickle
-from megatron_lite.convert.megatron.torch_file import CALLS, SavedTensor, TorchFile, Window
+from megatron_lite.convert.megatron.pickles import Name, PickledObject, read_pickle
+from megatron_lite.convert.megatron.torch_file import CALLS, StoredTensor, TorchFile, Window
 
 SENTINEL = "ran.txt"
 
@@ -169,7 +169,7 @@ def test_a_tensor_outside_of_its_storage_is_refused(case: dict[str, Any], tmp_pa
 def test_the_tensor_of_the_cases_above_can_be_read(tmp_path: Path) -> None:
     contents = struct.pack("<4f", 1, 2, 3, 4)
     found = TorchFile(Window(archive(tmp_path / "t.pt", _tensor(4), **{"0": contents}))).value
-    assert isinstance(found, SavedTensor) and found.read().tolist() == [1, 2, 3, 4]
+    assert isinstance(found, StoredTensor) and found.read().tolist() == [1, 2, 3, 4]
 
 
 def test_bombs_of_operations_and_bytes_are_refused(
@@ -214,7 +214,7 @@ def test_python_s_own_pickles_of_plain_values_are_read_alike() -> None:
 def test_objects_become_records_and_names() -> None:
     data = pickle.dumps(argparse.Namespace(a=1, path=Path("/x")), protocol=2)
     found = read_pickle(data, "f", calls={})
-    assert isinstance(found, Record) and found.kind == "argparse.Namespace"
+    assert isinstance(found, PickledObject) and found.kind == "argparse.Namespace"
     assert found.fields["a"] == 1 and found.fields["path"].kind == "pathlib.PosixPath"
     assert read_pickle(name("signal", "Signals") + b".", "f", calls={}) == Name("signal.Signals")
 

@@ -1,4 +1,4 @@
-"""The settings of a run that differ from their defaults."""
+"""The settings of a run that differ from their defaults. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import flag
+from megatron_lite.config.command_line import flag_words
 from megatron_lite.config.run import RunConfig
 
 
 class ShownSetting(NamedTuple):
-    """A setting with its topic, such as "model". default: None if it has no default."""
+    """A setting with its topic, such as "model".
+
+    default: None if it has no default.
+    words: the words of a command line that set it, such as ("--num-layers", "4").
+    """
 
     topic: str
     flag: str
     value: str
     default: str | None
+    words: tuple[str, ...] = ()
 
 
 def changed_settings(config: RunConfig) -> Iterator[ShownSetting]:
@@ -33,7 +39,11 @@ def changed_settings(config: RunConfig) -> Iterator[ShownSetting]:
             if known and (value == default or _is_derived(values, item.name, default)):
                 continue
             yield ShownSetting(
-                topic.name, flag(item.name), _shown(value), _shown(default) if known else None
+                topic.name,
+                flag(item.name),
+                _shown(value),
+                _shown(default) if known else None,
+                tuple(flag_words(item.name, value)),
             )
 
 

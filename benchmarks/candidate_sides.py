@@ -1,0 +1,170 @@
+"""The two sides of each candidate of benchmarks/candidates.py: the code without and with it.
+
+Each function returns (without, with) on tensors of the shape "medium" in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.engines import PRESETS
+from megatron_lite.model.attention import _SplitHeads
+from megatron_lite.model.causal_blocks import causal_attention
+from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+SHAPE = PRESETS["medium"]
+H, A, S, B, V = (
+    SHAPE.hidden_size,
+    SHAPE.num_attention_heads,
+    SHAPE.seq_length,
+    SHAPE.batch_size,
+    SHAPE.vocab_size,
+)
+D, TOKENS = H // A, S * B
+CHUNK = 512
+Sides = tuple[Callable[[], Any], Callable[[], Any]]
+aten = torch.ops.aten
+
+
+def weight_gradients() -> Sides:
+    """The weight gradient of linear_fc1."""
+    x, grad, total = torch.randn(TOKENS, H), torch.randn(TOKENS, 4 * H), torch.zeros(4 * H, H)
+
+    def apart() -> None:
+        total.copy_(grad.t().matmul(x))
+
+    return apart, lambda: torch.addmm(total, grad.t(), x, beta=0, out=total)
+
+
+def split_heads() -> Sides:
+    """The backward of the split of linear_qkv's output, for gradients in the layout of SDPA's."""
+    qkv = torch.randn(S, B, 3 * H, requires_grad=True)
+    grads = [torch.randn(B, S, A, D).transpose(0, 1) for _ in range(3)]
+    heads = qkv.view(S, B, A, 3, D)
+    views = [heads[..., part, :] for part in range(3)]
+    split = _SplitHeads.apply(qkv, 1, D)
+    return (
+        lambda: torch.autograd.grad(views, qkv, grads, retain_graph=True),
+        lambda: torch.autograd.grad(split, qkv, grads, retain_graph=True),
+    )
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    heads = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+    attended = F.scaled_dot_product_attention(*heads, is_causal=True, scale=D**-0.5)
+    return attended.permute(2, 0, 1, 3)
+
+
+def attention_in_blocks(length: int, samples: int) -> Sides:
+    """Forward and backward of causal attention, on views of linear_qkv's output."""
+    heads = torch.randn(length, samples, A, 3, D)
+    leaves = [heads[..., part, :].requires_grad_() for part in range(3)]
+    grad = torch.randn(length, samples, A, D)
+    return (
+        lambda: torch.autograd.grad(_sdpa(*leaves), leaves, grad),
+        lambda: torch.autograd.grad(causal_attention(*leaves, scale=D**-0.5), leaves, grad),
+    )
+
+
+def contiguous_heads() -> Sides:
+    """Forward and backward of torch's kernel on strided heads, and on contiguous copies."""
+    heads = torch.randn(S, B, A, 3, D)
+    strided = [heads[..., part, :].permute(1, 2, 0, 3) for part in range(3)]
+    grad = torch.randn(S, B, A, D).permute(1, 2, 0, 3)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> None:
+        output, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+        aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, output, lse, 0.0, True
+        )
+
+    return (
+        lambda: run(*strided, grad),
+        lambda: run(*(one.contiguous() for one in (*strided, grad))),
+    )
+
+
+def gelu_backward() -> Sides:
+    """The backward of tanh's gelu: y' = p (1 + x z' (1 - p)) for y = x p, p = sigmoid(z)."""
+    x, grad = torch.randn(TOKENS * 4 * H), torch.randn(TOKENS * 4 * H)
+    slope, cubic, block = (8.0 / math.pi) ** 0.5, 0.044715, 2**16
+
+    def by_sigmoid() -> Tensor:
+        result, inner, share = torch.empty_like(x), torch.empty(block), torch.empty(block)
+        parts = zip(x.split(block), grad.split(block), result.split(block), strict=True)
+        for part, grads, into in parts:
+            torch.mul(part, part, out=inner)
+            torch.mul(inner, cubic * slope, out=share).add_(slope).mul_(part).sigmoid_()
+            inner.mul_(3 * cubic * slope).add_(slope).mul_(part)
+            inner.addcmul_(inner, share, value=-1).add_(1).mul_(share)
+            torch.mul(inner, grads, out=into)
+        return result
+
+    return lambda: aten.gelu_backward(grad, x, approximate="tanh"), by_sigmoid
+
+
+def bias_gradients() -> Sides:
+    """The bias gradients of the four linear layers of a layer."""
+    grads, ones = [torch.randn(TOKENS, width * H) for width in (3, 1, 4, 1)], torch.ones(1, TOKENS)
+    return (lambda: [grad.sum(0) for grad in grads], lambda: [ones.mm(grad) for grad in grads])
+
+
+def embedding_gradient() -> Sides:
+    """The lookup's gradient of a tied weight, added to the gradient of the head."""
+    ids, grad = torch.randint(0, V, (TOKENS,)), torch.randn(TOKENS, H)
+    total = torch.zeros(V, H)
+    return (
+        lambda: total.add_(aten.embedding_dense_backward(grad, ids, V, -1, False)),
+        lambda: total.index_add_(0, ids, grad),
+    )
+
+
+def loss_in_one_pass() -> Sides:
+    """Projection, loss and both gradients: with all logits, and in chunks during the forward.
+
+    The second form knows each token's incoming gradient before the loss. Its logits exist for one
+    chunk at a time, and it needs no fourth matmul.
+    """
+    x, weight = torch.randn(TOKENS, H), torch.randn(V, H) * 0.02
+    labels = torch.randint(0, V, (TOKENS,))
+    total, buffer, incoming = torch.zeros(V, H), torch.empty(CHUNK, V), 1.0 / TOKENS
+
+    def with_logits() -> None:
+        logits = F.linear(x, weight).view(TOKENS, 1, V).requires_grad_()
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            labels.view(TOKENS, 1),
+            tp_group=None,
+            first_id=0,
+            num_ids=V,
+            overwrite_logits=True,
+        )
+        (grad,) = torch.autograd.grad(losses.mean(), logits)
+        grad.view(TOKENS, V).mm(weight)
+        torch.addmm(total, grad.view(TOKENS, V).t(), x, beta=0, out=total)
+
+    def in_one_pass() -> None:
+        grad_input, losses = torch.empty_like(x), torch.empty(TOKENS)
+        for start in range(0, TOKENS, CHUNK):
+            rows = slice(start, start + CHUNK)
+            logits = torch.mm(x[rows], weight.t(), out=buffer)
+            for few in range(0, CHUNK, 32):
+                part, own = logits[few : few + 32], labels[start + few : start + few + 32, None]
+                shifted = part - part.amax(-1, keepdim=True)
+                at_label = shifted.gather(-1, own)
+                softmax = torch.softmax(shifted, -1)
+                losses[start + few : start + few + 32] = -(
+                    at_label + softmax.amax(-1, keepdim=True).log()
+                ).squeeze(-1)
+                softmax.scatter_add_(-1, own, torch.full_like(at_label, -1.0))
+                torch.mul(softmax, incoming, out=part)
+            torch.mm(logits, weight, out=grad_input[rows])
+            torch.addmm(total, logits.t(), x[rows], beta=0 if start == 0 else 1, out=total)
+
+    return with_logits, in_one_pass

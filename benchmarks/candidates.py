@@ -1,0 +1,212 @@
+"""Times changes of the training step, each one against the code without it.
+
+    candidate | predicted | saved per step | share of the step | kept?
+
+The two sides of a candidate take turns in one process, on one thread, on tensors of the shape
+"medium" in float32. Clock: processor time, which other programs hardly disturb. The share is the
+saved time over the time of a whole step, measured in the same process. docs/performance.md has the
+table of one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+
+from benchmarks.candidate_sides import (
+    attention_in_blocks,
+    bias_gradients,
+    contiguous_heads,
+    embedding_gradient,
+    gelu_backward,
+    loss_in_one_pass,
+    split_heads,
+    weight_gradients,
+)
+from benchmarks.engines import PRESETS, Setting, our_step
+from benchmarks.harness import Clock, device_name
+from benchmarks.page_part import replace_part
+
+BEGIN, END = "<!-- candidates -->\n", "<!-- /candidates -->"
+
+
+class Candidate(NamedTuple):
+    """A change of the step.
+
+    predicted: the expected gain, as a share of the step.
+    sides: builds the code without the change and the code with it.
+    per_layer: whether it runs in each layer, or once in a step.
+    kept: whether the step has the change.
+    """
+
+    name: str
+    predicted: str
+    sides: Callable[[], tuple[Callable[[], Any], Callable[[], Any]]]
+    per_layer: bool
+    kept: str
+
+
+CANDIDATES = (
+    Candidate(
+        "weight gradients by `addmm` into the gradient buffer, against a product and a copy",
+        "1 to 3 %, and no tensor of the gradient",
+        weight_gradients,
+        True,
+        "yes",
+    ),
+    Candidate(
+        "one gradient of query, key and value, against three tensors of zeros and two sums",
+        "1.5 %",
+        split_heads,
+        True,
+        "yes",
+    ),
+    Candidate(
+        "causal attention in blocks of 128 queries, 512 tokens",
+        "3 %",
+        lambda: attention_in_blocks(512, 4),
+        True,
+        "yes",
+    ),
+    Candidate("the same, 256 tokens", "1 %", lambda: attention_in_blocks(256, 8), True, "yes"),
+    Candidate("the same, 1,024 tokens", "1 %", lambda: attention_in_blocks(1024, 2), True, "yes"),
+    Candidate(
+        "the same, 2,048 tokens",
+        "0 %",
+        lambda: attention_in_blocks(2048, 1),
+        True,
+        "no: the kernel's own skipping is enough",
+    ),
+    Candidate(
+        "attention on contiguous copies of the heads, [b, a, s, d]",
+        "1 %",
+        contiguous_heads,
+        True,
+        "no: the copies cost what the kernel gains",
+    ),
+    Candidate(
+        "gelu's backward by a sigmoid, 64 Ki elements at a time",
+        "1.5 %",
+        gelu_backward,
+        True,
+        "no: torch's kernel is at least as fast",
+    ),
+    Candidate(
+        "bias gradients by a matmul with ones",
+        "0.3 %",
+        bias_gradients,
+        True,
+        "no: it changes the order of the sum for little",
+    ),
+    Candidate(
+        "embedding gradient added into the buffer, without a dense tensor",
+        "0.3 %",
+        embedding_gradient,
+        False,
+        "not yet: it changes the order of the sum",
+    ),
+    Candidate(
+        "loss and both gradients of the head in one pass over chunks of 512 tokens",
+        "0.5 %, and 44 MiB less at the peak",
+        loss_in_one_pass,
+        False,
+        "not yet: see below",
+    ),
+)
+
+
+class Row(NamedTuple):
+    """A row of the table. ratio: the time with the change over the time without it."""
+
+    name: str
+    predicted: str
+    without_ms: float
+    with_ms: float
+    ratio: float
+    share: float
+    kept: str
+
+
+def measure(candidate: Candidate, step_ms: float, clock: Clock, *, rounds: int) -> Row:
+    """Runs the two sides in turn, after one round that warms up. Each round gives one ratio."""
+    sides = candidate.sides()
+    for side in sides:
+        side()
+    samples = [[clock.ms(side) for side in sides] for _ in range(rounds)]
+    without, changed = (statistics.median(times) for times in zip(*samples, strict=True))
+    ratio = statistics.median(new / old for old, new in samples)
+    times = PRESETS["medium"].num_layers if candidate.per_layer else 1
+    share = (1.0 - ratio) * without * times / step_ms
+    return Row(candidate.name, candidate.predicted, without, changed, ratio, share, candidate.kept)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Returns the rows as a Markdown table."""
+    lines = [
+        "| candidate | predicted | without, ms | with, ms | ratio | share of the step | kept? |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.name} | {row.predicted} | {row.without_ms:.2f} | {row.with_ms:.2f} "
+        f"| {row.ratio:.2f} | {row.share:+.1%} | {row.kept} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="", help="only candidates with this text in their names")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds; default: 15")
+    parser.add_argument("--json", metavar="FILE", help="also write the rows")
+    parser.add_argument("--output", metavar="PAGE", help="a page with the marks of the table")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    clock = Clock(device=device, kind="cpu")
+    setting = Setting(shape=PRESETS["medium"], device=device, dtype="float32", dropout=0.0)
+    step = our_step(setting, setting.batch())
+    step()
+    step_ms = statistics.median(clock.ms(step) for _ in range(max(1, args.repeats // 5)))
+    del step
+    rows = [
+        measure(candidate, step_ms, clock, rounds=args.repeats)
+        for candidate in CANDIDATES
+        if args.only in candidate.name
+    ]
+    heading = (
+        f"{device_name(device)}, 1 thread, torch {torch.__version__}; a step takes {step_ms:.0f} ms"
+    )
+    print(heading, table(rows), sep="\n\n")
+    if args.json:
+        report = {
+            "device": device_name(device),
+            "torch": torch.__version__,
+            "step_ms": step_ms,
+            "rounds": args.repeats,
+            "rows": [row._asdict() for row in rows],
+        }
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+    if args.output:
+        try:
+            replace_part(Path(args.output), BEGIN, END, f"{heading}.\n\n{table(rows)}")
+        except ValueError as error:
+            parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,393 @@
+"""Measures what recomputation costs, and what compiled kernels change about it.
+
+One run on one thread, by processor time: training steps without the optimizer under three policies,
+without and with compiled kernels, in rounds in which every engine has its turn; then the kernels
+alone, the cost of a region in Python, and the start of a run with an empty and a filled cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+
+from benchmarks.engines import DTYPES, SEED, Setting, one_rank, our_model
+from benchmarks.harness import (
+    Progress,
+    benchmark_parser,
+    new_report,
+    parse_benchmark,
+    spread,
+    write_report,
+)
+from benchmarks.page_part import replace_part
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.model import activations, compiled_activations, compiled_norm
+from megatron_lite.model.compiled_dropout import drop_and_add, drop_gradient
+from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.recompute import checkpoint as engine
+from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.tensor_parallel.cross_entropy import (
+    GradientFactors,
+    row_statistics,
+    write_gradient_,
+)
+
+POLICIES = {"none": "*:none", "pointwise": "*:pointwise", "full": "*:full"}
+BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
+START = "start"
+
+
+def steps(settings: Sequence[Setting], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yields a row for each setting: the median ms of each engine, and ratios over the rounds."""
+    for setting in settings:
+        engines = dict(step_engines(setting))
+        samples: dict[str, list[float]] = {name: [] for name in engines}
+        with automatic_collection_off():
+            for number in range(-1, rounds):  # the first round warms up
+                names = list(engines)
+                first = number % len(names)
+                for name in names[first:] + names[:first]:
+                    milliseconds = cpu_ms(engines[name])
+                    if number >= 0:
+                        samples[name].append(milliseconds)
+        ratios = {
+            f"{way} {policy}": spread(samples[f"{way} {policy}"], samples[f"{way} none"])
+            for way in ("eager", "compiled")
+            for policy in ("pointwise", "full")
+        }
+        ratios["compiled over eager"] = spread(samples["compiled none"], samples["eager none"])
+        yield dict(
+            dtype=setting.dtype,
+            dropout=setting.dropout,
+            ms={name: statistics.median(times) for name, times in samples.items()},
+            ratios=ratios,
+        )
+
+
+def step_engines(setting: Setting) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yields each engine's name and step. All engines share one set of weights."""
+    first, batch = None, setting.batch()
+    compiled = replace(setting, kernels=CompiledKernels(setting.device))
+    for way, chosen in (("eager", setting), ("compiled", compiled)):
+        for name, policy in POLICIES.items():
+            plan = plan_stage(RecomputeConfig(recompute_policy=policy), setting.shape.num_layers)
+            model = our_model(chosen, one_rank(setting), plan=plan)
+            first = first or model
+            model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
+
+            def step(model: Any = model) -> None:
+                for parameter in model.parameters():
+                    parameter.grad = None
+                model.loss(batch.tokens, batch.labels).mean().backward()
+
+            yield f"{way} {name}", step
+
+
+@contextmanager
+def automatic_collection_off() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def cpu_ms(action: Callable[[], object]) -> float:
+    start = time.process_time()
+    action()
+    return 1000.0 * (time.process_time() - start)
+
+
+def kernels(setting: Setting, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yields the median ms of each kernel without and with the compiler, in turn."""
+    compiled = CompiledKernels(setting.device)
+    with torch.no_grad():
+        for name, (eager, function, tensors, constants) in _kernels(setting).items():
+            ways = dict(
+                eager=eager,
+                compiled=lambda: compiled(function, *tensors, **constants),  # noqa: B023
+            )
+            times: dict[str, list[float]] = {way: [] for way in ways}
+            for number in range(-2, 3 * rounds):
+                for way, call in ways.items():
+                    milliseconds = cpu_ms(call)
+                    if number >= 0:
+                        times[way].append(milliseconds)
+            yield dict(
+                dtype=setting.dtype,
+                kernel=name,
+                eager_ms=statistics.median(times["eager"]),
+                compiled_ms=statistics.median(times["compiled"]),
+                ratio=spread(times["compiled"], times["eager"]),
+            )
+
+
+def _kernels(setting: Setting) -> dict[str, tuple[Any, Any, tuple[Tensor, ...], dict[str, Any]]]:
+    """Returns for each kernel torch's way, the compiled function, its tensors and constants."""
+    shape, dtype = setting.shape, DTYPES[setting.dtype]
+    tokens = (shape.seq_length, shape.batch_size)
+    generator = torch.Generator().manual_seed(SEED)
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    x, grad = random(*tokens, 4 * shape.hidden_size), random(*tokens, 4 * shape.hidden_size)
+    hidden, residual = (random(*tokens, shape.hidden_size) for _ in range(2))
+    w = random(shape.hidden_size)
+    size = (shape.hidden_size,)
+    _, mean, scale = torch.native_layer_norm(hidden, size, w, w, 1e-5)
+    statistics_ = mean.float(), scale.float()
+    numbers = torch.randint(-(2**15), 2**15, (hidden.numel(),), dtype=torch.int16)
+    mask, constants = (numbers >= -30000).view(hidden.shape), dict(bound=-30000, scale=1.1)
+    rows = shape.seq_length * shape.batch_size
+    logits = random(rows, shape.vocab_size)
+    column = torch.randint(shape.vocab_size, (rows,), generator=generator)
+    factors = GradientFactors(*(random(rows, 1).float() for _ in range(2)), column.unsqueeze(1))
+    aten = torch.ops.aten
+    return {
+        "gelu": (lambda: activations.tanh_gelu(x), compiled_activations.tanh_gelu, (x,), {}),
+        "gelu, backward": (
+            lambda: aten.gelu_backward(grad, x, approximate="tanh"),
+            compiled_activations.tanh_gelu_backward,
+            (grad, x),
+            {},
+        ),
+        "LayerNorm": (
+            lambda: F.layer_norm(hidden, size, w, w),
+            compiled_norm.layer_norm,
+            (hidden, w, w),
+            dict(epsilon=1e-5),
+        ),
+        "LayerNorm, backward": (
+            lambda: aten.native_layer_norm_backward(
+                residual, hidden, size, mean, scale, w, w, [True, True, True]
+            ),
+            compiled_norm.layer_norm_backward,
+            (residual, hidden, w, *statistics_),
+            {},
+        ),
+        "LayerNorm from kept statistics": (
+            lambda: F.layer_norm(hidden, size, w, w),
+            _norm_from_statistics,
+            (hidden, w, w, *statistics_),
+            {},
+        ),
+        "dropout and addition": (
+            lambda: aten.native_dropout_backward(
+                hidden, (numbers >= -30000).view(hidden.shape), 1.1
+            ).add_(residual),
+            drop_and_add,
+            (numbers, hidden, residual),
+            constants,
+        ),
+        "dropout, backward": (
+            lambda: aten.native_dropout_backward(hidden, mask, 1.1),
+            drop_gradient,
+            (hidden, mask),
+            dict(scale=1.1, dtype=dtype),
+        ),
+        "loss rows": (lambda: row_statistics(logits, column), _loss_rows, (logits, column), {}),
+        "loss rows, backward": (
+            lambda: write_gradient_(logits.clone(), logits, factors, num_ids=shape.vocab_size),
+            _loss_gradient,
+            (logits, *factors),
+            {},
+        ),
+    }
+
+
+def _norm_from_statistics(x: Tensor, weight: Tensor, bias: Tensor, *of_rows: Tensor) -> Tensor:
+    mean, scale = of_rows
+    return ((x.float() - mean) * scale * weight + bias).to(x.dtype)
+
+
+def _loss_rows(logits: Tensor, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    wide = logits.float()
+    maximum = wide.amax(-1)
+    total = (wide - maximum.unsqueeze(-1)).exp().sum(-1)
+    return maximum, total, logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).float()
+
+
+def _loss_gradient(logits: Tensor, softmax: Tensor, at_label: Tensor, column: Tensor) -> Tensor:
+    shares = torch.softmax(logits.float(), -1) * softmax
+    own = torch.arange(logits.shape[1], device=logits.device).unsqueeze(0) == column
+    return (shares + torch.where(own, at_label, 0.0)).to(logits.dtype)
+
+
+def regions(num_regions: int = 20, rounds: int = 150) -> dict[str, float]:
+    """Returns the fewest us of processor time for one region, in forward and backward together.
+
+    The region is a multiplication of 16 numbers, so nearly all of it is Python.
+    """
+    weight, given = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+
+    def chain(run: Callable[..., Any]) -> Callable[[], None]:
+        def step() -> None:
+            x = given
+            for _ in range(num_regions):
+                x = run(x)
+            x.backward(x.detach())
+
+        return step
+
+    def multiply(x: Tensor) -> Tensor:
+        return x * weight
+
+    replayed = chain(lambda x: engine.checkpoint(multiply, x, rng=None))
+    ways = {"kept": chain(multiply), "replayed": replayed}
+    result = {name: _fewest_us(step, rounds) / num_regions for name, step in ways.items()}
+    direct = engine._run_backward
+    engine._run_backward = torch.autograd.backward  # type: ignore[assignment]
+    try:
+        result["by torch.autograd.backward"] = _fewest_us(replayed, rounds) / num_regions
+    finally:
+        engine._run_backward = direct
+    return result
+
+
+def _fewest_us(step: Callable[[], None], rounds: int) -> float:
+    return min(1000.0 * cpu_ms(step) for _ in range(rounds))
+
+
+def starts(arguments: Sequence[str]) -> dict[str, float]:
+    """Returns the processor seconds of a first step in a new process: eager, with an empty cache of
+    compiled code, and with the cache that this start filled."""
+    result = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("eager", "empty cache", "filled cache"):
+            done = subprocess.run(
+                [sys.executable, __file__, START, name, *arguments],
+                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            result[name] = float(done.stdout.splitlines()[-1])
+    return result
+
+
+def first_step(name: str, setting: Setting) -> float:
+    """Runs the first step of a process. Returns its processor seconds, the compiler's included."""
+    chosen = "eager none" if name == "eager" else "compiled none"
+    before = os.times()
+    next(step for engine_name, step in step_engines(setting) if engine_name == chosen)()
+    after = os.times()
+    return sum(after[:4]) - sum(before[:4])
+
+
+def figures(report: Mapping[str, Any]) -> str:
+    """Returns the tables of the page."""
+    lines = [
+        f"{report['device']}, {report['threads']} thread, torch {report['torch']}, processor time, "
+        f"medians of {report['rounds']} rounds, {report['shape']}.",
+        "",
+        "A step without the optimizer. The columns of policies have its time over the time of "
+        "`none` in the same mode.",
+        "",
+        "| dtype | dropout | none, ms | pointwise | full | compiled none over eager none "
+        "| pointwise, compiled | full, compiled |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["steps"]:
+        ratio = {name: f"{values[0]:.3f}" for name, values in row["ratios"].items()}
+        lines.append(
+            f"| {row['dtype']} | {row['dropout']} | {row['ms']['eager none']:.0f} | "
+            f"{ratio['eager pointwise']} | {ratio['eager full']} | "
+            f"{ratio['compiled over eager']} | "
+            f"{ratio['compiled pointwise']} | {ratio['compiled full']} |"
+        )
+    lines += [
+        "",
+        "One call of a kernel, in ms.",
+        "",
+        "| dtype | kernel | torch's operators | compiled |",
+        "|---|---|---|---|",
+        *(
+            f"| {row['dtype']} | {row['kernel']} | {row['eager_ms']:.2f} | "
+            f"{row['compiled_ms']:.2f} |"
+            for row in report["kernels"]
+        ),
+        "",
+        "The Python of one region, forward and backward, in us of processor time: "
+        + ", ".join(f"{name} {us:.0f}" for name, us in report["regions"].items())
+        + ".",
+        "",
+        "The first step of a process, in seconds of processor time, the compiler's included: "
+        + ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["starts"].items())
+        + ".",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark. Returns 0."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    start = argv[1] if argv[:1] == [START] else None
+    parser = benchmark_parser("recompute_cost.py", (__doc__ or "").partition("\n")[0], repeats=9)
+    parser.add_argument("--output", type=Path, metavar="PAGE", help="write the tables into PAGE")
+    parser.set_defaults(threads=1, clock="cpu", device="cpu")
+    args = parse_benchmark(parser, argv if start is None else argv[2:])
+    settings = [
+        Setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout)
+        for dtype in args.dtype
+        for dropout in args.dropout
+    ]
+    if start is not None:
+        print(first_step(start, settings[0]))
+        return 0
+    report: dict[str, Any] = new_report(args)
+    del report["rows"]
+    progress = Progress()
+    report["regions"] = regions()
+    report["steps"] = []
+    for row in steps(settings, args.repeats):
+        report["steps"].append(row)
+        write_report(report, args.json)
+        progress(f"{row['dtype']}, dropout {row['dropout']}: steps are done")
+    report["kernels"] = [
+        row
+        for dtype in args.dtype
+        for row in kernels(replace(settings[0], dtype=dtype), args.repeats)
+    ]
+    report["starts"] = starts(_without_output(argv))
+    write_report(report, args.json)
+    text = figures(report)
+    print(text)
+    if args.output is not None:
+        replace_part(args.output, BEGIN, END, text)
+    return 0
+
+
+def _without_output(argv: Sequence[str]) -> list[str]:
+    words = iter(argv)
+    kept = []
+    for word in words:
+        if word in ("--output", "--json"):
+            next(words)
+        else:
+            kept.append(word)
+    return kept
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The command `megatron-lite`, which is also `python -m megatron_lite`.
+
+Each subcommand is a program that has a file of its own. Only that file is imported, so the help and
+the planner start without torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import faulthandler
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_lite import __version__
+from megatron_lite.parallel.signals import dies_without_reader
+
+
+class Subcommand(NamedTuple):
+    """A program of the command.
+
+    module: the module whose `main(argv, program)` runs it and returns the exit status.
+    help: what it does, in one line.
+    """
+
+    module: str
+    help: str
+
+
+SUBCOMMANDS = {
+    "train": Subcommand("megatron_lite.cli.pretrain", "trains a GPT; the same as pretrain_gpt.py"),
+    "plan": Subcommand(
+        "megatron_lite.tools.plan", "finds the fastest layout and recompute policy that fits"
+    ),
+    "explain": Subcommand(
+        "megatron_lite.cli.explain_command", "prints what each layer of a run keeps and rebuilds"
+    ),
+    "convert": Subcommand(
+        "megatron_lite.tools.convert", "converts weights from and to Hugging Face and Megatron"
+    ),
+    "generate": Subcommand(
+        "megatron_lite.tools.generate", "continues a text with the model of a checkpoint"
+    ),
+    "preprocess": Subcommand(
+        "megatron_lite.tools.preprocess_data", "converts text to the token files of --data-path"
+    ),
+    "plot": Subcommand(
+        "megatron_lite.tools.plot_memory", "draws the files of --memory-timeline side by side"
+    ),
+    "report": Subcommand("megatron_lite.tools.report", "makes a page of the curves of a run"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status. A wrong command line has the status 2."""
+    command = _command()
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        return _print(help_text(command))
+    if words[0] == "--version":
+        return _print(f"megatron-lite {__version__}")
+    if words[0] not in SUBCOMMANDS:
+        near = difflib.get_close_matches(words[0], SUBCOMMANDS, n=1)
+        meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SUBCOMMANDS)}"
+        print(f"{command}: error: no subcommand {words[0][:80]!r}: {meant}", file=sys.stderr)
+        return 2
+    if argv is None:
+        # Prints a stack if a library crashes, or if a data file is truncated meanwhile (SIGBUS).
+        faulthandler.enable()
+    run = import_module(SUBCOMMANDS[words[0]].module).main
+    return int(run(words[1:], f"{command} {words[0]}"))
+
+
+def help_text(command: str) -> str:
+    """Returns the text of --help."""
+    rows = "\n".join(f"  {name:12}{one.help}" for name, one in SUBCOMMANDS.items())
+    return (
+        f"usage: {command} SUBCOMMAND ...\n\n"
+        "Trains GPT models on several GPUs or CPUs, and recomputes activations to save memory.\n\n"
+        f"subcommands:\n{rows}\n\n"
+        f"`{command} SUBCOMMAND --help` describes the flags of one. On several ranks:\n"
+        "  torchrun --nproc-per-node N -m megatron_lite train ...\n"
+        "--version prints the version. Further tools run as python -m megatron_lite.tools.NAME:\n"
+        "calibrate, corpus, train_tokenizer, translate_recompute, unigram_entropy."
+    )
+
+
+def _command() -> str:
+    """Returns the words that started this program, for its messages."""
+    return "python -m megatron_lite" if Path(sys.argv[0]).stem == "__main__" else "megatron-lite"
+
+
+def _print(text: str) -> int:
+    with dies_without_reader():
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

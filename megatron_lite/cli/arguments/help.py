@@ -1,0 +1,155 @@
+"""The texts of --help: the topics, the flags of one topic, and single flags.
+
+With more than 200 flags, one text of all would hide what a reader looks for. `--help` alone is
+short; `--help TOPIC` has the flags of a topic; `--help all` has them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from megatron_lite.cli.arguments.parser import build_parser
+from megatron_lite.config.all_faults import Parser
+from megatron_lite.config.flag_help import help_on
+from megatron_lite.config.json_text import shown
+
+WIDTH = 100
+HELP = ("-h", "--help")
+
+
+class Topic(NamedTuple):
+    """title: of the group of flags in the parser. help: what the flags are about."""
+
+    title: str
+    help: str
+
+
+# A topic has the name of its field in RunConfig, with dashes.
+TOPICS = {
+    "general": Topic("options", "print or measure instead of training; take a run from a file"),
+    "model": Topic("model", "the shape and the operations of the model"),
+    "data": Topic("data", "the datasets, and the order of the samples"),
+    "tokenizer": Topic("tokenizer", "the tokenizer and the size of the vocabulary"),
+    "training": Topic("training", "batch sizes, length of the run, precision, evaluation, exits"),
+    "optimizer": Topic("optimizer", "AdamW and Muon, weight decay, clipping"),
+    "lr-schedule": Topic("learning rate", "the learning rate, its warm-up and decay"),
+    "loss-scaling": Topic("loss scaling of --fp16", "the loss scale of float16"),
+    "recompute": Topic("activation recomputation", "what backward rebuilds, to save memory"),
+    "parallel": Topic("parallelism", "tensor, sequence, pipeline and context parallelism"),
+    "data-parallel": Topic("data parallelism", "sharded optimizer states, gradients and weights"),
+    "checkpoint": Topic("checkpoints", "saving, loading and resuming"),
+    "logging": Topic("logging", "the log, metrics, TensorBoard, Weights & Biases, timing"),
+    "profiling": Topic("profiling", "traces of kernels and of memory"),
+}
+LISTS = {
+    "all": "all flags",
+    "refused": "flags of Megatron that are refused, by the reason",
+    "ignored": "flags of Megatron that are accepted without an effect, by the reason",
+}
+MOST_USED = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--seq-length",
+    "--micro-batch-size",
+    "--train-iters",
+    "--lr",
+    "--data-path",
+    "--tensor-model-parallel-size",
+    "--recompute-policy",
+)
+EXAMPLE = """--num-layers 4 --hidden-size 256 --num-attention-heads 4 \\
+      --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 --train-iters 50 \\
+      --lr 1e-3 --mock-data --vocab-size 1000 --recompute-policy '*:pointwise'"""
+
+
+def print_help(argv: Sequence[str], program: str) -> None:
+    """Prints the help and exits with status 0, if the words ask for it.
+
+    The word behind --help may be a topic, a flag, or a part of the names of flags. Exits with
+    status 2 if it is none of them.
+    """
+    place = next((number for number, word in enumerate(argv) if word in HELP), None)
+    if place is None:
+        return
+    parser = build_parser()
+    text = help_text(parser, " ".join(argv[place + 1 : place + 2]), program)
+    if text is None:
+        word = argv[place + 1]
+        near = difflib.get_close_matches(word, [*TOPICS, *LISTS], n=1)
+        parser.error(
+            f"--help {shown(word)}: no topic, and no flag has it in its name: "
+            + (f"did you mean --help {near[0]}?" if near else "--help alone lists the topics")
+        )
+    print(text)
+    sys.exit(0)
+
+
+def help_text(parser: Parser, word: str, program: str) -> str | None:
+    """Returns the text of `--help WORD`, or of `--help` for an empty word.
+
+    Returns None if the word is no topic and if no flag has it in its name.
+    """
+    topic = word.lower().replace("_", "-")
+    if not topic:
+        return _overview(parser, program)
+    if (text := help_on(topic)) is not None:
+        return text
+    if topic == "all":
+        return "\n".join(_topic(parser, name) for name in TOPICS)
+    if topic in TOPICS:
+        return _topic(parser, topic)
+    found = [
+        action
+        for action in _shown(parser._actions)
+        if any(topic in name.lower().replace("_", "-") for name in action.option_strings)
+    ]
+    exact = [action for action in found if topic in action.option_strings]
+    return _flags(f"flags with {word} in their name", exact or found) if found else None
+
+
+def _overview(parser: Parser, program: str) -> str:
+    counts = {name: sum(1 for _ in _shown(_actions_of(parser, name))) for name in TOPICS}
+    used = [parser._option_string_actions[flag] for flag in MOST_USED]
+    topics = "\n".join(
+        f"  {name:15}{topic.help} ({counts[name]})" for name, topic in TOPICS.items()
+    )
+    lists = "\n".join(f"  {name:15}{text}" for name, text in LISTS.items())
+    return (
+        f"usage: {program} FLAGS\n\n"
+        "Trains a GPT. Flags have Megatron-LM's names, defaults and meaning.\n\n"
+        f"  {program} {EXAMPLE}\n\n"
+        "Add --explain-recompute to see the memory of the run instead of training.\n\n"
+        f"{_flags('the flags used most', used)}\n"
+        f"--help TOPIC has the flags of a topic (their number):\n{topics}\n{lists}\n\n"
+        "--help --FLAG describes one flag; --help WORD all flags with WORD in their name."
+    )
+
+
+def _topic(parser: Parser, name: str) -> str:
+    title = f"{name} ({TOPICS[name].help})"
+    return _flags(title, _shown(_actions_of(parser, name)))
+
+
+def _actions_of(parser: Parser, name: str) -> list[argparse.Action]:
+    """Returns the actions of a topic. Raises StopIteration if the parser has no such group."""
+    title = TOPICS[name].title
+    group = next(group for group in parser._action_groups if group.title == title)
+    return group._group_actions
+
+
+def _shown(actions: Iterable[argparse.Action]) -> Iterable[argparse.Action]:
+    return (action for action in actions if action.help != argparse.SUPPRESS)
+
+
+def _flags(title: str, actions: Iterable[argparse.Action]) -> str:
+    """Returns the help of the flags under a title, as argparse formats it."""
+    formatter = argparse.HelpFormatter("", max_help_position=28, width=WIDTH)
+    formatter.start_section(title)
+    formatter.add_arguments(actions)
+    formatter.end_section()
+    return formatter.format_help()

@@ -1,0 +1,151 @@
+"""Builds the RunConfig from the flags that are given and the file that has all other values.
+
+The file is one of --dump-config, or a config.json of Hugging Face.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config import alternatives, checks, hf_file
+from megatron_lite.config.all_faults import Faults
+from megatron_lite.config.json_text import LARGEST_TEXT
+from megatron_lite.config.run import RunConfig
+
+# A file of --dump-config holds these derived values. A flag may change the values from which they
+# are derived, and they must be derived again.
+DERIVED_FIELDS = (("model", "kv_channels"), ("model", "ffn_hidden_size"))
+
+
+def topics() -> dict[str, type]:
+    """Returns the config class of each topic, such as ModelConfig for "model".
+
+    The topics have the order of RunConfig's fields.
+    """
+    hints = typing.get_type_hints(RunConfig)
+    return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
+
+
+def build_config(
+    given: dict[str, Any],
+    config_json: str | None,
+    notices: list[str],
+    faults: Faults,
+    hf_config: str | None = None,
+) -> RunConfig | None:
+    """Returns the RunConfig of the given fields, and of a file for all other fields.
+
+    config_json, hf_config: the path of the file, or None.
+
+    Adds notices to `notices` and faults to `faults`. Each topic adds the first rule that it breaks;
+    the rules between topics are checked if no topic breaks one. Returns None if there is a fault.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    try:
+        if hf_config is not None:
+            if config_json is not None:
+                raise ValueError("--config-json and --hf-config each describe the model: give one")
+            values = _values_of_hf(hf_config, given, notices)
+        elif config_json is not None:
+            values = _values_of_file(config_json)
+            notices += _take_out_replaced(values, given, f"--config-json {config_json}")
+    except ValueError as error:
+        faults.texts.append(str(error))
+        return None
+    built, missing = {}, []
+    for topic, config_class in topics().items():
+        fields = dataclasses.fields(config_class)
+        names = {field.name for field in fields}
+        values[topic] = values.get(topic, {}) | {
+            name: value for name, value in given.items() if name in names
+        }
+        unset = [
+            field.name
+            for field in fields
+            if field.default is dataclasses.MISSING and field.name not in values[topic]
+        ]
+        missing += [checks.flag(name) for name in unset if name not in faults.fields]
+        if not unset and not names & faults.fields:
+            with faults.of(*names):
+                built[topic] = config_class(**values[topic])
+    if missing:
+        faults.texts.append(
+            f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
+            "flags, or a whole run with --config-json FILE"
+        )
+    if len(built) == len(topics()):
+        with faults.of():
+            return RunConfig(**built)
+    return None
+
+
+def _take_out_replaced(
+    values: dict[str, dict[str, Any]], given: dict[str, Any], file: str
+) -> list[str]:
+    """Removes from the file's values those that the given fields replace.
+
+    Returns notices about the removed values that were not the default.
+    """
+    replaced = alternatives.replaced_fields(
+        {name: value for topic in values.values() for name, value in topic.items()}, given
+    )
+    defaults = {
+        field.name: field.default
+        for config_class in topics().values()
+        for field in dataclasses.fields(config_class)
+    }
+    taken = {
+        name: values[topic].pop(name)
+        for topic in values
+        for name in replaced
+        if name in values[topic]
+    }
+    return alternatives.notices(
+        {
+            name: replaced[name]
+            for name in replaced
+            if taken.get(name, defaults[name]) != defaults[name]
+        },
+        file=file,
+    )
+
+
+def _values_of_hf(
+    path: str, given: dict[str, Any], notices: list[str]
+) -> dict[str, dict[str, Any]]:
+    """Returns the values of a config.json of Hugging Face by topic and field.
+
+    Adds a notice for each key that is not read, and for each flag that says otherwise.
+    """
+    mapped = hf_file.read_hf_file(Path(path))
+    model = hf_file.exact_fields(mapped, Path(path))
+    tokenizer = hf_file.tokenizer_fields(mapped, given)
+    notices += [f"--hf-config {path}: {note}" for note in mapped.notes]
+    notices += hf_file.override_notices({**model, **tokenizer}, given, path)
+    # The vocabulary is the model's, whichever tokenizer is chosen.
+    values = {"model": model}
+    notices += _take_out_replaced(values, given, f"--hf-config {path}")
+    return {**values, "tokenizer": tokenizer}
+
+
+def _values_of_file(path: str) -> dict[str, dict[str, Any]]:
+    """Returns the values of a --dump-config file by topic and field.
+
+    A derived value becomes None if it equals the value that would be derived anyway.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(LARGEST_TEXT + 1)
+        config = RunConfig.from_json(text)
+    except OSError as error:
+        raise ValueError(f"--config-json {path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise ValueError(f"--config-json {path}: {error}") from error
+    values = dataclasses.asdict(config)
+    for topic, field in DERIVED_FIELDS:
+        if dataclasses.replace(getattr(config, topic), **{field: None}) == getattr(config, topic):
+            values[topic][field] = None
+    return values

@@ -1,0 +1,127 @@
+"""The part of the report of `--explain-recompute` that goes layer by layer."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from megatron_lite.description.operations import Collective, KeptTensor
+from megatron_lite.memory.explain.prices import region_names
+from megatron_lite.memory.explain.report import LayerRun, Report, ReportPart
+from megatron_lite.memory.explain.report_lines import WIDTH, field, run_name
+from megatron_lite.memory.explain.units import ByteUnit, flops, percent, size
+from megatron_lite.memory.predict.traffic import Traffic
+
+NAMED_TENSORS = 4
+
+
+def layer_lines(report: Report) -> Iterator[str]:
+    """Yields the lines about the embedding, each run of equal layers, and the head."""
+    yield "Layer by layer" + (" (numbers count from 0 within a stage)" if report.ranks else "")
+    if report.sizes.has_embedding:
+        yield from _part("embedding", report.embedding)
+    if report.rotary_tables.kept:
+        names = " and ".join(shared_tensors(report))
+        yield from _part(f"{names}, which all layers share", report.rotary_tables)
+    for run in report.runs:
+        yield from _run(run, report)
+    if report.sizes.has_head:
+        yield from _part("head: final norm, logits, loss", report.head)
+
+
+def shared_tensors(report: Report) -> dict[str, int]:
+    """Returns the bytes of the tensors that all layers share, by name.
+
+    Each virtual stage of a rank has tensors of its own.
+    """
+    found: Counter[str] = Counter()
+    for one in report.rotary_tables.kept:
+        found[one.name] += one.num_bytes
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _part(name: str, part: ReportPart) -> Iterator[str]:
+    yield f"  {name}"
+    yield from field("keeps", _kept(part.kept))
+    yield from _traffic(part.traffic)
+
+
+def _run(run: LayerRun, report: Report) -> Iterator[str]:
+    split = f", 1/{report.sizes.tp_size} of it on each rank" if run.segment.split else ""
+    each = "unit" if run.segment.num_layers > 1 else "layer"
+    peculiarity = f" ({run.peculiarity})" if run.peculiarity else ""
+    yield from textwrap.wrap(
+        f"{run_name(run)}{peculiarity}: {_treatment(run)}{split}",
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
+    yield from field(
+        "keeps", _kept(run.kept, each=f" a {each}: ") if run.kept else "nothing on the device"
+    )
+    if run.moved:
+        yield from field("on the host", _kept(run.moved, each=f" a {each}: "))
+    if run.rebuilt:
+        names = "all of it" if run.segment.unit else ", ".join(run.rebuilt)
+        left_out = f"; {run.left_out} left out" if run.left_out else ""
+        share = percent(run.count * run.replay_flops / report.own.model_flops)
+        yield from field(
+            "runs again",
+            f"{flops(run.replay_flops)} a {each}: {names}{left_out}"
+            if run.replay_flops
+            else f"no matmul: {names}",
+        )
+        if run.replay_flops:
+            together = f", all such {each}s together" if run.count > 1 else ""
+            of_all = " of all pipeline ranks" if report.ranks else ""
+            yield from field("", f"{share} of forward and backward{of_all}{together}")
+    yield from _traffic(run.traffic)
+
+
+def _traffic(traffic: Traffic) -> Iterator[str]:
+    phases = (
+        ("forward", traffic.forward),
+        ("backward", traffic.backward),
+        ("replay", traffic.replay),
+    )
+    sent = [f"{phase:10}{_sent(collectives)}" for phase, collectives in phases if collectives]
+    for number, text in enumerate(sent):
+        yield from field("" if number else "sends", text)
+
+
+def _treatment(run: LayerRun) -> str:
+    segment = run.segment
+    if segment.unit:
+        units = (
+            f"{run.count} unit{'s' * (run.count > 1)} of {segment.num_layers} "
+            f"layer{'s' * (segment.num_layers > 1)}"
+        )
+        return f"{units}; only the input of {'each' if run.count > 1 else 'it'} is kept"
+    if segment.ops:
+        named = textwrap.shorten(", ".join(segment.ops), 45, placeholder=" ...")
+        return f"results of {named} kept, all else rebuilt in backward"
+    if segment.regions:
+        return f"{', '.join(region_names(segment.regions))} rebuilt in backward"
+    return "everything is kept"
+
+
+def _kept(tensors: Sequence[KeptTensor], each: str = ": ") -> str:
+    """Returns the total, and the largest tensors by name."""
+    named, rest = tensors[:NAMED_TENSORS], tensors[NAMED_TENSORS:]
+    total = sum(tensor.num_bytes for tensor in tensors)
+    unit = ByteUnit.of(total)
+    parts = [f"{tensor.name} {unit.number(tensor.num_bytes)}" for tensor in named]
+    if rest:
+        parts.append(
+            f"+ {len(rest)} smaller {unit.number(sum(tensor.num_bytes for tensor in rest))}"
+        )
+    return f"{unit.number(total)} {unit.name}{each}{', '.join(parts)}"
+
+
+def _sent(collectives: Sequence[Collective]) -> str:
+    counts = Counter(collectives)
+    return ", ".join(
+        f"{number} {kind} of {size(num_bytes)}" for (kind, num_bytes), number in counts.items()
+    )

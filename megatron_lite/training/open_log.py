@@ -1,0 +1,63 @@
+"""Opens the log of a run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+
+from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.training.logging import RunLog
+from megatron_lite.training.peak_rate import peak_rate
+from megatron_lite.training.run_facts import run_facts
+from megatron_lite.training.start_text import arguments_table, ranks_line
+from megatron_lite.training.wandb_run import WandbRun
+
+
+def open_log(
+    config: RunConfig,
+    parallel: ParallelState,
+    batches: BatchSchedule,
+    progress: Progress,
+    *,
+    num_iterations: int,
+    shows_peak: bool,
+    printed: Sequence[str] = (),
+) -> RunLog:
+    """Returns the log of a run that goes on from `progress`. Its first line is about MFU.
+
+    shows_peak: whether the run measures the peak of a step.
+    printed: notices that the terminal has already, and the log file has not.
+    Raises InputError on rank 0 if a file of the log cannot be opened.
+    """
+    writes = parallel.rank == 0
+    peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
+    facts = run_facts(
+        config,
+        batches,
+        progress,
+        num_iterations=num_iterations,
+        world_size=parallel.world_size,
+        device=parallel.device,
+        peak=peak,
+    )
+    log = RunLog(
+        config,
+        facts,
+        enabled=writes,
+        start=progress,
+        shows_peak=shows_peak,
+        opening=[*_opening(config, parallel), *printed] if writes else (),
+        wandb=WandbRun(config) if config.logging.wandb_project and writes else None,
+    )
+    log.line(peak.line())
+    return log
+
+
+def _opening(config: RunConfig, parallel: ParallelState) -> Iterator[str]:
+    yield f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}"
+    yield arguments_table(config)
+    yield ranks_line(parallel)

@@ -1,0 +1,346 @@
+"""The texts, figures and pictures of the pages that are made of results and of the package itself.
+
+TEXTS has the functions that a mark `made by: NAME` names, FIGURES those of `<!--=NAME-->`, and
+FILES those that make a whole file. All are quick: they read results in JSON and run no command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+from arguments import build_parser
+from megatron_lite.config import policy
+from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.presets import preset
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.training import TrainingConfig
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
+from megatron_lite.memory.predict.step_peak import fullest_step_peak
+from megatron_lite.pipeline.order import orders
+from megatron_lite.plan.plan_text import extra_flops
+from megatron_lite.recompute.schedule import plan_model
+from tests.docs.layer_drawing import layer_svg
+from tests.docs.marks import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+GIB = 2**30
+
+
+@lru_cache
+def result(name: str) -> Any:
+    """Returns benchmarks/results/cpu/NAME.json."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+# who-is-right.md
+
+
+@lru_cache
+def outcomes() -> dict[str, dict[str, int]]:
+    """Returns {outcome: {engine: rows}} of the first table of docs/who-is-right.md."""
+    page = (ROOT / "docs" / "who-is-right.md").read_text(encoding="utf-8")
+    lines = page.split("Rows by outcome:\n\n")[1].split("\n\n")[0].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return {
+        cells[0]: dict(zip(rows[0][1:], map(int, cells[1:]), strict=True)) for cells in rows[2:]
+    }
+
+
+def right(engine: str) -> str:
+    """Returns how many rows of who-is-right.md an engine trains exactly, or up to rounding."""
+    found = outcomes()
+    return str(found["equal to the bit"][engine] + found["equal up to rounding"][engine])
+
+
+def wrong(engine: str) -> str:
+    """Returns how many rows an engine trains in another way, without an error."""
+    return str(outcomes()["silently other"][engine])
+
+
+def situations() -> str:
+    """Returns the number of rows."""
+    return str(sum(row["ours, `full`"] for row in outcomes().values()))
+
+
+# What a policy keeps and costs
+
+
+def ladder_run(text: str) -> RunConfig:
+    """Returns Llama 3 8B on 8 GPUs, as examples/large/llama3_8b.sh has it, with a policy."""
+    model = preset("llama3-8b")
+    return RunConfig(
+        model=ModelConfig(
+            **{**model.fields, "hidden_dropout": 0.0, "attention_dropout": 0.0}  # type: ignore
+        ),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=512, bf16=True),
+        data=DataConfig(seq_length=8192),
+        tokenizer=TokenizerConfig(vocab_size=model.vocab_size - 1, make_vocab_size_divisible_by=32),
+        parallel=ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True),
+        recompute=RecomputeConfig(recompute_policy=text),
+    )
+
+
+LADDER = (
+    "*:none",
+    "*:layernorm",
+    "*:pointwise",
+    "*:mlp",
+    "*:mlp+layernorm",
+    "*:ops(matmul,attention)",
+    "every-2:full; *:pointwise",
+    "*:full",
+    "*:full/2",
+    "*:full@host",
+    "*:none@host",
+)
+
+
+def ladder() -> str:
+    """Returns the table of the policies of LADDER, from most kept bytes to fewest."""
+    lines = [
+        "| `--recompute-policy` | kept on the GPU, GiB | in host memory, GiB | whole peak, GiB "
+        "| FLOPs |",
+        "|---|---|---|---|---|",
+    ]
+    for text in LADDER:
+        config = ladder_run(text)
+        plan, sizes = plan_model(config), Sizes.of(config, device="cuda")
+        peak = fullest_step_peak(config, device="cuda", dp_cp_size=2, num_microbatches=256)
+        lines.append(
+            f"| `{text}` | {activation_bytes(config.model, plan, sizes) / GIB:.2f} "
+            f"| {host_bytes(config.model, plan, sizes) / GIB:.2f} "
+            f"| {peak.num_bytes / GIB:.2f} | +{extra_flops(config, 'cuda'):.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def drawn_run() -> RunConfig:
+    """Returns the 22B model of 2205.05198 on 8 GPUs, whose layer has every region."""
+    config = ladder_run("*:none")
+    return replace(
+        config,
+        model=ModelConfig(**preset("22b").fields, attention_dropout=0.0),  # type: ignore[arg-type]
+        training=TrainingConfig(micro_batch_size=4, global_batch_size=4, bf16=True),
+        data=DataConfig(seq_length=2048),
+        tokenizer=TokenizerConfig(vocab_size=51199),
+        parallel=ParallelConfig(tensor_model_parallel_size=8, sequence_parallel=True),
+    )
+
+
+COSTS = {  # by the name in benchmarks/recompute.py: the name on the page, and its rivals
+    "uniform 1": ("`*:full`", ("torch layers, non-reentrant", "torch layers, reentrant")),
+    "mlp": ("`*:mlp`", ("torch mlp, non-reentrant", "torch mlp, reentrant")),
+    "*:pointwise": ("`*:pointwise`", ()),
+    "*:pointwise+core_attn": ("`*:pointwise+core_attn`", ()),
+    "every-2:full": (
+        "`every-2:full`",
+        ("torch every-2, non-reentrant", "torch every-2, reentrant"),
+    ),
+}
+
+
+def costs() -> str:
+    """Returns the table of what policies cost on a CPU, from recompute_tp1.json."""
+    rows = [row for row in result("recompute_tp1")["rows"] if row["tp_size"] == 1]
+    lines = [
+        "| policy | float32 | bf16, dropout 0.1 | torch.utils.checkpoint / ours |",
+        "|---|---|---|---|",
+    ]
+    for engine, (name, rivals) in COSTS.items():
+        cells = []
+        for dtype, dropout in (("float32", 0.0), ("bf16", 0.1)):
+            (row,) = [
+                one
+                for one in rows
+                if (one["engine"], one["dtype"], one["dropout"]) == (engine, dtype, dropout)
+            ]
+            cells.append(f"{row['kept_ratio']:.0%}, {row['time_ratio'][0]:.2f}")
+        ratios = [
+            one["rival_time_ratio"][0]
+            for one in rows
+            if one["engine"] in rivals and one["rival_time_ratio"]
+        ]
+        cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def regions_table() -> str:
+    """Returns the table of regions, from config/regions.py."""
+    from megatron_lite.config.regions import REGIONS
+
+    again = {
+        "replay": "the region",
+        "discard": "the region, for the operations that read its output",
+        "redraw": "the draw of the masks",
+    }
+    lines = ["| region | what it is | what runs again |", "|---|---|---|"]
+    lines += [
+        f"| `{name}` | {facts.help} | {again[facts.method]} |" for name, facts in REGIONS.items()
+    ]
+    return "\n".join(lines)
+
+
+def grammar() -> str:
+    """Returns the grammar of a policy, from the docstring of config/policy.py."""
+    lines = (policy.__doc__ or "").split("\n\n")
+    (found,) = [part for part in lines if part.startswith("    policy ")]
+    return textwrap.dedent(found)
+
+
+def schedule() -> str:
+    """Returns the drawing of a 1F1B pipeline: the lists of pipeline/order.py, simulated."""
+    size, number = 4, 6
+    lists = orders(size=size, num_microbatches=number)
+    ends: dict[tuple[int, str, int], int] = {}
+    rows, done = [""] * size, [0] * size
+    while any(done[rank] < len(lists[rank]) for rank in range(size)):
+        for rank in range(size):
+            if done[rank] == len(lists[rank]):
+                continue
+            action = lists[rank][done[rank]]
+            forward = action.kind == "forward"
+            other = rank - 1 if forward else rank + 1
+            needed = (other, action.kind, action.microbatch)
+            if not 0 <= other < size:
+                needed = (rank, "forward", action.microbatch)
+            own = forward and rank == 0
+            if not own and needed not in ends:
+                continue
+            start = max(len(rows[rank]), 0 if own else ends[needed])
+            letter = str(action.microbatch) if forward else 2 * "abcdef"[action.microbatch]
+            rows[rank] = rows[rank].ljust(start, ".") + letter
+            ends[rank, action.kind, action.microbatch] = len(rows[rank])
+            done[rank] += 1
+    longest = max(map(len, rows))
+    return "\n".join(
+        [
+            f"PP {size}, {number} micro-batches. A digit is a forward, a letter a backward, which "
+            "takes twice as long",
+            *(f"rank {rank}   {row.ljust(longest, '.')}" for rank, row in enumerate(rows)),
+        ]
+    )
+
+
+def flags_page() -> str:
+    """Returns docs/flags.md: every flag of the launcher, by the groups of its --help."""
+    parser = build_parser()
+    lines = [
+        "# Flags",
+        "",
+        "This page is made from the parser of `pretrain_gpt.py`. Names, types and defaults are "
+        "Megatron's",
+        "wherever Megatron has the flag. `python pretrain_gpt.py --help ignored` lists flags of "
+        "Megatron that",
+        "change no result here, and `--help refused` those that are not supported, each with the "
+        "reason.",
+    ]
+    for group in parser._action_groups:
+        actions = [one for one in group._group_actions if one.help != argparse.SUPPRESS]
+        if not actions or group.title in ("options", "positional arguments"):
+            continue
+        title = group.title or ""
+        lines += ["", f"## {title[:1].upper()}{title[1:]}", ""]
+        lines += ["| flag | meaning |", "|---|---|"]
+        for action in actions:
+            names = ", ".join(f"`{name}`" for name in action.option_strings)
+            text = " ".join(str(action.help or "").replace("%%", "%").split())
+            text = text.replace("%(default)s", str(action.default))
+            lines.append(f"| {names} | {text.replace('|', chr(92) + '|').replace('<', '&lt;')} |")
+    return "\n".join(lines) + "\n"
+
+
+# Other results
+
+
+def worst_peak() -> str:
+    """Returns the largest error of a predicted peak in benchmarks/results/cpu/memory.json."""
+    return f"{max(abs(row['ratio'] - 1) for row in result('memory')['rows']):.1%}"
+
+
+def peak_rows() -> str:
+    """Returns the number of measured peaks."""
+    return str(len(result("memory")["rows"]))
+
+
+LAYOUTS = (
+    *("TP 2", "PP 2", "PP 2, 2 virtual stages", "CP 2"),
+    *("DP 2", "DP 2, distributed optimizer", "FSDP 2"),
+)
+
+
+def layouts_table() -> str:
+    """Returns the table of docs/parallelism.md, from parallel.json."""
+    bubbles = {"PP 2": "1/4", "PP 2, 2 virtual stages": "1/8"}
+    lines = [
+        "| layout | time over one process | MiB received | MiB kept between steps | bubble |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result("parallel")["rows"]:
+        if row["dtype"] == "float32" and not row["dropout"] and row["layout"] in LAYOUTS:
+            received, kept = (sum(row[key].values()) / 2**20 for key in ("received_bytes", "kept"))
+            lines.append(
+                f"| {row['layout']} | {row['time_ratio'][0]:.2f} | {received:.1f} | {kept:.1f} "
+                f"| {bubbles.get(row['layout'], '')} |"
+            )
+    return "\n".join(lines)
+
+
+def any_model(what: str) -> str:
+    """Returns a figure of any_model.json."""
+    rows = {row["engine"]: row for row in result("any_model")["rows"]}
+    least = min(row["kept_bytes"] for row in rows.values())
+    same = [row["ratio"] for row in rows.values() if row["kept_bytes"] < 1.1 * least]
+    return {
+        "least": f"{least / 2**20:.1f}",
+        "none": f"{rows['none']['kept_bytes'] / 2**20:.1f}",
+        "ratios": f"{min(same):.2f} to {max(same):.2f}",
+    }[what]
+
+
+def picture_of_memory() -> str:
+    """Returns the picture of the README, as tools/plot_memory makes it."""
+    import matplotlib
+
+    from megatron_lite.memory.measure.timeline import read_timeline
+    from megatron_lite.tools.plot_memory import STYLE, draw, svg_text
+
+    files = [ROOT / "docs" / "records" / f"memory_{name}.json" for name in MEMORY_RUNS]
+    with matplotlib.rc_context(STYLE):
+        return svg_text(draw([read_timeline(str(path)) for path in files]))
+
+
+MEMORY_RUNS = {"none": "*:none", "every2": "every-2:full", "full": "*:full"}
+TEXTS: dict[str, Callable[[], str]] = {
+    "grammar": grammar,
+    "ladder": ladder,
+    "costs": costs,
+    "regions": regions_table,
+    "layouts": layouts_table,
+    "schedule": schedule,
+}
+FIGURES: dict[str, Callable[[], str]] = {
+    "situations": situations,
+    "worst-peak": worst_peak,
+    "peak-rows": peak_rows,
+    "right.ours": partial(right, "ours, `full`"),
+    "right.torch": partial(right, "torch, non-reentrant"),
+    "wrong.torch": partial(wrong, "torch, non-reentrant"),
+    **{f"any-model.{what}": partial(any_model, what) for what in ("least", "none", "ratios")},
+}
+FILES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,
+    ROOT / "docs" / "pictures" / "layer.svg": lambda: layer_svg(drawn_run()),
+    ROOT / "docs" / "flags.md": flags_page,
+}

@@ -1,0 +1,151 @@
+"""What the commands of the pages print, and the parts of it that a page shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+from tests.docs.marks import ROOT
+from tests.support.commands import environment
+from tests.support.limits import HANG_S
+
+RECORDS = ROOT / "docs" / "records"
+# Runs that take long. `python -m tests.docs.generate --record NAME` writes docs/records/NAME.txt.
+COMMANDS = {
+    "quickstart": "bash examples/quickstart.sh",
+    "peak": (
+        "python pretrain_gpt.py --num-layers 4 --hidden-size 256 --num-attention-heads 8"
+        " --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 --global-batch-size 4"
+        " --train-iters 2 --lr 1e-3 --mock-data --vocab-size 4095 --log-peak-memory"
+        " --eval-iters 0 --log-interval 1 --distributed-backend gloo"
+    ),
+    "dry_run": (
+        "NPROC_PER_NODE=1 bash examples/large/llama3_8b.sh --dry-run-memory"
+        " --dry-run-world-size 8 --dry-run-ranks 0 --dry-run-device cpu"
+    ),
+}
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A new folder with links to what the repository's root has, to run commands in."""
+    with tempfile.TemporaryDirectory() as name:
+        for entry in ROOT.iterdir():
+            if not entry.name.startswith(".") or entry.name == ".venv":
+                Path(name, entry.name).symlink_to(entry)
+        yield Path(name)
+
+
+def run(command: str, where: Path, *, timeout: float = HANG_S) -> str:
+    """Returns what the command prints on both streams. An exit status above 1 is an error.
+
+    Status 1 is that of `tools/plan` if a plan fits only in a part of the reserve.
+    """
+    python = Path(sys.executable).parent
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=where,
+        env=environment(
+            PYTHONPATH=str(ROOT), PATH=f"{python}{os.pathsep}{os.environ['PATH']}", COLUMNS="100"
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    text = done.stdout.replace(f"{where.resolve()}/", "").replace(f"{ROOT}/", "")
+    if done.returncode > 1 or "Traceback" in text:
+        raise RuntimeError(f"{command}\nended with status {done.returncode}:\n{text}")
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+@lru_cache
+def output(command: str) -> str:
+    """Returns what a command that takes seconds prints, in a folder of its own."""
+    with folder() as where:
+        return run(command, where)
+
+
+@lru_cache
+def printed(program: str) -> str:
+    """Returns what a Python program prints."""
+    with folder() as where:
+        Path(where, "program.py").write_text(program, encoding="utf-8")
+        return run("python program.py", where)
+
+
+def record(name: str) -> str:
+    """Returns the output in docs/records. Its first line must have the command of COMMANDS."""
+    first, _, text = (RECORDS / f"{name}.txt").read_text(encoding="utf-8").partition("\n")
+    if first != f"$ {COMMANDS[name]}":
+        raise ValueError(f"docs/records/{name}.txt is of {first!r}: record it again")
+    return text.rstrip("\n")
+
+
+def write_record(name: str) -> None:
+    """Runs the command of a record, in minutes, and writes the record.
+
+    The quickstart runs in the repository itself, whose environment it uses. OUTPUT names the folder
+    for its files.
+    """
+    with folder() as where:
+        os.environ["OUTPUT"] = str(where / "runs" / "quickstart")
+        text = run(COMMANDS[name], ROOT if name == "quickstart" else where, timeout=3600)
+    text = text.replace(f"{where}/", "")
+    RECORDS.mkdir(exist_ok=True)
+    (RECORDS / f"{name}.txt").write_text(f"$ {COMMANDS[name]}\n{text}\n", encoding="utf-8")
+
+
+def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:
+    """Returns the lines that a page shows.
+
+    settings: of a mark. ("keep", "A .. B"): from the first line that contains A, after those kept
+    before, to the next one that contains B. "A" alone: one line. "A ++ 3": three more. "cut": the
+    greatest length of a line.
+    """
+    lines = text.splitlines()
+    ranges, place = [], 0
+    for key, value in settings:
+        if key == "keep":
+            ranges.append(_range(lines, place, value))
+            place = ranges[-1][1]
+        elif key != "cut":
+            raise ValueError(f"a mark has no setting {key!r}")
+    if ranges:
+        shown: list[str] = []
+        last = 0
+        for start, stop in ranges:
+            shown += ["..."] * (start > last > 0) + lines[start:stop]
+            last = stop
+        lines = shown + ["..."] * (last < len(lines))
+    for key, value in settings:
+        if key == "cut":
+            length = int(value)
+            lines = [line if len(line) <= length else line[: length - 4] + " ..." for line in lines]
+    return "\n".join(lines)
+
+
+def _range(lines: list[str], place: int, value: str) -> tuple[int, int]:
+    more = re.fullmatch(r"(.*) \+\+ (\d+)", value)
+    first, dots, last = value.partition(" .. ")
+    if more:
+        first = more[1]
+    start = _find(lines, place, first) if first else place
+    if more:
+        return start, start + 1 + int(more[2])
+    return start, (_find(lines, start, last) if dots else start) + 1
+
+
+def _find(lines: list[str], place: int, text: str) -> int:
+    for number in range(place, len(lines)):
+        if text in lines[number]:
+            return number
+    raise ValueError(f"no line of the output contains {text!r} (after line {place})")

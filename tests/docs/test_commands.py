@@ -1,0 +1,54 @@
+"""The commands of the pages work, one after the other, and their flags exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from arguments import build_parser, supported_flags
+from tests.docs.marks import COMMANDS, PAGES, Block, blocks
+from tests.docs.outputs import folder, run
+
+RUN = {page: [block for block in blocks(page) if block.kind == "run"] for page in PAGES}
+
+
+def script(block: Block, where: Path, number: int) -> str:
+    """The command that runs a block in a folder."""
+    if block.language == "bash":
+        # torchrun by itself needs a host name that resolves, which not every machine has
+        return block.text.replace("torchrun --nproc", "torchrun --local-addr 127.0.0.1 --nproc")
+    (where / f"program{number}.py").write_text(block.text, encoding="utf-8")
+    return f"python program{number}.py"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "page", [page for page, found in RUN.items() if found], ids=lambda page: page.name
+)
+def test_the_commands_of_a_page_work_one_after_the_other(page: Path) -> None:
+    with folder() as where:
+        for number, block in enumerate(RUN[page]):
+            run(script(block, where, number), where)
+
+
+def test_enough_commands_run() -> None:
+    assert sum(map(len, RUN.values())) >= 8
+
+
+def test_the_flags_of_the_launcher_exist_on_every_page() -> None:
+    """Also in commands that no test runs. Flags of other programs stand before its name."""
+    known = set(supported_flags(build_parser())) | {"--help"}
+    found = 0
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language in COMMANDS:
+                for line in re.sub(r"\\\n", " ", block.text).splitlines():
+                    _, script_name, words = line.partition("pretrain_gpt.py ")
+                    named = set(
+                        re.findall(r"(?<![\w-])--[a-z][\w-]+", words if script_name else "")
+                    )
+                    found += len(named)
+                    assert named <= known, (block.name, named - known)
+    assert found > 50

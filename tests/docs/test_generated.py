@@ -1,0 +1,123 @@
+"""Every figure and every block of output on the pages is made by a command, and is not stale."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs import figures, outputs
+from tests.docs.generate import difference, is_quick, main
+from tests.docs.marks import COMMANDS, GENERATED, INLINE, PAGES, ROOT, blocks
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+NAMES = [page.name for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_what_is_made_of_results_and_of_the_package_is_not_stale(page: Path) -> None:
+    assert difference(page, is_quick) == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_what_commands_print_is_not_stale(page: Path) -> None:
+    if any(block.kind in ("output of", "printed") for block in blocks(page)):
+        assert difference(page) == ""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", figures.FILES, ids=lambda path: path.name)
+def test_a_picture_is_not_stale(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == figures.FILES[path]()
+
+
+def test_every_block_has_a_mark_that_fits_it() -> None:
+    assert len(BLOCKS) > 40
+    wrong = [
+        block.name
+        for block in BLOCKS
+        if not block.kind
+        or (block.language in COMMANDS) is not (block.kind in ("run", "not run"))
+        or (block.kind in ("not run", "not output") and not block.value)
+    ]
+    assert wrong == []
+
+
+def test_no_block_is_hidden_from_the_marks() -> None:
+    """An indented block would be shown like a fenced one."""
+    found = []
+    for page in PAGES:
+        lines = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        inside_list = False
+        for before, line in zip(["", *lines.splitlines()], lines.splitlines(), strict=False):
+            if line and not line.startswith(" "):
+                inside_list = bool(re.match(r"([-*]|\d+\.) ", line))
+            if line.startswith("    ") and not before and not inside_list:
+                found.append(f"{page.name}: {line}")
+    assert found == []
+
+
+def test_every_function_and_record_is_used() -> None:
+    """One that no page names would be kept for nothing."""
+    named = {(block.kind, block.value) for block in BLOCKS if block.kind in GENERATED}
+    assert {value for kind, value in named if kind == "made by"} == set(figures.TEXTS)
+    assert {value for kind, value in named if kind == "record"} == set(outputs.COMMANDS)
+    inline = {name for page in PAGES for name, _ in INLINE.findall(page.read_text())}
+    assert inline == set(figures.FIGURES)
+    shown = "".join(page.read_text() for page in PAGES)
+    assert all(path.relative_to(ROOT).name in shown for path in figures.FILES)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+# The generator itself
+
+
+def test_a_stale_figure_and_a_stale_block_are_shown_and_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Of <!--=situations-->9<!--/--> rows:\n\n<!-- made by: regions -->\n| old |\n|---|\n\nEnd\n"
+    )
+    monkeypatch.setattr("tests.docs.generate.ROOT", tmp_path)
+    monkeypatch.setattr("tests.docs.marks.ROOT", tmp_path)
+    monkeypatch.setattr("tests.docs.figures.FILES", {})
+    assert main(["--check", str(page)]) == 1
+    shown = capsys.readouterr().out
+    assert "-| old |" in shown and "+Of <!--=situations-->66<!--/--> rows:" in shown
+    assert main(["--write", str(page)]) == 0
+    assert "`core_attn`" in page.read_text() and page.read_text().endswith("\n\nEnd\n")
+    assert main(["--check", str(page)]) == 0
+
+
+def test_a_record_of_another_command_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "RECORDS", tmp_path)
+    (tmp_path / "quickstart.txt").write_text("$ bash another.sh\nfine\n")
+    with pytest.raises(ValueError, match="record it again"):
+        outputs.record("quickstart")
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [
+        ((), "one\ntwo\nthree\nfour"),
+        ((("keep", "two"),), "two\n..."),
+        ((("keep", "two .. three"),), "two\nthree\n..."),
+        ((("keep", "one"), ("keep", "three ++ 1")), "one\n...\nthree\nfour"),
+        ((("keep", "three"), ("cut", "4")), " ...\n..."),
+    ],
+)
+def test_the_lines_of_a_mark_are_kept(settings: tuple[tuple[str, str], ...], shown: str) -> None:
+    assert outputs.kept("one\ntwo\nthree\nfour", settings) == shown
+
+
+def test_a_line_that_the_output_lacks_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no line of the output contains 'five'"):
+        outputs.kept("one\ntwo", (("keep", "five"),))

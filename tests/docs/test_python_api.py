@@ -1,0 +1,73 @@
+"""Every block of code of docs/python-api.md runs, and the functions keep their word."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_lite import api
+from megatron_lite.config.run import RunConfig
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "python-api.md").read_text()
+BLOCKS = re.findall(r"^## (.+?)$|^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+CODE = [code for _, code in BLOCKS if code]
+SMALL = dict(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    max_position_embeddings=8,
+    seq_length=8,
+    micro_batch_size=2,
+    vocab_size=99,
+)
+
+
+@pytest.mark.parametrize("number", range(len(CODE)))
+def test_a_block_runs(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(CODE[number], f"block {number} of docs/python-api.md", "exec"), {})
+    if number == 0:
+        assert re.match(r"5 4\.\d+$", capsys.readouterr().out.splitlines()[-1])
+        assert len(CODE[0].splitlines()) <= 15
+
+
+def test_the_table_names_every_public_function() -> None:
+    functions = {name for name in api.__all__ if name[0].islower()}
+    assert {*re.findall(r"^\| `(\w+)\(", PAGE, re.MULTILINE)} == functions
+
+
+def test_a_configuration_equals_that_of_the_flags() -> None:
+    from arguments import parse_args
+
+    words = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+    config = api.run_config(**SMALL, ffn_hidden_size=48, swiglu=True, add_bias_linear=False)
+    assert (
+        parse_args([*words, "--ffn-hidden-size", "48", "--swiglu", "--disable-bias-linear"]).config
+        == config
+    )
+
+
+def test_a_misspelt_setting_is_named() -> None:
+    with pytest.raises(TypeError, match="no setting of a run: hiden_size"):
+        api.run_config(**SMALL, hiden_size=3)
+
+
+def test_a_preset_gives_the_model_and_settings_override_it() -> None:
+    config = api.run_config(preset="gpt2", seq_length=64, micro_batch_size=1, num_layers=3)
+    assert config.model.num_layers == 3 and config.model.hidden_size == 768
+    assert config.tokenizer.true_vocab_size == 50257
+
+
+def test_a_plan_is_a_run_that_fits_its_budget() -> None:
+    config = api.run_config(
+        preset="gpt2", seq_length=1024, micro_batch_size=1, global_batch_size=64, bf16=True
+    )
+    answer = api.plan(config, gpu="a100-80gb", num_gpus=4, memory="4GiB")
+    best = answer.plan
+    assert answer.word == "fits" and best is not None and isinstance(best.config, RunConfig)
+    assert api.peak_bytes(best.config, num_ranks=4) == best.peak.num_bytes
+    assert best.peak.num_bytes <= answer.budget.plan_bytes

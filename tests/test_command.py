@@ -1,0 +1,189 @@
+"""The command megatron-lite: its subcommands, what they import, and its wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_lite import __main__ as command
+from megatron_lite import __version__
+from megatron_lite.cli import pretrain
+from megatron_lite.config.extras import install_advice
+from tests.support.commands import MOCK, SMALL_RUN, environment
+from tests.support.limits import HANG_S
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a wheel holds besides Python's modules.
+DATA_FILES = {
+    f"megatron_lite/{name}"
+    for name in (
+        "py.typed",
+        *(f"pages/{name}" for name in ("page.css", "page.js", "plan.js")),
+        *(
+            f"plan/machines/{name}.json"
+            for name in ("a100-80gb", "b200", "cpu", "h100-80gb", "h200")
+        ),
+    )
+}
+TOOLS = [name for name in command.SUBCOMMANDS if name not in ("train", "explain")]
+
+
+@pytest.fixture(autouse=True)
+def started_as_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-lite"])
+
+
+def test_help_lists_the_subcommands_and_version_is_the_packages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.main(["--help"]) == 0 == command.main([])
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in command.SUBCOMMANDS)
+    assert max(map(len, text.splitlines())) <= 100
+    assert command.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megatron-lite {__version__}\n"
+
+
+def test_a_misspelt_subcommand_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["genrate"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "did you mean generate?" in error
+
+
+@pytest.mark.parametrize("name", command.SUBCOMMANDS)
+def test_each_subcommand_has_a_help_under_its_own_name(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert command.main([name, "--help"]) == 0
+    except SystemExit as stop:
+        assert stop.code == 0
+    usage = " ".join(capsys.readouterr().out.split()[:6])
+    assert usage.startswith("usage: ") and f"megatron-lite {name}" in usage
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_an_unknown_flag_of_a_tool_is_one_line(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main([name, "--no-such-flag"])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1, error
+
+
+def test_train_and_explain_are_pretrain_gpt(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*SMALL_RUN, *MOCK]
+    printed = []
+    for main, line in (
+        (command.main, ["train", *words, "--dump-config"]),
+        (pretrain.main, [*words, "--dump-config"]),
+        (command.main, ["explain", *words]),
+        (pretrain.main, [*words, "--explain-recompute"]),
+    ):
+        assert main(line) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != printed[2] == printed[3]
+
+
+def test_help_the_planner_and_explanations_import_no_torch() -> None:
+    lines = [
+        *([name, "--help"] for name in ("train", "plan", "explain")),
+        ["train", "--help", "all"],
+        ["train", *SMALL_RUN, *MOCK, "--dump-config"],
+        ["explain", *SMALL_RUN, *MOCK],
+        ["plan", "--model", "gpt2", "--gpu", "h100-80gb", "--gpus", "1"],
+    ]
+    program = f"""if True:
+        import sys
+        sys.modules["torch"] = None  # importing it fails
+        import megatron_lite.api, pretrain_gpt
+        from megatron_lite.__main__ import main
+        for line in {lines!r}:
+            try:
+                status = main(line)
+            except SystemExit as stop:
+                status = stop.code
+            assert status == 0, (line, status)
+    """
+    run(sys.executable, "-c", program)
+
+
+def test_the_advice_for_a_missing_package_names_a_checkout_or_the_file_of_a_wheel(
+    tmp_path: Path,
+) -> None:
+    assert install_advice("plot").startswith("pip install -e '.[plot]'")
+    assert "FILE.whl[plot]" in install_advice("plot", tmp_path)
+    for path in (ROOT / "megatron_lite").rglob("*.py"):
+        assert "megatron-lite[" not in path.read_text(), f"{path} names a package of an index"
+
+
+@pytest.mark.long
+def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path: Path) -> None:
+    """Its dependencies are those of the environment of the tests."""
+    source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "megatron_lite").rglob("*.py")}
+    for name in modules | DATA_FILES | {"setup.py", "pyproject.toml", "README.md", "LICENSE"}:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes((ROOT / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    building = ["--no-deps", "--no-index", "--no-build-isolation"]
+    run(*pip, "wheel", *building, "--wheel-dir", str(tmp_path), ".", cwd=source)
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert packed == modules | DATA_FILES
+
+    run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=elsewhere)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    site = run(
+        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere
+    )
+    # A .pth file adds to the end of the path: the wheel's own package is found first.
+    Path(site.strip(), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    installing = ["install", "--no-deps", "--no-index", str(wheel)]
+    run(*pip, "--python", python, *installing, cwd=elsewhere)
+
+    found = "import importlib.util as u; print(*(u.find_spec(n) for n in {!r}))"
+    names = ["arguments", "pretrain_gpt"]
+    assert run(python, "-c", found.format(names), cwd=elsewhere) == "None None\n"
+    installed = str(tmp_path / "venv" / "bin" / "megatron-lite")
+    assert run(installed, "--version", cwd=elsewhere) == f"megatron-lite {__version__}\n"
+    run(installed, "train", *SMALL_RUN, *MOCK, "--metrics-jsonl", "metrics.jsonl", cwd=elsewhere)
+    run(installed, "report", ".", "--output", "page.html", cwd=elsewhere)
+    assert (elsewhere / "page.html").stat().st_size > 10_000
+    planned = run(
+        installed, "plan", "--model", "gpt2", "--gpu", "a100-80gb", "--gpus", "1", cwd=elsewhere
+    )
+    assert "fits" in planned
+
+
+@pytest.mark.long
+def test_train_runs_on_two_ranks_as_a_module() -> None:
+    words = ["--nproc_per_node", "2", "-m", "megatron_lite", "train", *SMALL_RUN, *MOCK]
+    log = run(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *words,
+        *("--tensor-model-parallel-size", "2"),
+    )
+    assert "iteration       12/      12" in log
+
+
+def run(*words: str, cwd: Path = ROOT) -> str:
+    """The standard output of a command that must not fail.
+
+    In another folder than the checkout, the checkout's modules are not on the path.
+    """
+    variables = environment()
+    if cwd != ROOT:
+        variables.pop("PYTHONPATH", None)
+    done = subprocess.run(
+        words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=HANG_S, check=False
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
+    return done.stdout

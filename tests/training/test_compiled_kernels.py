@@ -1,0 +1,262 @@
+"""Compiled norms, activations, rotary embedding and dropout, in every layout and under policies.
+
+Most of these tests run the functions as they are, without a compiler: which function runs where,
+and what it keeps, is then known in milliseconds. The tests marked long compile them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.model import compiled_activations as activations
+from megatron_lite.model import compiled_dropout, compiled_norm, compiled_rotary
+from megatron_lite.parallel import compiled
+from megatron_lite.parallel.compiled import CompiledKernels, missing_compiler
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.recompute.schedule import plan_stage
+from tests.support.equality import variant_config
+from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tp_state
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_to_end, tiny_run
+
+CPU = torch.device("cpu")
+NEEDS_COMPILER = pytest.mark.skipif(
+    missing_compiler() is not None, reason=f"inductor {missing_compiler()}"
+)
+POLICIES = ("*:pointwise", "*:full", "*:pointwise+core_attn")
+DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
+Layout = tuple[int, int, bool]  # TP size, CP size, sequence parallelism
+LAYOUTS: list[Layout] = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
+VARIANTS = ("qwen", "gpt2", "neox", "nemotron")
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes every kernel the function itself."""
+    monkeypatch.setattr(compiled, "_compiled", lambda function, tensors: function)
+    monkeypatch.setattr(compiled, "missing_compiler", lambda: None)
+
+
+def outcome(
+    layout: Layout,
+    variant: str,
+    policy: str,
+    dtype: torch.dtype,
+    kernels: CompiledKernels | None,
+    rank: int,
+    **overrides: object,
+) -> Outcome:
+    tp_size, cp_size, sequence_parallel = layout
+    with tp_state(tp_size, cp_size=cp_size) as parallel:
+        fresh = replace(parallel, rng=RngStreams(CPU, seed=7, tp_rank=rank))
+        config = variant_config(variant, **overrides)
+        model = build_tiny_model(
+            config,
+            fresh,
+            sequence_parallel=sequence_parallel,
+            dtype=dtype,
+            plan=plan_stage(RecomputeConfig(recompute_policy=policy), config.num_layers),
+            kernels=kernels,
+        )
+        return loss_and_grads(model, fresh, seq_length=16)
+
+
+def differing(expected: Outcome, actual: Outcome, close: bool = False) -> list[str]:
+    """Returns the names whose bits (if `close`: whose values up to rounding) differ."""
+
+    def same(one: Tensor, other: Tensor) -> bool:
+        return torch.allclose(one, other, 1e-9, 1e-11) if close else torch.equal(one, other)
+
+    pairs = {
+        "loss": (expected.loss, actual.loss),
+        **{name: (grad, actual.grads[name]) for name, grad in expected.grads.items()},
+    }
+    return [name for name, pair in pairs.items() if not same(*pair)]
+
+
+def faults(
+    rank: int,
+    world_size: int,
+    layout: Layout,
+    variants: Sequence[str],
+    dtype: torch.dtype,
+    dropout: dict[str, float],
+) -> list[str]:
+    """Returns what a policy changes in the bits of a compiled run, by variant and policy."""
+    found, kernels = [], CompiledKernels(CPU)
+    for variant in variants:
+        run = partial(outcome, layout, variant, dtype=dtype, rank=rank, **dropout)
+        expected = run("*:none", kernels=kernels)
+        for policy in POLICIES:
+            found += [
+                f"{variant} {policy}: {name}"
+                for name in differing(expected, run(policy, kernels=kernels))
+            ]
+        if dtype == torch.float64:
+            eager = run("*:none", kernels=None)
+            found += [f"{variant} eager: {name}" for name in differing(eager, expected, close=True)]
+    return found
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    ("layout", "variants"),
+    [
+        (LAYOUTS[0], VARIANTS[:1]),
+        *(pytest.param(layout, VARIANTS, marks=pytest.mark.long) for layout in LAYOUTS),
+    ],
+    ids=str,
+)
+def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(
+    layout: Layout, variants: Sequence[str]
+) -> None:
+    """In float64 up to rounding, with dropout: the masks have the same bits."""
+    size = layout[0] * layout[1]
+    dropout = DROPOUT if layout[1] == 1 else {}
+    assert run_ranks(faults, size, layout, variants, torch.float64, dropout) == [[]] * size
+
+
+@pytest.mark.long
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("layout", "variant", "dtype"),
+    [((2, 1, True), "gpt2", torch.bfloat16), ((1, 2, False), "llama", torch.float32)],
+    ids=str,
+)
+def test_no_policy_changes_a_bit_of_a_compiled_run(
+    layout: Layout, variant: str, dtype: torch.dtype
+) -> None:
+    dropout = DROPOUT if layout[1] == 1 else {}
+    found = run_ranks(faults, 2, layout, [variant], dtype, dropout, detail=False)
+    assert found == [[], []]
+
+
+@pytest.mark.long
+@NEEDS_COMPILER
+def test_every_layer_shares_the_graphs() -> None:
+    graphs = []
+    for num_layers in (1, 3):
+        kernels = CompiledKernels(CPU)
+        outcome(
+            (1, 1, False), "gpt2", "*:pointwise", torch.float32, kernels, 0, num_layers=num_layers
+        )
+        graphs.append(kernels.num_graphs)
+    assert graphs[0] == graphs[1] == 4  # norm and activation, forward and backward
+
+
+def gradient(
+    forward: Callable[..., Any], inputs: Sequence[Tensor], grad: Tensor
+) -> tuple[Tensor, ...]:
+    """Returns autograd's gradients of the function's first output."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    output = forward(*leaves)
+    output = output[0] if isinstance(output, tuple) else output
+    return torch.autograd.grad(output, leaves, grad)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.mark.parametrize(
+    "formulas",
+    [activations.TANH_GELU, activations.ERF_GELU, activations.SWIGLU, activations.SQUARED_RELU],
+    ids=["tanh", "erf", "swiglu", "squared"],
+)
+def test_the_backward_of_an_activation_is_the_derivative_of_its_forward(
+    formulas: activations.Formulas,
+) -> None:
+    x = random(5, 3, 8)
+    grad = random(*formulas.forward(x).shape).cos()
+    (expected,) = gradient(formulas.forward, [x], grad)
+    torch.testing.assert_close(formulas.backward(grad, x), expected)
+
+
+def test_the_backward_of_a_norm_is_the_derivative_of_its_forward() -> None:
+    x, weight, bias = random(5, 3, 8), random(8).sin(), random(8)
+    grad = x.cos()
+    layer_norm = partial(compiled_norm.layer_norm, epsilon=1e-5)
+    statistics = layer_norm(x, weight, bias)[1:]
+    torch.testing.assert_close(
+        compiled_norm.layer_norm_backward(grad, x, weight, *statistics),
+        gradient(layer_norm, [x, weight, bias], grad),
+    )
+    rms_norm = partial(compiled_norm.rms_norm, epsilon=1e-5)
+    torch.testing.assert_close(
+        compiled_norm.rms_norm_backward(grad, x, weight, *rms_norm(x, weight)[1:]),
+        gradient(rms_norm, [x, weight], grad),
+    )
+
+
+def test_the_backward_of_the_rotation_is_the_derivative_of_its_forward() -> None:
+    heads, cos, sin = random(5, 3, 2, 8), random(5, 1, 1, 6).cos(), random(5, 1, 1, 6).sin()
+    grad = heads.cos()
+    (expected,) = gradient(lambda x: compiled_rotary.rotate(x, cos, sin), [heads], grad)
+    torch.testing.assert_close(compiled_rotary.rotate_back(grad, cos, sin), expected)
+
+
+def test_the_backward_of_dropout_is_the_derivative_of_its_forward() -> None:
+    numbers = torch.randint(-(2**15), 2**15, (120,), dtype=torch.int16)
+    branch, residual, constants = random(5, 3, 8), random(5, 3, 8), dict(bound=-9000, scale=1.5)
+    grad = branch.cos()
+    forward = partial(compiled_dropout.drop_and_add, numbers, **constants)
+    for_branch, for_residual = gradient(forward, [branch, residual], grad)
+    mask = forward(branch, residual)[1]
+    assert torch.equal(for_residual, grad)
+    torch.testing.assert_close(
+        compiled_dropout.drop_gradient(grad, mask, scale=1.5, dtype=grad.dtype), for_branch
+    )
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("policy", "norms"), [("*:none", 5), ("*:pointwise", 1)])
+def test_the_kept_bytes_are_predicted(tmp_path: Path, policy: str, norms: int) -> None:
+    """In bf16 LayerNorm keeps float32 statistics, which torch's own kernel rounds to bf16."""
+    rows = {}
+    for torch_compile in (False, True):
+        config = tiny_run(
+            metrics=tmp_path / str(torch_compile),
+            training=dict(train_iters=1, eval_iters=0, bf16=True, torch_compile=torch_compile),
+        )
+        run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
+        (row,) = map(json.loads, (tmp_path / str(torch_compile)).read_text().splitlines())
+        assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
+        rows[torch_compile] = row["activation_bytes_predicted"]
+    tokens, mean_and_deviation, wider = 16, 2, 2
+    assert rows[True] - rows[False] == norms * tokens * mean_and_deviation * wider
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_meter_of_storages_sees_the_results_of_kernels() -> None:
+    from megatron_lite.memory.measure.live_storages import LiveStorages
+
+    kernels, x = CompiledKernels(CPU), random(4, 5).float()
+    with LiveStorages() as live:
+        output = kernels(activations.squared_relu, x)
+        assert live.total_bytes() == output.nbytes
+
+
+@pytest.mark.parametrize("lacks", ["compiler", "headers"])
+def test_a_run_without_a_compiler_ends_with_what_it_lacks(
+    lacks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if lacks == "compiler":
+        monkeypatch.setattr(compiled.shutil, "which", lambda program: None)
+        message = r"--torch-compile needs a C\+\+ compiler, and there is no"
+    else:
+        monkeypatch.setattr(compiled.shutil, "which", lambda program: program)
+        monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
+        message = "has no Python.h: install them"
+    with pytest.raises(InputError, match=message):
+        CompiledKernels(CPU)

@@ -1,0 +1,319 @@
+"""What a run looks like: short lines, settings, the summary, the log file, and slow work."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.training import terminal
+from megatron_lite.training.iteration_line import RunFacts, clock
+from megatron_lite.training.peak_memory import PeakMemory
+from megatron_lite.training.short_line import HEADING_EVERY, ShortLines
+from megatron_lite.training.slow_work import told_if_slow
+from megatron_lite.training.start_text import MOST_LINES, arguments_table, short_settings
+from tests.support.limits import HANG_S
+from tests.support.runs import run_to_end, tiny_run, with_checkpoint
+from tests.training.test_logging import FACTS, record
+
+# A run of a trillion parameters: every number has as many digits as it can have.
+LARGE = RunFacts(
+    num_iterations=500_000,
+    num_samples=1_536_000_000,
+    batch_size=3072,
+    tokens=3072 * 2048,
+    world_size=3072,
+    flops=10**19,
+    hardware_flops=10**19,
+    peak_flops=312e12,
+    device=torch.device("cpu"),
+)
+LARGE_RECORD = record(
+    iteration=499_999,
+    consumed_samples=1_535_996_928,
+    global_batch_size=3072,
+    lm_loss=12.25,
+    grad_norm=123456.789,
+    learning_rate=1.5e-5,
+    iteration_ms=65_432.1,
+    activation_bytes_predicted=2**36,
+    activation_bytes_measured=2**36,
+)
+PEAK = PeakMemory(predicted=79 * 2**30, measured=79 * 2**30 + 5 * 2**20)
+
+
+@pytest.mark.parametrize("shows_peak", [False, True])
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 400])
+@pytest.mark.parametrize("case", ["small", "large"])
+def test_a_short_line_fits_its_columns(case: str, columns: int, shows_peak: bool) -> None:
+    """At 120 columns, which a file and a wide terminal get, no column is left out."""
+    facts, one = (FACTS, record()) if case == "small" else (LARGE, LARGE_RECORD)
+    short = ShortLines(facts, columns=columns, shows_peak=shows_peak)
+    heading, row = short.lines([one], PEAK)
+    assert max(len(heading), len(row)) <= min(columns, 120)
+    memory = "peak predicted/measured" if shows_peak else "kept predicted/measured"
+    names = ["iteration", "ms/step", "tokens/s", "loss", "ETA"]
+    if columns >= 120:
+        names += ["samples", memory]
+    if columns >= 100 or (columns == 80 and case == "small"):
+        names += ["MFU", "norm", "lr"]
+    assert all(name in heading for name in names)
+    assert str(one.iteration) in row.split("/")[0]
+
+
+def test_a_short_line_has_the_figures_of_the_run() -> None:
+    short = ShortLines(FACTS, columns=120, shows_peak=True)
+    records = [record(iteration_ms=50.0), record(iteration_ms=150.0, lm_loss=2.5)]
+    heading, row = short.lines(records, PEAK)
+    assert re.split("  +", heading.strip()) == [
+        *("iteration", "samples", "ms/step", "tokens/s", "MFU", "loss", "norm", "lr"),
+        *("peak predicted/measured", "ETA"),
+    ]
+    assert re.split("  +", row.strip()) == [
+        *("3/9", "12", "100.0", "640", "15.0%", "2.0000", "0.500", "1.00e-02"),
+        *("79.000/79.005 GiB", "0:00:00"),
+    ]
+    assert "  -  " in short.lines([record()], None)[-1], "a peak before it is measured"
+    unknown = FACTS._replace(peak_flops=None)
+    kept = ShortLines(unknown, columns=120, shows_peak=False)
+    known = record(activation_bytes_predicted=3 * 2**19, activation_bytes_measured=2**20)
+    heading, row = kept.lines([known], PEAK)
+    assert "MFU" not in heading and "  1.500/1.000 MiB  " in row
+
+
+def test_the_heading_is_repeated_and_skipped_updates_are_counted() -> None:
+    short = ShortLines(FACTS, columns=120, shows_peak=False)
+    rows = [short.lines([record()], None) for _ in range(2 * HEADING_EVERY)]
+    assert [len(lines) for lines in rows] == ([2] + [1] * (HEADING_EVERY - 1)) * 2
+    skipped = short.lines([record(skipped=1), record(skipped=1, nan=1, lm_loss=float("nan"))], None)
+    assert skipped[-1] == "  of these 2: 2 skipped updates, 1 losses not finite"
+    assert " 1.5000 " in skipped[-2], "the mean of the finite losses"
+
+
+def test_a_duration_is_short() -> None:
+    assert [clock(seconds) for seconds in (0, 59.9, 3600 + 23 * 60 + 4, 359_999, 360_000)] == [
+        *("0:00:00", "0:00:59", "1:23:04", "99:59:59", "4d 04:00")
+    ]
+
+
+def test_the_settings_at_the_start_are_those_that_differ() -> None:
+    config = tiny_run(model=dict(ffn_hidden_size=100, add_bias_linear=False))
+    config = replace(config, recompute=RecomputeConfig(recompute_policy="*:full"))
+    assert short_settings(config, columns=100) == [
+        "settings that differ from the defaults (--dump-config prints all)",
+        "  model        --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
+        "--max-position-embeddings 16",
+        "               --ffn-hidden-size 100 --disable-bias-linear",
+        "  training     --micro-batch-size 1 --global-batch-size 4 --train-iters 20 --eval-iters 1",
+        "  data         --seq-length 16 --mock-data",
+        "  tokenizer    --vocab-size 98 --make-vocab-size-divisible-by 64",
+        "  parallel     --distributed-backend gloo",
+        "  recompute    --recompute-policy '*:full'",
+        "  lr schedule  --lr 0.01 --lr-decay-style cosine --lr-decay-iters 20 --lr-warmup-iters 3",
+        "  logging      --log-interval 5",
+    ]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_a_run_with_many_settings_prints_twenty_lines(columns: int) -> None:
+    """Paths of 200 datasets, and a non-default value in nearly every field of two topics."""
+    config = tiny_run()
+    paths = tuple(f"/a/very/long/path/to/dataset-{number}_text_document" for number in range(200))
+    changed = {
+        name: not value if isinstance(value, bool) else value + 1
+        for name, value in vars(config.logging).items()
+        if name.startswith("log_") and isinstance(value, (bool, int))
+    }
+    config = replace(
+        config,
+        data=replace(config.data, mock_data=False, data_path=paths, split="90,5,5"),
+        logging=replace(config.logging, **changed, metrics_jsonl="m" * 300, log_file="l" * 30),
+        checkpoint=replace(config.checkpoint, save="s" * 100, save_interval=3),
+    )
+    lines = short_settings(config, columns=columns)
+    assert len(lines) <= MOST_LINES + 1 and max(map(len, lines[1:])) <= columns
+    text = "\n".join(lines)
+    assert "(200 words)" in text and "m" * 70 not in text and f"all of them: {'l' * 30}" in text
+    assert columns > 60 or re.search(r"and \d+ more", text)
+
+
+def finished_run(folder: Path, **logging: Any) -> RunConfig:
+    config = tiny_run(
+        training=dict(train_iters=4, eval_interval=2),
+        metrics=folder / "m.jsonl",
+        checkpoint=dict(save=str(folder / "saved")),
+    )
+    return replace(config, logging=replace(config.logging, **logging))
+
+
+def test_the_log_file_has_the_table_and_all_lines_and_the_terminal_the_short_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = finished_run(tmp_path)
+    run_to_end(config)
+    printed, filed = capsys.readouterr().out, (tmp_path / "saved" / "train.log").read_text()
+    assert arguments_table(config) in filed and "end of arguments" not in printed
+    assert "1 rank(s): tensor-parallel 1" in filed
+    assert re.search(r" iteration        4/       4 \| consumed samples: ", filed)
+    assert "consumed samples:" not in printed and re.search("^ +4/4  +16  ", printed, re.MULTILINE)
+    same = [line for line in filed.splitlines() if line in printed.splitlines()]
+    assert any(line.startswith("saving checkpoint at iteration") for line in same)
+    rows = [line for line in printed.splitlines() if re.match(r" *\d+/4 |iteration ", line)]
+    assert len(rows) == 2 and max(map(len, rows)) <= 120
+
+
+def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new" / "run.log"
+    config = replace(finished_run(tmp_path), checkpoint=tiny_run().checkpoint)
+    config = replace(config, logging=replace(config.logging, log_file=str(path)))
+    run_to_end(config)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise InputError("the sky falls")
+
+    monkeypatch.setattr("megatron_lite.training.loop.train_step", fails)
+    with pytest.raises(InputError, match="the sky falls"):
+        run_to_end(config)
+    text = path.read_text()
+    assert text.count("started ") == text.count("end of arguments") == 2
+    assert text.endswith("error: the sky falls\n")
+    assert "the sky falls" not in capsys.readouterr().out
+
+
+def test_a_run_without_a_folder_writes_no_log_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_lines_say_what_the_run_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "saved"
+    run_to_end(finished_run(tmp_path, peak_tflops_per_gpu=1.0))
+    text = capsys.readouterr().out.partition("finished at iteration 4 of 4 after 0:")[2]
+    assert re.search(
+        r"  trained +16 samples, 256 tokens in 0:00:\d\d: [\d,]+ tokens/s, MFU \d+\.\d%\n", text
+    )
+    losses = re.findall(r"^validation loss at iteration (\d): (\S+) ", text, re.MULTILINE)
+    assert losses == [], "the summary comes last"
+    best = re.search(r"  validation +best loss (\S+) \(perplexity \S+\) at iteration (\d)\n", text)
+    assert best is not None and best[2] in "24"
+    assert re.search(
+        r"  kept +\S+ [KM]iB for backward by a micro-batch, as predicted to the ", text
+    )
+    assert "  skipped      no updates\n" in text
+    assert f"  checkpoint   {saved}/iter_0000004\n  log          {saved}/train.log\n" in text
+    assert text.endswith(f"tools.report {tmp_path}\n")
+    (tmp_path / "of_another_run.jsonl").write_text("")
+    again = finished_run(tmp_path)
+    run_to_end(with_checkpoint(again, save=str(saved), load=str(saved)))
+    assert capsys.readouterr().out.endswith(f"tools.report {tmp_path}/m.jsonl {saved}\n")
+
+
+def test_a_run_that_is_stopped_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = finished_run(tmp_path)
+    run_to_end(replace(config, training=replace(config.training, exit_interval=3)))
+    text = capsys.readouterr().out
+    assert "stopped at iteration 3 of 4 after " in text
+    assert "/iter_0000003\n" in text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_terminal_gets_lines_that_fit_it(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Long notices are broken between words there, and nowhere else."""
+    notice = "word " * 50 + "end"
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(terminal, "ProgressBar", _NoBar)
+    shown = terminal.Terminal(total=9, done=0)
+    shown.line(notice)
+    shown.close()
+    assert shown.columns == columns and max(map(len, _NoBar.lines[-1].split("\n"))) <= columns
+    monkeypatch.undo()
+    terminal.Terminal(total=9, done=0).line(notice)
+    assert capsys.readouterr().out == notice + "\n"
+
+
+class _NoBar:
+    """In place of rich's progress bar: it keeps what is printed above it."""
+
+    lines: ClassVar[list[str]] = []
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.console = self
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def add_task(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def print(self, text: str, **_: Any) -> None:
+        self.lines.append(text)
+
+
+def test_slow_work_is_told_of_and_short_work_is_not() -> None:
+    said: list[str] = []
+    with told_if_slow("short work", said.append, first_after_s=HANG_S):
+        pass
+    assert said == []
+    twice = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 2:
+            twice.set()
+
+    with told_if_slow("slow work", say, first_after_s=0.001):
+        assert twice.wait(HANG_S)
+    assert all(re.fullmatch(r"slow work: \d+ s so far", line) for line in said[:-1])
+    assert re.fullmatch(r"slow work: done after \d+\.\d s", said[-1]) and len(said) >= 3
+    assert not [one for one in threading.enumerate() if one.name == "slow work"]
+
+
+def test_an_error_of_slow_work_goes_through() -> None:
+    with pytest.raises(InputError, match="disk"), told_if_slow("work", print):
+        raise InputError("disk")
+
+
+def test_the_start_and_the_first_step_tell_that_they_are_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from contextlib import contextmanager
+
+    named: list[str] = []
+
+    @contextmanager
+    def noted(what: str, say: Any, **_: Any) -> Any:
+        named.append(what)
+        yield
+
+    for module in ("slow_work", "logging"):
+        monkeypatch.setattr(f"megatron_lite.training.{module}.told_if_slow", noted)
+    run_to_end(tiny_run(training=dict(train_iters=2)))
+    assert named == [
+        "reading the data and building its sample index",
+        "building the model and its optimizer",
+        "loading the checkpoint",
+        "the first step of this start",
+        "evaluating the validation loss over 1 global batches",
+        "evaluating the test loss over 1 global batches",
+    ]
