@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one command and under 5 minutes: the tests marked `gpu`, and the benchmarks of step time and of
-# recomputation.
+# Everything that needs a GPU, in one command and in about 5 minutes: a Llama-8B-shaped stack in bf16 beside the peers that are
+# installed, the tests marked `gpu`, and the benchmarks of step time and of recomputation.
 # Needs one CUDA device and a Python (3.10 or newer) with torch; other packages are used where they are there, and the report
 # names those that are not. No network. Writes one JSON to the given file.
 set -uo pipefail
@@ -33,11 +33,31 @@ parts=$(mktemp -d) || exit 2
 trap 'rm -rf "$parts"' EXIT
 mkdir -p "$(dirname "$output")" || exit 2
 
-echo "[1/4] Tests"
+cat <<FIRST
+If you have this GPU for 5 minutes only, know this:
+  - The first part, of at most 100 s, answers the main question: how near a bf16 step is to the card's own matmul rate ("of
+    GEMM", target 55%), and whether a peer is faster ("/ ours" below 1). Peers: transformers and litgpt, where they are installed.
+  - Then come the tests (110 s), the step times (60 s) and recomputation (100 s). Each part ends by itself at its limit.
+  - Every part writes what it has finished, so $output has results even if a part was cut short.
+    If you stop the whole script, the printed tables remain.
+  - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/METHOD.md.
+FIRST
+if [[ $DEVICE == cuda ]]; then
+    nvidia-smi --query-gpu=name,driver_version,memory.used,memory.total,clocks.sm,power.limit,temperature.gpu --format=csv,noheader \
+        2>/dev/null || echo "nvidia-smi is not there"
+fi
+
+echo "[1/5] A Llama-8B-shaped stack in bf16"
+size=(--device "$DEVICE")
+if [[ $DEVICE == cpu ]]; then size+=(--preset tiny --rounds 2); fi
+timeout 100 "$PYTHON" benchmarks/gpu_step.py "${size[@]}" --json "$parts/stack.json"
+stack_status=$?
+
+echo "[2/5] Tests"
 CUBLAS_WORKSPACE_CONFIG=:4096:8 timeout 110 "$PYTHON" tests/gpu/run.py --device "$DEVICE" --json "$parts/tests.json"
 tests_status=$?
 
-echo "[2/4] Step time"
+echo "[3/5] Step time"
 for preset in $PRESETS; do
     rm -f "$parts/step_time.json"
     timeout 60 "$PYTHON" benchmarks/step_time.py --device "$DEVICE" --preset "$preset" --repeats 5 --steps-per-round 3 \
@@ -47,15 +67,16 @@ for preset in $PRESETS; do
     if [[ -s $parts/step_time.json ]]; then break; fi
 done
 
-echo "[3/4] Recomputation, $preset"
+echo "[4/5] Recomputation, $preset"
 timeout 100 "$PYTHON" benchmarks/recompute.py --device "$DEVICE" --tp 1 --preset "$preset" --dtype bf16 --dropout 0.1 \
     --repeats 3 --steps-per-round 1 --json "$parts/recompute.json" --engines none "uniform 1" "uniform 2" core_attn mlp \
     "*:pointwise" "*:full@host" "torch layers, reentrant" "torch layers, non-reentrant" "torch mlp, reentrant" \
     "transformers, none" "transformers, reentrant"
 recompute_status=$?
 
-echo "[4/4] Report"
-DEVICE=$DEVICE "$PYTHON" - "$parts" "$output" "$tests_status" "$step_time_status" "$recompute_status" <<'REPORT'
+echo "[5/5] Report"
+DEVICE=$DEVICE "$PYTHON" - "$parts" "$output" "$tests_status" "$step_time_status" "$recompute_status" \
+    "$stack_status" <<'REPORT'
 import datetime, importlib.metadata, json, os, platform, subprocess, sys
 from collections import Counter
 from pathlib import Path
@@ -63,7 +84,7 @@ from pathlib import Path
 import torch
 
 parts, output = Path(sys.argv[1]), Path(sys.argv[2])
-tests_status, step_time_status, recompute_status = map(int, sys.argv[3:])
+tests_status, step_time_status, recompute_status, stack_status = map(int, sys.argv[3:])
 
 
 def part(name):
@@ -100,6 +121,7 @@ report = {
     "git_commit": git("rev-parse", "HEAD"), "git_changed_files": None if changes is None else len(changes.splitlines()),
     "device": device, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
     "packages": packages, "missing_packages": [name for name, found in packages.items() if found is None],
+    "stack_status": stack_status, "stack": part("stack.json"),
     "tests_status": tests_status, "tests_counts": counts, "tests": tests,
     "step_time_status": step_time_status, "step_time": step_time,
     "recompute_status": recompute_status, "recompute": recompute,
@@ -109,5 +131,5 @@ temporary.write_text(json.dumps(report, indent=1) + "\n")
 temporary.replace(output)
 print(f"{output}: tests {dict(counts)}, {len(step_time['rows']) if step_time else 0} rows of step times, "
       f"{len(recompute['rows']) if recompute else 0} of recomputation, not installed: {', '.join(report['missing_packages']) or 'nothing'}")
-sys.exit(0 if tests_status == step_time_status == recompute_status == 0 else 1)
+sys.exit(0 if tests_status == step_time_status == recompute_status == stack_status == 0 else 1)
 REPORT

@@ -52,6 +52,10 @@ def test_a_machine_with_torch_alone_gets_a_report(tmp_path: Path) -> None:
         report["tests"]["test_a_resumed_run_ends_as_an_uninterrupted_one"]["reason"]
         == "rich is not installed"
     )
+    assert "5 minutes" in done.stdout.partition("[1/5]")[0]
+    (stack,) = report["stack"]["blocks"]
+    assert report["stack_status"] == 0 and "transformers" in stack["skipped"]
+    assert [row["name"] for row in stack["rows"]][:2] == ["ours, none", "ours, full"]
     engines = [(row["dtype"], row["dropout"], row["engine"]) for row in report["step_time"]["rows"]]
     assert engines[:2] == [("float32", 0.0, "megatron_lite"), ("float32", 0.0, "plain")]
     assert len(engines) == 10 and engines[-2:] == [

@@ -74,7 +74,7 @@ class Watch(TorchDispatchMode):
         self.inside = False
         made = _tensors(results)
         self._check_devices(name, given, made)
-        if not func.is_view and name not in ("detach", "alias", *ALLOCATIONS):
+        if not _is_view(func) and name not in ALLOCATIONS:
             self._order(func, args, kwargs, made)
         return results
 
@@ -107,6 +107,14 @@ class Watch(TorchDispatchMode):
         self.streams.use(
             reads=_tensors((args, kwargs)), writes=written, stream=self.streams.current
         )
+
+
+def _is_view(func: Any) -> bool:
+    """Whether the operator reads nothing: it returns a view, or a fact such as the device."""
+    aliases = [one.alias_info for one in func._schema.returns]
+    return func.namespace == "prim" or any(
+        alias is not None and not alias.is_write for alias in aliases
+    )
 
 
 class _Module(backends._DummyBackendModule):

@@ -114,7 +114,7 @@ class Streams:
         self.faults: Counter[str] = Counter()
         self.under_way: dict[int, str] = {}  # started collectives, by the line that started them
         self.num_uses: Counter[Stream] = Counter()
-        self._memory: dict[int, Memory] = {}
+        self._memory: dict[tuple[int, int], Memory] = {}
         MAIN.done.clear()
 
     @classmethod
@@ -207,15 +207,17 @@ class Streams:
         self.faults[f"{text}: {place()}"] += 1
 
     def _of(self, tensor: Tensor) -> Memory:
+        """Returns the memory of a tensor: its storage, or on the host its slot of an arena."""
         storage = tensor.untyped_storage()
-        memory = self._memory.get(storage._cdata)
+        slot = tensor.storage_offset() * tensor.itemsize if storage.device.type == "cpu" else 0
+        address = storage._cdata, slot
+        memory = self._memory.get(address)
         if memory is None or memory.storage() is not storage:
-            address = storage._cdata
             memory = Memory(storage, lambda _: self._died(memory, address))
             self._memory[address] = memory
         return memory
 
-    def _died(self, memory: Memory | None, address: int) -> None:
+    def _died(self, memory: Memory | None, address: tuple[int, int]) -> None:
         assert memory is not None
         if self._memory.get(address) is memory:
             del self._memory[address]

@@ -1,0 +1,148 @@
+"""The tables and pictures of benchmarks/side_by_side.py.
+
+python benchmarks/side_by_side_report.py JSON       shows and draws a report again
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "megatron-core", "litgpt", "numpy")
+MIB = 2.0**20
+COLOURS = {"ours": "tab:blue", "plain": "tab:green", "transformers": "tab:orange"}
+OTHER_COLOURS = {"megatron-core": "tab:red", "litgpt": "tab:purple"}
+HEADER = (
+    f"{'':29}{'wall':>9} {'time / ours, none (min-max)':^37} {'peak':>8} {'of':>5} {'of the':>6}\n"
+    f"{'contestant':29}{'ms':>9} {'wall':^18} {'processor':^18} {'MiB':>8} {'ours':>5} {'bound':>6}"
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of the libraries; None: not installed."""
+    found: dict[str, str | None] = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines of one block, of at most 100 columns."""
+    yield f"\n{result['title']}"
+    if result["rows"]:
+        yield HEADER
+    for row in result["rows"]:
+        wall, cpu = (_shown(row[f"{clock}_ratio"]) for clock in ("wall", "cpu"))
+        yield (
+            f"{row['name']:29}{row['wall_ms']:9.1f} {wall:18} {cpu:18} "
+            f"{row['peak_bytes'] / MIB:8.1f} {row['peak_ratio']:5.2f} {row['gemm_fraction']:6.0%}"
+            f"{'' if row['same_work'] else ' !'}"
+        )
+    if any(not row["same_work"] for row in result["rows"]):
+        yield "!: its parameters, loss or FLOPs are not those of ours"
+    for name, reason in result["skipped"].items():
+        yield f"{name} left out: {reason.splitlines()[0]}"[:100] if reason else f"{name} left out"
+
+
+def _shown(ratio: list[float]) -> str:
+    middle, low, high = ratio
+    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+
+
+def draw(report: dict[str, Any], output: Path) -> list[Path]:
+    """Writes two pictures beside the report: times, and time over peak. None without matplotlib."""
+    blocks = [block for block in report["blocks"] if block["rows"]]
+    try:
+        import matplotlib
+    except ImportError:
+        print("no pictures: matplotlib is not installed", file=sys.stderr)
+        return []
+    if not blocks:
+        return []
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "side by side"
+    return [
+        _draw(report, blocks, output.with_name(f"{output.stem}-{name}.svg"), panel, height)
+        for name, panel, height in (("time", _bars, 0.26), ("memory", _points, 0.3))
+    ]
+
+
+def _draw(
+    report: dict[str, Any], blocks: list[dict[str, Any]], path: Path, panel: Any, height: float
+) -> Path:
+    from matplotlib import pyplot
+
+    columns = min(2, len(blocks))
+    lines = -(-len(blocks) // columns)
+    most = max(len(block["rows"]) for block in blocks)
+    figure, axes = pyplot.subplots(
+        lines,
+        columns,
+        figsize=(7.0 * columns, (1.2 + height * most) * lines),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis in axes.flat[len(blocks) :]:
+        axis.set_axis_off()
+    for axis, block in zip(axes.flat, blocks, strict=False):
+        panel(axis, block["rows"])
+        axis.set_title(block["title"], fontsize=9)
+    quick = ", quick run" if report["is_quick"] else ""
+    figure.suptitle(
+        f"{report['device']}, torch {report['versions']['torch']}, {report['date'][:10]}{quick}",
+        fontsize=9,
+    )
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
+
+
+def _bars(axis: Any, rows: list[dict[str, Any]]) -> None:
+    names = [row["name"] for row in rows]
+    ratios = [row["cpu_ratio"] for row in rows]
+    reach = [[one[0] - one[1] for one in ratios], [one[2] - one[0] for one in ratios]]
+    colours = [_colour(name) for name in names]
+    axis.barh(names, [one[0] for one in ratios], xerr=reach, color=colours, height=0.7)
+    axis.axvline(1.0, color="black", linewidth=0.8)
+    axis.invert_yaxis()
+    axis.tick_params(labelsize=7)
+    axis.set_xlabel("processor time / ours, none (median, least, most)", fontsize=8)
+
+
+def _points(axis: Any, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        place = (row["peak_bytes"] / MIB, row["cpu_ratio"][0])
+        axis.scatter(*place, color=_colour(row["name"]), s=30)
+        axis.annotate(row["name"], place, textcoords="offset points", xytext=(4, 3), fontsize=6)
+    axis.grid(alpha=0.3)
+    axis.tick_params(labelsize=7)
+    axis.set_xlabel("peak of forward and backward [MiB]", fontsize=8)
+    axis.set_ylabel("processor time / ours, none", fontsize=8)
+
+
+def _colour(name: str) -> str:
+    for prefix, colour in (COLOURS | OTHER_COLOURS).items():
+        if name.startswith(prefix):
+            return colour
+    return "tab:gray"
+
+
+def main(argv: list[str]) -> int:
+    """Shows and draws a report. Returns 0."""
+    path = Path(argv[0])
+    report = json.loads(path.read_text())
+    for result in report["blocks"]:
+        print(*table(result), sep="\n")
+    print(*draw(report, path), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
