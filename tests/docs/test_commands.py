@@ -13,6 +13,8 @@ from tests.docs.outputs import folder, run
 
 RUN = {page: [block for block in blocks(page) if block.kind == "run"] for page in PAGES}
 
+LAUNCHER = r"pretrain_gpt\.py |megatron[-_]lite train "
+
 
 def script(block: Block, where: Path, number: int) -> str:
     """The command that runs a block in a folder."""
@@ -45,10 +47,8 @@ def test_the_flags_of_the_launcher_exist_on_every_page() -> None:
         for block in blocks(page):
             if block.language in COMMANDS:
                 for line in re.sub(r"\\\n", " ", block.text).splitlines():
-                    _, script_name, words = line.partition("pretrain_gpt.py ")
-                    named = set(
-                        re.findall(r"(?<![\w-])--[a-z][\w-]+", words if script_name else "")
-                    )
+                    words = " ".join(re.split(LAUNCHER, line)[1:])
+                    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]+", words))
                     found += len(named)
                     assert named <= known, (block.name, named - known)
     assert found > 50
