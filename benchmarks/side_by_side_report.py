@@ -17,8 +17,8 @@ MIB = 2.0**20
 COLOURS = {"ours": "tab:blue", "plain": "tab:green", "transformers": "tab:orange"}
 OTHER_COLOURS = {"megatron-core": "tab:red", "litgpt": "tab:purple"}
 HEADER = (
-    f"{'':29}{'wall':>9} {'time / ours, none (min-max)':^37} {'peak':>8} {'of':>5} {'of the':>6}\n"
-    f"{'contestant':29}{'ms':>9} {'wall':^18} {'processor':^18} {'MiB':>8} {'ours':>5} {'bound':>6}"
+    f"{'':33}{'wall':>8} {'time / ours, none (min-max)':^35} {'peak':>8} {'of':>5}{'of the':>6}\n"
+    f"{'contestant':33}{'ms':>8} {'wall':^17} {'processor':^17} {'MiB':>8} {'ours':>5}{'bound':>6}"
 )
 
 
@@ -41,8 +41,8 @@ def table(result: dict[str, Any]) -> Iterator[str]:
     for row in result["rows"]:
         wall, cpu = (_shown(row[f"{clock}_ratio"]) for clock in ("wall", "cpu"))
         yield (
-            f"{row['name']:29}{row['wall_ms']:9.1f} {wall:18} {cpu:18} "
-            f"{row['peak_bytes'] / MIB:8.1f} {row['peak_ratio']:5.2f} {row['gemm_fraction']:6.0%}"
+            f"{row['name']:33}{row['wall_ms']:8.1f} {wall:17} {cpu:17} "
+            f"{row['peak_bytes'] / MIB:8.1f} {row['peak_ratio']:5.2f}{row['gemm_fraction']:6.0%}"
             f"{'' if row['same_work'] else ' !'}"
         )
     if any(not row["same_work"] for row in result["rows"]):
