@@ -239,7 +239,8 @@ def rows(
 
     gemm_fraction: the time that the model's FLOPs need at the rate of its matmuls alone, over the
     wall time of the step. same_work: whether parameters, loss, and FLOPs without recomputation
-    equal ours; FLOPs may differ by 2 %.
+    equal ours. FLOPs may differ by 5 %: our attention skips keys that a causal mask hides
+    (megatron_lite/model/causal_blocks.py), and the others' kernel computes some of them.
     """
     shape, ours = setting.shape, found[OURS]
     rate = gemm_flops(shape) / statistics.median(wall for wall, _ in samples[GEMMS])
@@ -272,7 +273,7 @@ def rows(
                     own["parameters"] == ours["parameters"]
                     and math.isfinite(differs)
                     and differs < LOSSES_DIFFER[block.dtype]
-                    and (not plain or abs(own["flops"] / ours["flops"] - 1.0) < 0.02)
+                    and (not plain or abs(own["flops"] / ours["flops"] - 1.0) < 0.05)
                 ),
             }
         )
