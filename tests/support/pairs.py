@@ -49,12 +49,6 @@ def thinned(cases: Iterable[Case], *, ids: Any = None) -> list[Any]:
     ]
 
 
-def some(cases: Iterable[Case]) -> list[Case]:
-    """Returns the cases that covering() keeps, in their order, or all of them with FULL_GRIDS."""
-    cases = list(cases)
-    return cases if FULL_GRIDS else [cases[number] for number in sorted(covering(cases))]
-
-
 def covered(cases: Iterable[Case]) -> list[Case]:
     """Returns the cases that covering() keeps, in their order, in `.ci/run` too.
 
