@@ -6,10 +6,9 @@ Most faults depend on one setting or on two together, so a default run tries eve
 testing). `.ci/run` tries the whole grid. The kept cases are the same in every run: the thinning
 repeatedly takes the first of the cases that add the most pairs, until no pair is missing.
 
-    for tp_size, policy in some(itertools.product([1, 2], POLICIES)): ...
+    for tp_size, policy in covered(itertools.product([1, 2], POLICIES)): ...
 
-thins a grid that one test walks through. FULL_GRIDS=1, which `.ci/run` sets, keeps all of it.
-`covered` thins the biggest grids in `.ci/run` too.
+thins a grid in `.ci/run` too, which sets FULL_GRIDS=1.
 """
 
 from __future__ import annotations
