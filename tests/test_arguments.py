@@ -666,9 +666,26 @@ def test_help_on_one_flag_is_about_that_flag(capsys: pytest.CaptureFixture[str])
     assert flags_in(help_of("--help --seed", capsys)) == {"--seed"}
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--num-experts", "--num-experts is refused: "),
+        ("num_experts", "--num-experts is refused: "),
+        ("--use-mcore-models", "--use-mcore-models is accepted and has no effect here: "),
+        ("--batch-size", "--batch-size is an old spelling of --micro-batch-size"),
+    ],
+)
+def test_help_on_a_flag_that_only_megatron_has_tells_what_happens_to_it(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = help_of(f"--help {word}", capsys)
+    assert text.startswith(said) and text.count("\n") == 1
+
+
 def test_help_on_nothing_known_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean --help recompute?" in help_of("--help recomputing", capsys, status=2)
     assert help_of("--help zzz", capsys, status=2).count("\n") == 1
+    assert "such as --fp8" in help_of("--help fp8", capsys, status=2)
 
 
 def test_help_lists_flags_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:

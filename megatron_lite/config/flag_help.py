@@ -1,4 +1,4 @@
-"""The texts of `--help refused` and `--help ignored`: Megatron's flags by what happens to them."""
+"""The texts of `--help` on flags of Megatron that the program refuses, ignores or renames."""
 
 from __future__ import annotations
 
@@ -29,6 +29,21 @@ def help_on(topic: str) -> str | None:
             "Flags of Megatron, of all its releases, that are accepted and have no effect on the "
             f"results:\n\n{_by_reason(list(rows.items()))}"
         )
+    return None
+
+
+def fate_of(word: str) -> str | None:
+    """Returns one line on a flag of Megatron that this program renames, refuses or ignores.
+
+    word: the flag in lower case, with or without its two dashes. Returns None for any other word.
+    """
+    flag = word if word.startswith("--") else f"--{word}"
+    if new := flags.RENAMED.get(flag):
+        return f"{flag} is an old spelling of {new}"
+    if ignored := flags.ignored_flags().get(flag):
+        return f"{flag} is accepted and has no effect {ignored.reason}"
+    if reason := flags.refusal_reason(flag):
+        return f"{flag} is refused: {reason}"
     return None
 
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megatron_lite.cli.arguments.parser import build_parser
 from megatron_lite.config.all_faults import Parser
-from megatron_lite.config.flag_help import help_on
+from megatron_lite.config.flag_help import fate_of, help_on
+from megatron_lite.config.flags import refused_flags
 from megatron_lite.config.json_text import shown
 
 WIDTH = 100
@@ -81,10 +82,14 @@ def print_help(argv: Sequence[str], program: str) -> None:
     if text is None:
         word = argv[place + 1]
         near = difflib.get_close_matches(word, [*TOPICS, *LISTS], n=1)
-        parser.error(
-            f"--help {shown(word)}: no topic, and no flag has it in its name: "
-            + (f"did you mean --help {near[0]}?" if near else "--help alone lists the topics")
-        )
+        refused = [flag for flag in refused_flags() if word.lower().replace("_", "-") in flag]
+        if refused:
+            advice = f"--help refused has flags of Megatron with it, such as {refused[0]}"
+        elif near:
+            advice = f"did you mean --help {near[0]}?"
+        else:
+            advice = "--help alone lists the topics"
+        parser.error(f"--help {shown(word)}: no topic, and no flag has it in its name: {advice}")
     print(text)
     sys.exit(0)
 
@@ -92,7 +97,8 @@ def print_help(argv: Sequence[str], program: str) -> None:
 def help_text(parser: Parser, word: str, program: str) -> str | None:
     """Returns the text of `--help WORD`, or of `--help` for an empty word.
 
-    Returns None if the word is no topic and if no flag has it in its name.
+    The word may also be a flag of Megatron that is renamed, refused or has no effect. Returns None
+    if it is none of these, no topic, and in no flag's name.
     """
     topic = word.lower().replace("_", "-")
     if not topic:
@@ -109,6 +115,9 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
         if any(topic in name.lower().replace("_", "-") for name in action.option_strings)
     ]
     exact = [action for action in found if topic in action.option_strings]
+    whole = topic.startswith("--") or not found
+    if whole and not exact and (line := fate_of(topic)) is not None:
+        return line
     return _flags(f"flags with {word} in their name", exact or found) if found else None
 
 
