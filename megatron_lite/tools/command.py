@@ -35,7 +35,7 @@ def exit_status(command: Callable[[], None]) -> int:
     except (InputError, OSError) as error:
         rank = _rank()
         await_turn(rank, error, seconds=RANK_0_SPEAKS_FIRST_S)
-        print_fault(error, rank)
+        print_fault(_text(error), rank)
         return 2
     except Stopped as stopped:
         number, text = stopped.number, f"error: {stopped}\n"
@@ -61,6 +61,13 @@ def rank_0_speaks() -> Iterator[None]:
         except SystemExit as stop:
             await_turn(rank, stop, seconds=RANK_0_SPEAKS_FIRST_S)
             raise
+
+
+def _text(error: InputError | OSError) -> str:
+    """Returns the message of an error; that of a file begins with the name of the file."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    return str(error)
 
 
 def _rank() -> int:
