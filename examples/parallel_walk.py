@@ -137,3 +137,7 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     main()
+    sys.stdout.flush()
+    # Groups that were destroyed long ago leave threads of gloo, which can abort the process when
+    # the interpreter ends.
+    os._exit(0)
