@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -63,7 +64,7 @@ def _torchrun(
         )
     try:
         deadline = time.monotonic() + HANG_S
-        while "iteration        5/" not in log.read_text():
+        while not re.search(r"^ +5/\d", log.read_text(), re.MULTILINE):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.01)
         yield process

@@ -58,7 +58,7 @@ def anything_is_a_key(_, value):
     return value if not isinstance(value, tuple) else str(len(value))
 
 
-@replaces("rows", torch_file.SavedTensor)
+@replaces("rows", torch_file.StoredTensor)
 def every_layer_is_the_first_row(rows, self, start, length):
     return rows(self, 0, length)
 

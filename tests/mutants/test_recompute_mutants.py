@@ -98,8 +98,9 @@ def residual_masks_of_a_replay_come_from_the_other_stream(_, self):
 
 
 @replaces("dropout", attention)
-def attention_masks_of_a_replay_are_shared_by_ranks(real, weights, probability, rng, stream):
-    return real(weights, probability, rng, DEFAULT if is_recomputing() else stream)
+def attention_masks_of_a_replay_are_shared_by_ranks(real, weights, dropped, rng, stream, *others):
+    stream = DEFAULT if is_recomputing() else stream
+    return real(weights, dropped, rng, stream, *others)
 
 
 @replaces("_chain", runner)

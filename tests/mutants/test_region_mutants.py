@@ -83,8 +83,11 @@ def the_norm_reads_its_input_twice(_, hidden_states, weight, epsilon):
 
 
 @replaces("add_dropped_out", layer)
-def a_skipped_tail_draws_no_mask(real, residual, branch, probability, *others, skip_tail=False):
-    return real(residual, branch, 0.0 if skip_tail else probability, *others, skip_tail=skip_tail)
+def a_skipped_tail_draws_no_mask(
+    real, residual, branch, probability, *others, skip_tail=False, **more
+):
+    probability = 0.0 if skip_tail else probability
+    return real(residual, branch, probability, *others, skip_tail=skip_tail, **more)
 
 
 @replaces("_chain", runner)

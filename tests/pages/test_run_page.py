@@ -529,6 +529,7 @@ def test_a_browser_shows_the_page_on_a_phone_without_errors(real_run: Path, tmp_
       return [before, at, where, home, evaluated.textContent];
     }"""
     run = read(real_run)
+    run.evaluations.clear()
     run.evaluations["validation"] = {10: 3.5, 18: 2.5}
     seen = look(run_page(run), tmp_path, script=script)
     assert seen.width <= 375 and seen.wide == [] and seen.console == []

@@ -91,6 +91,7 @@ def test_a_full_tensorboard_folder_is_said_once_and_later_points_are_readable(
     assert "Traceback" not in printed.err
     events = EventAccumulator(str(tmp_path))
     events.Reload()
+    assert "lm loss" in events.Tags()["scalars"]
     steps = [event.step for event in events.Scalars("lm loss")]
     assert steps[-1] == 4 and len(steps) < 4
 
