@@ -251,7 +251,11 @@ class Channel:
                     break
                 os.sched_yield()
             one.settimeout(self.timeout)
-            return one.recv(MESSAGE.size)
+            try:
+                return one.recv(MESSAGE.size)
+            finally:
+                # With a timeout Python sleeps before every call, also one with MSG_DONTWAIT.
+                one.settimeout(None)
         except TimeoutError as error:
             raise RuntimeError(
                 f"a collective through shared memory timed out after {self.timeout:g} s: rank "

@@ -240,6 +240,28 @@ def test_under_a_selective_checkpoint_collectives_stay_functional_operators() ->
     assert on_ranks(work) == [([2.0, 2.0], True)] * 2
 
 
+def test_a_rank_tries_before_each_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after it has slept once."""
+    tries = 0
+
+    def one_more() -> None:
+        nonlocal tries
+        tries += 1
+
+    monkeypatch.setattr(shared_memory.os, "sched_yield", one_more)
+
+    def work(rank: int, group: ProcessGroup) -> list[int]:
+        after = []
+        for _ in range(3):
+            time.sleep(0.05 if rank == 1 else 0.0)
+            all_reduce(torch.ones(4), group)
+            after.append(tries)
+        return after
+
+    first, second, third = on_ranks(work)[0]
+    assert 0 < first < second < third
+
+
 def test_a_wait_for_another_rank_is_timed() -> None:
     def work(rank: int, group: ProcessGroup) -> float:
         if rank:
