@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.engines import PRESETS
 from megatron_lite.model.attention import _SplitHeads
 from megatron_lite.model.causal_blocks import causal_attention
+from megatron_lite.parallel.products import add_weight_product_, input_gradient, linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 SHAPE = PRESETS["medium"]
@@ -41,6 +42,45 @@ def weight_gradients() -> Sides:
         total.copy_(grad.t().matmul(x))
 
     return apart, lambda: torch.addmm(total, grad.t(), x, beta=0, out=total)
+
+
+def products_by_onednn() -> Sides:
+    """The three products of linear_fc1."""
+    x, weight, bias = torch.randn(TOKENS, H), torch.randn(4 * H, H), torch.randn(4 * H)
+    grad, total = torch.randn(TOKENS, 4 * H), torch.zeros(4 * H, H)
+
+    def products(onednn: bool) -> None:
+        with torch.no_grad():
+            linear(x, weight, bias, onednn=onednn)
+            input_gradient(grad, weight, onednn=onednn)
+            add_weight_product_(total, x, grad, first=True, onednn=onednn)
+
+    return lambda: products(False), lambda: products(True)
+
+
+def residual_and_norm() -> Sides:
+    """Residual sum, dropout and LayerNorm: for all tokens, and for 64 tokens at a time."""
+    x, residual, weight, bias = (
+        torch.randn(TOKENS, H),
+        torch.randn(TOKENS, H),
+        torch.ones(H),
+        torch.zeros(H),
+    )
+    mask = torch.rand(TOKENS, H) > 0.1
+    summed, normed = torch.empty_like(x), torch.empty_like(x)
+    rows = 64
+
+    def at_once() -> None:
+        torch.addcmul(residual, x, mask, value=1 / 0.9, out=summed)
+        normed.copy_(F.layer_norm(summed, (H,), weight, bias))
+
+    def in_parts() -> None:
+        for start in range(0, TOKENS, rows):
+            part = slice(start, start + rows)
+            torch.addcmul(residual[part], x[part], mask[part], value=1 / 0.9, out=summed[part])
+            normed[part].copy_(F.layer_norm(summed[part], (H,), weight, bias))
+
+    return at_once, in_parts
 
 
 def split_heads() -> Sides:

@@ -31,6 +31,8 @@ from benchmarks.candidate_sides import (
     embedding_gradient,
     gelu_backward,
     loss_in_one_pass,
+    products_by_onednn,
+    residual_and_norm,
     split_heads,
     weight_gradients,
 )
@@ -62,6 +64,13 @@ CANDIDATES = (
         "weight gradients by `addmm` into the gradient buffer, against a product and a copy",
         "1 to 3 %, and no tensor of the gradient",
         weight_gradients,
+        True,
+        "yes",
+    ),
+    Candidate(
+        "large products by oneDNN on AMD processors with AVX-512, here those of `linear_fc1`",
+        "10 %",
+        products_by_onednn,
         True,
         "yes",
     ),
@@ -109,6 +118,13 @@ CANDIDATES = (
         "no: it changes the order of the sum for little",
     ),
     Candidate(
+        "residual sum, dropout and norm, 64 tokens at a time in the cache",
+        "1 %",
+        residual_and_norm,
+        True,
+        "no: the calls cost more than the cache saves",
+    ),
+    Candidate(
         "embedding gradient added into the buffer, without a dense tensor",
         "0.3 %",
         embedding_gradient,
@@ -120,7 +136,7 @@ CANDIDATES = (
         "0.5 %, and 44 MiB less at the peak",
         loss_in_one_pass,
         False,
-        "not yet: see below",
+        "yes, with `--loss-chunk-size`",
     ),
 )
 

@@ -32,12 +32,13 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.processor import is_amd_with_avx512
 from megatron_lite.training.step import train_step
 
 SEED = 1234
@@ -108,6 +109,11 @@ class Setting:
     attention_backend: str = "auto"
     kernels: CompiledKernels | None = None
 
+    @property
+    def onednn(self) -> bool:
+        """Whether oneDNN computes our model's large products, as in a run on this machine."""
+        return self.dtype == "float32" and self.device.type == "cpu" and is_amd_with_avx512()
+
     def model_config(self) -> ModelConfig:
         """Returns the shape as a config of megatron_lite."""
         shape = self.shape
@@ -143,13 +149,18 @@ def our_model(
     sequence_parallel: bool = False,
     plan: RecomputePlan | None = None,
     stage: Stage | None = None,
+    onednn: bool | None = None,
 ) -> GPTModel:
-    """Returns this rank's shard of a freshly initialised model, or of one pipeline stage of it."""
+    """Returns this rank's shard of a freshly initialised model, or of one pipeline stage of it.
+
+    onednn: whether oneDNN computes large products; None: as in a run.
+    """
     context = RankContext.of(
         parallel,
         sequence_parallel=sequence_parallel,
         params_dtype=DTYPES[setting.dtype],
         kernels=setting.kernels,
+        onednn=setting.onednn if onednn is None else onednn,
     )
     vocab_size = setting.shape.vocab_size
     model = GPTModel(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import gc
 import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -231,3 +232,16 @@ def device_name(device: torch.device) -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+@contextlib.contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Turns off automatic garbage collection inside the block. gc.collect() still works."""
+    gc.collect()
+    gc.freeze()  # later collections skip the objects that exist now
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()

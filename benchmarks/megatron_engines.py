@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -79,27 +80,35 @@ class _TorchOnCpu:
         return torch.ones(*size, **options)
 
 
-def megatron_engines(setting: Setting, place: Place, weights: dict[str, Tensor]) -> list[Engine]:
-    """Returns megatron-core's engines: each setting of recomputation with its own attention and
-    with torch's.
+def engine_names(tp_size: int, *, sequence_parallel: bool) -> list[str]:
+    """Returns the names of the engines: "megatron-core ATTENTION, RECOMPUTATION"."""
+    return [
+        f"megatron-core {attention}, {name}"
+        for name, (_, least_ranks) in RECOMPUTE.items()
+        if tp_size >= least_ranks and not (name == "distributed" and sequence_parallel)
+        for attention in ("stock", "SDPA")
+        # SDPA keeps no scores that could be rebuilt.
+        if (name, attention) != ("core_attn", "SDPA")
+    ]
+
+
+def megatron_engines(
+    setting: Setting, place: Place, weights: Mapping[str, Tensor], names: Sequence[str]
+) -> list[Engine]:
+    """Returns megatron-core's engines of these names: each setting of recomputation with its own
+    attention and with torch's.
 
     weights: this rank's weights of megatron_lite.
     """
     found = []
-    for name, (flags, least_ranks) in RECOMPUTE.items():
-        if place.parallel.tp_size < least_ranks or (
-            name == "distributed" and place.sequence_parallel
-        ):
-            continue
-        for attention in ("stock", "SDPA"):
-            if name == "core_attn" and attention == "SDPA":
-                continue  # SDPA keeps no scores that could be rebuilt
-            model = _model(setting, place, flags)
-            _load(model, weights)
-            if attention == "SDPA":
-                for layer in model.decoder.layers:
-                    layer.self_attention.core_attention = _Sdpa()
-            found.append(_engine(f"megatron-core {attention}, {name}", model, setting))
+    for name in names:
+        library, _, recomputation = name.partition(", ")
+        model = _model(setting, place, RECOMPUTE[recomputation][0])
+        _load(model, weights)
+        if library.endswith("SDPA"):
+            for layer in model.decoder.layers:
+                layer.self_attention.core_attention = _Sdpa()
+        found.append(_engine(name, model, setting))
     return found
 
 
@@ -140,7 +149,7 @@ def _model(setting: Setting, place: Place, flags: dict[str, Any]) -> Any:
     return model.to(DTYPES[setting.dtype]).train()
 
 
-def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
+def _load(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copies the weights. Raises KeyError if one has no counterpart."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

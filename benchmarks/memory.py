@@ -23,8 +23,8 @@ if str(ROOT) not in sys.path:
 from arguments import parse_args
 from benchmarks.step_peaks import measure
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
+from megatron_lite.training.peak_memory import own_step_peak
 from tests.support.ranks import run_ranks
 
 MIB = 2.0**20
@@ -197,14 +197,7 @@ def row_of_rank(rank: int, world_size: int, case: Case) -> Row:
     config = case.config
     with parallel_state(config.parallel, seed=config.training.seed) as parallel:
         measured = measure(config, parallel, num_microbatches=case.micro_batches)
-        predicted = step_peak(
-            config,
-            parallel.pp_rank,
-            device="cpu",
-            dp_cp_size=parallel.dp_cp_size,
-            dp_cp_rank=parallel.dp_cp_rank,
-            num_microbatches=case.micro_batches,
-        )
+        predicted = own_step_peak(config, parallel, case.micro_batches)
     return Row(
         name=case.name,
         rank=rank,

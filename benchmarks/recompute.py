@@ -32,9 +32,9 @@ from benchmarks.engines import SEED, Setting
 from benchmarks.harness import (
     Clock,
     Progress,
-    Spread,
     benchmark_parser,
     clock_of,
+    garbage_kept,
     heading,
     new_report,
     parse_benchmark,
@@ -44,6 +44,7 @@ from benchmarks.harness import (
 )
 from benchmarks.rank_processes import joined, other_ranks
 from benchmarks.recompute_engines import NONE, Engine, Place, build_contestants, engine_names
+from benchmarks.recompute_rows import HEADER, Row, table
 from megatron_lite.config.model import ATTENTION_BACKENDS
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
@@ -139,49 +140,6 @@ def time_in_rounds(
         name: [max(times) for times in zip(*(rank[name] for rank in of_ranks), strict=True)]
         for name in samples
     }
-
-
-@contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Turns off automatic garbage collection inside the block. gc.collect() still works."""
-    gc.collect()
-    gc.freeze()  # later collections skip the objects that exist now
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """The result of one engine. Bytes and FLOPs are those of rank 0.
-
-    kept_ratio, extra_flops: relative to the same model without recomputation. transformers' engines
-        are compared with transformers' model.
-    time_ratio: its time over that of our `none`, over the rounds.
-    rival: the policy of ours that keeps the same tensors, if the engine is not ours.
-    rival_time_ratio: its time over that of `rival`. Above 1 ours is faster.
-    """
-
-    tp_size: int
-    sequence_parallel: bool
-    dtype: str
-    dropout: float
-    engine: str
-    kept_bytes: int
-    kept_ratio: float
-    peak_bytes: int
-    flops: int
-    extra_flops: float
-    ms: float
-    time_ratio: Spread
-    rival: str | None
-    rival_time_ratio: Spread | None
-    loss: float
-    grad_norm: float
-    samples_ms: list[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,33 +264,6 @@ def all_ranks(args: argparse.Namespace, tp_size: int) -> Iterator[ParallelState]
         rank_of(tp_size, 0, folder) as parallel,
     ):
         yield parallel
-
-
-HEADER = (
-    f"{'':31}{'kept':>8} {'of':>5}{'peak':>9}  {'time / none':17}{'FLOPs':>7}   {'its time /':17}\n"
-    f"{'engine':31}{'MiB':>8} {'none':>5}{'MiB':>9}  {'(min-max)':17}{'':>7}   {'that of ours':17}"
-)
-
-
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the lines of one block."""
-    for row in rows:
-        yield (
-            f"{row.engine:31}{row.kept_bytes / 2**20:8.2f} "
-            f"{row.kept_ratio:5.0%}{row.peak_bytes / 2**20:9.2f}  "
-            f"{shown(row.time_ratio):17}{row.extra_flops:+7.1%}   {shown(row.rival_time_ratio):17}"
-        ).rstrip()
-
-
-def shown(ratio: Spread | None) -> str:
-    """Returns the ratio in at most 16 columns, up to 999.
-
-    A machine that does other work as well can show ratios of 10 and more. They have one digit less.
-    """
-    if ratio is None:
-        return ""
-    middle, low, high = (f"{one:.2f}" if one < 9.995 else f"{one:.3g}" for one in ratio)
-    return f"{middle} ({low}-{high})"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

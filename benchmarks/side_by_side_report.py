@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ MIB = 2.0**20
 COLOURS = {"ours": "tab:blue", "plain": "tab:green", "transformers": "tab:orange"}
 OTHER_COLOURS = {"megatron-core": "tab:red", "litgpt": "tab:purple"}
 HEADER = (
-    f"{'':33}{'wall':>8} {'time / ours, none (min-max)':^35} {'peak':>8} {'of':>5}{'of the':>6}\n"
+    f"{'':33}{'wall':>8} {'time / ours, none (min-max)':^35} {'peak':>8} {'/':>5}{'of':>6}\n"
     f"{'contestant':33}{'ms':>8} {'wall':^17} {'processor':^17} {'MiB':>8} {'ours':>5}{'bound':>6}"
 )
 
@@ -45,6 +45,8 @@ def table(result: dict[str, Any]) -> Iterator[str]:
             f"{row['peak_bytes'] / MIB:8.1f} {row['peak_ratio']:5.2f}{row['gemm_fraction']:6.0%}"
             f"{'' if row['same_work'] else ' !'}"
         )
+    for name, reason in result.get("failed", {}).items():
+        yield f"{name:33}failed: {reason.splitlines()[0]}"[:100]
     if any(not row["same_work"] for row in result["rows"]):
         yield "!: its parameters, loss or FLOPs are not those of ours"
     for name, reason in result["skipped"].items():
@@ -66,65 +68,76 @@ def draw(report: dict[str, Any], output: Path) -> list[Path]:
         return []
     if not blocks:
         return []
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "side by side"
-    return [
-        _draw(report, blocks, output.with_name(f"{output.stem}-{name}.svg"), panel, height)
-        for name, panel, height in (("time", _bars, 0.26), ("memory", _points, 0.3))
-    ]
+    found = []
+    with matplotlib.rc_context({"svg.hashsalt": "side by side"}):
+        for name, panel in PANELS.items():
+            found.append(output.with_name(f"{output.stem}-{name}.svg"))
+            figure = figure_of(report, blocks, *panel, clock="cpu")
+            figure.savefig(found[-1], metadata={"Date": None})
+    return found
 
 
-def _draw(
-    report: dict[str, Any], blocks: list[dict[str, Any]], path: Path, panel: Any, height: float
-) -> Path:
-    from matplotlib import pyplot
+def figure_of(
+    report: Mapping[str, Any],
+    blocks: Sequence[Mapping[str, Any]],
+    panel: Callable[..., None],
+    height: float,
+    *,
+    clock: str,
+) -> Any:
+    """Returns a matplotlib figure with a panel for each block.
+
+    height: of a row, in inches. clock: "wall" or "cpu".
+    """
+    from matplotlib.figure import Figure
 
     columns = min(2, len(blocks))
     lines = -(-len(blocks) // columns)
     most = max(len(block["rows"]) for block in blocks)
-    figure, axes = pyplot.subplots(
-        lines,
-        columns,
-        figsize=(7.0 * columns, (1.2 + height * most) * lines),
-        squeeze=False,
-        layout="constrained",
-    )
+    figure = Figure(figsize=(7.0 * columns, (1.2 + height * most) * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
     for axis in axes.flat[len(blocks) :]:
         axis.set_axis_off()
     for axis, block in zip(axes.flat, blocks, strict=False):
-        panel(axis, block["rows"])
+        panel(axis, block["rows"], clock)
         axis.set_title(block["title"], fontsize=9)
     quick = ", quick run" if report["is_quick"] else ""
     figure.suptitle(
         f"{report['device']}, torch {report['versions']['torch']}, {report['date'][:10]}{quick}",
         fontsize=9,
     )
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
-    return path
+    return figure
 
 
-def _bars(axis: Any, rows: list[dict[str, Any]]) -> None:
+def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], clock: str) -> None:
     names = [row["name"] for row in rows]
-    ratios = [row["cpu_ratio"] for row in rows]
+    ratios = [row[f"{clock}_ratio"] for row in rows]
     reach = [[one[0] - one[1] for one in ratios], [one[2] - one[0] for one in ratios]]
     colours = [_colour(name) for name in names]
     axis.barh(names, [one[0] for one in ratios], xerr=reach, color=colours, height=0.7)
     axis.axvline(1.0, color="black", linewidth=0.8)
     axis.invert_yaxis()
     axis.tick_params(labelsize=7)
-    axis.set_xlabel("processor time / ours, none (median, least, most)", fontsize=8)
+    axis.set_xlabel(f"{CLOCKS[clock]} / ours, none (median, least, most)", fontsize=8)
 
 
-def _points(axis: Any, rows: list[dict[str, Any]]) -> None:
+def _points(axis: Any, rows: Sequence[Mapping[str, Any]], clock: str) -> None:
     for row in rows:
-        place = (row["peak_bytes"] / MIB, row["cpu_ratio"][0])
+        place = (row["peak_bytes"] / MIB, row[f"{clock}_ratio"][0])
         axis.scatter(*place, color=_colour(row["name"]), s=30)
         axis.annotate(row["name"], place, textcoords="offset points", xytext=(4, 3), fontsize=6)
     axis.grid(alpha=0.3)
     axis.tick_params(labelsize=7)
     axis.set_xlabel("peak of forward and backward [MiB]", fontsize=8)
-    axis.set_ylabel("processor time / ours, none", fontsize=8)
+    axis.set_ylabel(f"{CLOCKS[clock]} / ours, none", fontsize=8)
+
+
+CLOCKS = {"wall": "wall time", "cpu": "processor time"}
+# The two pictures: what draws a panel, and the height of a row in inches.
+PANELS: dict[str, tuple[Callable[..., None], float]] = {
+    "time": (_bars, 0.26),
+    "memory": (_points, 0.3),
+}
 
 
 def _colour(name: str) -> str:

@@ -18,9 +18,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
 from benchmarks.engines import PRESETS, Setting, one_rank
-from benchmarks.recompute import garbage_kept
+from benchmarks.harness import garbage_kept
 from benchmarks.recompute_engines import Place
-from benchmarks.side_by_side import facts
+from benchmarks.side_by_side_block import facts
 from benchmarks.side_by_side_engines import OURS, build_contestants
 
 PLAIN = "plain torch, none"

@@ -23,9 +23,9 @@ if str(ROOT) not in sys.path:
 from benchmarks.page_part import replace_part
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.presets import preset
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig

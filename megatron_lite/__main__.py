@@ -78,12 +78,15 @@ def help_text(command: str) -> str:
     rows = "\n".join(f"  {name:12}{one.help}" for name, one in SUBCOMMANDS.items())
     return (
         f"usage: {command} SUBCOMMAND ...\n\n"
-        "Trains GPT models on several GPUs or CPUs, and recomputes activations to save memory.\n\n"
+        "Trains GPT models on several GPUs or CPUs, and recomputes activations to save\n"
+        "memory.\n\n"
         f"subcommands:\n{rows}\n\n"
-        f"`{command} SUBCOMMAND --help` describes the flags of one. On several ranks:\n"
+        f"`{command} SUBCOMMAND --help` describes the flags of one.\n"
+        "On several ranks:\n"
         "  torchrun --nproc-per-node N -m megatron_lite train ...\n"
-        "--version prints the version. Further tools run as python -m megatron_lite.tools.NAME:\n"
-        "calibrate, corpus, train_tokenizer, translate_recompute, unigram_entropy."
+        "--version prints the version. Further tools run as\n"
+        "python -m megatron_lite.tools.NAME: calibrate, corpus, train_tokenizer,\n"
+        "translate_recompute, unigram_entropy."
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_lite.cli.arguments.run_config import topics
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.presets import preset as load_preset
+from megatron_lite.config.known_models import preset as load_preset
 from megatron_lite.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from megatron_lite.model.stage_models import ModelStages
     from megatron_lite.plan.fit_verdict import FitVerdict
-    from megatron_lite.recompute.plan import RecomputePlan
+    from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 __all__ = [
     "InputError",

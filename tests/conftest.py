@@ -8,10 +8,16 @@ import gc
 import os
 import signal
 
+# Inductor reads it when it is imported. Its threads that compile would not survive the forks: a
+# rank would wait for them for ever.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
 import pytest
 import torch
 
 import arguments
+from megatron_lite.cli.arguments import parse
+from tests.support.huge_pages import use_huge_pages
 from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import IS_LONG
 
@@ -36,7 +42,7 @@ for number, handler in (
 
 # Building the parser of 900 flags takes ten milliseconds, and thousands of tests parse a command
 # line. Parsing leaves the parser as it is.
-arguments.build_parser = functools.cache(arguments.build_parser)
+arguments.build_parser = parse.build_parser = functools.cache(arguments.build_parser)
 
 # Hypothesis: no limit in seconds may fail a test on a slow machine.
 if settings is not None:
@@ -59,9 +65,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Takes what was imported and collected out of the garbage collector's hands: looking through
-    it takes a second each time, and in a forked rank it copies every page."""
+    it takes a second each time, and in a forked rank it copies every page.
+
+    Then makes forks cheap.
+    """
     gc.collect()
     gc.freeze()
+    use_huge_pages()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import subprocess
 import sys
 import sysconfig
@@ -77,6 +78,46 @@ def test_an_unknown_flag_of_a_tool_is_one_line(
     assert stop.value.code == 2 and error.count("\n") == 1, error
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --num-layers 0",
+        "train --num-layers nothing",
+        "train --no-such-flag",
+        "train --help no-such-word",
+        "train --mock-data --tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere"
+        " --num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 4"
+        " --max-position-embeddings 4 --micro-batch-size 1 --lr 1e-3 --train-iters 1",
+        "explain --num-layers 0",
+        "plan --model gpt2",
+        "convert --from hf --to megatron-lite --load nowhere --save x",
+        "preprocess --input nowhere --output-prefix x --vocab-size 8",
+        "generate --load nowhere --prompt 1",
+        "plot nowhere",
+        "report nowhere",
+    ],
+)
+def test_a_fault_begins_with_the_command_as_typed(
+    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest of the line has the value at fault, or what is missing."""
+    monkeypatch.chdir(tmp_path)
+    for started, name in (
+        ("/usr/bin/megatron-lite", "megatron-lite"),
+        ("/x/megatron_lite/__main__.py", "python -m megatron_lite"),
+    ):
+        monkeypatch.setattr(sys, "argv", [started])
+        try:
+            status = command.main(words.split())
+        except SystemExit as stop:
+            status = int(str(stop.code))
+        out, error = capsys.readouterr()
+        assert (status, out) == (2, "")
+        assert error.startswith(f"{name} {words.split()[0]}: error: "), error
+        assert "pretrain_gpt.py: " not in error and "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_train_and_explain_are_pretrain_gpt(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL_RUN, *MOCK]
     printed = []
@@ -137,7 +178,8 @@ def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path: Path) -> N
     run(*pip, "wheel", *building, "--wheel-dir", str(tmp_path), ".", cwd=source)
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert packed == modules | DATA_FILES
+    assert packed == modules | DATA_FILES  # so no top-level `arguments` or `tests`
+    _check_metadata(zipfile.ZipFile(wheel))
 
     run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=elsewhere)
     python = str(tmp_path / "venv" / "bin" / "python")
@@ -161,6 +203,20 @@ def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path: Path) -> N
         installed, "plan", "--model", "gpt2", "--gpu", "a100-80gb", "--gpus", "1", cwd=elsewhere
     )
     assert "fits" in planned
+
+
+def _check_metadata(wheel: zipfile.ZipFile) -> None:
+    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    about = email.message_from_bytes(wheel.read(name))
+    versions = {f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)}
+    assert versions <= set(about.get_all("Classifier", []))
+    assert about["Requires-Python"] == ">=3.10" and about["Version"] == __version__
+    assert about["Description-Content-Type"] == "text/markdown"
+    assert str(about.get_payload(decode=True), "utf-8") == (ROOT / "README.md").read_text()
+    assert {"plot", "tensorboard", "hf", "wandb", "tokenizers", "test", "parity"} == set(
+        about.get_all("Provides-Extra", [])
+    )
+    assert about.get_all("Project-URL", []) == []  # the project has no address
 
 
 @pytest.mark.long

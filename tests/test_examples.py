@@ -290,3 +290,17 @@ def test_an_occupied_directory_is_not_turned_into_an_environment(tmp_path: Path)
         completed.returncode == 1 and "neither a virtual environment nor empty" in completed.stderr
     )
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("name", ["train_multinode", "train_multinode_srun"])
+def test_a_job_script_outside_of_slurm_says_how_to_submit_it(name: str) -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "slurm" / f"{name}.sbatch")],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert f"{name}.sbatch: error: not started by Slurm: submit it with sbatch" in done.stderr

@@ -18,7 +18,7 @@ from megatron_lite.cli.planner_command import auto_settings
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.tools import plan
 from tests.support.commands import ROOT, SMALL_MODEL, environment, run_command
@@ -46,7 +46,7 @@ def test_it_prints_the_report_and_stops_and_imports_no_torch() -> None:
     assert done.returncode == 0
     assert "layers 0-1: 2 units of 1 layer; only the input of each is kept" in done.stdout
     imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
-    assert "megatron_lite.memory.explain.report" in imported
+    assert "megatron_lite.memory.explain.recompute_report" in imported
     assert not [name for name in imported if name.partition(".")[0] in ("torch", "numpy")]
 
 

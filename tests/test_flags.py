@@ -8,12 +8,11 @@ from argparse import Action
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.config import flags
 from megatron_lite.config.detail_flags import DETAILS
 from megatron_lite.config.ignored_flags import IGNORED_FAMILIES
+from tests.support.pairs import in_one_test
 
 ON, OFF = "store_true", "store_false"
 
@@ -219,6 +218,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--recompute-policy", str, None, "*:full"),
     ("--contiguous-saved-activations", ON, False),
     ("--torch-compile", ON, False),
+    ("--no-onednn-matmuls", OFF, True),
     ("--activation-memory-budget", float, None, "0.5"),
     ("--no-recompute-tail-skip", OFF, True),
     ("--no-shared-memory-collectives", OFF, True),
@@ -257,6 +257,8 @@ WITHOUT_FIELD = {
     "--dry-run-device",
     "--config-json",
     "--hf-config",
+    "--model",
+    "--preset",
     "--local-rank",
     "--local_rank",
 }
@@ -462,7 +464,7 @@ def test_the_tables_of_this_test_hold_every_flag_of_a_field() -> None:
     assert sorted(tabled) == sorted(set(actions()) - OTHER_WAYS_TO_SAY_IT - WITHOUT_FIELD)
 
 
-@pytest.mark.parametrize("row", [*MEGATRON, *OURS], ids=lambda row: row[0])
+@in_one_test("row", [*MEGATRON, *OURS])
 def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> None:
     flag, kind, default = row[:3]
     action = actions()[flag]
@@ -491,7 +493,7 @@ def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> No
         assert field.default == expected and type(field.default) is type(expected)
 
 
-@pytest.mark.parametrize("row", [*MEGATRON, *OURS], ids=lambda row: row[0])
+@in_one_test("row", [*MEGATRON, *OURS])
 def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None:
     flag, kind = row[:2]
     field = actions()[flag].dest

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pairs import in_one_test
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "megatron_lite"
 FLOORS = {
@@ -104,9 +106,7 @@ def test_every_folder_has_a_floor() -> None:
     assert above <= {"__init__", *ROOF_OF_PACKAGE}
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in IN_FOLDERS if path.name != "__init__.py"], ids=module_name
-)
+@in_one_test("path", [path for path in IN_FOLDERS if path.name != "__init__.py"])
 def test_a_module_imports_only_from_lower_floors_or_its_own_folder(path: Path) -> None:
     assert faults_of(path.read_text(), module_name(path)) == []
 
@@ -124,7 +124,7 @@ def test_an_init_file_is_a_docstring_and_nothing_else(path: Path) -> None:
         assert rest == []
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+@in_one_test("path", SOURCES)
 def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None:
     source = path.read_text()
     assert [name for name, pattern in BANNED.items() if re.search(pattern, source)] == []
@@ -160,11 +160,11 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
         ("megatron_lite.description.operations", "import torch"),
         ("megatron_lite.memory.predict.peak", "import torch"),
         ("megatron_lite.plan.step_time", "from torch import Tensor"),
-        ("megatron_lite.memory.explain.report", "from torch import Tensor"),
+        ("megatron_lite.memory.explain.recompute_report", "from torch import Tensor"),
         ("megatron_lite.memory.predict.peak", "from megatron_lite.memory.explain import units"),
         (
             "megatron_lite.description.operations",
-            "from megatron_lite.recompute.plan import Segment",
+            "from megatron_lite.recompute.recompute_plan import Segment",
         ),
         ("megatron_lite.data.indexed", "from torch.utils.data import Dataset"),
     ],

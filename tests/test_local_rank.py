@@ -23,7 +23,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     """The launch of each training that `main` begins, without the training."""
     found: list[Launch] = []
 
-    def begun(config: object, notices: object, launch: Launch) -> int:
+    def begun(config: object, notices: object, launch: Launch, program: str) -> int:
         found.append(launch)
         return 0
 

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.run import RunConfig
+from tests.support.pairs import in_one_test
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron_lite"
 FIELDS = [
@@ -42,7 +43,7 @@ def read() -> set[str]:
     return set().union(*(_attributes_read(path) for path in PACKAGE.rglob("*.py")))
 
 
-@pytest.mark.parametrize(("topic", "field"), FIELDS)
+@in_one_test("topic, field", FIELDS)
 def test_the_field_is_read(topic: str, field: str, read: set[str]) -> None:
     # Activations are read through the table of their names; the other is a second way to say a
     # granularity.

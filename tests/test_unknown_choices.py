@@ -25,16 +25,16 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.data.tokenizers import TOKENIZERS, build_tokenizer
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
-from megatron_lite.memory.explain.report import likely_device
+from megatron_lite.memory.explain.recompute_report import likely_device
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.model.norm import NORMS
 from megatron_lite.optim.lr_schedule import DECAYS, LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import choose_device
-from megatron_lite.recompute.plan import keep_everything
+from megatron_lite.recompute.recompute_plan import keep_everything
 from tests.support.models import build_tiny_model, tiny_config, tp_state
 from tests.support.traffic import plan_collectives
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_lite.checkpointing.start import FoundStep, candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
+from megatron_lite.checkpointing.wrong_load import load_advice
 from megatron_lite.config.checks import InputError
 
 
@@ -22,7 +23,7 @@ def find_step(load: str, iteration: int | None = None) -> FoundStep:
         if not there.steps:
             raise InputError(
                 f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
-                "correct the path"
+                f"{load_advice(load)}"
             )
         return newest_good_step(root, there, step_fault, fallback=True)
     if iteration not in saved:

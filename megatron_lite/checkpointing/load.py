@@ -36,7 +36,7 @@ from megatron_lite.parallel.state import ParallelState
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """How far the loaded run has come, and notices for its log."""
+    """The progress of the loaded run, and notices for its log."""
 
     progress: Progress
     notices: tuple[str, ...] = ()

@@ -146,7 +146,8 @@ class Saver:
 
     @property
     def copies(self) -> bool:
-        """Whether a snapshot must copy its tensors, because training goes on during the write."""
+        """Tells whether a snapshot must copy its tensors, because training goes on during the
+        write."""
         return self._threads is not None
 
     def save(self, snapshot: Snapshot, say: Say) -> None:

@@ -27,6 +27,7 @@ from megatron_lite.checkpointing.step_files import (
     saved_steps,
     step_directory,
 )
+from megatron_lite.checkpointing.wrong_load import load_advice
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.collectives import all_gather_bytes
@@ -299,8 +300,8 @@ def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
     if options.allow_fresh_start or options.continues:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
-        f"--load {options.load}: no checkpoint there (no {LATEST}). Correct the path, or add "
-        "--allow-fresh-start to begin without one"
+        f"--load {options.load}: no checkpoint there (no {LATEST}). Add --allow-fresh-start to "
+        f"begin without one, or correct the path: {load_advice(options.load or '')}"
     )
 
 

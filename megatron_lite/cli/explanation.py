@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from megatron_lite.cli.planner_command import auto_settings, planner_lines
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.dry_run import DryRunConfig
+from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
-from megatron_lite.memory.explain.report import explain, likely_device
+from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.told_work import told_on_terminal
 from megatron_lite.plan.chosen_policy import with_chosen_policy
 from megatron_lite.plan.machine_choice import machine_for_policy
 
@@ -108,5 +109,8 @@ def print_dry_run_memory(
     from megatron_lite.training.dry_run import dry_run
     from megatron_lite.training.dry_run_text import dry_run_text
 
-    measured = [dry_run(config, rank, world_size=world_size, device=device) for rank in ranks]
+    measured = []
+    for place, rank in enumerate(ranks, start=1):
+        with told_on_terminal(f"dry run of rank {rank} (number {place} of {len(ranks)})"):
+            measured.append(dry_run(config, rank, world_size=world_size, device=device))
     print(*notices, dry_run_text(config, measured, device=device), sep="\n")

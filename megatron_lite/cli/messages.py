@@ -1,11 +1,10 @@
 """The error messages of the program.
 
-One rank prints one line on standard error, however many ranks meet the fault.
+One rank prints one line on standard error, however many ranks meet the fault. The line begins with
+the name of the program as the user typed it, such as `megatron-lite train`; PROGRAM is the default.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.one_voice import await_turn, print_fault
@@ -14,13 +13,13 @@ from megatron_lite.parallel.one_voice import await_turn, print_fault
 # and the launcher ends the waiting ranks. So only one message appears.
 SPEAKS_BEFORE_S = 2.0
 
-say = partial(print_fault, program="pretrain_gpt.py")
+PROGRAM = "pretrain_gpt.py"
 
 
-def report_before_joining(error: InputError, rank: int) -> None:
+def report_before_joining(error: InputError, rank: int, program: str) -> None:
     """Prints a fault that was found before the process groups existed.
 
     Rank 0 prints it if it met the fault. Otherwise a rank that met it does, after a wait.
     """
     await_turn(rank, error, seconds=SPEAKS_BEFORE_S)
-    say(error, rank)
+    print_fault(error, rank, program=program)

@@ -17,7 +17,7 @@ from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.prices import ComparedRun, full, with_flags
-from megatron_lite.memory.explain.report import of_one_replica
+from megatron_lite.memory.explain.recompute_report import of_one_replica
 from megatron_lite.memory.explain.units import ByteUnit
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.plan.auto_policy import choose_policy

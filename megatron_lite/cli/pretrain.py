@@ -15,25 +15,25 @@ from collections.abc import Sequence
 
 from megatron_lite.cli.arguments.parse import parse_args
 from megatron_lite.cli.explanation import print_dry_run, print_dry_run_memory
+from megatron_lite.cli.messages import PROGRAM
 from megatron_lite.cli.status import exit_status
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.one_voice import silent_unless
 
 
-def main(argv: Sequence[str] | None = None, program: str = "pretrain_gpt.py") -> int:
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line and returns the exit status.
 
-    program: the name of the program in its help. Its messages are those of pretrain_gpt.py, which
-        log readers know.
+    program: the name of the program in its help and in its messages.
 
     The status is 0 if the run is done, 1 if the training failed, and 2 for a fault in the input.
     """
     words = sys.argv[1:] if argv is None else argv
-    return exit_status(lambda launch: run(words, launch, program))
+    return exit_status(lambda launch: run(words, launch, program), program)
 
 
-def run(argv: Sequence[str], launch: Launch, program: str = "pretrain_gpt.py") -> int:
+def run(argv: Sequence[str], launch: Launch, program: str = PROGRAM) -> int:
     """Prints the configuration or the explanation if a flag asks for it, or else trains."""
     # Every rank meets the same faults and exits with status 2. Only rank 0 prints them.
     with silent_unless(launch.rank == 0):
@@ -49,10 +49,11 @@ def run(argv: Sequence[str], launch: Launch, program: str = "pretrain_gpt.py") -
             explain_recompute=arguments.explain_recompute,
         )
         return 0
-    return train(arguments.config, arguments.notices, read_launch(local_rank=arguments.local_rank))
+    launch = read_launch(local_rank=arguments.local_rank)
+    return train(arguments.config, arguments.notices, launch, program)
 
 
-def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
+def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: str = PROGRAM) -> int:
     """Trains and returns the exit status.
 
     Raises InputError for a fault that is found before the ranks join the process groups.
@@ -73,7 +74,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch) -> int:
         parallel_state(
             config.parallel, seed=config.training.seed, launch=launch, run=config
         ) as parallel,
-        supervised(config, parallel, launch) as supervision,
+        supervised(config, parallel, launch, program) as supervision,
         memory_limited(config, parallel.device),
     ):
         printed = supervision.start(notices)

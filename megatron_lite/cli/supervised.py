@@ -20,11 +20,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_lite.cli.messages import say
+from megatron_lite.cli.messages import PROGRAM
 from megatron_lite.cli.preparation import start_lines
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.one_voice import print_fault
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.supervision.exits import Exits, StoppedEarly
@@ -32,6 +33,7 @@ from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.supervision.watch import Watch
 from megatron_lite.training.run_notices import run_notices
 from megatron_lite.training.step import TrainingError
+from megatron_lite.training.terminal import print_lines
 
 
 @dataclass
@@ -66,13 +68,17 @@ class Supervision:
             world_size=self.parallel.world_size,
             of_settings=notices,
         )
-        print(*found.at_start, *start_lines(self.config, self.parallel), sep="\n", flush=True)
+        print_lines([*found.at_start, *start_lines(self.config, self.parallel)])
         return found.at_start
 
 
 @contextmanager
-def supervised(config: RunConfig, parallel: ParallelState, launch: Launch) -> Iterator[Supervision]:
+def supervised(
+    config: RunConfig, parallel: ParallelState, launch: Launch, program: str = PROGRAM
+) -> Iterator[Supervision]:
     """Watches over the ranks during the block.
+
+    program: the name with which each message begins.
 
     An error that ends the block becomes an exit status, by the table of this module.
     """
@@ -82,6 +88,7 @@ def supervised(config: RunConfig, parallel: ParallelState, launch: Launch) -> It
         timeout=config.parallel.timeout_seconds,
         graceful=config.training.exit_signal_handler,
         owns_store=not launch.agent_owns_store,
+        program=program,
     ) as watch:
         supervision = Supervision(config, parallel, exits, watch.pulse)
         # The outer try also catches a signal that arrives while the inner one reports an error.
@@ -89,7 +96,7 @@ def supervised(config: RunConfig, parallel: ParallelState, launch: Launch) -> It
             try:
                 yield supervision
             except Exception as error:
-                status = _status_after(error, exits, watch, parallel.rank)
+                status = _status_after(error, exits, watch, parallel.rank, program)
                 if status is None:
                     raise
                 supervision.status = status
@@ -100,23 +107,26 @@ def supervised(config: RunConfig, parallel: ParallelState, launch: Launch) -> It
         exits.finish()
 
 
-def _status_after(error: Exception, exits: Exits, watch: Watch, rank: int) -> int | None:
+def _status_after(
+    error: Exception, exits: Exits, watch: Watch, rank: int, program: str
+) -> int | None:
     """Reports the error and returns the exit status, or ends the process.
 
     Returns None if Python should report the error with its traceback.
     """
     if isinstance(error, TrainingError):
         if rank == 0:
-            say(error, rank)
+            print_fault(error, rank, program=program)
         return 1
     if isinstance(error, RecomputeMismatch):
-        say(f"--recompute-verify: {error}", rank, always_named=True)
+        text = f"--recompute-verify: {error}"
+        print_fault(text, rank, program=program, always_named=True)
         return 1
     exits.begin()  # a signal from the launcher must not disturb what follows
     if isinstance(error, InputError):
         # This rank reports before it leaves the groups: leaving ends the ranks that wait for it.
         if watch.is_first_to_say(str(error), after_others=isinstance(error, PeerError)):
-            say(error, rank)
+            print_fault(error, rank, program=program)
         return 2
     verdict = watch.explain(error)
     if verdict is None:

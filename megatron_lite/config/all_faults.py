@@ -12,7 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from megatron_lite.config.help_format import HelpLayout
 
 
 class Read(NamedTuple):
@@ -53,7 +55,13 @@ class Faults:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports all faults of a command line at once."""
+    """A parser that reports all faults of a command line at once.
+
+    Its help has our width (help_format.py).
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"formatter_class": HelpLayout, **settings})
 
     def read(self, argv: Sequence[str]) -> Read:
         """Reads the words. A flag whose value cannot be read counts as not given."""

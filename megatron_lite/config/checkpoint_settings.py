@@ -55,7 +55,7 @@ class CheckpointConfig:
 
     @property
     def continues(self) -> bool:
-        """Whether `--save` and `--load` are the same directory.
+        """Tells whether `--save` and `--load` are the same directory.
 
         Their real paths are compared, so symbolic links and relative paths are resolved.
         """

@@ -21,6 +21,7 @@ OFF_SWITCHES: Mapping[str, str] = {
     "shared_memory_collectives": "--no-shared-memory-collectives",
     "torch_fsdp2_reshard_after_forward": "--torch-fsdp2-no-reshard-after-forward",
     "recompute_tail_skip": "--no-recompute-tail-skip",
+    "onednn_matmuls": "--no-onednn-matmuls",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
     "check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
     "muon_split_qkv": "--muon-no-split-qkv",

@@ -94,12 +94,12 @@ class DataConfig:
 
     @property
     def is_per_split(self) -> bool:
-        """Whether each split has data of its own."""
+        """Tells whether each split has data of its own."""
         return bool(self.train_data_path or self.per_split_data_args_path)
 
     @property
     def has_source(self) -> bool:
-        """Whether any data is named."""
+        """Tells whether any data is named."""
         return bool(self.data_path or self.mock_data or self.data_args_path or self.is_per_split)
 
 

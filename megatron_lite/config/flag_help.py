@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 
 from megatron_lite.config import flags
+from megatron_lite.config.help_format import paragraph
 from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 
 
@@ -16,19 +16,23 @@ def help_on(topic: str) -> str | None:
             (reason, [f"--{name}" for name in names.split()]) for reason, names in REFUSED_FAMILIES
         ]
         only = "\n".join(f"  {flag} {value}" for flag, value in flags.ONLY_VALUE.items())
-        return (
+        title = (
             "Flags of Megatron that are refused, since they would change numbers, or would not do "
-            f"what they promise:\n\n{_by_reason(families)}\n\n"
+            "what they promise:"
+        )
+        return (
+            f"{paragraph(title)}\n\n{_by_reason(families)}\n\n"
             f"These are accepted with the value that changes nothing:\n{only}"
         )
     if topic == "ignored":
         rows: dict[str, list[str]] = {}
         for flag, ignored in flags.ignored_flags().items():
             rows.setdefault(f"no effect {ignored.reason}", []).append(flag)
-        return (
+        title = (
             "Flags of Megatron, of all its releases, that are accepted and have no effect on the "
-            f"results:\n\n{_by_reason(list(rows.items()))}"
+            "results:"
         )
+        return f"{paragraph(title)}\n\n{_by_reason(list(rows.items()))}"
     return None
 
 
@@ -49,14 +53,5 @@ def fate_of(word: str) -> str | None:
 
 def _by_reason(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     return "\n".join(
-        f"{reason}\n"
-        + textwrap.fill(
-            " ".join(names),
-            96,
-            initial_indent="  ",
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for reason, names in rows
+        f"{paragraph(reason)}\n{paragraph(' '.join(names), indent='  ')}" for reason, names in rows
     )

@@ -38,7 +38,7 @@ def exact_fields(mapped: HfModel, path: Path) -> dict[str, Any]:
     return dict(mapped.fields)
 
 
-def tokenizer_fields(mapped: HfModel, given: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_fields(vocab_size: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the field `vocab_size` that gives the model its V.
 
     The model keeps all rows of its embedding, of which a tokenizer may use fewer. NullTokenizer, of
@@ -47,13 +47,13 @@ def tokenizer_fields(mapped: HfModel, given: Mapping[str, Any]) -> dict[str, Any
     names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
     kind = given.get("tokenizer_type", "NullTokenizer")
     is_null = kind == "NullTokenizer" and not any(name in given for name in names[1:])
-    return {"vocab_size": mapped.vocab_size - 1 if is_null else mapped.vocab_size}
+    return {"vocab_size": vocab_size - 1 if is_null else vocab_size}
 
 
-def override_notices(stored: Mapping[str, Any], given: Mapping[str, Any], path: str) -> list[str]:
-    """Returns a line for each given flag that says otherwise than the file."""
+def override_notices(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> list[str]:
+    """Returns a line for each given flag that differs from `source`, a flag and its value."""
     return [
-        f"{flag(name)} {given[name]} replaces {value} of --hf-config {path}"
+        f"{flag(name)} {given[name]} replaces {value} of {source}"
         for name, value in stored.items()
         if name in given and given[name] != value
     ]

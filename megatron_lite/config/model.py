@@ -271,7 +271,7 @@ class ModelConfig:
 
     @property
     def always_unfused(self) -> bool:
-        """Whether core attention builds its scores on every device."""
+        """Tells whether core attention builds its scores on every device."""
         return chosen("--attention-backend", self.attention_backend, ALWAYS_UNFUSED)
 
     @property
@@ -281,12 +281,14 @@ class ModelConfig:
 
     @property
     def norms_after(self) -> bool:
-        """Whether a layer normalises the outputs of attention and the MLP, not their inputs."""
+        """Tells whether a layer normalises the outputs of attention and the MLP, not their
+        inputs."""
         return chosen("--norm-position", self.norm_position, NORMS_AFTER)
 
     @property
     def norms_all_heads(self) -> bool:
-        """Whether the norms of queries and keys run over the channels of all heads together."""
+        """Tells whether the norms of queries and keys run over the channels of all heads
+        together."""
         scope = chosen("--qk-layernorm-scope", self.qk_layernorm_scope, NORMS_ALL_HEADS)
         return self.qk_layernorm and scope
 

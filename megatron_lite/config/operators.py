@@ -46,7 +46,24 @@ GROUPS = {
     ),
     "max": ("aten.max.default", "aten.max.dim"),
 }
+# By operator: the one that runs in its place where oneDNN computes large float32 products
+# (parallel/products.py). It counts as the operator.
+STAND_INS = {
+    "aten.mm.default": "megatron_lite.onednn_mm.default",
+    "aten.addmm.default": "megatron_lite.onednn_addmm.default",
+}
+USUAL_NAMES = {own: usual for usual, own in STAND_INS.items()} | {
+    "megatron_lite.onednn_add_weight_gradient_.default": "aten.addmm.out"
+}
 IN_GROUPS = frozenset(name for names in GROUPS.values() for name in names)
+
+
+def usual_name(operator: str) -> str:
+    """Returns the name of the operator in whose place this one runs, or its own name.
+
+    Reports use it, so that they are the same on every processor.
+    """
+    return USUAL_NAMES.get(operator, operator)
 
 
 class OperatorEntry(NamedTuple):

@@ -154,7 +154,7 @@ class RecomputeConfig:
 
     @property
     def is_to_be_chosen(self) -> bool:
-        """Whether the policy is still AUTO."""
+        """Tells whether the policy is still AUTO."""
         return self.recompute_policy == AUTO
 
     def _as_policy(self) -> str:

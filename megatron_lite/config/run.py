@@ -246,7 +246,8 @@ class RunConfig:
 
     @property
     def compiles_kernels(self) -> bool:
-        """Whether norms, activations, rotary embedding and dropout are compiled, and nothing else.
+        """Tells whether norms, activations, rotary embedding and dropout are compiled, and
+        nothing else.
 
         What layers keep and recompute is then the policy's choice, as without the compiler.
         """
@@ -254,8 +255,30 @@ class RunConfig:
 
     @property
     def compiles_layers(self) -> bool:
-        """Whether each layer is one graph of the compiler, which decides what the layer keeps."""
+        """Tells whether each layer is one graph of the compiler, which decides what the layer
+        keeps."""
         return self.recompute.activation_memory_budget is not None
+
+    @property
+    def loss_in_one_pass(self) -> bool:
+        """Whether training computes the gradients of a loss chunk right after its losses.
+
+        The logits of a chunk are then computed once. If not, backward computes them again:
+
+        - 16-bit weights: their losses may be scaled, and their gradients are rounded to 16 bits.
+        - --use-torch-fsdp2: no rank has a sum of the whole output weight's gradient.
+        - --no-gradient-accumulation-fusion: autograd adds to the sum, in backward.
+        - layers that are graphs of the compiler: what it keeps is not predicted.
+
+        An evaluation computes losses only.
+        """
+        return (
+            self.training.loss_chunk_size is not None
+            and self.training.precision == "fp32"
+            and self.training.gradient_accumulation_fusion
+            and not self.data_parallel.use_torch_fsdp2
+            and not self.compiles_layers
+        )
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:

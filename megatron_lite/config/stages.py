@@ -36,12 +36,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage holds the embedding."""
+        """Tells whether the stage holds the embedding."""
         return self.number == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage holds the output layer and computes the loss."""
+        """Tells whether the stage holds the output layer and computes the loss."""
         return self.number == self.count - 1
 
 

@@ -84,7 +84,7 @@ class RingSum:
         self._travelling: Shift | None = None
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
-        """See GradientSum."""
+        """Implements GradientSum.add."""
         total = (
             torch.zeros_like(self._like) if self._travelling is None else self._travelling.wait()
         )
@@ -93,7 +93,7 @@ class RingSum:
         self._travelling = start_shift(total, self._group)
 
     def result(self) -> Tensor:
-        """See GradientSum."""
+        """Implements GradientSum.result."""
         assert self._travelling is not None
         return self._travelling.wait()
 
@@ -116,12 +116,12 @@ class ScatteredSum:
         self._whole = like.new_zeros((group.size(), *like.shape))
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
-        """See GradientSum."""
+        """Implements GradientSum.add."""
         self._whole[source, 0, tokens] = key
         self._whole[source, 1, tokens] = value
 
     def result(self) -> Tensor:
-        """See GradientSum."""
+        """Implements GradientSum.result."""
         return reduce_scatter_first_dim(self._whole.flatten(0, 1), self._group)
 
 

@@ -15,7 +15,7 @@ from megatron_lite.convert.megatron.legacy_source import LegacySource
 from megatron_lite.convert.megatron.legacy_target import LegacyTarget
 from megatron_lite.convert.native_source import NativeSource
 from megatron_lite.convert.native_target import NativeTarget
-from megatron_lite.convert.weights import WeightSource, WeightTarget
+from megatron_lite.convert.weight_formats import WeightSource, WeightTarget
 
 
 @dataclass(frozen=True, kw_only=True)

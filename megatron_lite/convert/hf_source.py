@@ -25,7 +25,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf_layouts import LAYOUTS
 from megatron_lite.convert.hf_tensors import BUFFERS, EMBEDDING, FAMILIES, Row, known_name, row_of
 from megatron_lite.convert.parameters import parameter_specs
-from megatron_lite.convert.weights import Described
+from megatron_lite.convert.weight_formats import Described
 from megatron_lite.data.tokenizer_files import in_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.shards import ShardReader
 from megatron_lite.checkpointing.step_files import CONFIG
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.weights import Described
+from megatron_lite.convert.weight_formats import Described
 from megatron_lite.data.tokenizer_files import in_folder
 
 

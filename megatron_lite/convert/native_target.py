@@ -36,7 +36,7 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.convert.parameters import parameter_specs, pipeline_rank_of
 from megatron_lite.convert.safetensors_file import SafetensorsFile
 from megatron_lite.convert.staging import check_absent, complete_folder
-from megatron_lite.convert.weights import Described, WeightSource
+from megatron_lite.convert.weight_formats import Described, WeightSource
 from megatron_lite.data.tokenizer_files import config_of, contents_of
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 

@@ -26,6 +26,7 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.kept_checksum import Keep, kept_checksum
+from megatron_lite.data.wrong_prefix import prefix_advice
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -69,10 +70,7 @@ class IndexedDataset:
         self._sha256: str | None = None
         for path in (self.idx_path, self.bin_path):
             if not os.path.isfile(path):
-                raise InputError(
-                    f"{path}: no such file. --data-path takes the prefix of a .bin and .idx pair, "
-                    "such as my-corpus_text_document for my-corpus_text_document.bin"
-                )
+                raise InputError(f"{path}: no such file. {prefix_advice(prefix)}")
         self.dtype, sequences, documents = self._read_header()
         # The arrays of the .idx follow each other without gaps, so their sizes give their places.
         ends = list(

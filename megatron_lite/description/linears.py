@@ -15,6 +15,7 @@ only.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -35,7 +36,12 @@ from megatron_lite.description.operations import (
     course,
 )
 from megatron_lite.description.sizes import Sizes, is_widened
-from megatron_lite.description.weight_gradients import added_up, apart, gradient_bytes
+from megatron_lite.description.weight_gradients import (
+    added_up,
+    apart,
+    gradient_bytes,
+    weight_product,
+)
 
 OPERATORS = {
     ALL_REDUCE: "_c10d_functional.all_reduce.default",
@@ -104,7 +110,8 @@ def column_linear(
             model,
             sizes,
             output=result.num_bytes,
-            gradients=gradient_bytes(apart(parameters, sizes), sizes),
+            weight=column_weight_product(parameters[0], sizes),
+            bias=gradient_bytes(parameters[1:], sizes),
             then=added_up(apart(parameters, sizes), sizes),
         ),
         **others,
@@ -165,7 +172,8 @@ def row_linear(
         model,
         sizes,
         input_bytes=sizes.tokens * width * sizes.element_bytes,
-        gradients=gradient_bytes(apart(parameters, sizes), sizes),
+        weight=weight_product(parameters[0], sizes),
+        bias=gradient_bytes(parameters[1:], sizes),
         then=added_up(apart(parameters, sizes), sizes),
         frees=frees,
     )
@@ -187,7 +195,7 @@ def row_linear(
 
 
 def column_workspace(
-    model: ModelConfig, sizes: Sizes, *, output: int, gradients: int, then: Course
+    model: ModelConfig, sizes: Sizes, *, output: int, weight: Course, bias: int = 0, then: Course
 ) -> Workspace:
     """Returns the workspace of a column-parallel linear layer.
 
@@ -195,17 +203,28 @@ def column_workspace(
     the input besides this rank's part of the sum.
 
     output: the bytes of its output.
-    gradients: the bytes of its parameters' gradients. then: what happens to them when backward has
-        computed them.
+    weight: the course of the product of its weight's gradient. bias: the bytes of its bias's
+        gradient.
+    then: what happens to these gradients when backward has computed them.
     """
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
     if not _splits_sequence(sizes):
-        return Workspace(course(+output), course(+whole, +gradients, -output - whole, then))
+        return Workspace(course(+output), course(+whole, weight, +bias, -output - whole, then))
     own = whole // sizes.tp_size
     return Workspace(
         course(+whole, +output, -whole),
-        course(+whole, +whole, +own, +gradients, then, -2 * whole - output - own),
+        course(+whole, +whole, +own, weight, +bias, then, -2 * whole - output - own),
     )
+
+
+def column_weight_product(weight: Parameter, sizes: Sizes) -> Course:
+    """Returns `weight_product` of a column-parallel layer.
+
+    On one rank torch computes the gradient if autograd sums it.
+    """
+    if sizes.tp_size == 1 and not sizes.adds_in_matmul:
+        sizes = replace(sizes, onednn=False)
+    return weight_product(weight, sizes)
 
 
 def _row_workspace(
@@ -213,7 +232,8 @@ def _row_workspace(
     sizes: Sizes,
     *,
     input_bytes: int,
-    gradients: int,
+    weight: Course,
+    bias: int,
     then: Course,
     frees: RowFrees,
 ) -> Workspace:
@@ -223,12 +243,12 @@ def _row_workspace(
     used = own_gradient + frees.backward
     if not _splits_sequence(sizes):
         return Workspace(
-            course(+whole, -frees.forward), course(+gradients, +input_bytes, then, -used)
+            course(+whole, -frees.forward), course(+bias, +input_bytes, weight, then, -used)
         )
     own = whole // sizes.tp_size
     return Workspace(
         course(+whole, +own, -whole - frees.forward),
-        course(+whole, +gradients, +input_bytes, then, -whole - used),
+        course(+bias, +whole, +input_bytes, weight, then, -whole - used),
     )
 
 

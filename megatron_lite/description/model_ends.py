@@ -7,15 +7,20 @@ and model/gpt.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.cross_entropy import linear_loss_workspace, loss_workspace
-from megatron_lite.description.dropout import dropout_forward, masked
+from megatron_lite.description.dropout_workspace import dropout_forward, masked
 from megatron_lite.description.linears import (
     column_backward,
     column_beside,
+    column_weight_product,
     column_workspace,
     hidden_collective,
     row_backward,
     row_forward,
+)
+from megatron_lite.description.loss_workspace import (
+    linear_loss_workspace,
+    loss_workspace,
+    one_pass_workspace,
 )
 from megatron_lite.description.norm_statistics import (
     norm_parameters,
@@ -190,8 +195,40 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     project = OperatorCall(
         "", (), (Matmul("logits", sizes.tokens, columns, model.hidden_size),), gathers
     )
-    sums = (Collective(ALL_REDUCE, row), Collective(ALL_REDUCE, 2 * row)) if several else ()
-    # With loss chunks no logits are kept: backward of the output layer runs the projection again.
+    sums: tuple[Collective, ...] = ()
+    if several:
+        sums = (Collective(ALL_REDUCE, row), Collective(ALL_REDUCE, 2 * row))
+    # With loss chunks no logits are kept. In two passes backward of the output layer runs the
+    # projection again. In one pass forward computes all gradients, and keeps that of its input.
+    one_pass = sizes.loss_in_one_pass
+    in_backward = column_backward(model, sizes)
+    kept_for_loss = (
+        *((logits,) if sizes.loss_chunk_size is None else ()),
+        KeptTensor("labels", 8 * sizes.tokens),
+        KeptTensor("which labels are here", sizes.tokens),
+        KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens),
+    )
+    moved, after = _cross_entropy(logits.num_bytes, sizes), Workspace()
+    if sizes.loss_chunk_size is None:
+        workspace = column_workspace(
+            model,
+            sizes,
+            output=logits.num_bytes,
+            weight=column_weight_product(output_weight, sizes),
+            then=output_gradient,
+        )
+        after = loss_workspace(sizes, columns)
+    elif one_pass:
+        workspace = one_pass_workspace(model, sizes, columns, sizes.loss_chunk_size)
+        after = Workspace(course(-hidden))  # nothing keeps the normed output
+        # The statistics of each chunk are summed apart. The input is gathered once, so only the
+        # sum of its gradient is left of the collectives of backward.
+        sums = (*_sums_by_chunk(sizes), *in_backward[-1:])
+        moved = Moved(moved.forward + moved.backward, 0)
+    else:
+        workspace = linear_loss_workspace(
+            model, sizes, columns, sizes.loss_chunk_size, then=output_gradient
+        )
     return (
         Operation(
             "final_layernorm",
@@ -210,42 +247,40 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         Operation(
             "output_layer",
             "output_layer" if untied else "",
-            (KeptTensor("normed output", hidden),),
+            (KeptTensor(f"{'gradient of the ' * one_pass}normed output", hidden),),
             calls=(project,),
-            backward=column_backward(model, sizes),
-            beside=column_beside(sizes),
-            rebuilds=project.matmuls if sizes.loss_chunk_size is not None else (),
-            parameters=weights,
-            workspace=(
-                column_workspace(
-                    model,
-                    sizes,
-                    output=logits.num_bytes,
-                    gradients=gradient_bytes(apart_weights, sizes),
-                    then=output_gradient,
-                )
-                if sizes.loss_chunk_size is None
-                else linear_loss_workspace(
-                    model, sizes, columns, sizes.loss_chunk_size, then=output_gradient
-                )
+            backward=() if one_pass else in_backward,
+            beside=() if one_pass else column_beside(sizes),
+            rebuilds=(
+                project.matmuls if sizes.loss_chunk_size is not None and not one_pass else ()
             ),
+            gradients_in_forward=one_pass,
+            parameters=weights,
+            workspace=workspace,
         ),
         Operation(
             "loss",
             "",
             (
-                *((logits,) if sizes.loss_chunk_size is None else ()),
-                KeptTensor("labels", 8 * sizes.tokens),
-                KeptTensor("which labels are here", sizes.tokens),
-                KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens),
+                *(() if one_pass else kept_for_loss),
                 *((loss_mask(sizes),) if sizes.masks_loss else ()),
             ),
             calls=(OperatorCall("", (), (), sums),),
-            moved=_cross_entropy(logits.num_bytes, sizes),
-            workspace=(
-                loss_workspace(sizes, columns) if sizes.loss_chunk_size is None else Workspace()
-            ),
+            moved=moved,
+            workspace=after,
         ),
+    )
+
+
+def _sums_by_chunk(sizes: Sizes) -> tuple[Collective, ...]:
+    """Returns the all-reduces of the statistics of each loss chunk, if there are several ranks."""
+    if sizes.tp_size == 1 or sizes.loss_chunk_size is None:
+        return ()
+    return tuple(
+        Collective(ALL_REDUCE, factor * sizes.accumulate_bytes * chunk)
+        for start in range(0, sizes.tokens, sizes.loss_chunk_size)
+        for chunk in [min(sizes.loss_chunk_size, sizes.tokens - start)]
+        for factor in (1, 2)
     )
 
 

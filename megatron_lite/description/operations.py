@@ -150,7 +150,7 @@ class RegionEntry(NamedTuple):
 
 
 class Course(NamedTuple):
-    """How the bytes that a rank holds change while one forward or backward runs.
+    """The changes of the bytes that a rank holds while one forward or backward runs.
 
     most: the most bytes held at any moment, beyond those held when it began.
     end: the bytes held when the next operation begins, beyond those held when this one began. It is
@@ -207,6 +207,8 @@ class Operation(NamedTuple):
     beside: for each of these, the gradient whose matmul runs at the same time: "input", "weight",
         or "" for none. An empty tuple means none for all.
     rebuilds: matmuls that its backward runs in addition to two for each matmul of the forward.
+    gradients_in_forward: whether its forward computes both gradients of its matmuls too. Its
+        backward then computes none.
     parameters: the parameters of its module.
     moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
         two gradients counts in the norm where the residual branches.
@@ -223,6 +225,7 @@ class Operation(NamedTuple):
     calls: tuple[OperatorCall, ...] = ()
     backward: tuple[Collective, ...] = ()
     rebuilds: tuple[Matmul, ...] = ()
+    gradients_in_forward: bool = False
     parameters: tuple[Parameter, ...] = ()
     moved: Moved = NOTHING_MOVED
     beside: tuple[str, ...] = ()
@@ -236,7 +239,7 @@ class Operation(NamedTuple):
 
     @property
     def only_copies(self) -> bool:
-        """Whether it only makes views or copies. Reports do not name such an operation."""
+        """Tells whether it only makes views or copies. Reports do not name such an operation."""
         return not (self.keeps or self.regions or self.calls or self.parameters)
 
     @property

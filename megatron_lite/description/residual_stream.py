@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import DROPOUT, LAYERNORM
-from megatron_lite.description.dropout import drawn_mask, dropout_forward, masked
+from megatron_lite.description.dropout_workspace import drawn_mask, dropout_forward, masked
 from megatron_lite.description.norm_statistics import (
     norm_backward,
     norm_forward,

@@ -1,8 +1,9 @@
 """The description of self-attention between its two linear layers, as operations.
 
-The code is in model/attention.py. The bytes that an operation allocates while it runs are in
-attention_workspace.py. Attention over c context-parallel ranks exchanges keys and values. Each rank
-has a part of them with 2 s/c b g/t d elements.
+The code is in model/attention.py and core_attention.py. The bytes that an operation allocates while
+it runs are in attention_workspace.py and core_attention_workspace.py. Attention over c
+context-parallel ranks exchanges keys and values. Each rank has a part of them with 2 s/c b g/t d
+elements.
 
                  forward         backward                      tensor of each collective
     p2p          c - 1 shifts    2 c - 1 shifts                one part
@@ -19,13 +20,14 @@ from collections.abc import Iterator
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.description.all_heads_norm import query_key_norms
 from megatron_lite.description.attention_workspace import (
-    attention_blocks,
-    flash_workspace,
     norms_workspace,
     rotary_workspace,
     split_workspace,
+)
+from megatron_lite.description.core_attention_workspace import (
+    attention_blocks,
+    flash_workspace,
     unfused_workspace,
 )
 from megatron_lite.description.linears import OPERATORS, RowFrees
@@ -43,6 +45,7 @@ from megatron_lite.description.operations import (
     document_starts,
     shared_table,
 )
+from megatron_lite.description.query_key_norms import query_key_norms
 from megatron_lite.description.sizes import Heads, Sizes
 
 CORE = "core_attention"

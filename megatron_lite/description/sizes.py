@@ -34,6 +34,8 @@ class Sizes:
     device: "cpu" or "cuda".
     loss_chunk_size: the number of tokens that have logits at a time. None: the logits of all tokens
         are kept.
+    loss_in_one_pass: whether forward computes the gradients of each loss chunk, so that backward
+        computes no logits again.
     has_embedding: whether the stage holds the embedding.
     has_head: whether the stage holds the final norm, the output projection and the loss.
     first_layer: the number of the stage's first layer in the whole model, counted from 0.
@@ -43,6 +45,7 @@ class Sizes:
         no tensor of the gradient exists.
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
+    onednn: whether oneDNN computes the large products (parallel/products.py).
     has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
     resets_positions: whether it has position ids, which learned positions read
@@ -62,12 +65,14 @@ class Sizes:
     element_bytes: int = 4
     device: str = "cpu"
     loss_chunk_size: int | None = None
+    loss_in_one_pass: bool = False
     has_embedding: bool = True
     has_head: bool = True
     first_layer: int = 0
     sums_gradients: bool = False
     adds_in_matmul: bool = False
     inside_operators: bool = False
+    onednn: bool = False
     has_padding: bool = False
     masks_loss: bool = False
     resets_positions: bool = False
@@ -92,6 +97,7 @@ class Sizes:
             device=device,
             element_bytes=chosen("the precision", config.training.precision, ELEMENT_BYTES),
             loss_chunk_size=config.training.loss_chunk_size,
+            loss_in_one_pass=config.loss_in_one_pass,
             has_embedding=stage is None or stage.is_first,
             has_head=stage is None or stage.is_last,
             first_layer=0 if stage is None else stage.first_layer,
@@ -102,8 +108,13 @@ class Sizes:
         )
 
     @classmethod
-    def in_training(cls, config: RunConfig, *, device: str, stage: Stage) -> Sizes:
-        """Returns the sizes of a stage whose courses count all that a training step allocates."""
+    def in_training(
+        cls, config: RunConfig, *, device: str, stage: Stage, onednn: bool = False
+    ) -> Sizes:
+        """Returns the sizes of a stage whose courses count all that a training step allocates.
+
+        onednn: whether the run's large products are oneDNN's, which its processor decides.
+        """
         sizes = cls.of(config, device=device, stage=stage)
         training = config.training
         return replace(
@@ -114,6 +125,7 @@ class Sizes:
             and training.precision == "fp32"
             and not config.compiles_layers,
             inside_operators=True,
+            onednn=onednn,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lite.config.model import ACTIVATIONS, ModelConfig
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION
-from megatron_lite.description.activations import activation_workspace
+from megatron_lite.description.activation_workspace import activation_workspace
 from megatron_lite.description.linears import RowFrees, column_linear, row_linear
 from megatron_lite.description.operations import (
     LINEAR_PROJ,

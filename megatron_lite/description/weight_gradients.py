@@ -10,6 +10,7 @@ Standard library only.
 
 from __future__ import annotations
 
+from megatron_lite.config.large_products import gradient_parts, is_large
 from megatron_lite.description.operations import Course, Parameter, course
 from megatron_lite.description.sizes import Sizes
 
@@ -24,6 +25,27 @@ def apart(parameters: tuple[Parameter, ...], sizes: Sizes) -> tuple[Parameter, .
     if not sizes.adds_in_matmul:
         return parameters
     return tuple(one for one in parameters if len(one.shape) == 1)
+
+
+def weight_product(weight: Parameter, sizes: Sizes) -> Course:
+    """Returns the course of the product that computes a weight's gradient.
+
+    It ends with the gradient, if that is a tensor of its own.
+    """
+    outputs, inputs = weight.shape
+    own = gradient_bytes(apart((weight,), sizes), sizes)
+    return course(+own, product_parts(sizes, sizes.tokens, outputs, inputs))
+
+
+def product_parts(sizes: Sizes, tokens: int, outputs: int, inputs: int) -> Course:
+    """Returns the course inside a product dy^T x of oneDNN, else nothing.
+
+    dy: [tokens, outputs]. x: [tokens, inputs].
+    """
+    if not (sizes.onednn and sizes.inside_operators and is_large(tokens, outputs, inputs)):
+        return Course()
+    parts = gradient_parts(tokens, outputs, inputs)
+    return course(*parts, -sum(parts))
 
 
 def added_up(parameters: tuple[Parameter, ...], sizes: Sizes) -> Course:

@@ -11,7 +11,7 @@ from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.ops import find_operators
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.stores import Stores
 from megatron_lite.tensor_parallel.rank_context import RankContext
 

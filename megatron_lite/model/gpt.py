@@ -18,13 +18,16 @@ from megatron_lite.model.rotary import RotaryTables, rotary_tables
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.sequence_spans import select
 from megatron_lite.parallel.weights import weight_of
-from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+# Returns the incoming gradient of the token losses, [b, s], which backward will bring.
+LossGradient = Callable[[], Tensor]
 
 
 class GPTModel(nn.Module):
@@ -35,7 +38,7 @@ class GPTModel(nn.Module):
     vocab_size: the true V. The rows of the weights from V up to padded_vocab_size are zero. They
         take no part in the loss, and they stay zero.
     plan: what backward rebuilds. Without a plan it rebuilds nothing.
-    loss_chunk_size: how many tokens have logits at a time while `loss` runs, in forward and in
+    loss_chunk_size: how many tokens have logits at a time while `losses` runs, and in its
         backward. None: all of them.
     stage: the part of the model that this module holds. Its parameters keep the names of the whole
         model. A last stage with tied embeddings that is not the first stage holds a copy of
@@ -100,13 +103,20 @@ class GPTModel(nn.Module):
         )
         self._rotary: RotaryTables | None = None
 
-    def loss(self, tokens: Tensor, labels: Tensor, documents: Documents = NO_DOCUMENTS) -> Tensor:
+    def loss(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        documents: Documents = NO_DOCUMENTS,
+        gradient: LossGradient | None = None,
+    ) -> Tensor:
         """Returns the negative log-likelihood of each label, float32 [b, s]. Needs the whole model.
 
         tokens, labels: [b, s]. Under context parallelism they are [b, s/c], this rank's spans, and
         the result is too.
+        gradient: see `losses`.
         """
-        return self.losses(self.hidden_states(tokens, None, documents), labels)
+        return self.losses(self.hidden_states(tokens, None, documents), labels, gradient)
 
     def run_stage(
         self,
@@ -114,19 +124,25 @@ class GPTModel(nn.Module):
         labels: Tensor | None,
         plan: RecomputePlan | None = None,
         documents: Documents = NO_DOCUMENTS,
+        gradient: LossGradient | None = None,
     ) -> Tensor:
         """Runs this pipeline stage. Returns its hidden states, or with labels the token losses.
 
         inputs: the tokens on the first stage; on other stages the hidden states that the stage
-        before returned. labels: given on the last stage only.
+        before returned. labels: given on the last stage only. gradient: see `losses`.
         """
         hidden_states = self.hidden_states(inputs, plan, documents)
-        return hidden_states if labels is None else self.losses(hidden_states, labels)
+        return hidden_states if labels is None else self.losses(hidden_states, labels, gradient)
 
-    def losses(self, hidden_states: Tensor, labels: Tensor) -> Tensor:
+    def losses(
+        self, hidden_states: Tensor, labels: Tensor, gradient: LossGradient | None = None
+    ) -> Tensor:
         """Returns the token losses [b, s] from the final hidden states (after final_layernorm).
 
         Only the last pipeline stage may call this.
+        gradient: the incoming gradient of the losses. If it is given and the loss is in chunks,
+            forward computes the gradients too, in one pass over the chunks. See `grad_losses` of
+            vocab_parallel_linear_cross_entropy for what must hold.
         """
         labels, group = labels.t(), self.context.group
         if self.loss_chunk_size is None:
@@ -148,6 +164,8 @@ class GPTModel(nn.Module):
                     sequence_parallel=self.context.sequence_parallel,
                     first_id=self.first_id,
                     num_ids=self.num_ids,
+                    grad_losses=None if gradient is None else lambda: gradient().t(),
+                    onednn=self.context.onednn,
                 ),
                 hidden_states,
             )
@@ -194,6 +212,7 @@ class GPTModel(nn.Module):
                 bias=None,
                 tp_group=self.context.group,
                 sequence_parallel=self.context.sequence_parallel,
+                onednn=self.context.onednn,
             ),
             hidden_states,
         )

@@ -53,16 +53,16 @@ class AdamW:
         return cls(layout.pieces, config, parallel.device)
 
     def state_names(self, _: str) -> tuple[str, ...]:
-        """See UpdateRule."""
+        """Implements UpdateRule.state_names."""
         return STATES
 
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
-        """See UpdateRule."""
+        """Implements UpdateRule.step."""
         if self._kernel is not None:
             self._kernel.step(rates, skipped)
 
     def set_num_updates(self, number: int) -> None:
-        """See UpdateRule."""
+        """Implements UpdateRule.set_num_updates."""
         if self._kernel is not None:
             self._kernel.set_num_updates(number)
 
@@ -132,13 +132,13 @@ class TorchAdamW:
         self._states: dict[Tensor, tuple[Tensor, Tensor, Tensor]] = {}
 
     def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """See AdamUpdate."""
+        """Implements AdamUpdate.adopt."""
         step = torch.zeros((), dtype=torch.float32, device=master.device)
         self._states[master] = exp_avg, exp_avg_sq, step
 
     @torch.no_grad()
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
-        """See AdamUpdate."""
+        """Implements AdamUpdate.step."""
         for group in self._groups:
             masters = [master for master in group["params"] if master.grad is not None]
             states = [self._states[master] for master in masters]
@@ -161,7 +161,7 @@ class TorchAdamW:
             )
 
     def set_num_updates(self, number: int) -> None:
-        """See AdamUpdate."""
+        """Implements AdamUpdate.set_num_updates."""
         for _, _, step in self._states.values():
             step.fill_(float(number))
 
@@ -201,12 +201,12 @@ class ApexFusedAdam:
         self.set_num_updates(0)
 
     def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """See AdamUpdate."""
+        """Implements AdamUpdate.adopt."""
         assert master.dtype == torch.float32, master.dtype
         self._of[master].state[master] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
-        """See AdamUpdate."""
+        """Implements AdamUpdate.step."""
         for adam in self._adams:
             group = adam.param_groups[0]
             group["lr"].fill_(rates.of(at_an_end=group["at_an_end"]))
@@ -214,7 +214,7 @@ class ApexFusedAdam:
         self._last_skipped.copy_(skipped)
 
     def set_num_updates(self, number: int) -> None:
-        """See AdamUpdate."""
+        """Implements AdamUpdate.set_num_updates."""
         for adam in self._adams:
             # FusedAdam subtracts a skipped last step at the next step's begin, hence the sum.
             adam.param_groups[0]["step"] = self._last_skipped + number

@@ -53,7 +53,8 @@ class FullySharded:
         """Does nothing: FSDP2 sums the gradients before anyone can read them."""
 
     def forget(self) -> None:
-        """See Gradients. Frees the rows' gradients, those of FSDP2 and those of the optimizer."""
+        """Implements Gradients.forget. Frees the rows' gradients, those of FSDP2 and those of
+        the optimizer."""
         for parameter in self._parameters.values():
             parameter.grad = None
         for piece in self.pieces:
@@ -63,7 +64,8 @@ class FullySharded:
         """Does nothing: FSDP2 reduces in every backward."""
 
     def reduce_(self) -> None:
-        """See Gradients. Issues one all-reduce over TP for all partial gradients together.
+        """Implements Gradients.reduce_. Issues one all-reduce over TP for all partial gradients
+        together.
 
         A tied weight's gradient needs another all-reduce, over the first and last stage.
         """
@@ -93,18 +95,18 @@ class FullySharded:
         """Does nothing, because `publish` starts no collective."""
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """See Layout. One all-gather."""
+        """Implements Layout.whole. One all-gather."""
         parameter = self._parameters[name]
         return gather_parts(value, self._lengths(name), self.shard_group, like=parameter).view(
             parameter.shape
         )
 
     def weight(self, name: str) -> Tensor:
-        """See Layout. One all-gather."""
+        """Implements Layout.weight. One all-gather."""
         return self.whole(name, self._rows(name)).to(gathered_dtype(self._parameters[name]))
 
     def set_weight(self, name: str, values: Tensor) -> None:
-        """See Layout."""
+        """Implements Layout.set_weight."""
         for piece in self.pieces:
             if piece.name == name:
                 piece.take_(piece.master, values)

@@ -65,7 +65,7 @@ class Bucket:
         return self.layout.places
 
     def own_part(self, name: str, rank: int | None = None) -> slice:
-        """See BucketLayout. rank: None for this rank."""
+        """Implements BucketLayout.own_part. rank: None for this rank."""
         return self.layout.own_part(name, self._rank if rank is None else rank)
 
 
@@ -113,7 +113,7 @@ class GradBuffer:
             self._accumulate(name, parameter, self.grads[name])
 
     def measure_own_norm(self) -> None:
-        """See Gradients."""
+        """Implements Gradients.measure_own_norm."""
         self._measures_own_norm = self._parallel.dp_cp_group is not None
 
     def forget(self) -> None:

@@ -75,12 +75,13 @@ class Muon:
         }
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
-        """See UpdateRule."""
+        """Implements UpdateRule.state_names."""
         return (MOMENTUM,) if parameter in self._matrices else self._adam.state_names(parameter)
 
     @torch.no_grad()
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
-        """See UpdateRule. The matrices are those of layers, so they have the rate of all."""
+        """Implements UpdateRule.step. The matrices are those of layers, so they have the rate of
+        all."""
         learning_rate = rates.every
         self._adam.step(rates, skipped)
         stays = skipped.bool()
@@ -102,7 +103,7 @@ class Muon:
             torch.where(stays, piece.master, moved, out=piece.master)
 
     def set_num_updates(self, number: int) -> None:
-        """See UpdateRule. Matters to AdamW alone."""
+        """Implements UpdateRule.set_num_updates. Matters to AdamW alone."""
         self._adam.set_num_updates(number)
 
     def _direction(self, piece: Piece, stays: Tensor) -> Tensor:

@@ -109,11 +109,12 @@ class Layout(Protocol):
 
     @property
     def replicates_weights(self) -> bool:
-        """Whether every rank of `dp_cp_group` holds all weights."""
+        """Tells whether every rank of `dp_cp_group` holds all weights."""
 
     @property
     def keeps_masters(self) -> bool:
-        """Whether masters are more precise than a checkpoint's weights, and so are saved too."""
+        """Tells whether masters are more precise than a checkpoint's weights, and so are saved
+        too."""
 
     def publish(self) -> None:
         """Makes the updated masters the weights that the model computes with.

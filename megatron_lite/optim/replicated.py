@@ -57,7 +57,7 @@ class Replicated:
 
     @torch.no_grad()
     def set_weight(self, name: str, values: Tensor) -> None:
-        """See Layout."""
+        """Implements Layout.set_weight."""
         self._parameters[name].copy_(values)
         if name in self._rounded:
             self._rounded[name].copy_(values)

@@ -106,12 +106,12 @@ class Zero1:
             self.finish()
 
     def finish(self) -> None:
-        """See Layout."""
+        """Implements Layout.finish."""
         for weights in self._weights.values():
             weights.finish()
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """See Layout. One all-gather."""
+        """Implements Layout.whole. One all-gather."""
         bucket, parameter = self.gradients.bucket_of[name], self._parameters[name]
         parts = [bucket.own_part(name, rank) for rank in range(self.shard_group.size())]
         lengths = [max(part.stop - part.start, 0) for part in parts]
@@ -126,7 +126,7 @@ class Zero1:
 
     @torch.no_grad()
     def set_weight(self, name: str, values: Tensor) -> None:
-        """See Layout."""
+        """Implements Layout.set_weight."""
         self._of(name).finish()
         self._parameters[name].copy_(values)
         piece = next((piece for piece in self.pieces if piece.name == name), None)

@@ -15,7 +15,7 @@ FIRST_PARTS = 3
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether the tensor is one of torch's FakeTensorMode."""
+    """Tells whether the tensor is one of torch's FakeTensorMode."""
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
 

@@ -2,7 +2,7 @@
 
     path         who adds dy^T x to the sum                                needs
     apex         a kernel of NVIDIA apex adds it unrounded                 CUDA and apex
-    addmm        torch's matmul adds it as it computes it                  a float32 weight
+    addmm        torch's matmul or oneDNN's adds it (products.py)          a float32 weight
     grad_dtype   autograd rounds it to 16 bits and adds it                 torch with
                                                                            Tensor.grad_dtype
     hook         a hook of optim/grad_buffer.py adds the rounded one       any torch
@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from megatron_lite.parallel.products import add_weight_product_, weight_product
 
 # (x [n, in], dy [n, out], total [out, in] float32): total += dy^T x. All tensors are contiguous; x
 # and dy have the same dtype.
@@ -66,8 +68,8 @@ def can_be_summed(dtype: torch.dtype) -> bool:
     )
 
 
-def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-    """Returns f(x, dy) that adds dy^T x to the weight's float32 sum, or None if autograd
+def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor, bool], None] | None:
+    """Returns f(x, dy, onednn) that adds dy^T x to the weight's float32 sum, or None if autograd
     accumulates.
 
     Call it in forward: saved-tensor hooks may give backward a different tensor object, without the
@@ -78,18 +80,23 @@ def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
 
 
 def weight_gradient(
-    add: Callable[[Tensor, Tensor], None] | None, hidden_states: Tensor, grad_output: Tensor
+    add: Callable[[Tensor, Tensor, bool], None] | None,
+    hidden_states: Tensor,
+    grad_output: Tensor,
+    *,
+    onednn: bool = False,
 ) -> Tensor | None:
     """Returns the gradient dy^T x of A in y = x A^T, [out, in].
 
     hidden_states: x, [.., in]. grad_output: dy, [.., out].
     add: the weight's `own_sum`. If it is given, the gradient is added to the weight's total, and
         the result is None.
+    onednn: whether oneDNN computes large float32 products (products.py).
     """
     rows, grad_rows = hidden_states.flatten(0, -2), grad_output.flatten(0, -2)
     if add is None:
-        return grad_rows.t().matmul(rows)
-    add(rows, grad_rows)
+        return weight_product(rows, grad_rows, onednn=onednn)
+    add(rows, grad_rows, onednn)
     return None
 
 
@@ -139,12 +146,13 @@ def _add(
     parameter: nn.Parameter,
     hidden_states: Tensor,
     grad_output: Tensor,
+    onednn: bool = False,
 ) -> None:
     is_first = parameter.grad is None
     if is_first:
         parameter.grad = total
-    if kernel is None:  # with beta 0 the matmul does not read the total
-        torch.addmm(total, grad_output.t(), hidden_states, beta=0 if is_first else 1, out=total)
+    if kernel is None:
+        add_weight_product_(total, hidden_states, grad_output, first=is_first, onednn=onednn)
         return
     if is_first:
         total.zero_()

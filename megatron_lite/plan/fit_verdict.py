@@ -17,6 +17,7 @@ from megatron_lite.plan.search import Plan, Search, SearchResult
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
 EXIT_STATUS = {FITS: 0, TIGHT: 1, DOES_NOT_FIT: 2}
 MOST_RANKS = 16384
+MOST_TRIED = 6  # numbers of ranks, in the search for the fewest that are enough
 LEAST_STATES = 16  # bytes of a parameter under FSDP2: weight, gradient and two moments in float32
 
 
@@ -73,9 +74,7 @@ def smallest_machine(problem: Problem, budget: Budget, num_parameters: int) -> F
     """
     count, last = 1, None
     while count <= MOST_RANKS:
-        # No layout takes less than all states shared out over all ranks.
-        possible = LEAST_STATES * num_parameters / count <= budget.memory_bytes
-        if possible and next(layouts(problem, count), None) is not None:
+        if _possible(problem, budget, num_parameters, count):
             last = verdict(problem, count, budget)
             if last.word != DOES_NOT_FIT:
                 return last
@@ -86,6 +85,35 @@ def smallest_machine(problem: Problem, budget: Budget, num_parameters: int) -> F
         f"no number of GPUs up to {MOST_RANKS} can train this run: its layouts are refused, or its "
         "states alone are larger; give --gpus N for the reason"
     )
+
+
+def fewest_ranks(
+    problem: Problem, budget: Budget, num_parameters: int, *, above: int
+) -> int | None:
+    """Returns the fewest of 2, 4, 8, ... ranks, and more than `above`, on which a plan fits.
+
+    Returns None if none of the MOST_TRIED smallest possible numbers is enough: then more ranks do
+    not help, because the memory goes to tensors that are not shared out over ranks.
+    """
+    search, tried = Search(problem), 0
+    count = 1 << above.bit_length()
+    while count <= MOST_RANKS and tried < MOST_TRIED:
+        if _possible(problem, budget, num_parameters, count):
+            tried += 1
+            if search.find(count, budget.plan_bytes, most=1).plans:
+                return count
+        count *= 2
+    return None
+
+
+def _possible(problem: Problem, budget: Budget, num_parameters: int, count: int) -> bool:
+    """Returns whether there is a layout, and whether a rank's states alone fit.
+
+    No layout takes less than all states shared out over all ranks.
+    """
+    if LEAST_STATES * num_parameters / count > budget.memory_bytes:
+        return False
+    return next(layouts(problem, count), None) is not None
 
 
 def status(verdicts: Sequence[FitVerdict]) -> int:

@@ -21,7 +21,7 @@ from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock
 from megatron_lite.plan.policies import LayerPrice
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
-from megatron_lite.recompute.plan import RecomputePlan, Segment, Store
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, Store
 
 
 class LayerChoice(NamedTuple):

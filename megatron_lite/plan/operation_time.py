@@ -60,6 +60,8 @@ class Clock(NamedTuple):
         seconds = self.memory_bound(MEMORY_BOUND, operation.moved.forward)
         for call in operation.calls:
             seconds += self.call(operation, call, FORWARD_MATMULS)
+        if operation.gradients_in_forward:
+            seconds += Seconds({BACKWARD_MATMULS: self._matmuls(_gradients(operation))})
         return seconds
 
     def call(self, operation: Operation, call: OperatorCall, term: str) -> Seconds:
@@ -74,12 +76,7 @@ class Clock(NamedTuple):
 
     def backward(self, operation: Operation) -> Seconds:
         """Returns the time of the backward of an operation, without a replay."""
-        gradients = [
-            gradient
-            for call in operation.calls
-            for matmul in call.matmuls
-            for gradient in (input_gradient(matmul), weight_gradient(matmul))
-        ]
+        gradients = [] if operation.gradients_in_forward else _gradients(operation)
         matmuls = self._matmuls([*gradients, *operation.rebuilds])
         seconds = self.memory_bound(MEMORY_BOUND, operation.moved.backward)
         seconds += Seconds({BACKWARD_MATMULS: matmuls})
@@ -127,6 +124,16 @@ class Clock(NamedTuple):
             else:
                 waits += seconds
         return Seconds({term: waits + self.exposed(shifts, beside)})
+
+
+def _gradients(operation: Operation) -> list[Matmul]:
+    """Returns the matmuls of the gradients of an operation's matmuls."""
+    return [
+        gradient
+        for call in operation.calls
+        for matmul in call.matmuls
+        for gradient in (input_gradient(matmul), weight_gradient(matmul))
+    ]
 
 
 def input_gradient(matmul: Matmul) -> Matmul:

@@ -19,7 +19,7 @@ from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layouts import kind_of
 from megatron_lite.plan.neighbours import Neighbour
 from megatron_lite.plan.search import Plan
-from megatron_lite.recompute.plan import keep_everything
+from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_model
 
 GIB = 2**30
@@ -49,6 +49,7 @@ def extra_flops(config: RunConfig, device: str) -> float:
         config.model,
         plan_model(config),
         loss_chunk_size=config.training.loss_chunk_size,
+        loss_in_one_pass=config.loss_in_one_pass,
         **shape,
         **ranks,
     )
@@ -123,10 +124,15 @@ def _row(number: str, plan: Plan, memory_bytes: int, hardware: Hardware) -> str:
         f"{parallel.pipeline_model_parallel_size:>4}{virtual:>3}{parallel.context_parallel_size:>3}"
         f"{parallel.data_parallel_size(plan.num_ranks):>5}  {kind:<10}"
         f"{config.training.micro_batch_size:>4}{chunk or '-':>6}{gib(plan.peak.num_bytes):>9}"
-        f"{free:>6.1f}{extra_flops(config, hardware.device):>7.1%}{plan.time.seconds:>9.2f}"
+        f"{_short(free):>6}{extra_flops(config, hardware.device):>7.1%}{plan.time.seconds:>9.2f}"
         f"{plan.time.mfu:>6.1%}  "
     )
     return row + _cut(str(config.recompute.policy), WIDTH - len(row))
+
+
+def _short(number: float) -> str:
+    """Returns a number in at most five characters, if it lies between -9999 and 99999."""
+    return f"{number:.1f}" if -100 < number < 1000 else f"{number:.0f}"
 
 
 def _cut(text: str, width: int) -> str:

@@ -23,7 +23,7 @@ from megatron_lite.plan.operation_time import Clock
 from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.plan.policies import LayerPrice, Mix, Room, best_mix, layer_order, mix_peak
 from megatron_lite.plan.stage_time import stage_time
-from megatron_lite.recompute.plan import Store, keep_everything
+from megatron_lite.recompute.recompute_plan import Store, keep_everything
 
 HOST_STEPS = 8  # numbers of layers with a hosted action that are tried
 

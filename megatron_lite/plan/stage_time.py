@@ -27,7 +27,7 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.memory.predict.replays import replayed_bytes, replayed_calls
 from megatron_lite.plan.hardware import Group
 from megatron_lite.plan.memo import Memo
@@ -38,7 +38,7 @@ from megatron_lite.plan.operation_time import (
     Clock,
     Seconds,
 )
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 HOST_COPIES = "copies to and from the host"
 FSDP = "gathers and reductions of FSDP2"
@@ -128,6 +128,7 @@ def layer_sizes(config: RunConfig, sizes: Sizes) -> Sizes:
         has_embedding=False,
         has_head=False,
         loss_chunk_size=None,
+        loss_in_one_pass=False,
         first_layer=sizes.first_layer if _layers_differ(config) else 0,
     )
 

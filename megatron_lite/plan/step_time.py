@@ -24,7 +24,7 @@ from megatron_lite.plan.operation_time import Clock, Seconds
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import StageTime, stage_time
 from megatron_lite.plan.update_time import UpdateTime, update_time
-from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
 PIPELINE_WAITS = "waits of the pipeline"

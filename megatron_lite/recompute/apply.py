@@ -31,8 +31,8 @@ from megatron_lite.recompute.hooked import rebuild_call
 from megatron_lite.recompute.layer_state import Written
 from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators
-from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.pool import Pool
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.schedule import segments
 
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -31,14 +31,13 @@ from torch import Tensor, nn
 
 from megatron_lite.parallel.rng import Generators
 from megatron_lite.recompute.call_arguments import Arguments
-from megatron_lite.recompute.checkpoint import Randomness, autocast_states
 from megatron_lite.recompute.host_randomness import HostRandomness
 from megatron_lite.recompute.layer_state import LayerState, Written, drawn_again
 from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.saved import SavedValue
+from megatron_lite.recompute.randomness import KeptRandomness, autocast_states
+from megatron_lite.recompute.saved import SavedParameter
 from megatron_lite.recompute.verify import RecomputeMismatch, Witness
-from megatron_lite.recompute.versions import check_unwritten
 
 NO_TASK = -1  # torch's number for "not inside a backward"
 
@@ -136,7 +135,7 @@ class _LayerCall:
         self._state = None if layer is None else LayerState(name, layer, written)
         devices = {"cpu", *(tensor.device.type for tensor in self._arguments.tensors())}
         self._autocast, self._device = autocast_states(devices), torch.get_default_device()
-        self._randomness = None if rng is None else _KeptRandomness(rng)
+        self._randomness = None if rng is None else KeptRandomness(rng)
         self._host_randomness = None if layer is None else HostRandomness()
         self._witness = Witness(name, rng, layer) if verify else None
         self._slots: list[weakref.ref[_SavedSlot]] = []
@@ -201,9 +200,9 @@ class _LayerCall:
     def _forget(self, task: int) -> None:
         self._values.pop(task, None)
 
-    def _pack(self, tensor: Tensor) -> _SavedSlot | _SavedParameter:
+    def _pack(self, tensor: Tensor) -> _SavedSlot | SavedParameter:
         if _is_parameter(tensor):  # the module holds it anyway
-            return _SavedParameter(tensor, tensor._version)
+            return SavedParameter(tensor, tensor._version)
         slot = _SavedSlot(self, len(self._slots))
         self._slots.append(weakref.ref(slot))
         self._forms.append(_Form.of(tensor))
@@ -294,26 +293,6 @@ class _SavedSlot:
         return self.call.value(self.number)
 
 
-class _SavedParameter(NamedTuple):
-    """A parameter that was saved for backward, and its version at that moment."""
-
-    parameter: Tensor
-    version: int
-
-    def tensor(self) -> Tensor:
-        """Returns the parameter.
-
-        RuntimeError: it was written to since, by an optimizer's step for example.
-        """
-        check_unwritten(
-            self.parameter,
-            self.version,
-            what="parameter",
-            purpose="needed for gradient computation",
-        )
-        return self.parameter
-
-
 class _Form(NamedTuple):
     """The shape, dtype and device of a saved tensor, which a replay must repeat."""
 
@@ -327,24 +306,6 @@ class _Form(NamedTuple):
 
     def __str__(self) -> str:
         return f"{list(self.shape)} of {str(self.dtype).removeprefix('torch.')} on {self.device}"
-
-
-class _KeptRandomness:
-    """The states of all generators before the forward, kept through the saved-tensor hooks in
-    force."""
-
-    def __init__(self, rng: Generators) -> None:
-        now = Randomness.now(rng)
-        self._rng, self._names = rng, now.names
-        self._states = [SavedValue(state) for state in now.copies()]
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Makes all draws inside the block repeat those of the forward."""
-        with Randomness(
-            self._rng, self._names, [state.tensor() for state in self._states]
-        ).replayed():
-            yield
 
 
 class _Enough(BaseException):
@@ -361,7 +322,7 @@ def _is_parameter(tensor: Tensor) -> bool:
     return tensor.is_leaf and isinstance(tensor, nn.Parameter)
 
 
-def _unpack(kept: _SavedSlot | _SavedParameter) -> Tensor:
+def _unpack(kept: _SavedSlot | SavedParameter) -> Tensor:
     return kept.tensor()
 
 

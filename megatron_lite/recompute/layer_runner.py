@@ -12,7 +12,7 @@ from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.hooked import rebuild_saved
 from megatron_lite.recompute.ops import KeptResults
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.stores import Stores
 from megatron_lite.recompute.verify import Record

@@ -284,7 +284,8 @@ class _StateTensor(NamedTuple):
 
 
 def _is_sharded(layer: nn.Module) -> bool:
-    """Whether FSDP2 exchanges the parameters of a module in the layer. If so, a replay does not."""
+    """Tells whether FSDP2 exchanges the parameters of a module in the layer. If so, a replay
+    does not."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(
         isinstance(module, fsdp.FSDPModule) for module in layer.modules()

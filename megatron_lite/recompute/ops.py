@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.operators import GROUPS, IN_GROUPS, Choice, parse_entry
+from megatron_lite.config.operators import GROUPS, IN_GROUPS, STAND_INS, Choice, parse_entry
 from megatron_lite.parallel.collectives import KeepsResults
 from megatron_lite.recompute.saved import SavedValue
 from megatron_lite.recompute.versions import version_of
@@ -89,7 +89,7 @@ class KeptResults:
             self._open.close()
 
     def keeps(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the result of this call is kept.
+        """Tells whether the result of this call is kept.
 
         It counts the calls (matmul/2 keeps every second), so every call in the forward must ask
         once, in order.
@@ -239,6 +239,9 @@ def find_operators(ops: Sequence[str], *, setting: str = "--recompute-policy") -
             if operator is not None:
                 _check(operator, name, setting)
                 found[operator] = name
+                stand_in = STAND_INS.get(name) and _operator(STAND_INS[name])
+                if stand_in is not None:
+                    found[stand_in] = name
             elif entry.name not in GROUPS:
                 raise InputError(
                     f"{setting} ops({entry.name}): torch {torch.__version__} has no operator {name}"
@@ -268,7 +271,8 @@ def _check(operator: Any, name: str, setting: str) -> None:
 
 
 def _draws_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call is of an attention kernel with dropout, which draws random numbers."""
+    """Tells whether this call is of an attention kernel with dropout, which draws random
+    numbers."""
     names = [argument.name for argument in operator._schema.arguments]
     if "dropout_p" not in names:
         return False

@@ -212,3 +212,23 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
     )
+
+
+class SavedParameter(NamedTuple):
+    """A parameter that was saved for backward, and its version at that moment."""
+
+    parameter: Tensor
+    version: int
+
+    def tensor(self) -> Tensor:
+        """Returns the parameter.
+
+        RuntimeError: it was written to since, by an optimizer's step for example.
+        """
+        check_unwritten(
+            self.parameter,
+            self.version,
+            what="parameter",
+            purpose="needed for gradient computation",
+        )
+        return self.parameter

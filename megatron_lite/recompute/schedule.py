@@ -15,7 +15,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import without_nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 KEEP = Rule(layers=(Layers(),), action=LayerAction())
 

@@ -15,8 +15,8 @@ from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.arena import Arena, keeping_in
 from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.phase import allocating_on_host
-from megatron_lite.recompute.plan import RecomputePlan, Segment
 from megatron_lite.recompute.pool import Pool
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.running import running_modules
 
 Opened = Callable[[Segment, Iterable[Any]], AbstractContextManager[None]]

@@ -33,7 +33,7 @@ def check_unwritten(
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether the tensor has values that can be copied and compared.
+    """Tells whether the tensor has values that can be copied and compared.
 
     A tensor on the meta device and a fake tensor have none.
     """

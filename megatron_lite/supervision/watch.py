@@ -70,12 +70,20 @@ class Watch:
     this long plus the longest one so far.
     graceful: whether SIGTERM and similar signals end the run in an orderly way (exits.py).
     owns_store: whether rank 0 holds the store, rather than its launcher.
+    program: the name with which this rank's last message begins.
     pulse: where this rank is. The training loop writes it.
     """
 
     def __init__(
-        self, parallel: ParallelState, *, timeout: float, graceful: bool, owns_store: bool
+        self,
+        parallel: ParallelState,
+        *,
+        timeout: float,
+        graceful: bool,
+        owns_store: bool,
+        program: str,
     ) -> None:
+        self._program = program
         self._rank, self._size, self.pulse = parallel.rank, parallel.world_size, Pulse()
         self._timeout = timeout
         self._graceful = graceful
@@ -205,7 +213,7 @@ class Watch:
             sys.stderr.flush()
         if verdict.rank == self._rank:
             text = (
-                f"pretrain_gpt.py: [rank {self._rank}] stops at {self.pulse.where}: "
+                f"{self._program}: [rank {self._rank}] stops at {self.pulse.where}: "
                 f"{verdict.text}\n"
             )
             os.write(sys.stderr.fileno(), text.encode())

@@ -27,6 +27,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
+from megatron_lite.parallel.products import input_gradient, linear
 from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 
 
@@ -37,17 +38,20 @@ def column_parallel_linear(
     *,
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
+    onednn: bool = False,
 ) -> Tensor:
     """Returns x A^T plus the bias: this rank's output features of all tokens, [s, b, m/t].
 
     hidden_states: [s, b, n], under sequence parallelism [s/t, b, n]. weight: [m/t, n]. bias: [m/t].
+    onednn: whether oneDNN computes large float32 products (parallel/products.py). A layer of one
+        rank whose weight's gradient autograd sums stays with torch.
     Collectives are in the module's table; a group of None issues none. Keeps hidden_states and the
     weight.
     """
     if tp_group is None and own_sum(weight) is None:
         return F.linear(hidden_states, weight, bias)
     return _ColumnParallelMatmul.apply(
-        *autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel
+        *autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, onednn
     )
 
 
@@ -82,13 +86,15 @@ class _ColumnParallelMatmul(torch.autograd.Function):
         bias: Tensor | None,
         tp_group: ProcessGroup | None,
         sequence_parallel: bool,
+        onednn: bool,
     ) -> Tensor:
         ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel, own_sum(weight)
+        ctx.onednn = onednn
         ctx.save_for_backward(hidden_states, weight)
         whole = (
             all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
         )
-        return F.linear(whole, weight, bias)
+        return linear(whole, weight, bias, onednn=onednn)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -101,12 +107,13 @@ class _ColumnParallelMatmul(torch.autograd.Function):
             gather = start_all_gather_first_dim(hidden_states, ctx.tp_group)
         reduction = None
         if needs_input:
-            grad_whole = grad_output.matmul(weight)
+            grad_whole = input_gradient(grad_output, weight, onednn=ctx.onednn)
             start = start_reduce_scatter_first_dim if ctx.sequence_parallel else start_all_reduce_
             reduction = start(grad_whole, ctx.tp_group)
         grad_weight = None
         if needs_weight:
             whole = hidden_states if gather is None else gather.wait()
-            grad_weight = weight_gradient(ctx.add, whole, grad_output)
+            grad_weight = weight_gradient(ctx.add, whole, grad_output, onednn=ctx.onednn)
         grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
-        return None if reduction is None else reduction.wait(), grad_weight, grad_bias, None, None
+        grad_input = None if reduction is None else reduction.wait()
+        return grad_input, grad_weight, grad_bias, None, None, None

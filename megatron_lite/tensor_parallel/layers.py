@@ -97,6 +97,7 @@ class ColumnParallelLinear(nn.Module):
             self.bias,
             tp_group=self.context.group,
             sequence_parallel=self.context.sequence_parallel,
+            onednn=self.context.onednn,
         )
 
 
@@ -147,6 +148,7 @@ class RowParallelLinear(nn.Module):
             tp_group=self.context.group,
             sequence_parallel=self.context.sequence_parallel,
             skip_tail=skip_tail,
+            onednn=self.context.onednn,
         )
 
 

@@ -9,9 +9,17 @@ All logits [s, b, V/t] never exist at once, only those of a loss chunk, [N, V/t]
                                         dx = g A,  dA += g^T x
                beside the last dA       all-reduce or reduce-scatter of dx
 
-A linear layer has three matmuls; this one has a fourth, for the logits in backward. It could be
-avoided by computing both gradients in forward, if all losses had the same incoming gradient. But
-dA sums over tokens, so each token's incoming gradient must be known before the sum.
+A linear layer has three matmuls; these two passes have a fourth, for the logits in backward. dA
+sums over tokens, so the incoming gradient of each token's loss must be known before the sum. If it
+is known in forward (`grad_losses`), and the weight has a sum of gradients to add to, one pass over
+the chunks computes everything:
+
+    forward    each chunk of N tokens   logits = x A^T, row statistics
+                                        all-reduces of the statistics
+                                        logits overwritten by their gradient g
+                                        dx = g A,  dA += g^T x
+               beside the last dA       all-reduce or reduce-scatter of dx
+    backward                            (returns dx)
 
 The arithmetic of the rows is in cross_entropy.py. The same linear layer with its logits kept is in
 column_linear.py.
@@ -19,7 +27,7 @@ column_linear.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +39,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
+from megatron_lite.parallel.products import by_onednn, input_gradient, linear
 from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 from megatron_lite.tensor_parallel.cross_entropy import (
@@ -55,6 +64,8 @@ def vocab_parallel_linear_cross_entropy(
     sequence_parallel: bool,
     first_id: int,
     num_ids: int,
+    grad_losses: Callable[[], Tensor] | None = None,
+    onednn: bool = False,
 ) -> Tensor:
     """Returns the losses [s, b] of the output projection, without ever holding all logits.
 
@@ -66,10 +77,18 @@ def vocab_parallel_linear_cross_entropy(
     labels, first_id, num_ids: see vocab_parallel_cross_entropy.
     loss_chunk_size: the number of tokens that have logits at a time. The s b tokens are taken in
         this order, and the last chunk may be shorter.
+    grad_losses: returns the incoming gradient [s, b] that backward will bring. Forward then
+        computes the gradients in the same pass, if gradients are on and the weight has a sum of
+        gradients (parallel/weight_gradient.py). It adds dA to that sum at once, so each such
+        forward needs its backward in the same step. Backward ignores its incoming gradient.
+    onednn: whether oneDNN computes large float32 products (parallel/products.py).
 
-    Issues the collectives of those two functions, in the same number at every chunk size.
-    Keeps hidden_states and the weight. In place of the logits it keeps the labels, one byte per
-    label and this rank's share of each softmax.
+    In one pass the bits of dx and dA are those of two passes. It issues the two all-reduces once
+    for each chunk, and the collective of dx in forward. It keeps dx alone.
+
+    In two passes it issues the collectives of those two functions, in the same number at every
+    chunk size. It keeps hidden_states and the weight. In place of the logits it keeps the labels,
+    one byte per label and this rank's share of each softmax.
 
     dA is summed over the chunks in float32 (float64). A bf16 weight has each chunk's part rounded
     to bf16 before the sum. The sum is a [V/t, h] float32 tensor that lives until autograd has added
@@ -83,6 +102,21 @@ def vocab_parallel_linear_cross_entropy(
     times as long on a CPU.
     """
     operands = autocast_operands(hidden_states, weight, None)
+    add = own_sum(operands.weight) if _has_backward() else None
+    if grad_losses is not None and add is not None:
+        return _InOnePass.apply(
+            operands.hidden_states,
+            operands.weight,
+            labels,
+            grad_losses,
+            add,
+            loss_chunk_size,
+            tp_group,
+            sequence_parallel,
+            first_id,
+            num_ids,
+            onednn,
+        )
     return _VocabParallelLinearCrossEntropy.apply(
         operands.hidden_states,
         operands.weight,
@@ -92,6 +126,7 @@ def vocab_parallel_linear_cross_entropy(
         sequence_parallel,
         first_id,
         num_ids,
+        onednn,
     )
 
 
@@ -107,15 +142,18 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         sequence_parallel: bool,
         first_id: int,
         num_ids: int,
+        onednn: bool,
     ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
         whole = (
             all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
         )
-        parts = [
-            row_statistics(logits[:, :num_ids], local.column[tokens])
-            for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, loss_chunk_size)
-        ]
+        parts = []
+        for tokens, logits in _logits_by_chunk(
+            whole.flatten(0, 1), weight, loss_chunk_size, onednn=onednn
+        ):
+            parts.append(row_statistics(logits[:, :num_ids], local.column[tokens]))
+            del logits
         losses, share = combined(
             RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group
         )
@@ -124,7 +162,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         ctx.loss_chunk_size = loss_chunk_size
         ctx.tp_group = tp_group
         ctx.sequence_parallel = sequence_parallel
-        ctx.num_ids = num_ids
+        ctx.num_ids, ctx.onednn = num_ids, onednn
         return losses.view(labels.shape)
 
     @staticmethod
@@ -147,10 +185,12 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         reduction = None
         # Each chunk's logits are computed again and overwritten with their gradient. After the last
         # chunk's dx the reduction starts, and runs beside that chunk's dA.
-        for tokens, logits in _logits_by_chunk(rows, weight, ctx.loss_chunk_size):
+        for tokens, logits in _logits_by_chunk(
+            rows, weight, ctx.loss_chunk_size, onednn=ctx.onednn
+        ):
             write_gradient_(logits, logits, factors.of_rows(tokens), num_ids=ctx.num_ids)
             if grad_rows is not None:
-                torch.mm(logits, weight, out=grad_rows[tokens])
+                _write_input_gradient_(grad_rows[tokens], logits, weight, onednn=ctx.onednn)
                 if tokens.stop == rows.shape[0]:
                     start = (
                         start_reduce_scatter_first_dim
@@ -161,15 +201,88 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             if grad_weight is not None:
                 _add_product_(grad_weight, logits.t(), rows[tokens], first=tokens.start == 0)
             elif needs_weight:
-                weight_gradient(ctx.add, rows[tokens], logits)
-        return None if reduction is None else reduction.wait(), grad_weight, *[None] * 6
+                weight_gradient(ctx.add, rows[tokens], logits, onednn=ctx.onednn)
+            del logits
+        return None if reduction is None else reduction.wait(), grad_weight, *[None] * 7
+
+
+def _has_backward() -> bool:
+    """Returns whether a backward will follow. If not, no gradient may be added to a sum."""
+    return torch.is_grad_enabled()
+
+
+class _InOnePass(torch.autograd.Function):
+    # The weight is an argument, although its gradient is None: autograd then runs the hooks of the
+    # weight in backward, once the other parts of its gradient have arrived too. Those hooks send
+    # the sum to other ranks.
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        grad_losses: Callable[[], Tensor],
+        add: Callable[[Tensor, Tensor, bool], None],
+        loss_chunk_size: int,
+        tp_group: ProcessGroup | None,
+        sequence_parallel: bool,
+        first_id: int,
+        num_ids: int,
+        onednn: bool,
+    ) -> Tensor:
+        local = local_labels(labels, first_id, num_ids)
+        whole = (
+            all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
+        )
+        rows = whole.flatten(0, 1)
+        grad = grad_losses().flatten()
+        losses = torch.empty_like(
+            local.column, dtype=torch.promote_types(torch.float32, rows.dtype)
+        )
+        grad_rows = torch.empty_like(rows)
+        reduction = None
+        for tokens, logits in _logits_by_chunk(rows, weight, loss_chunk_size, onednn=onednn):
+            own = LocalLabels(local.column[tokens], local.here[tokens])
+            losses[tokens] = _turned_into_gradient_(logits, own, grad[tokens], tp_group, num_ids)
+            _write_input_gradient_(grad_rows[tokens], logits, weight, onednn=onednn)
+            if tokens.stop == rows.shape[0]:
+                start = start_reduce_scatter_first_dim if sequence_parallel else start_all_reduce_
+                reduction = start(grad_rows.view(whole.shape), tp_group)
+            weight_gradient(add, rows[tokens], logits, onednn=onednn)
+            del logits
+        assert reduction is not None  # there is a token
+        ctx.save_for_backward(reduction.wait())
+        return losses.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_hidden_states,) = ctx.saved_tensors
+        return grad_hidden_states, *[None] * 10
+
+
+def _turned_into_gradient_(
+    logits: Tensor,
+    labels: LocalLabels,
+    grad_losses: Tensor,
+    tp_group: ProcessGroup | None,
+    num_ids: int,
+) -> Tensor:
+    """Overwrites the logits [N, V/t] of a chunk with their gradient. Returns the losses [N].
+
+    grad_losses: [N], the incoming gradient of each loss. Issues two all-reduces.
+    """
+    losses, share = combined(row_statistics(logits[:, :num_ids], labels.column), labels, tp_group)
+    factors = gradient_factors(grad_losses, share, labels)
+    write_gradient_(logits, logits, factors, num_ids=num_ids)
+    return losses
 
 
 class _ChunkOfLogits(NamedTuple):
     """The logits of one chunk of tokens.
 
     tokens: the rows of the chunk.
-    logits: [N, V/t]. The next chunk overwrites them.
+    logits: [N, V/t]. The next chunk may overwrite them. Delete them before it, since oneDNN writes
+        each chunk into a new tensor.
     """
 
     tokens: slice
@@ -177,19 +290,35 @@ class _ChunkOfLogits(NamedTuple):
 
 
 def _logits_by_chunk(
-    rows: Tensor, weight: Tensor, loss_chunk_size: int
+    rows: Tensor, weight: Tensor, loss_chunk_size: int, *, onednn: bool
 ) -> Iterator[_ChunkOfLogits]:
     """Yields the logits of `rows` [n, h] with `weight` [V/t, h], one chunk at a time.
 
-    All chunks share one buffer. On a CPU a new buffer for each chunk would cost page faults.
+    All chunks of torch's products share one buffer. On a CPU a new buffer for each chunk would cost
+    page faults.
     """
     num_rows = rows.shape[0]
+    if by_onednn(rows[:loss_chunk_size], weight, onednn):
+        for start in range(0, num_rows, loss_chunk_size):
+            tokens = slice(start, min(start + loss_chunk_size, num_rows))
+            yield _ChunkOfLogits(tokens, linear(rows[tokens], weight, None, onednn=True))
+        return
     buffer = rows.new_empty((min(loss_chunk_size, num_rows), weight.shape[0]))
     for start in range(0, num_rows, loss_chunk_size):
         tokens = slice(start, min(start + loss_chunk_size, num_rows))
         yield _ChunkOfLogits(
             tokens, torch.mm(rows[tokens], weight.t(), out=buffer[: tokens.stop - start])
         )
+
+
+def _write_input_gradient_(
+    grad_rows: Tensor, grad_logits: Tensor, weight: Tensor, *, onednn: bool
+) -> None:
+    """Writes the gradient of a chunk's rows [N, h] from that of its logits [N, V/t]."""
+    if by_onednn(grad_logits, weight.t(), onednn):
+        grad_rows.copy_(input_gradient(grad_logits, weight, onednn=True))
+    else:
+        torch.mm(grad_logits, weight, out=grad_rows)
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:

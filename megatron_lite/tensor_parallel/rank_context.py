@@ -24,6 +24,7 @@ class RankContext:
     cp: the rank's place among the ranks that split each sequence.
     kernels: the compiled kernels of norms, activations, rotary embedding and dropout; None: torch's
         operators.
+    onednn: whether oneDNN computes large float32 products of linear layers (parallel/products.py).
     """
 
     rng: RngStreams
@@ -35,6 +36,7 @@ class RankContext:
     sequence_parallel: bool = False
     cp: ContextParallel = field(default_factory=ContextParallel)
     kernels: CompiledKernels | None = None
+    onednn: bool = False
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class RankContext:
         params_dtype: torch.dtype,
         cp_comm_type: str = "p2p",
         kernels: CompiledKernels | None = None,
+        onednn: bool = False,
     ) -> RankContext:
         """Returns the context of this rank. A TP group of one rank has no sequence parallelism."""
         return cls(
@@ -62,6 +65,7 @@ class RankContext:
                 comm_type=cp_comm_type,
             ),
             kernels=kernels,
+            onednn=onednn,
         )
 
     @property

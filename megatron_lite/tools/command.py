@@ -18,13 +18,15 @@ from megatron_lite.parallel.signals import Stopped, die_of, dies_without_reader,
 RANK_0_SPEAKS_FIRST_S = 5.0
 
 
-def exit_status(command: Callable[[], None]) -> int:
+def exit_status(command: Callable[[], None], program: str = "") -> int:
     """Runs the command. Returns the exit status, 0 when it is done.
 
-    A fault that the user can mend returns 2, with `error: ...` on stderr and no traceback. After
-    Ctrl-C, SIGTERM or SIGHUP the command removes its partial files. One line reports the signal,
-    and the process dies of it, as a shell expects. It also dies, of SIGPIPE and without a message,
-    once nobody reads its output.
+    program: its name, as the user typed it, with which each message begins.
+
+    A fault that the user can mend returns 2, with `PROGRAM: error: ...` on stderr and no
+    traceback. After Ctrl-C, SIGTERM or SIGHUP the command removes its partial files. One line
+    reports the signal, and the process dies of it, as a shell expects. It also dies, of SIGPIPE and
+    without a message, once nobody reads its output.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a terminal that lacks a character shows ? in its place
@@ -35,10 +37,10 @@ def exit_status(command: Callable[[], None]) -> int:
     except (InputError, OSError) as error:
         rank = _rank()
         await_turn(rank, error, seconds=RANK_0_SPEAKS_FIRST_S)
-        print_fault(_text(error), rank)
+        print_fault(_text(error), rank, program=program)
         return 2
     except Stopped as stopped:
-        number, text = stopped.number, f"error: {stopped}\n"
+        number, text = stopped.number, f"{program}{': ' if program else ''}error: {stopped}\n"
     else:
         return 0
     if _rank() == 0:

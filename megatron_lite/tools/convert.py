@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.help_format import RawHelpLayout
 from megatron_lite.convert.formats import FORMATS, TargetOptions
 from megatron_lite.tools.command import exit_status
 
@@ -70,7 +71,7 @@ def progress_bar(total: int | None) -> Iterator[Callable[[int], None]]:
     )
 
     with Progress(
-        TextColumn("converting"),
+        TextColumn("converting, bytes of tensors"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -110,7 +111,7 @@ def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Converts weights between formats, one tensor at a time.",
         epilog=f"formats:\n{formats}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelpLayout,
     )
     add = found.add_argument
     add("--from", dest="source", required=True, choices=FORMATS, help="the format of --load")
@@ -137,7 +138,7 @@ def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
     args = parser(program).parse_args(argv)
-    return exit_status(lambda: convert(args))
+    return exit_status(lambda: convert(args), program)
 
 
 if __name__ == "__main__":

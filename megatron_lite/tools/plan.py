@@ -10,7 +10,6 @@ if the input has a fault. It does not import torch.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -18,27 +17,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.command_line import flag_of
 from megatron_lite.config.hf_file import read_hf_file
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
-from megatron_lite.config.presets import PRESETS, preset
+from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.recompute import AUTO, RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import read_up_to, replacing
-from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.pages.plan_page import plan_page
+from megatron_lite.parallel.told_work import told_on_terminal
 from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.details import MOST_LAYOUTS, details
 from megatron_lite.plan.fit_verdict import MOST_RANKS, FitVerdict, smallest_machine, status, verdict
-from megatron_lite.plan.hardware import ALIASES, load_hardware, machine_names
+from megatron_lite.plan.hardware import load_hardware, machine_names
 from megatron_lite.plan.layouts import DATA_PARALLEL, KEPT_RECOMPUTE, SEARCHED, Problem
 from megatron_lite.plan.plan_text import lines, to_json
 from megatron_lite.plan.search import Search
 from megatron_lite.tools.command import exit_status
-from megatron_lite.tools.run_flags import add_run_flags, build_run, fixed_value, parsed, run_fields
+from megatron_lite.tools.more_gpus import more_gpus
+from megatron_lite.tools.plan_flags import OWN, plan_parser
+from megatron_lite.tools.run_flags import build_run, fixed_value, parsed, run_fields
 
 PROGRAM = "python -m megatron_lite.tools.plan"
 
@@ -57,14 +58,17 @@ class _Input(NamedTuple):
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
-    args = vars(_parser(program).parse_args(argv))
+    words = sys.argv[1:] if argv is None else argv
+    args = vars(plan_parser(program).parse_args(words))
     found: list[int] = []
-    failed = exit_status(lambda: found.append(_plan(args)))
+    failed = exit_status(lambda: found.append(_plan(args, [program, *words])), program)
     return failed or found[0]
 
 
-def _plan(args: dict[str, Any]) -> int:
+def _plan(args: dict[str, Any], typed: Sequence[str]) -> int:
     """Prints the plans and returns the exit status.
+
+    typed: the command line, which begins with the name of the program.
 
     Raises InputError for a fault in the input.
     """
@@ -83,6 +87,9 @@ def _plan(args: dict[str, Any]) -> int:
             print(f"note: {note}")
         for one in verdicts:
             print("\n".join(["", *lines(one, problem.hardware)]))
+        if own["gpus"] is not None:
+            for line in more_gpus(problem, budget, verdicts, typed):
+                print(line)
     return status(verdicts)
 
 
@@ -97,12 +104,17 @@ def _page(given: _Input, verdicts: Sequence[FitVerdict]) -> str:
 
 def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[FitVerdict]:
     if gpus is not None:
-        for count in _counts(gpus):
-            yield verdict(problem, count, budget)
+        counts = _counts(gpus)
+        for place, count in enumerate(counts, start=1):
+            with told_on_terminal(
+                f"searching the plans for {count} GPUs (number {place} of {len(counts)})"
+            ):
+                yield verdict(problem, count, budget)
         return
     base = problem.base
     parameters = parameter_count(base.model, base.tokenizer.true_vocab_size)
-    yield smallest_machine(problem, budget, parameters)
+    with told_on_terminal("searching the fewest GPUs that are enough, of 1, 2, 4, ..."):
+        yield smallest_machine(problem, budget, parameters)
 
 
 def _counts(text: str) -> list[int]:
@@ -314,56 +326,6 @@ def _complete(
             f"missing {', '.join(missing)}: give a model with --model ({', '.join(PRESETS)}), "
             "--hf-config FILE or --config-json FILE, or give its flags"
         )
-
-
-OWN = (
-    "model",
-    "hf_config",
-    "config_json",
-    "gpus",
-    "gpu",
-    "machine",
-    "fix",
-    "memory_budget",
-    "reserve",
-    "host_memory",
-    "json",
-    "html",
-)
-
-
-def _parser(program: str = PROGRAM) -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program,
-        allow_abbrev=False,
-        description=(
-            "Finds the fastest plan of a training run that fits into memory. A flag of "
-            "pretrain_gpt.py fixes that setting."
-        ),
-        epilog="Exit status: 0 a plan fits, 1 only in a part of the reserve, 2 none fits or bad "
-        "input.",
-    )
-    add = parser.add_argument
-    add("--model", metavar="NAME", help=", ".join(PRESETS))
-    add("--hf-config", metavar="FILE", help="a config.json of Hugging Face")
-    add("--config-json", metavar="FILE", help="a run as pretrain_gpt.py --dump-config prints it")
-    add("--gpus", metavar="N,..", help="numbers of GPUs (default: the fewest on which it trains)")
-    names = [*machine_names(), *sorted(ALIASES)]
-    add("--gpu", metavar="NAME", help=", ".join(names))
-    add("--machine", metavar="FILE", help="a machine as megatron_lite.tools.calibrate writes it")
-    add("--fix", metavar="NAME=VALUE", action="append", default=[], help="fix a setting (several)")
-    add("--memory-budget", metavar="SIZE", help="such as 40GiB, instead of the card's memory")
-    add("--reserve", metavar="SIZE", help="memory to leave free (default: 1 GiB and 3%% of it)")
-    add(
-        "--host-memory",
-        metavar="SIZE",
-        default="0",
-        help="host memory of each GPU in which a policy may keep tensors, @host (default: 0)",
-    )
-    add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
-    add("--html", metavar="FILE.html", help="write a page that shows the plans and their terms")
-    add_run_flags(parser, without=OWN)
-    return parser
 
 
 if __name__ == "__main__":

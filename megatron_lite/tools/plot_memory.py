@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="the picture: .svg or .png")
     args = parser.parse_args(argv)
-    return exit_status(lambda: plot_memory(args.timelines, args.output))
+    return exit_status(lambda: plot_memory(args.timelines, args.output), program)
 
 
 def plot_memory(paths: Sequence[str], output: str) -> None:
@@ -108,6 +108,10 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
         raise InputError(
             f"the picture needs the package matplotlib: {install_advice('plot')}"
         ) from None
+    for path in paths:
+        if not os.path.isfile(path):
+            what = "is a folder" if os.path.isdir(path) else "no such file"
+            raise InputError(f"{path}: {what}: give files that runs wrote with --memory-timeline")
     timelines = [read_timeline(path) for path in paths]
     with replacing(output) as unfinished, matplotlib.rc_context(STYLE):
         figure = draw(timelines)

@@ -13,14 +13,12 @@ import argparse
 import contextlib
 import ctypes
 import functools
-import itertools
 import os
 import signal
 import sys
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -43,6 +41,7 @@ from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import exit_status
+from megatron_lite.tools.document_progress import document_progress
 from megatron_lite.tools.jsonl import Line, add_max_line_bytes, lines_of, parse_line
 
 PROGRAM = "python -m megatron_lite.tools.preprocess_data"
@@ -73,7 +72,7 @@ class Encoded(NamedTuple):
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     args = _parser(program).parse_args(argv)
-    return exit_status(lambda: preprocess(args))
+    return exit_status(lambda: preprocess(args), program)
 
 
 def preprocess(args: argparse.Namespace) -> None:
@@ -120,7 +119,9 @@ def preprocess(args: argparse.Namespace) -> None:
             stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
             for prefix in prefixes.values()
         ]
-        progress = stack.enter_context(_progress(os.path.getsize(args.input), args.log_interval))
+        progress = stack.enter_context(
+            document_progress(os.path.getsize(args.input), args.log_interval)
+        )
         blocks = _line_blocks(args.input, args.partitions, args.max_line_bytes)
         for encoded in stack.enter_context(
             contextlib.closing(_encode_all(encoding, blocks, args.workers))
@@ -246,66 +247,6 @@ def _follow_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent.pid:  # the parent ended before this call
             os._exit(1)
-
-
-class _Counter:
-    """Counts documents and bytes as they are written. It calls `report` after every change."""
-
-    def __init__(self, report: Callable[[_Counter], None]) -> None:
-        self.documents = self.num_bytes = 0
-        self._report, self._started = report, time.monotonic()
-
-    def advance(self, documents: int, num_bytes: int) -> None:
-        self.documents += documents
-        self.num_bytes += num_bytes
-        self._report(self)
-
-    def rate(self) -> str:
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        return (
-            f"{self.documents} documents ({self.documents / seconds:.0f} documents/s, "
-            f"{self.num_bytes / 1e6 / seconds:.2f} MB/s)"
-        )
-
-
-@contextlib.contextmanager
-def _progress(total_bytes: int, log_interval: int) -> Iterator[_Counter]:
-    """Yields a counter that shows the progress.
-
-    A terminal gets a progress bar, any other output a line after every `log_interval` documents.
-    """
-    if not sys.stderr.isatty():
-        marks = itertools.count(log_interval, log_interval)
-        upcoming = [next(marks)]
-
-        def log(progress: _Counter) -> None:
-            if progress.documents >= upcoming[0]:
-                print(f"processed {progress.rate()}", file=sys.stderr, flush=True)
-                upcoming[0] = next(mark for mark in marks if mark > progress.documents)
-
-        yield _Counter(log)
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    with Progress(
-        TextColumn("tokenizing"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("", total=total_bytes, rate="")
-        yield _Counter(
-            lambda progress: bar.update(task, completed=progress.num_bytes, rate=progress.rate())
-        )
 
 
 def _parser(program: str = PROGRAM) -> argparse.ArgumentParser:

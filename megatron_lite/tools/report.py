@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         help=f"the page (default: {DEFAULT_OUTPUT} in the folder, or METRICS_FILE.html)",
     )
     args = parser.parse_args(argv)
-    return exit_status(lambda: report(args.paths, args.output))
+    return exit_status(lambda: report(args.paths, args.output), program)
 
 
 def report(paths: Sequence[str], output: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Translates the activation checkpointing of torchtitan configs. presets.py has the rules."""
+"""Translates the activation checkpointing of torchtitan configs. translators.py has the rules."""
 
 from __future__ import annotations
 

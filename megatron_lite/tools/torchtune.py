@@ -1,4 +1,4 @@
-"""Translates the activation checkpointing of torchtune recipes. presets.py has the rules."""
+"""Translates the activation checkpointing of torchtune recipes. translators.py has the rules."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import replacing
+from megatron_lite.parallel.told_work import told_on_terminal
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import MAX_LINE_BYTES, add_max_line_bytes, lines_of, parse_line
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--json-key",
         nargs="+",
         default=["text"],
+        metavar="KEY",
         help="keys whose texts are read (default: text)",
     )
     parser.add_argument(
@@ -42,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_max_line_bytes(parser)
     args = parser.parse_args(argv)
     return exit_status(
-        lambda: train(args.input, args.json_keys, args.vocab_size, args.output, args.max_line_bytes)
+        lambda: train(
+            args.input, args.json_keys, args.vocab_size, args.output, args.max_line_bytes
+        ),
+        parser.prog,
     )
 
 
@@ -81,7 +86,8 @@ def train(
         for line in lines_of(source, max_line_bytes)
         for text in parse_line(line.content, keys, f"{source}:{line.number}")
     ]
-    tokenizer.train_from_iterator(texts, trainer)
+    with told_on_terminal(f"merging tokens of {len(texts)} texts, up to {vocab_size}"):
+        tokenizer.train_from_iterator(texts, trainer)
     os.makedirs(output, exist_ok=True)
     path = os.path.join(output, "tokenizer.json")
     with replacing(path) as tmp, open(tmp, "w", encoding="utf-8") as file:

@@ -19,8 +19,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.config_file import read_config_file
 from megatron_lite.tools.modalities import layers_of
-from megatron_lite.tools.presets import PARTITIONING, SYSTEMS, systems_of
 from megatron_lite.tools.translation import Translation
+from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, systems_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.tp,
             num_layers=args.num_layers,
             component=args.component,
-        )
+        ),
+        parser.prog,
     )
 
 

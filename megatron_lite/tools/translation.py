@@ -1,6 +1,6 @@
 """The result of translating another system's config, and the functions that read such a config.
 
-presets.py and modalities.py share this file. A config is plain data: mappings, lists, texts,
+translators.py and modalities.py share this file. A config is plain data: mappings, lists, texts,
 numbers. `typed` takes the known keys of a section and refuses a wrong type or an unknown key.
 `notes_elsewhere` searches the rest of a whole config file. It names every key that concerns
 recomputation, offloading or the wrapping of modules, so no such key is ignored silently.

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("prefix", help="path of a .bin and .idx pair without the ending")
     args = parser.parse_args(argv)
-    return exit_status(lambda: print(f"{unigram_entropy(args.prefix):.6f}"))
+    return exit_status(lambda: print(f"{unigram_entropy(args.prefix):.6f}"), parser.prog)
 
 
 if __name__ == "__main__":

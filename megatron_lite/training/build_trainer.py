@@ -35,9 +35,10 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.compiler import compile_layers_
-from megatron_lite.training.documents import document_rules
+from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
+from megatron_lite.training.processor import products_notices, uses_onednn
 from megatron_lite.training.run_notices import run_notices
 from megatron_lite.training.saved_schedule import followed_schedule
 from megatron_lite.training.slow_work import told_by_rank_0
@@ -63,6 +64,7 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
         params_dtype=PARAMS_DTYPE[config.training.precision],
         cp_comm_type=config.parallel.cp_comm_type,
         kernels=CompiledKernels(parallel.device) if config.compiles_kernels else None,
+        onednn=uses_onednn(config, parallel.device.type),
     )
     model = GPTModel(
         config.model,
@@ -200,6 +202,7 @@ def _build(
         rules=rules,
         notices=(
             accumulation,
+            *products_notices(config, onednn=next(iter(model)).context.onednn),
             *_predicted_peak(config, parallel, batches),
             *notices.in_log,
             *followed,
@@ -231,6 +234,7 @@ def _predicted_peak(
         device=parallel.device.type,
         dp_cp_size=parallel.dp_cp_size,
         num_microbatches=batches.num_microbatches(batches.largest),
+        onednn=uses_onednn(config, parallel.device.type),
     )
     save = save_peak(config, peak, device=parallel.device.type, dp_cp_size=parallel.dp_cp_size)
     lines = [

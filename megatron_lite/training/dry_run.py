@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages_of_rank
-from megatron_lite.memory.explain.report import of_one_replica
+from megatron_lite.memory.explain.recompute_report import of_one_replica
 from megatron_lite.memory.measure.step_meter import (
     GRADIENTS,
     MASTERS,
@@ -44,7 +44,7 @@ from megatron_lite.parallel.weights import local_part
 from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
 from megatron_lite.training.batches import Batches, MicroBatch, cut
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
-from megatron_lite.training.documents import DocumentRules, document_rules
+from megatron_lite.training.document_positions import DocumentRules, document_rules
 from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
@@ -136,7 +136,7 @@ def dry_run(
                 SameTokens(samples, number, parallel, document_rules(config)),
                 host_apart=device != "cpu",
             )
-        place = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
+        place: dict[str, Any] = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
         return DryRank(
             rank=rank,
             world_size=world_size,

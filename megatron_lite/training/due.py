@@ -34,7 +34,7 @@ class Due(NamedTuple):
 
     @property
     def needs_progress(self) -> bool:
-        """Whether the work needs the progress of every step so far."""
+        """Tells whether the work needs the progress of every step so far."""
         return self.evaluation or self.save or self.end
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.training.batches import MicroBatches, SampleDataset
-from megatron_lite.training.documents import DocumentRules
+from megatron_lite.training.document_positions import DocumentRules
 from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.sample_order import SampleOrder

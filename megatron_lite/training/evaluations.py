@@ -9,7 +9,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.training.batches import SampleDataset
-from megatron_lite.training.documents import DocumentRules
+from megatron_lite.training.document_positions import DocumentRules
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import RunLog
 from megatron_lite.training.micro_batches import StageRunner

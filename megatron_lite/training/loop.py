@@ -27,7 +27,7 @@ from megatron_lite.supervision.exits import Exits
 from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.compiler import memory_budget
-from megatron_lite.training.documents import DocumentRules
+from megatron_lite.training.document_positions import DocumentRules
 from megatron_lite.training.due import Due
 from megatron_lite.training.evaluations import Evaluations
 from megatron_lite.training.first_steps import FirstSteps

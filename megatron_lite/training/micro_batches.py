@@ -17,14 +17,14 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
-from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.pipeline.executor import run_actions
 from megatron_lite.pipeline.links import Links
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
-from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.training.batches import Batches
+from megatron_lite.training.micro_batch_loss import MicroBatchLoss
 from megatron_lite.training.observe import Observer
 
 Runner = TypeVar("Runner", bound="StageRunner")
@@ -49,6 +49,8 @@ class StageRunner:
     most_microbatches: the most micro-batches of any step of the run. The memory for saved inputs is
         allocated for this number at once, and not again when the batch grows. A step with more
         micro-batches enlarges it.
+    loss_in_one_pass: whether the forward of a loss in chunks also computes the gradients of the
+        head (RunConfig.loss_in_one_pass).
     """
 
     def __init__(
@@ -61,10 +63,11 @@ class StageRunner:
         overlap: bool = True,
         everywhere: bool = False,
         most_microbatches: int | None = None,
+        loss_in_one_pass: bool = False,
     ) -> None:
         self.model, self.parallel = model, parallel
         self.links, self._num_kept, self._overlap = links, num_kept, overlap
-        self._everywhere = everywhere
+        self._everywhere, self._loss_in_one_pass = everywhere, loss_in_one_pass
         self._chunks = list(model)
         self._steps: dict[int, _Step] = {}  # by number of micro-batches
         self.timed: Timed = not_timed
@@ -80,7 +83,7 @@ class StageRunner:
         Raises ValueError for a batch that does not divide over ranks and micro-batches.
         """
         if parallel.pp_size == 1:
-            return cls(model, parallel)
+            return cls(model, parallel, loss_in_one_pass=config.loss_in_one_pass)
         batches = config.batch_schedule(parallel.dp_size)
         most = (
             batches.num_microbatches(batches.largest)
@@ -105,6 +108,7 @@ class StageRunner:
             everywhere=config.data.reset_attention_mask,
             most_microbatches=most,
             num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0,
+            loss_in_one_pass=config.loss_in_one_pass,
         )
 
     def train(
@@ -138,16 +142,16 @@ class StageRunner:
             self.model.train()
         if mask_factors is not None:
             mask_factors = mask_factors.to(self._loss_dtype())
+        step_loss = MicroBatchLoss(
+            factor=loss_factor,
+            mask_factors=mask_factors,
+            scale=loss_scale,
+            in_one_pass=self._loss_in_one_pass,
+            dtype=self._loss_dtype(),
+        )
         if self.links is None:
             (chunk,) = self._chunks
-            loss_of = partial(
-                _loss,
-                chunk,
-                batches,
-                loss_factor=loss_factor,
-                mask_factors=mask_factors,
-                scale=loss_scale,
-            )
+            loss_of = partial(_loss, chunk, batches, step_loss)
             losses = []
             for number in range(len(batches)):
                 before_backward(number, chunk)
@@ -169,12 +173,10 @@ class StageRunner:
                 _stage,
                 chunk,
                 batches,
+                step_loss,
                 action.microbatch,
-                loss_factor,
                 hidden_states,
                 plan,
-                mask_factors,
-                loss_scale,
                 everywhere=self._everywhere,
             )
             del hidden_states  # `run` holds the only reference that this function still needs
@@ -203,10 +205,11 @@ class StageRunner:
         The sum is 0 on a rank without the last stage.
         """
         self.model.eval()
+        mean = MicroBatchLoss(factor=1.0)
         if self.links is None:
             (chunk,) = self._chunks
             total = self._sum(
-                (_loss(chunk, batches, number, 1.0) for number in range(len(batches))),
+                (_loss(chunk, batches, mean, number) for number in range(len(batches))),
                 torch.float64,
             )
         else:
@@ -215,8 +218,8 @@ class StageRunner:
                 return _stage(
                     self._chunks[action.chunk],
                     batches,
+                    mean,
                     action.microbatch,
-                    1.0,
                     hidden_states,
                     None,
                     everywhere=self._everywhere,
@@ -283,35 +286,24 @@ class StageRunner:
         return torch.promote_types(at_least, self._chunks[0].context.params_dtype)
 
 
-def _loss(
-    model: GPTModel,
-    batches: Batches,
-    number: int,
-    loss_factor: float,
-    mask_factors: Tensor | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:
+def _loss(model: GPTModel, batches: Batches, step_loss: MicroBatchLoss, number: int) -> Tensor:
     batch = batches[number]
-    if batch.loss_mask is None:
-        losses = model.loss(batch.tokens, batch.labels, batch.documents)
-        return scale_backward(losses.mean() * loss_factor, scale)
-    total = (model.loss(batch.tokens, batch.labels, batch.documents) * batch.loss_mask).sum()
-    return _scaled(total, number, mask_factors, scale)
+    gradient = step_loss.gradient(batch.labels, batch.loss_mask, number)
+    losses = model.loss(batch.tokens, batch.labels, batch.documents, gradient)
+    return step_loss.of(losses, batch.loss_mask, number)
 
 
 def _stage(
     chunk: GPTModel,
     batches: Batches,
+    step_loss: MicroBatchLoss,
     number: int,
-    loss_factor: float,
     hidden_states: Tensor | None,
     plan: RecomputePlan | None,
-    mask_factors: Tensor | None = None,
-    scale: Tensor | None = None,
     *,
     everywhere: bool = False,
 ) -> Tensor:
-    """Runs one stage on a micro-batch. Returns hidden states, or the loss x loss_factor."""
+    """Runs one stage on a micro-batch. Returns hidden states, or the loss on the last stage."""
     is_last = chunk.stage.is_last
     if hidden_states is not None and not is_last and not everywhere:
         return chunk.run_stage(hidden_states, None, plan)
@@ -321,17 +313,6 @@ def _stage(
     if not is_last:
         del labels, mask
         return chunk.run_stage(inputs, None, plan, documents)
-    if mask is None:
-        losses = chunk.run_stage(inputs, labels, plan, documents)
-        return scale_backward(losses.mean() * loss_factor, scale)
-    total = (chunk.run_stage(inputs, labels, plan, documents) * mask).sum()
-    return _scaled(total, number, mask_factors, scale)
-
-
-def _scaled(
-    total: Tensor, number: int, mask_factors: Tensor | None, scale: Tensor | None
-) -> Tensor:
-    """Returns `total` itself; its gradients are multiplied by the micro-batch's factor."""
-    if mask_factors is not None:
-        scale_backward(total, mask_factors[number])
-    return scale_backward(total, scale)
+    gradient = step_loss.gradient(labels, mask, number)
+    losses = chunk.run_stage(inputs, labels, plan, documents, gradient)
+    return step_loss.of(losses, mask, number)

@@ -29,7 +29,7 @@ from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 
 @dataclass(frozen=True, kw_only=True)

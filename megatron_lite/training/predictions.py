@@ -108,7 +108,8 @@ class Predictions:
 
     @property
     def measures_peak(self) -> bool:
-        """Whether the second step measures its peak: always on CUDA, and by a flag on a CPU."""
+        """Tells whether the second step measures its peak: always on CUDA, and by a flag on a
+        CPU."""
         if self._config.training.torch_compile:  # the temporaries of compiled code are not known
             return False
         return self._parallel.device.type == "cuda" or self._config.logging.log_peak_memory

@@ -1,4 +1,4 @@
-"""What a run prints about its settings at the start.
+"""Prints the settings of a run at its start.
 
 The terminal gets the settings that differ from their defaults, as flags. The log file gets the
 dotted table of all arguments, in Megatron's form.

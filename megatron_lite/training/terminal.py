@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterable
 from contextlib import suppress
 
 from rich.console import Console
@@ -24,6 +25,14 @@ def terminal_columns() -> int:
     if not sys.stdout.isatty():
         return BATCH_COLUMNS
     return max(LEAST_COLUMNS, shutil.get_terminal_size((BATCH_COLUMNS, 24)).columns)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints lines before a Terminal exists: a terminal's are broken between words."""
+    on_terminal, columns = sys.stdout.isatty(), terminal_columns()
+    for line in (line for text in lines for line in text.split("\n")):
+        print(_wrapped(line, columns) if on_terminal else line)
+    sys.stdout.flush()
 
 
 class Terminal:

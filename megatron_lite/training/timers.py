@@ -82,7 +82,7 @@ class Timers:
 
     @property
     def run(self) -> bool:
-        """Whether anything is timed."""
+        """Tells whether anything is timed."""
         return self._level > 0
 
     def __call__(self, name: str) -> AbstractContextManager[object]:

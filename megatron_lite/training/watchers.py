@@ -1,4 +1,4 @@
-"""What watches the steps of a run: timers, the profiler, slow ranks, and replicas that drift."""
+"""The watchers of the steps of a run: timers, the profiler, slow ranks, and replicas that drift."""
 
 from __future__ import annotations
 

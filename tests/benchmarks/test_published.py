@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import published
 from benchmarks.published import BEGIN, END, LLAMA_RUN, MEGATRON_RUNS, Row, main, rows, table
-from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.memory.predict.parameter_counts import parameter_count
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "step-time.md"
 # The predicted TFLOP/s of today. A change of the model shows here and in the page.

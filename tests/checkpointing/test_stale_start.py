@@ -50,7 +50,7 @@ def config_of(
     where = dict(save=str(folder), save_interval=1, **({"load": str(folder)} if load else {}))
     return tiny_run(
         tp_size=tp_size,
-        training=dict(train_iters=last, eval_iters=0, seed=seed),
+        training=dict(train_iters=last, global_batch_size=1, eval_iters=0, seed=seed),
         checkpoint=dict(**where, **checkpoint),
     )
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.hf_config import from_hf, to_hf
+from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.presets import preset
-from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.memory.predict.parameter_counts import parameter_count
 
 GPT2 = """{
   "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,

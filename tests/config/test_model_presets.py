@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.presets import PRESETS, preset
-from megatron_lite.memory.predict.parameters import parameter_count
+from megatron_lite.memory.predict.parameter_counts import parameter_count
 
 # The sums over the tensors of the published checkpoints; tied embeddings count once.
 EXACT = {

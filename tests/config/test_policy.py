@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron_lite.config.policy import STORES, LayerAction, Layers, Policy, Rule, parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import MODULES
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.schedule import plan_stage, segments
 
 LAYERS = st.one_of(

@@ -22,6 +22,7 @@ from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
+from tests.support.pairs import in_one_test
 
 SMALLEST: dict[type, dict[str, Any]] = {
     ModelConfig: {
@@ -780,7 +781,7 @@ ACROSS_TOPICS: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("config_class", "broken", "message", "kept"), RULES)
+@in_one_test("config_class, broken, message, kept", RULES)
 def test_a_rule_of_one_topic(
     config_class: type, broken: dict[str, Any], message: str, kept: dict[str, Any]
 ) -> None:

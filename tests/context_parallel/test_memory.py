@@ -16,7 +16,7 @@ from megatron_lite.description.operations import Collective
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.predict.flops import hardware_flops
-from megatron_lite.recompute.plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from tests.memory.test_activations import figures, models
 from tests.memory.test_activations import policies as all_policies
 from tests.memory.test_collectives import by_kind_and_bytes

@@ -15,7 +15,7 @@ from megatron_lite.convert.hf_target import HfTarget
 from megatron_lite.convert.native_source import NativeSource
 from megatron_lite.convert.native_target import NativeTarget
 from megatron_lite.convert.parameters import parameter_specs
-from megatron_lite.convert.weights import Described, WeightSource, WeightTarget
+from megatron_lite.convert.weight_formats import Described, WeightSource, WeightTarget
 
 MIB = 2**20
 MODEL = ModelConfig(

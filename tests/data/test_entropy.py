@@ -13,6 +13,8 @@ from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.tools import unigram_entropy as tool
 
+ERROR = "python -m megatron_lite.tools.unigram_entropy: error: "
+
 
 def write(prefix: Path, ids: list[int]) -> str:
     with IndexedDatasetWriter(str(prefix), token_dtype(5000)) as writer:
@@ -49,4 +51,6 @@ def test_tool_prints_the_number_or_the_fault(
     assert tool.main([write(tmp_path / "data", [0, 1])]) == 0
     assert capsys.readouterr().out == "0.693147\n"
     assert tool.main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/none.idx: no such file")
+    assert capsys.readouterr().err.startswith(
+        f"python -m megatron_lite.tools.unigram_entropy: error: {tmp_path}/none.idx: no such file"
+    )

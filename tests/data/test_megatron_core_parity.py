@@ -24,8 +24,9 @@ from megatron_lite.data.sample_index import build_sample_index
 from megatron_lite.data.splits import normalized
 from megatron_lite.model.documents import document_mask
 from megatron_lite.training.batches import cut
-from megatron_lite.training.documents import DocumentRules
+from megatron_lite.training.document_positions import DocumentRules
 from tests.support.documents import EOD, packed_text
+from tests.support.pairs import in_one_test
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
@@ -96,7 +97,7 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize("case", range(100))
+@in_one_test("case", range(100))
 def test_sample_index_equals_its_compiled_helper(case: int) -> None:
     """Also with documents of no tokens, which its helper steps over."""
     random = np.random.RandomState(case)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_lite.data.sample_index import SampleIndex, build_sample_index
+from tests.support.pairs import in_one_test
 
 
 def naive(
@@ -43,7 +44,7 @@ def naive(
     return SampleIndex(np.array(order), np.array(starts[: samples + 1]), np.array(shuffled))
 
 
-@pytest.mark.parametrize("case", range(300))
+@in_one_test("case", range(300))
 def test_index_equals_a_walk_over_every_token(case: int) -> None:
     random = np.random.RandomState(case)
     lengths = random.randint(1, 12, size=random.randint(1, 9))

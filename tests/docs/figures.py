@@ -1,7 +1,8 @@
 """The texts, figures and pictures of the pages that are made of results and of the package itself.
 
-TEXTS has the functions that a mark `made by: NAME` names, FIGURES those of `<!--=NAME-->`, and
-FILES those that make a whole file. All are quick: they read results in JSON and run no command.
+TEXTS has the functions that a mark `made by: NAME` names, FIGURES those of `<!--=NAME-->`, PARTS
+those of `<!-- begin part: NAME -->`, and FILES those that make a whole file. All are quick: they
+read results in JSON and run no command.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from arguments import build_parser
+from benchmarks import side_by_side_page as peers
 from megatron_lite.config import policy
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.presets import preset
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
@@ -30,6 +32,7 @@ from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.pipeline.order import orders
 from megatron_lite.plan.plan_text import extra_flops
 from megatron_lite.recompute.schedule import plan_model
+from tests.docs import outputs
 from tests.docs.layer_drawing import layer_svg
 from tests.docs.marks import ROOT
 
@@ -316,7 +319,7 @@ def picture_of_memory() -> str:
     from megatron_lite.memory.measure.timeline import read_timeline
     from megatron_lite.tools.plot_memory import STYLE, draw, svg_text
 
-    files = [ROOT / "docs" / "records" / f"memory_{name}.json" for name in MEMORY_RUNS]
+    files = [ROOT / "docs" / "records" / f"memory_{name}.json" for name in outputs.MEMORY_RUNS]
     with matplotlib.rc_context(STYLE):
         return svg_text(draw([read_timeline(str(path)) for path in files]))
 
@@ -359,7 +362,6 @@ def terminal_row() -> str:
     return "\n".join(lines)
 
 
-MEMORY_RUNS = {"none": "*:none", "every2": "every-2:full", "full": "*:full"}
 TEXTS: dict[str, Callable[[], str]] = {
     "grammar": grammar,
     "ladder": ladder,
@@ -378,8 +380,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     "wrong.torch": partial(wrong, "torch, non-reentrant"),
     **{f"any-model.{what}": partial(any_model, what) for what in ("least", "none", "ratios")},
 }
+PARTS: dict[str, Callable[[], str]] = {
+    "peers-targets": peers.targets_part,
+    "peers-groups": peers.groups_part,
+}
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,
     ROOT / "docs" / "pictures" / "layer.svg": lambda: layer_svg(drawn_run()),
+    ROOT / "docs" / "pictures" / "peers-time.svg": partial(peers.picture, "time"),
+    ROOT / "docs" / "pictures" / "peers-memory.svg": partial(peers.picture, "memory"),
     ROOT / "docs" / "flags.md": flags_page,
 }

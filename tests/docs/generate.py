@@ -2,7 +2,8 @@
 
     --check         compares them with the pages, prints what differs, and exits with status 1
     --write         writes them into the pages
-    --record NAME   runs a command that takes minutes, and writes docs/records/NAME.txt
+    --record NAME   runs a command that takes minutes, and writes docs/records/NAME.txt; "memory"
+                    writes the timelines of the first page's picture
 
 tests/docs/marks.py explains the marks in the pages.
 """
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.docs import figures, outputs
-from tests.docs.marks import GENERATED, INLINE, PAGES, ROOT, Block, blocks, with_texts
+from tests.docs.marks import GENERATED, INLINE, PAGES, PART, ROOT, Block, blocks, with_texts
 
 
 def made(block: Block) -> str:
@@ -44,6 +45,7 @@ def remade(page: Path, choose: Callable[[Block], bool] = lambda block: True) -> 
     text = page.read_text(encoding="utf-8")
     chosen = [one for one in blocks(page) if one.kind in GENERATED and choose(one)]
     text = with_texts(text, [(block, made(block)) for block in chosen])
+    text = PART.sub(lambda found: f"{found[1]}\n{figures.PARTS[found[2]]()}\n{found[3]}", text)
     return INLINE.sub(
         lambda found: f"<!--={found[1]}-->{figures.FIGURES[found[1]]()}<!--/-->", text
     )
@@ -71,9 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--check", action="store_true", help="compare, and exit with 1 if stale")
     what.add_argument("--write", action="store_true", help="write into the pages")
-    what.add_argument("--record", choices=[*outputs.COMMANDS], help="run a long command")
+    what.add_argument("--record", choices=[*outputs.COMMANDS, "memory"], help="run a long command")
     parser.add_argument("pages", nargs="*", type=Path, help="some pages only")
     args = parser.parse_args(argv)
+    if args.record == "memory":
+        outputs.write_memory()
+        return 0
     if args.record:
         outputs.write_record(args.record)
         return 0

@@ -34,6 +34,15 @@ COMMANDS = {
     ),
 }
 
+# The runs of the first page's picture: docs/records/memory_NAME.json, by name the policy.
+MEMORY_RUNS = {"none": "*:none", "every2": "every-2:full", "full": "*:full"}
+MEMORY = (
+    "python pretrain_gpt.py --num-layers 6 --hidden-size 256 --num-attention-heads 8"
+    " --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 --global-batch-size 4"
+    " --train-iters 2 --lr 1e-3 --mock-data --vocab-size 1000 --attention-dropout 0.0"
+    " --eval-iters 0 --distributed-backend gloo"
+)
+
 
 @contextmanager
 def folder() -> Iterator[Path]:
@@ -105,6 +114,18 @@ def write_record(name: str) -> None:
     text = text.replace(f"{where}/", "")
     RECORDS.mkdir(exist_ok=True)
     (RECORDS / f"{name}.txt").write_text(f"$ {COMMANDS[name]}\n{text}\n", encoding="utf-8")
+
+
+def write_memory() -> None:
+    """Runs the commands of the first page's picture, and writes their timelines.
+
+    The timelines have bytes and no times: a busy machine may record them.
+    """
+    with folder() as where:
+        for name, policy in MEMORY_RUNS.items():
+            run(f"{MEMORY} --recompute-policy '{policy}' --memory-timeline one.json", where)
+            text = Path(where, "one.json").read_text(encoding="utf-8")
+            (RECORDS / f"memory_{name}.json").write_text(text, encoding="utf-8")
 
 
 def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:

@@ -22,7 +22,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tools.translate_recompute import PARTITIONING, SYSTEMS
 from tests.support.models import build_tiny_model, sample_tokens, tp_state

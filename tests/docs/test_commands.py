@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arguments import build_parser, supported_flags
-from tests.docs.marks import COMMANDS, PAGES, Block, blocks
+from tests.docs.marks import COMMANDS, PAGES, ROOT, Block, blocks
 from tests.docs.outputs import folder, run
 
 RUN = {page: [block for block in blocks(page) if block.kind == "run"] for page in PAGES}
@@ -33,6 +35,23 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path) -> None:
     with folder() as where:
         for number, block in enumerate(RUN[page]):
             run(script(block, where, number), where)
+
+
+@pytest.mark.long
+def test_the_resumed_run_of_the_page_is_the_uninterrupted_one() -> None:
+    """The rows of the page's two commands, and those of one run with all iterations."""
+    page = ROOT / "docs" / "training.md"
+    first, second = [block for block in RUN[page] if "--train-iters" in block.text]
+    assert "--load" in second.text and "--load" not in first.text
+    losses = []
+    for scripts in ([first.text, second.text], [first.text.replace("-iters 20 ", "-iters 40 ")]):
+        with folder() as where:
+            for number, text in enumerate(scripts):
+                run(script(replace(first, lines=tuple(text.splitlines())), where, number), where)
+            rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
+            losses.append([(row["iteration"], row["lm_loss"]) for row in rows if "lm_loss" in row])
+    assert losses[0] == losses[1]
+    assert [iteration for iteration, _ in losses[0]] == list(range(1, 41))
 
 
 def test_enough_commands_run() -> None:

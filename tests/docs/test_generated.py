@@ -15,6 +15,7 @@ from tests.docs.marks import (
     GENERATED,
     INLINE,
     PAGES,
+    PART,
     ROOT,
     THEIR_BEGIN,
     THEIR_END,
@@ -88,7 +89,7 @@ RULES = (
     *("0.2 ms for the start", "every 30 seconds", "after 15\nseconds"),
     *("errors was 19.2%", "it was about 11.7%", "took 7 minutes", "14 minutes of", "53 minutes of"),
     *("expect 35 minutes", "8 MiB for each group", "8 slots of 1 MiB", "0.1 ms", "0.3% of a step"),
-    *("for 16 KiB to 64 MiB",),
+    *("for 16 KiB to 64 MiB", "12 MiB", "below 300 KiB"),
 )
 
 
@@ -114,6 +115,8 @@ def test_every_function_and_record_is_used() -> None:
     assert {value for kind, value in named if kind == "record"} == set(outputs.COMMANDS)
     inline = {name for page in PAGES for name, _ in INLINE.findall(page.read_text())}
     assert inline == set(figures.FIGURES)
+    parts = {found[1] for page in PAGES for found in PART.findall(page.read_text())}
+    assert parts == set(figures.PARTS)
     shown = "".join(page.read_text() for page in PAGES)
     assert all(path.relative_to(ROOT).name in shown for path in figures.FILES)
 
@@ -150,6 +153,41 @@ def test_a_record_of_another_command_is_refused(
     (tmp_path / "quickstart.txt").write_text("$ bash another.sh\nfine\n")
     with pytest.raises(ValueError, match="record it again"):
         outputs.record("quickstart")
+
+
+def test_a_part_of_several_tables_is_written_between_its_marks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Before\n\n<!-- begin part: two -->\nold\n<!-- end part -->\n\nAfter\n")
+    monkeypatch.setattr("tests.docs.generate.ROOT", tmp_path)
+    monkeypatch.setattr("tests.docs.marks.ROOT", tmp_path)
+    monkeypatch.setattr("tests.docs.figures.FILES", {})
+    monkeypatch.setattr("tests.docs.figures.PARTS", {"two": lambda: "| a |\n|---|\n\n| b |\n|---|"})
+    assert main(["--check", str(page)]) == 1 and "+| b |" in capsys.readouterr().out
+    assert main(["--write", str(page)]) == 0 and main(["--check", str(page)]) == 0
+    assert "-->\n| a |\n|---|\n\n| b |\n|---|\n<!-- end part -->\n\nAfter\n" in page.read_text()
+
+
+def test_the_timelines_of_the_picture_are_recorded_by_their_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def run(command: str, where: Path) -> str:
+        ran.append(command)
+        Path(where, "one.json").write_text(command)
+        return ""
+
+    monkeypatch.setattr(outputs, "RECORDS", tmp_path)
+    monkeypatch.setattr(outputs, "run", run)
+    assert main(["--record", "memory"]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"memory_{name}.json" for name in outputs.MEMORY_RUNS
+    }
+    assert all(
+        f"'{one}'" in text for one, text in zip(outputs.MEMORY_RUNS.values(), ran, strict=True)
+    )
 
 
 @pytest.mark.parametrize(

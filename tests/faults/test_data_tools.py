@@ -32,6 +32,8 @@ from tests.support.commands import ROOT, environment
 from tests.support.disks import small_disk
 from tests.support.limits import HANG_S
 
+ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
+
 TOKENS = np.dtype(np.uint16)
 
 
@@ -68,7 +70,7 @@ def test_a_full_disk_is_named_with_the_file_and_leaves_no_partial_file(
         error = capsys.readouterr().err
         assert (
             error.splitlines()[-1]
-            == f"error: {disk}/out_text_document.bin cannot be written: No space left on device"
+            == f"{ERROR}{disk}/out_text_document.bin cannot be written: No space left on device"
         )
         assert "Traceback" not in error and list(disk.iterdir()) == []
 
@@ -143,7 +145,7 @@ def test_a_signal_leaves_no_partial_file_and_no_worker(
         tool.send_signal(signal.Signals[name])
         _, errors = tool.communicate(timeout=HANG_S)
         assert tool.returncode == -signal.Signals[name], errors
-        assert errors.splitlines()[-1] == f"error: stopped by {name}" and "Traceback" not in errors
+        assert errors.splitlines()[-1] == f"{ERROR}stopped by {name}" and "Traceback" not in errors
         assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -268,9 +270,9 @@ def test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read(
     )
     assert preprocess_data.main([*flags, str(len(lines[1]))]) == 0
     assert preprocess_data.main([*flags, str(len(lines[1]) - 1)]) == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith(ERROR)]
     assert error.startswith(
-        f"error: {tmp_path}/in.jsonl:2: the line is longer than --max-line-bytes "
+        f"{ERROR}{tmp_path}/in.jsonl:2: the line is longer than --max-line-bytes "
         f"{len(lines[1]) - 1}, "
     )
     assert "split the document into several lines, or give a higher limit" in error
@@ -306,7 +308,9 @@ def test_a_limit_below_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         (train_tokenizer, ["--input", str(source), "--output", str(tmp_path / "out")]),
     ):
         assert tool.main([*flags, "--max-line-bytes", "0"]) == 2
-        assert capsys.readouterr().err == "error: --max-line-bytes must be at least 1 (got 0)\n"
+        error = capsys.readouterr().err
+        assert error.endswith(": error: --max-line-bytes must be at least 1 (got 0)\n")
+        assert error.count("\n") == 1
 
 
 # --- the order in which a pair is replaced ---

@@ -45,7 +45,10 @@ def config_of(
     return tiny_run(
         tp_size=2,
         training=dict(
-            train_iters=LAST, eval_iters=0, **({} if last == LAST else {"exit_interval": last})
+            train_iters=LAST,
+            global_batch_size=1,
+            eval_iters=0,
+            **({} if last == LAST else {"exit_interval": last}),
         ),
         checkpoint=dict(**where, **checkpoint),
     )

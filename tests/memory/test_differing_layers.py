@@ -14,7 +14,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes

@@ -240,6 +240,7 @@ TOPICS_WITHOUT_MEMORY = ("loss_scaling", "lr_schedule", "checkpoint", "logging",
 NOT_RUN = {
     "norm_impl": "apex runs on GPUs alone",
     "optimizer_impl": "apex runs on GPUs alone",
+    "onednn_matmuls": "a workspace inside an operator, which neither side counts",
     "torch_compile": "the prediction is for steps that are not compiled, and the run says so",
     "activation_memory_budget": "needs --torch-compile",
     "memory_budget": "is for --recompute-policy auto, which another policy replaces at the start",

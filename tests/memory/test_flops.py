@@ -14,7 +14,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.flops import forward_flops, hardware_flops, peak_flops, step_flops
-from megatron_lite.recompute.plan import keep_everything
+from megatron_lite.recompute.recompute_plan import keep_everything
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
 from tests.support.pairs import only

@@ -24,7 +24,7 @@ from megatron_lite.memory.predict.kept_tensors import EMBEDDING, activation_term
 from megatron_lite.memory.predict.peak import moments
 from megatron_lite.memory.predict.replays import kept_calls, replayed_calls
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.plan import Segment
+from megatron_lite.recompute.recompute_plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import (

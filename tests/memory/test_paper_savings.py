@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.presets import preset
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import replay_flops, step_flops

@@ -12,7 +12,7 @@ from arguments import parse_args
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages, stages_of_rank
-from megatron_lite.memory.predict.parameters import parameter_count, rank_parameter_count
+from megatron_lite.memory.predict.parameter_counts import parameter_count, rank_parameter_count
 from megatron_lite.model.gpt import GPTModel
 from tests.support.models import (
     VOCAB_SIZE,

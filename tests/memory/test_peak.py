@@ -23,7 +23,7 @@ from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute import checkpoint, discard, offload
 from megatron_lite.recompute import region_runner as regions
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import (

@@ -19,7 +19,7 @@ from megatron_lite.memory.predict.flops import (
     replayed_flops,
     step_flops,
 )
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.limits import HANG_S

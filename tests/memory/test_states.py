@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.parallel.state import parallel_state

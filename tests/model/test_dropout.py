@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lite.model.attention import CoreAttention
+from megatron_lite.model.core_attention import CoreAttention
 from megatron_lite.model.dropout import draw_keep_mask, dropout
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from tests.support.dropout_masks import mask_faults, masks_of_one_forward, recorded_masks

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.model import attention
-from megatron_lite.model.attention import CoreAttention
+from megatron_lite.model import core_attention
+from megatron_lite.model.core_attention import CoreAttention
 from megatron_lite.model.rotary import rotary_tables
 from megatron_lite.model.window import window_mask, windowed_attention
 from megatron_lite.recompute.region_runner import Regions
@@ -211,7 +211,7 @@ def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on CUDA in float64, or with dropout."""
-    monkeypatch.setattr(attention, "has_kernel", lambda query: False)
+    monkeypatch.setattr(core_attention, "has_kernel", lambda query: False)
     query, key, value = (tensor.detach() for tensor in heads(3))
     output = core(backend, window_size=(3, 0))(query, key, value)
     torch.testing.assert_close(output, by_loops(query, key, value, 3), rtol=1e-12, atol=1e-12)

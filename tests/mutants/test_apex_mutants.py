@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.description import all_heads_norm, norm_statistics, transformer_layer
+from megatron_lite.description import norm_statistics, query_key_norms, transformer_layer
 from megatron_lite.model import norm
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.optim import adam_update
@@ -54,15 +54,15 @@ def the_kernel_writes_after_the_hook(patch: Patch) -> None:
 
 @replaces("weight_gradient", column_linear, row_linear)
 def the_gradient_is_added_and_returned_too(
-    real: Any, add: Any, hidden_states: Tensor, grad_output: Tensor
+    real: Any, add: Any, hidden_states: Tensor, grad_output: Tensor, *, onednn: bool
 ) -> Tensor | None:
-    real(add, hidden_states, grad_output)
-    return real(None, hidden_states, grad_output)
+    real(add, hidden_states, grad_output, onednn=onednn)
+    return real(None, hidden_states, grad_output, onednn=onednn)
 
 
 @replaces("_add", weight_gradient)
-def the_operands_are_in_the_wrong_order(add, kernel, total, parameter, x, grad):
-    return add(kernel, total, parameter, grad, x)
+def the_operands_are_in_the_wrong_order(add, kernel, total, parameter, x, grad, onednn):
+    return add(kernel, total, parameter, grad, x, onednn)
 
 
 @replaces("_add", weight_gradient)
@@ -79,9 +79,9 @@ def the_loss_in_chunks_adds_the_first_rows_every_time(patch: Patch) -> None:
     whole: list[Tensor] = []
 
     @replaces("weight_gradient", linear_cross_entropy)
-    def first(real: Any, add: Any, rows: Tensor, logits: Tensor) -> Tensor | None:
+    def first(real: Any, add: Any, rows: Tensor, logits: Tensor, *, onednn: bool) -> Tensor | None:
         whole.append(rows)
-        return real(add, whole[0][: len(rows)], logits)
+        return real(add, whole[0][: len(rows)], logits, onednn=onednn)
 
     first(patch)
 
@@ -145,7 +145,7 @@ def the_learning_rate_stays_at_zero(real, self, rates, skipped):
     return real(self, LearningRates(0.0), skipped)
 
 
-@replaces("norm_statistics", norm_statistics, all_heads_norm)
+@replaces("norm_statistics", norm_statistics, query_key_norms)
 def statistics_are_priced_in_the_rows_dtype(real, name, model, sizes, rows):
     return real(name, replace(model, norm_impl="torch"), sizes, rows)
 

@@ -10,11 +10,11 @@ import pytest
 
 from megatron_lite.config import regions
 from megatron_lite.description import (
-    all_heads_norm,
     attention_workspace,
     linears,
     model_ends,
     norm_statistics,
+    query_key_norms,
     residual_stream,
     self_attention,
     transformer_layer,
@@ -105,7 +105,7 @@ def a_region_lies_nowhere(patch: Patch) -> None:
 
 
 def a_linear_layer_forgets_its_weight_gradient(patch: Patch) -> None:
-    patch.setattr(linears, "gradient_bytes", lambda parameters, sizes: 0)
+    patch.setattr(linears, "weight_product", lambda weight, sizes: Course())
 
 
 def a_dropout_holds_no_mask(patch: Patch) -> None:
@@ -125,7 +125,7 @@ def a_norm_leaves_its_statistics(patch: Patch) -> None:
 
 
 def the_sums_of_a_norm_over_all_heads_are_not_added(patch: Patch) -> None:
-    patch.setattr(all_heads_norm, "all_heads_calls", lambda sizes: ())
+    patch.setattr(query_key_norms, "all_heads_calls", lambda sizes: ())
 
 
 DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_lite.memory.predict import kept_tensors
-from megatron_lite.model import attention, documents, window
+from megatron_lite.model import core_attention, documents, window
 from megatron_lite.training import batches, loss_mask
 from megatron_lite.training.loss_mask import MaskedMean
 from megatron_lite.training.micro_batches import StageRunner
@@ -21,17 +21,17 @@ def the_end_of_a_document_belongs_to_the_next_one(starts, tokens, eod):
     return torch.where(ends, places, 0).cummax(1).values
 
 
-@replaces("document_mask", window, attention)
+@replaces("document_mask", window, core_attention)
 def every_sample_has_the_documents_of_the_first(mask, query, starts, reach=None):
     return mask(query, starts[:1].expand_as(starts), reach)
 
 
-@replaces("document_mask", window, attention)
+@replaces("document_mask", window, core_attention)
 def a_window_hides_the_documents(mask, query, starts, reach=None):
     return mask(query, starts if reach is None else torch.zeros_like(starts), reach)
 
 
-@replaces("_document_mask", attention.CoreAttention)
+@replaces("_document_mask", core_attention.CoreAttention)
 def gathered_keys_are_taken_in_the_order_of_the_sequence(_, self, query, starts):
     s = query.shape[0]
     whole = documents.document_mask(query.new_empty(starts.shape[1]), starts)

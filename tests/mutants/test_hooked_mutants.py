@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lite.recompute import apply, caches, hooked, layer_state, ops, saved, verify
 from megatron_lite.recompute import call_arguments as arguments
-from megatron_lite.recompute.checkpoint import Randomness
+from megatron_lite.recompute.randomness import Randomness
 from tests.recompute import test_families, test_foreign_layers, test_hooked, test_hooked_refusals
 from tests.support import odd_layers
 from tests.support.mutants import Mutant, assert_seen, replaces

@@ -12,7 +12,7 @@ import torch
 from megatron_lite.config import layer_pattern
 from megatron_lite.config import model as config
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model import attention, block, gpt, rotary, window
+from megatron_lite.model import block, core_attention, gpt, rotary, window
 from megatron_lite.model.attention import CoreAttention, SelfAttention
 from tests.config import test_layer_pattern
 from tests.model import test_layers_differ, test_transformers_parity, test_window
@@ -25,7 +25,7 @@ Patch = pytest.MonkeyPatch
 
 
 def _shift_reach(patch: Patch, by: int) -> None:
-    @replaces("reach", attention, config)
+    @replaces("reach", core_attention, config)
     def shifted(reach, window, length):
         return None if reach(window, length) is None else window[0] + by
 
@@ -103,7 +103,7 @@ def backward_masks_what_is_later_alone(real, *args, mask, **kwargs):
     return real(*args, mask=mask.new_full(mask.shape, -float("inf")).triu_(1), **kwargs)
 
 
-@replaces("has_kernel", attention)
+@replaces("has_kernel", core_attention)
 def forward_saves_the_mask(_, query):
     """As torch's own attention does, of every layer."""
     return False

@@ -14,14 +14,14 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from megatron_lite.model import attention, block
+from megatron_lite.model import block, core_attention
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import phase
+from megatron_lite.recompute import phase, randomness
 from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.parallel import test_rng
 from tests.recompute import (
@@ -34,7 +34,7 @@ from tests.recompute import (
 )
 from tests.support.mutants import Mutant, assert_seen, replaces
 
-Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, engine.Randomness
+Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, randomness.Randomness
 
 
 @replaces("_restore", Randomness)
@@ -97,7 +97,7 @@ def residual_masks_of_a_replay_come_from_the_other_stream(_, self):
     return TENSOR_PARALLEL if self.sequence_parallel != is_recomputing() else DEFAULT
 
 
-@replaces("dropout", attention)
+@replaces("dropout", core_attention)
 def attention_masks_of_a_replay_are_shared_by_ranks(real, weights, dropped, rng, stream, *others):
     stream = DEFAULT if is_recomputing() else stream
     return real(weights, dropped, rng, stream, *others)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lite.config import alternatives, notices, policy_reach, recompute_notices, run
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.memory.explain import prices, report
+from megatron_lite.memory.explain import prices, recompute_report
 from megatron_lite.memory.predict import pipeline_memory as pipeline
 from megatron_lite.recompute.stores import Stores
 from megatron_lite.supervision.pulse import Pulse
@@ -71,7 +71,7 @@ def the_first_rank_is_the_fullest(_, config, device):
     return pipeline.rank_memory(config, device, 0)
 
 
-@replaces("step_microbatches", pipeline, prices, report)
+@replaces("step_microbatches", pipeline, prices, recompute_report)
 def a_step_always_fills_the_pipeline(_, config):
     return 2 * config.parallel.pipeline_model_parallel_size
 

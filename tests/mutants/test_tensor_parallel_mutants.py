@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lite.model import attention, embedding, gpt, mlp, norm
+from megatron_lite.model import attention, core_attention, embedding, gpt, mlp, norm
 from megatron_lite.optim import grad_buffer
 from megatron_lite.optim import grad_norms as norms
 from megatron_lite.parallel.collectives import Started, all_reduce
@@ -237,7 +237,7 @@ def residual_masks_are_shared_by_ranks(_, self):
 
 
 def attention_masks_are_shared_by_ranks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(attention, "TENSOR_PARALLEL", DEFAULT)
+    patch.setattr(core_attention, "TENSOR_PARALLEL", DEFAULT)
 
 
 @pytest.mark.parametrize(

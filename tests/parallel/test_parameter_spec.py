@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
+from tests.support.pairs import in_one_test
 
 PADDING = -1
 CASES = [
@@ -50,7 +51,7 @@ def test_the_brute_force_covers_every_kind_of_case():
     assert any(extra > length for length, _, extra, _ in CASES)  # whole ranks of padding
 
 
-@pytest.mark.parametrize("length, blocks, extra, tp_size", CASES)
+@in_one_test("length, blocks, extra, tp_size", CASES)
 def test_spans_say_where_each_row_stands(length, blocks, extra, tp_size):
     spec = spec_for(length, blocks, extra)
     for rank, expected in enumerate(brute_force_shards(length, blocks, extra, tp_size)):

@@ -10,7 +10,7 @@ import torch
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.predict.pipeline_memory import ticks
@@ -19,7 +19,7 @@ from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.pipeline.order import Action
 from megatron_lite.training.batches import MicroBatch, cut
 from megatron_lite.training.build_trainer import build_stages
-from megatron_lite.training.documents import DocumentRules, document_rules
+from megatron_lite.training.document_positions import DocumentRules, document_rules
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
 from tests.support.limits import HANG_S

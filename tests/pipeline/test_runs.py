@@ -19,7 +19,7 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.prices import price
-from megatron_lite.memory.explain.report import explain
+from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.explain.report_lines import WIDTH
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.pipeline_memory import rank_memory, ranks_memory, ticks

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
+from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.presets import preset
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.plan.hardware import Hardware, load_hardware

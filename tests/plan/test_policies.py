@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron_lite.plan.policies import LayerPrice, Room, best_mix, layer_order, mix_peak
+from tests.support.pairs import in_one_test
 
 
 def exhaustive(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> float | None:
@@ -38,7 +39,7 @@ def drawn(rng: random.Random) -> tuple[list[LayerPrice], int, Room]:
     return choices, rng.randint(1, 5), room
 
 
-@pytest.mark.parametrize("seed", range(300))
+@in_one_test("seed", range(300))
 def test_no_assignment_to_layers_is_faster_than_the_best_mix(seed: int) -> None:
     choices, num_layers, room = drawn(random.Random(seed))
     mix, expected = best_mix(choices, num_layers, room), exhaustive(choices, num_layers, room)
@@ -50,7 +51,7 @@ def test_no_assignment_to_layers_is_faster_than_the_best_mix(seed: int) -> None:
     assert mix.seconds == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@in_one_test("seed", range(100))
 def test_a_fixed_choice_has_exactly_its_number_of_layers(seed: int) -> None:
     rng = random.Random(1000 + seed)
     choices, num_layers, room = drawn(rng)

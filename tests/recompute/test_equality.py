@@ -109,7 +109,8 @@ def cases(
     """(TP size, sequence parallel), precision, model and policy of a covering part of the grid.
 
     More ranks run fewer models: they are slow. On four ranks, and in a default run on two, each
-    policy has sequence parallelism or not, by turns.
+    policy has sequence parallelism or not, by turns. In a default run on one rank each policy has
+    float32, and float16 or the other precisions.
     """
     found = []
     for tp_size, sequence_parallel, precision in settings:
@@ -119,8 +120,11 @@ def cases(
         if tp_size == 2:
             number_of_models = min(number_of_models, 2 if FULL_GRIDS else 1)
         named = list(policies(can_split=tp_size > 1 and not sequence_parallel))
-        if tp_size == 4 or (tp_size == 2 and not FULL_GRIDS):
+        both = (tp_size, sequence_parallel, precision) in BOTH_BY_TURNS
+        if tp_size == 4 or (tp_size == 2 and (both or not FULL_GRIDS)):
             named = named[sequence_parallel::2]
+        if tp_size == 1 and not FULL_GRIDS and precision != torch.float32:
+            named = named[precision == torch.float16 :: 2]
         found += [
             ((tp_size, sequence_parallel), precision, model, policy)
             for model in list(MODELS)[:number_of_models]
@@ -175,6 +179,12 @@ SETTINGS = [
     (1, False, AUTOCAST),
     (2, False, torch.float32),
     (2, True, torch.bfloat16),
+]
+# At two ranks each policy has these precisions with sequence parallelism or without it.
+BOTH_BY_TURNS = [
+    (2, sequence_parallel, precision)
+    for sequence_parallel in (False, True)
+    for precision in (AUTOCAST, torch.bfloat16)
 ]
 LONG_SETTINGS = [
     (2, False, AUTOCAST),

@@ -28,13 +28,14 @@ def chosen(*, every: bool, can_split: bool) -> list[str]:
     return [name for name in policies(can_split=can_split) if every or name in IN_EVERY_RUN]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
-    ("tp_size", "sequence_parallel", "precision"),
+    ("tp_size", "sequence_parallel", "precision", "every"),
     [
-        (1, False, torch.bfloat16),
-        (2, True, torch.float32),
-        pytest.param(2, False, torch.float32, marks=pytest.mark.long),
+        (1, False, torch.bfloat16, False),
+        (2, True, torch.float32, False),
+        pytest.param(1, False, torch.bfloat16, True, marks=pytest.mark.long),
+        pytest.param(2, True, torch.float32, True, marks=pytest.mark.long),
+        pytest.param(2, False, torch.float32, True, marks=pytest.mark.long),
     ],
 )
 def test_gradients_are_unchanged_to_the_bit(

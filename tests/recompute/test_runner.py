@@ -19,7 +19,7 @@ from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state

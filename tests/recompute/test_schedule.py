@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.schedule import plan_stage
 
 FULL = dict(recompute_granularity="full")

@@ -13,10 +13,12 @@ thins a grid in `.ci/run` too, which sets FULL_GRIDS=1.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import inspect
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -92,6 +94,35 @@ def only(cases: Iterable[Any], *numbers: int) -> list[Any]:
         )
         for number, case in enumerate(cases)
     ]
+
+
+def in_one_test(
+    names: str, cases: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes one test that walks through all cases, where parametrize would make a test of each.
+
+    It is for hundreds of cases of a millisecond: a test of its own costs pytest three. The error of
+    the first case that fails has the case before it.
+    names: the arguments that a case gives, as for parametrize.
+    """
+    arguments = [name.strip() for name in names.split(",")]
+    every = [case if len(arguments) > 1 else (case,) for case in cases]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def walk(**fixtures: Any) -> None:
+            for case in every:
+                try:
+                    test(**fixtures, **dict(zip(arguments, case, strict=True)))
+                except (Exception, pytest.fail.Exception) as fault:
+                    raise AssertionError(f"case {case}: {fault}") from fault
+
+        signature = inspect.signature(test)
+        kept = [value for name, value in signature.parameters.items() if name not in arguments]
+        functools.update_wrapper(walk, test)
+        walk.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        return walk
+
+    return decorate
 
 
 def covering(cases: Sequence[Case]) -> frozenset[int]:

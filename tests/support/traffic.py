@@ -11,7 +11,7 @@ from megatron_lite.memory.predict.traffic import (
     head_collectives,
     segment_collectives,
 )
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 
 def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Traffic:

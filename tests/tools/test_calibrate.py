@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from megatron_lite.config.checks import InputError
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools import calibrate
-from megatron_lite.tools.calibrate import Effort, fit, main, measure, run
+from megatron_lite.tools.calibrate import main, run
+from megatron_lite.tools.device_rates import Effort, fit, measure
 
 TINY = Effort(
     seconds=0.002, shapes=((32, 32, 32), (64, 64, 8)), elements=1 << 14, all_reduce_bytes=4096

@@ -11,6 +11,8 @@ from megatron_lite.convert.formats import FORMATS
 from megatron_lite.tools import convert
 from tests.support.conversions import converted, saved_peer
 
+ERROR = "python -m megatron_lite.tools.convert: error: "
+
 pytest.importorskip("transformers")
 
 
@@ -52,7 +54,7 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(
     capsys.readouterr()
     assert converted(theirs, tmp_path / "new", way, *flags) == 2
     error = capsys.readouterr().err
-    assert message in error and error.startswith("error: ") and len(error.splitlines()) == 1
+    assert message in error and error.startswith(ERROR) and len(error.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
 

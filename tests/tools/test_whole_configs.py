@@ -21,8 +21,8 @@ import pytest
 from arguments import parse_args
 from megatron_lite.tools import translate_recompute
 from megatron_lite.tools.config_file import read_config_file
-from megatron_lite.tools.presets import PARTITIONING, SYSTEMS, systems_of
 from megatron_lite.tools.translate_recompute import translated
+from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, systems_of
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 LAYER_COUNTS = (1, 2, 3, 5)

@@ -21,7 +21,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import MicroBatch, MicroBatches, cut
-from megatron_lite.training.documents import document_rules
+from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.dry_run import dry_run
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.loss_mask import MaskedMean, masked_mean

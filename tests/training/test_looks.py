@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +18,7 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel.told_work import told_on_terminal
 from megatron_lite.training import terminal
 from megatron_lite.training.iteration_line import RunFacts, clock
 from megatron_lite.training.peak_memory import PeakMemory
@@ -282,11 +287,55 @@ def test_slow_work_is_told_of_and_short_work_is_not() -> None:
         if len(said) == 2:
             twice.set()
 
-    with told_if_slow("slow work", say, first_after_s=0.001):
+    with told_if_slow("slow work", say, first_after_s=0.00101):
         assert twice.wait(HANG_S)
     assert all(re.fullmatch(r"slow work: \d+ s so far", line) for line in said[:-1])
     assert re.fullmatch(r"slow work: done after \d+\.\d s", said[-1]) and len(said) >= 3
     assert not [one for one in threading.enumerate() if one.name == "slow work"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("output", [Terminal, io.StringIO])
+def test_a_tool_tells_of_slow_work_on_a_terminal_only(
+    output: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", written := output())
+    with told_on_terminal("plans for 8 GPUs (number 1 of 2)", first_after_s=0.001):
+        patiently_waited(lambda: "so far" in written.getvalue() or output is io.StringIO)
+    lines = written.getvalue().splitlines()
+    if output is Terminal:
+        assert re.match(r"plans for 8 GPUs \(number 1 of 2\): \d+ s so far$", lines[0])
+        assert lines[-1].startswith("plans for 8 GPUs (number 1 of 2): done after ")
+    else:
+        assert lines == []
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_lines_before_the_run_are_broken_on_a_terminal_only(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", f"{columns}")
+    text = "settings of a run " * 9
+    for output in (Terminal, io.StringIO):
+        monkeypatch.setattr(sys, "stdout", written := output())
+        terminal.print_lines([text.strip(), "short\ntable"])
+        lines = written.getvalue().splitlines()
+        assert " ".join(" ".join(lines).split()) == f"{text}short table"
+        if output is Terminal:
+            assert max(map(len, lines)) <= columns and lines[-2:] == ["short", "table"]
+        else:
+            assert len(lines) == 3
+
+
+def patiently_waited(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + HANG_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def test_an_error_of_slow_work_goes_through() -> None:

@@ -35,7 +35,7 @@ def _run(
             tp_size=tp_size,
             sequence_parallel=sequence_parallel,
             metrics=metrics,
-            training=dict(bf16=bf16, exit_interval=exit_interval),
+            training=dict(global_batch_size=2, bf16=bf16, exit_interval=exit_interval),
             checkpoint=dict(save=str(folder), load=str(folder) if load else None),
         )
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_lite.config.dry_run import DEVICES as DRY_RUN_DEVICES
+from megatron_lite.config.dry_run_settings import DEVICES as DRY_RUN_DEVICES
 
 
 def add_dry_run_flags(parser: argparse.ArgumentParser) -> None:

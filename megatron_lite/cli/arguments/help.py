@@ -16,9 +16,9 @@ from megatron_lite.cli.arguments.parser import build_parser
 from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.flag_help import fate_of, help_on
 from megatron_lite.config.flags import refused_flags
+from megatron_lite.config.help_format import HelpLayout, paragraph
 from megatron_lite.config.json_text import shown
 
-WIDTH = 100
 HELP = ("-h", "--help")
 
 
@@ -31,11 +31,11 @@ class Topic(NamedTuple):
 
 # A topic has the name of its field in RunConfig, with dashes.
 TOPICS = {
-    "general": Topic("options", "print or measure instead of training; take a run from a file"),
+    "general": Topic("options", "print or measure instead of training; a run from a file"),
     "model": Topic("model", "the shape and the operations of the model"),
     "data": Topic("data", "the datasets, and the order of the samples"),
     "tokenizer": Topic("tokenizer", "the tokenizer and the size of the vocabulary"),
-    "training": Topic("training", "batch sizes, length of the run, precision, evaluation, exits"),
+    "training": Topic("training", "batch sizes, length of the run, precision, evaluation"),
     "optimizer": Topic("optimizer", "AdamW and Muon, weight decay, clipping"),
     "lr-schedule": Topic("learning rate", "the learning rate, its warm-up and decay"),
     "loss-scaling": Topic("loss scaling of --fp16", "the loss scale of float16"),
@@ -49,7 +49,7 @@ TOPICS = {
 LISTS = {
     "all": "all flags",
     "refused": "flags of Megatron that are refused, by the reason",
-    "ignored": "flags of Megatron that are accepted without an effect, by the reason",
+    "ignored": "flags of Megatron that are accepted and have no effect",
 }
 MOST_USED = (
     "--num-layers",
@@ -63,9 +63,10 @@ MOST_USED = (
     "--tensor-model-parallel-size",
     "--recompute-policy",
 )
-EXAMPLE = """--num-layers 4 --hidden-size 256 --num-attention-heads 4 \\
-      --seq-length 256 --max-position-embeddings 256 --micro-batch-size 4 --train-iters 50 \\
-      --lr 1e-3 --mock-data --vocab-size 1000 --recompute-policy '*:pointwise'"""
+EXAMPLE = """--num-layers 4 --hidden-size 256 \\
+      --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 \\
+      --micro-batch-size 4 --train-iters 50 --lr 1e-3 --mock-data \\
+      --vocab-size 1000 --recompute-policy '*:pointwise'"""
 
 
 def print_help(argv: Sequence[str], program: str) -> None:
@@ -77,7 +78,7 @@ def print_help(argv: Sequence[str], program: str) -> None:
     place = next((number for number, word in enumerate(argv) if word in HELP), None)
     if place is None:
         return
-    parser = build_parser()
+    parser = build_parser(program)
     text = help_text(parser, " ".join(argv[place + 1 : place + 2]), program)
     if text is None:
         word = argv[place + 1]
@@ -117,7 +118,7 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
     exact = [action for action in found if topic in action.option_strings]
     whole = topic.startswith("--") or not found
     if whole and not exact and (line := fate_of(topic)) is not None:
-        return line
+        return paragraph(line)
     return _flags(f"flags with {word} in their name", exact or found) if found else None
 
 
@@ -135,7 +136,9 @@ def _overview(parser: Parser, program: str) -> str:
         "Add --explain-recompute to see the memory of the run instead of training.\n\n"
         f"{_flags('the flags used most', used)}\n"
         f"--help TOPIC has the flags of a topic (their number):\n{topics}\n{lists}\n\n"
-        "--help --FLAG describes one flag; --help WORD all flags with WORD in their name."
+        + paragraph(
+            "--help --FLAG describes one flag; --help WORD all flags with WORD in their name."
+        )
     )
 
 
@@ -157,7 +160,7 @@ def _shown(actions: Iterable[argparse.Action]) -> Iterable[argparse.Action]:
 
 def _flags(title: str, actions: Iterable[argparse.Action]) -> str:
     """Returns the help of the flags under a title, as argparse formats it."""
-    formatter = argparse.HelpFormatter("", max_help_position=28, width=WIDTH)
+    formatter = HelpLayout("", max_help_position=28)
     formatter.start_section(title)
     formatter.add_arguments(actions)
     formatter.end_section()

@@ -17,7 +17,7 @@ from megatron_lite.cli.arguments.parser import build_parser, supported_flags
 from megatron_lite.cli.arguments.run_config import build_config
 from megatron_lite.config import flags
 from megatron_lite.config.all_faults import Faults
-from megatron_lite.config.dry_run import DryRunConfig, take_dry_run
+from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
 from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.notices import setting_notices
 from megatron_lite.config.run import RunConfig
@@ -47,13 +47,14 @@ class ParsedArguments:
 def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> ParsedArguments:
     """Parses a command line, given without the name of the program.
 
-    program: its name in the text of --help, which is printed if the words ask for it.
+    program: its name in messages, and in the text of --help, which is printed if the words ask for
+        it.
 
     Faults in the command line are printed on stderr, all of them at once, and the program exits
     with status 2.
     """
     print_help(argv, program)
-    parser = build_parser()
+    parser = build_parser(program)
     argv, notices = _rename_old_spellings(argv, parser)
     read = parser.read(argv)
     unknown, meant = flags.unread_faults(read.unread, supported_flags(parser))
@@ -62,7 +63,7 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> ParsedA
     dump_config = given.pop("dump_config", False)
     explain_recompute = given.pop("explain_recompute", False)
     config_json, local_rank = given.pop("config_json", None), given.pop("local_rank", None)
-    hf_config = given.pop("hf_config", None)
+    hf_config, model = given.pop("hf_config", None), given.pop("model", None)
     printing = {
         "--dump-config": dump_config,
         "--explain-recompute": explain_recompute,
@@ -77,9 +78,9 @@ def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> ParsedA
     with faults.of():
         dry_run = take_dry_run(given)
     notices += _without_effect(given, faults)
-    has_file = config_json is not None or hf_config is not None
+    has_file = any(source is not None for source in (config_json, hf_config, model))
     notices += translate_values(given, faults, has_file=has_file)
-    config = build_config(given, config_json, notices, faults, hf_config)
+    config = build_config(given, config_json, notices, faults, hf_config, model)
     if faults.texts or config is None:
         parser.stop(faults.texts)
     # A flag that turns its field off stores False. The notices ask only for fields that are set.

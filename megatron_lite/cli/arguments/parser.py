@@ -26,15 +26,18 @@ from megatron_lite.cli.arguments.recompute_flags import add_recompute_flags
 from megatron_lite.cli.arguments.training_flags import add_training_flags
 from megatron_lite.config import flags
 from megatron_lite.config.all_faults import Parser
+from megatron_lite.config.known_models import PRESETS
 
 
-def build_parser() -> Parser:
+def build_parser(program: str = "pretrain_gpt.py") -> Parser:
     """Returns the parser of the whole command line.
+
+    program: the name with which its messages begin.
 
     Abbreviated flags are refused: a new flag must not change the meaning of an old command.
     """
     parser = Parser(
-        prog="pretrain_gpt.py",
+        prog=program,
         description="Trains a GPT. Flags have Megatron-LM's names and meaning. --help refused and "
         "--help ignored list the other flags of Megatron, by the reason.",
         allow_abbrev=False,
@@ -62,6 +65,13 @@ def build_parser() -> Parser:
         help="take the model's shape and vocabulary from a config.json of Hugging Face, or its "
         "folder; flags override it. The weights are random: megatron_lite.tools.convert brings "
         "trained ones",
+    )
+    parser.add_argument(
+        "--model",
+        "--preset",
+        metavar="NAME",
+        help="take the shape and vocabulary of a known model, with random weights; flags override "
+        f"them: {', '.join(PRESETS)}",
     )
     parser.add_argument(
         "--local-rank",

@@ -1,18 +1,20 @@
 """Builds the RunConfig from the flags that are given and the file that has all other values.
 
-The file is one of --dump-config, or a config.json of Hugging Face.
+The file is one of --dump-config, or a config.json of Hugging Face. A known model stands for one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import alternatives, checks, hf_file
 from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.json_text import LARGEST_TEXT
+from megatron_lite.config.known_models import preset
 from megatron_lite.config.run import RunConfig
 
 # A file of --dump-config holds these derived values. A flag may change the values from which they
@@ -35,20 +37,26 @@ def build_config(
     notices: list[str],
     faults: Faults,
     hf_config: str | None = None,
+    preset_name: str | None = None,
 ) -> RunConfig | None:
     """Returns the RunConfig of the given fields, and of a file for all other fields.
 
-    config_json, hf_config: the path of the file, or None.
+    config_json, hf_config: the path of the file, or None. preset_name: of a known model, or None.
 
     Adds notices to `notices` and faults to `faults`. Each topic adds the first rule that it breaks;
     the rules between topics are checked if no topic breaks one. Returns None if there is a fault.
     """
     values: dict[str, dict[str, Any]] = {}
     try:
+        sources = {"--config-json": config_json, "--hf-config": hf_config, "--model": preset_name}
+        both = [name for name, source in sources.items() if source is not None]
+        if len(both) > 1:
+            raise ValueError(f"{' and '.join(both)} each describe the model: give one")
         if hf_config is not None:
-            if config_json is not None:
-                raise ValueError("--config-json and --hf-config each describe the model: give one")
             values = _values_of_hf(hf_config, given, notices)
+        elif preset_name is not None:
+            known = preset(preset_name)
+            values = _values_of_model(*known, given, notices, f"--model {preset_name}")
         elif config_json is not None:
             values = _values_of_file(config_json)
             notices += _take_out_replaced(values, given, f"--config-json {config_json}")
@@ -121,13 +129,28 @@ def _values_of_hf(
     Adds a notice for each key that is not read, and for each flag that says otherwise.
     """
     mapped = hf_file.read_hf_file(Path(path))
-    model = hf_file.exact_fields(mapped, Path(path))
-    tokenizer = hf_file.tokenizer_fields(mapped, given)
+    fields = hf_file.exact_fields(mapped, Path(path))
     notices += [f"--hf-config {path}: {note}" for note in mapped.notes]
-    notices += hf_file.override_notices({**model, **tokenizer}, given, path)
+    return _values_of_model(fields, mapped.vocab_size, given, notices, f"--hf-config {path}")
+
+
+def _values_of_model(
+    fields: Mapping[str, Any],
+    vocab_size: int,
+    given: dict[str, Any],
+    notices: list[str],
+    source: str,
+) -> dict[str, dict[str, Any]]:
+    """Returns the values of a model by topic and field.
+
+    vocab_size: V, the rows of its embedding. source: the flag that names the model. Adds a notice
+    for each flag that says otherwise.
+    """
+    tokenizer = hf_file.tokenizer_fields(vocab_size, given)
+    values = {"model": dict(fields)}
+    notices += hf_file.override_notices({**values["model"], **tokenizer}, given, source)
     # The vocabulary is the model's, whichever tokenizer is chosen.
-    values = {"model": model}
-    notices += _take_out_replaced(values, given, f"--hf-config {path}")
+    notices += _take_out_replaced(values, given, source)
     return {**values, "tokenizer": tokenizer}
 
 

@@ -43,6 +43,12 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "do not use NVIDIA apex's kernel for weight gradients on CUDA, even where it is installed "
         "(docs/apex.md)",
     )
+    group.off_switch(
+        "--no-onednn-matmuls",
+        "onednn_matmuls",
+        "compute large float32 products of linear layers with MKL, also on AMD processors with "
+        "AVX-512, where oneDNN is faster. The two round differently",
+    )
     group.value(
         "--memory-limit",
         str,
@@ -52,8 +58,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.value(
         "--loss-chunk-size",
         int,
-        "tokens of a micro-batch that have logits at a time, which backward computes again; all of "
-        "them, and kept, if not given. In bf16 the gradient of the output weight then differs by "
+        "tokens of a micro-batch that have logits at a time; all of them, and kept, if not given. "
+        "In float32 forward computes the gradients too; in 16 bits and under FSDP2 backward "
+        "computes the logits again. In bf16 the gradient of the output weight then differs by "
         "less than 2^-8 of its norm; losses and other gradients are the same bits",
     )
     group.switch(

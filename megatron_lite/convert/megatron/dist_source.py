@@ -25,7 +25,7 @@ from megatron_lite.convert.megatron.legacy_states import WEIGHTS_ONLY
 from megatron_lite.convert.megatron.parameter_names import OUTPUT, layer_name, our_name
 from megatron_lite.convert.megatron.torch_file import StoredTensor
 from megatron_lite.convert.parameters import parameter_specs
-from megatron_lite.convert.weights import Described
+from megatron_lite.convert.weight_formats import Described
 
 # The names of optimizer states in the checkpoint, by their names here.
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}

@@ -34,7 +34,7 @@ from megatron_lite.convert.megatron.dist_source import STATES
 from megatron_lite.convert.megatron.parameter_names import LAYERS, OUTPUT, stacked_name
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder
-from megatron_lite.convert.weights import Described, WeightSource
+from megatron_lite.convert.weight_formats import Described, WeightSource
 
 SHARDS = "__0_0.distcp"
 FORMAT = {

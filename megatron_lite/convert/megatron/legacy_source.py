@@ -18,7 +18,7 @@ from megatron_lite.convert.megatron.legacy_states import States, read_states
 from megatron_lite.convert.megatron.parameter_names import OUTPUT, flat, our_name
 from megatron_lite.convert.megatron.torch_file import StoredTensor
 from megatron_lite.convert.parameters import parameter_specs
-from megatron_lite.convert.weights import Described
+from megatron_lite.convert.weight_formats import Described
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 
 WORDS = "embedding.word_embeddings.weight"

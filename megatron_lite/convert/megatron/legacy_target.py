@@ -25,7 +25,7 @@ from megatron_lite.convert.megatron.parameter_names import LAYER_NUMBER, OUTPUT,
 from megatron_lite.convert.megatron.torch_file import StoredTensor, TorchFile, Window
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder
-from megatron_lite.convert.weights import Described, WeightSource
+from megatron_lite.convert.weight_formats import Described, WeightSource
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 
 WORDS = "embedding.word_embeddings.weight"

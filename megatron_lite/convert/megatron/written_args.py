@@ -11,7 +11,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.convert.megatron.checkpoint_args import NOT_TAKEN, ONLY_HERE
 from megatron_lite.convert.megatron.parameter_names import LAYER_NUMBER
-from megatron_lite.convert.weights import Described
+from megatron_lite.convert.weight_formats import Described
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 
 VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-LM

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lite.description.operations import Collective, KeptTensor
 from megatron_lite.memory.explain.prices import region_names
-from megatron_lite.memory.explain.report import LayerRun, Report, ReportPart
+from megatron_lite.memory.explain.recompute_report import LayerRun, Report, ReportPart
 from megatron_lite.memory.explain.report_lines import WIDTH, field, run_name
 from megatron_lite.memory.explain.units import ByteUnit, flops, percent, size
 from megatron_lite.memory.predict.traffic import Traffic

@@ -14,7 +14,7 @@ from megatron_lite.description.operations import KeptTensor
 from megatron_lite.description.sizes import Sizes, is_widened
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms, kept_in
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 
 class PaperFigure(NamedTuple):

@@ -30,7 +30,7 @@ from megatron_lite.memory.predict.pipeline_memory import (
     step_microbatches,
 )
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_model, plan_stage
 
 LONGEST_NAME = 45
@@ -79,7 +79,7 @@ class Priced(NamedTuple):
 
     @property
     def added_flops(self) -> float:
-        """As extra_flops, with the logits that a loss in chunks computes a second time."""
+        """Returns extra_flops with the logits that a loss in chunks computes a second time."""
         return (self.replay_flops + self.chunk_flops) / self.model_flops
 
     @property
@@ -114,7 +114,8 @@ def price(config: RunConfig, device: str, *, rank: int | None = None) -> Priced:
     shape["padded_vocab_size"] = sizes.padded_vocab_size
     model_flops = step_flops(config.model, **shape)
     chunk = config.training.loss_chunk_size
-    again = 0 if chunk is None else logits_flops(config.model, **shape)
+    in_two_passes = chunk is not None and not config.loss_in_one_pass
+    again = logits_flops(config.model, **shape) if in_two_passes else 0
     return Priced(
         config.recompute,
         whole,

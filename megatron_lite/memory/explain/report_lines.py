@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from megatron_lite.config.host_parts import parts_of
 from megatron_lite.memory.explain.prices import region_names
-from megatron_lite.memory.explain.report import LayerRun
+from megatron_lite.memory.explain.recompute_report import LayerRun
 from megatron_lite.memory.explain.units import GIB, ByteUnit
-from megatron_lite.recompute.plan import Segment
+from megatron_lite.recompute.recompute_plan import Segment
 
 WIDTH = 100
 

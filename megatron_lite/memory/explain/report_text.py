@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megatron_lite.memory.explain.layer_text import layer_lines, shared_tensors
 from megatron_lite.memory.explain.prices import Priced, flags_of
-from megatron_lite.memory.explain.report import Report
+from megatron_lite.memory.explain.recompute_report import Report
 from megatron_lite.memory.explain.report_lines import (
     WIDTH,
     column_unit,
@@ -18,7 +18,7 @@ from megatron_lite.memory.explain.report_lines import (
     wrapped,
 )
 from megatron_lite.memory.explain.units import count, percent, size
-from megatron_lite.memory.predict.parameters import parameter_count, rank_parameter_count
+from megatron_lite.memory.predict.parameter_counts import parameter_count, rank_parameter_count
 from megatron_lite.recompute.schedule import policy_by_stage
 
 MOST_RANKS = 8

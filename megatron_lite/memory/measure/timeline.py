@@ -141,7 +141,9 @@ def read_timeline(path: str) -> Timeline:
     # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError. Deep nesting raises
     # RecursionError.
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON ({error})") from None
+        raise InputError(
+            f"{path}: not JSON, so not a file of --memory-timeline ({error})"
+        ) from None
     try:
         return _timeline(document)
     except _FormatError as error:

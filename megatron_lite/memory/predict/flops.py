@@ -8,7 +8,7 @@ their queries may read.
     hardware FLOPs   model FLOPs
                      + what the plan runs again
                      + the scores that flash attention rebuilds in its backward kernel
-                     + the logits a second time, if the loss is computed in chunks
+                     + the logits a second time, if the loss is computed in chunks in two passes
 
 MFU is the model FLOPs, and HFU the hardware FLOPs, over time and peak_flops. Every figure is the
 sum over all TP and CP ranks. The matmuls come from description/. Standard library only.
@@ -25,7 +25,7 @@ from megatron_lite.description.operations import Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.replays import replayed_calls
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 # Dense peak of one GPU in TFLOP/s: (words of its CUDA name, bfloat16, float32 without TF32). The
 # first match counts. The figures are from NVIDIA's data sheets, which since H100 print twice the
@@ -80,6 +80,7 @@ def hardware_flops(
     padded_vocab_size: int,
     device: str,
     loss_chunk_size: int | None = None,
+    loss_in_one_pass: bool = False,
     tp_size: int = 1,
     cp_size: int = 1,
 ) -> int:
@@ -87,6 +88,7 @@ def hardware_flops(
 
     device: "cpu" or "cuda".
     loss_chunk_size: the tokens whose logits exist at a time; None if the logits are kept.
+    loss_in_one_pass: see Sizes.
     tp_size, cp_size: see `replayed_flops`.
     """
     head = head_operations(
@@ -97,6 +99,7 @@ def hardware_flops(
             padded_vocab_size=padded_vocab_size,
             device=device,
             loss_chunk_size=loss_chunk_size,
+            loss_in_one_pass=loss_in_one_pass,
         ),
     )
     return (
@@ -218,6 +221,7 @@ def _sizes(
     tp_size: int = 1,
     cp_size: int = 1,
     loss_chunk_size: int | None = None,
+    loss_in_one_pass: bool = False,
     first_layer: int = 0,
 ) -> Sizes:
     return Sizes(
@@ -228,5 +232,6 @@ def _sizes(
         tp_size=tp_size,
         cp_size=cp_size,
         loss_chunk_size=loss_chunk_size,
+        loss_in_one_pass=loss_in_one_pass,
         first_layer=first_layer,
     )

@@ -1,4 +1,5 @@
-"""How the bytes kept for backward rise in the forward of a micro-batch, and fall in its backward.
+"""The course of the bytes kept for backward: they rise in the forward of a micro-batch, and fall
+in its backward.
 
 The points are those that a memory timeline can be compared with (memory/measure/timeline.py):
 
@@ -18,7 +19,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import EMBEDDING, activation_terms
 from megatron_lite.memory.predict.peak import moments
-from megatron_lite.recompute.plan import RecomputePlan
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 
 class KeptPoint(NamedTuple):

@@ -25,7 +25,7 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.replays import kept_calls
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 EMBEDDING, HEAD, UNIT = "embedding", "head", "unit"
 

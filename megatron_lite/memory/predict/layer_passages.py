@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION, DROPOUT, REGIONS
-from megatron_lite.description.dropout import drawn_mask
+from megatron_lite.description.dropout_workspace import drawn_mask
 from megatron_lite.description.operations import Course, LayerDescription, Operation, course
 from megatron_lite.description.self_attention import attention_output
 from megatron_lite.description.sizes import Sizes, is_widened, residual_element_bytes
+from megatron_lite.memory.predict.keepers import first_keepers, inputs_until
 from megatron_lite.memory.predict.kept_tensors import layer_terms
 from megatron_lite.memory.predict.passages import Passage, change, joined, of_course
 from megatron_lite.memory.predict.replays import kept_calls
@@ -196,9 +197,9 @@ def _backward(
 ) -> Passage:
     """Returns the backward of a layer. ends_replay: whether it is the last one of a unit."""
     operations = layer.operations
-    own = _first_keepers(operations)
+    own = first_keepers(operations)
     held = _kept(layer, regions, sizes)
-    until = {name: own.get(name, 0) for name in held} | _inputs_until(operations, regions, sizes)
+    until = {name: own.get(name, 0) for name in held} | inputs_until(operations, regions, sizes)
     whole, rebuilt = Passage(), set[str]()
     later = [0] * len(operations)  # further bytes that are freed after the backward of each
     for number in reversed(range(len(operations))):
@@ -323,35 +324,3 @@ def _kept(layer: LayerDescription, regions: Set[str], sizes: Sizes) -> dict[str,
         for term in layer_terms(layer.operations, 0, regions, sizes)
         if not term.tensor.shared
     }
-
-
-def _first_keepers(operations: Sequence[Operation]) -> dict[str, int]:
-    """Returns the number of the first operation that keeps each tensor if nothing is rebuilt."""
-    found: dict[str, int] = {}
-    for number, one in enumerate(operations):
-        for tensor in one.keeps:
-            found.setdefault(tensor.name, number)
-    return found
-
-
-def _inputs_until(
-    operations: Sequence[Operation], regions: Set[str], sizes: Sizes
-) -> dict[str, int]:
-    """Returns after which operation's backward each kept tensor is freed, if regions are rebuilt.
-
-    It is the first operation that keeps the tensor, or the first one of a rebuilt region that has
-    it as an input.
-    """
-    found: dict[str, int] = {}
-    for number, one in enumerate(operations):
-        names = {
-            tensor.name
-            for entry in one.enters
-            if entry.region in regions
-            for tensor in entry.kept(sizes)
-        }
-        if regions.isdisjoint(one.regions):
-            names |= {tensor.name for tensor in one.keeps}
-        for name in names:
-            found.setdefault(name, number)
-    return found

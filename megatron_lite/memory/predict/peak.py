@@ -32,7 +32,7 @@ from megatron_lite.memory.predict.kept_tensors import (
     layer_terms,
 )
 from megatron_lite.memory.predict.replays import kept_calls
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 
 class PeakMoment(NamedTuple):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megatron_lite.config.operators import Choice
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.description.operations import LayerDescription, Operation, OperatorCall
-from megatron_lite.recompute.plan import Segment
+from megatron_lite.recompute.recompute_plan import Segment
 
 
 class ReplayedCall(NamedTuple):

@@ -36,7 +36,7 @@ from megatron_lite.memory.predict.layer_passages import (
 )
 from megatron_lite.memory.predict.micro_batch_peak import mean_of_losses
 from megatron_lite.memory.predict.passages import Passage, change, joined, of_course
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 
 def stage_passages(

@@ -18,34 +18,26 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.regions import REGIONS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
 from megatron_lite.description.sizes import Sizes, residual_bytes
-from megatron_lite.memory.predict.gathered_weights import GatheredWeights
-from megatron_lite.memory.predict.kept_tensors import host_bytes
-from megatron_lite.memory.predict.layer_passages import Passages
 from megatron_lite.memory.predict.passages import Moment, Passage
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
-from megatron_lite.memory.predict.stage_passages import stage_passages
+from megatron_lite.memory.predict.stage_memory import PlacedRun, StageMemory, stage_memory
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.update_memory import update_memory
 from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
-from megatron_lite.recompute.plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
 Tag = Literal["exact", "bound", "estimate"]
 EXACT: Tag = "exact"
 BOUND: Tag = "bound"
 ESTIMATE: Tag = "estimate"
-SLOT_ALIGNMENT = 512  # bytes, as in recompute/arena.py
 
 
 class PeakTerm(NamedTuple):
@@ -78,19 +70,6 @@ class StepPeak:
         return sum(term.num_bytes for term in self.terms)
 
 
-class _PlacedRun(NamedTuple):
-    """A run on a device.
-
-    shards: the ranks over which FSDP2 shards everything; 1 without it.
-    accumulates: whether a step has several micro-batches.
-    """
-
-    config: RunConfig
-    device: str
-    shards: int
-    accumulates: bool
-
-
 @dataclass(frozen=True)
 class _Layout:
     """A run, of which only the settings that decide the states count in comparisons."""
@@ -114,21 +93,6 @@ class _Layout:
         )
 
 
-class _StageMemory(NamedTuple):
-    """The changes that a micro-batch makes to a stage's memory.
-
-    on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
-    has for it. tables: the bytes of the rotary tables. generators: those of the states of the
-    random-number streams that a CPU's streams put aside.
-    """
-
-    passages: Passages
-    on_host: int
-    arena: int
-    tables: int
-    generators: int
-
-
 def step_peak(
     config: RunConfig,
     pp_rank: int,
@@ -137,6 +101,7 @@ def step_peak(
     dp_cp_size: int,
     dp_cp_rank: int = 0,
     num_microbatches: int | None = None,
+    onednn: bool = False,
 ) -> StepPeak:
     """Returns the peak of a step on one rank. The vocabulary size must be known.
 
@@ -146,13 +111,16 @@ def step_peak(
         parallelism together, and the number of this rank among them.
     num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
         --global-batch-size alone.
+    onednn: whether oneDNN computes the large products, which the processor of the run decides.
     """
     stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
     states = _states(_Layout.of(config), pp_rank, dp_cp_size, dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
-    run = _PlacedRun(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
-    memories = [_stage_memory(run, stage, False) for stage in stages]
+    run = PlacedRun(
+        config, device, dp_cp_size if sharded else 1, accumulates=number > 1, onednn=onednn
+    )
+    memories = [stage_memory(run, stage, False) for stage in stages]
     held = _fullest(run, pp_rank, stages, number)
     waiting = [0] * len(stages)
     if any(memory.arena or memory.on_host for memory in memories):
@@ -192,7 +160,12 @@ def step_peak(
 
 
 def fullest_step_peak(
-    config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
+    config: RunConfig,
+    *,
+    device: str,
+    dp_cp_size: int,
+    num_microbatches: int | None = None,
+    onednn: bool = False,
 ) -> StepPeak:
     """Returns the highest peak of all pipeline ranks; of several equal ones the first.
 
@@ -213,6 +186,7 @@ def fullest_step_peak(
                     device=device,
                     dp_cp_size=dp_cp_size,
                     num_microbatches=num_microbatches,
+                    onednn=onednn,
                 )
             )
     return max(found, key=lambda one: one.num_bytes)
@@ -235,7 +209,7 @@ def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
     return stage.is_first, stage.is_last, plan, kinds
 
 
-def _fullest(run: _PlacedRun, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
+def _fullest(run: PlacedRun, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
     """Returns the fullest moment of a rank's forwards and backwards."""
     config = run.config
     parallel = config.parallel
@@ -249,12 +223,12 @@ def _fullest(run: _PlacedRun, rank: int, stages: Sequence[Stage], num_microbatch
     )
     whole = keeping_all(**shape, num_kept=num_kept) if num_kept else frozenset()
 
-    memories: dict[tuple[int, bool], _StageMemory] = {}
+    memories: dict[tuple[int, bool], StageMemory] = {}
 
     def passage_of(action: Action) -> Passage:
         key = action.chunk, action._replace(kind="forward") in whole
         if key not in memories:
-            memories[key] = _stage_memory(run, stages[action.chunk], key[1])
+            memories[key] = stage_memory(run, stages[action.chunk], key[1])
         passages = memories[key].passages
         return passages.forward if action.kind == "forward" else passages.backward
 
@@ -268,7 +242,7 @@ def _fullest(run: _PlacedRun, rank: int, stages: Sequence[Stage], num_microbatch
     )
 
 
-def _waiting(run: _PlacedRun, rank: int, num_chunks: int, num_microbatches: int) -> list[int]:
+def _waiting(run: PlacedRun, rank: int, num_chunks: int, num_microbatches: int) -> list[int]:
     """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
     size = run.config.parallel.pipeline_model_parallel_size
     actions = order(
@@ -279,17 +253,6 @@ def _waiting(run: _PlacedRun, rank: int, num_chunks: int, num_microbatches: int)
     )
     held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
     return [max(counts[chunk] for counts in held) for chunk in range(num_chunks)]
-
-
-def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
-    """Returns the bytes of the arena on the device for the inputs of one micro-batch's units."""
-    whole = residual_bytes(model, sizes)
-    slots = (
-        whole // sizes.tp_size if one.split else whole
-        for one in plan.segments
-        if one.unit and not one.on_host
-    )
-    return sum(-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for slot in slots)
 
 
 def _enough(most: int, size: int, rank: int, num_chunks: int, num_kept: int) -> int:
@@ -315,68 +278,3 @@ def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
 @lru_cache(maxsize=1024)
 def _states(layout: _Layout, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
     return rank_states(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
-
-
-def _stage_memory(run: _PlacedRun, stage: Stage, keeps_all: bool) -> _StageMemory:
-    config = run.config
-    sizes = Sizes.in_training(config, device=run.device, stage=stage)
-    # Stages that no setting tells apart share one entry of the cache.
-    by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
-    if config.model.window_size is None and config.model.no_rope_freq is None:
-        sizes = replace(sizes, first_layer=0)
-    gathers = None
-    if run.shards > 1:
-        # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
-        sizes = replace(sizes, sums_gradients=False, adds_in_matmul=False)
-        gathers = GatheredWeights.of(
-            config, sizes, dp_cp_size=run.shards, accumulates=run.accumulates
-        )
-    return _memory(
-        config.model,
-        sizes,
-        config.recompute,
-        stage.num_layers,
-        stage.number if by_stage else 0,
-        keeps_all,
-        gathers,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _memory(
-    model: ModelConfig,
-    sizes: Sizes,
-    recompute: RecomputeConfig,
-    num_layers: int,
-    number: int,
-    keeps_all: bool,
-    gathers: GatheredWeights | None,
-) -> _StageMemory:
-    plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
-    layers = range(sizes.first_layer, sizes.first_layer + num_layers)
-    rotates = any(model.layer_rotates(layer) for layer in layers)
-    tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0
-    moves = any(segment.on_host for segment in plan.segments)
-    return _StageMemory(
-        stage_passages(model, plan, sizes, gathers),
-        host_bytes(model, plan, sizes) if moves else 0,
-        _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
-        tables,
-        _generator_bytes(model, plan, sizes),
-    )
-
-
-def _generator_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
-    """Returns the bytes of the generators' states that the streams hold from step to step.
-
-    With dropout they are those of both streams. Otherwise a replay leaves the state of one behind.
-    """
-    if sizes.device != "cpu":
-        return 0
-    if model.hidden_dropout or model.attention_dropout:
-        return sizes.rng_state_bytes
-    replays = any(
-        one.unit or one.ops or any(REGIONS[name].draws for name in one.regions)
-        for one in plan.segments
-    )
-    return sizes.stream_state_bytes if replays else 0

@@ -17,7 +17,7 @@ from megatron_lite.description.model_ends import embedding_operations, head_oper
 from megatron_lite.description.operations import ALL_GATHER, Collective, LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.replays import replayed_calls
-from megatron_lite.recompute.plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 
 @dataclass(frozen=True)

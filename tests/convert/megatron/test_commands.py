@@ -16,7 +16,7 @@ from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.formats import FORMATS, TargetOptions
 from megatron_lite.convert.megatron.checkpoint_args import MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
-from megatron_lite.convert.weights import WeightSource
+from megatron_lite.convert.weight_formats import WeightSource
 from megatron_lite.tools import convert
 from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save, weights_of
 from tests.support.models import tiny_config

@@ -17,7 +17,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.convert.formats import FORMATS, TargetOptions
 from megatron_lite.convert.parameters import parameter_specs
-from megatron_lite.convert.weights import WeightSource
+from megatron_lite.convert.weight_formats import WeightSource
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
 from tests.support.equality import difference

@@ -47,7 +47,7 @@ from megatron_lite.memory.predict.traffic import (
     head_collectives,
     segment_collectives,
 )
-from megatron_lite.recompute.plan import RecomputePlan, Segment, keep_everything
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, keep_everything
 
 
 class ReportPart(NamedTuple):

@@ -7,9 +7,11 @@ columns are padded holds a little less. Standard library only.
 
 from __future__ import annotations
 
+from megatron_lite.config.large_products import is_large
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import Course, Workspace, course
 from megatron_lite.description.sizes import Sizes, rows_at_a_time
+from megatron_lite.description.weight_gradients import product_parts
 
 
 def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
@@ -22,7 +24,7 @@ def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
         course(
             _local_labels(sizes),
             _row_statistics(sizes, tokens, columns),
-            _combined(sizes),
+            _combined(sizes, tokens),
             -3 * row,
         ),
         # The gradient of the logits takes their place.
@@ -58,7 +60,7 @@ def linear_loss_workspace(
         *(_row_statistics(sizes, chunk, columns) for chunk in chunks),
         -buffer,
         *(+row, +row, +row),  # the statistics of all chunks in one tensor each
-        _combined(sizes),
+        _combined(sizes, tokens),
         -3 * row - 3 * row - gathered,
     )
     # A 16-bit weight's gradient is summed in float32, a few rows at a time, and cast in the end.
@@ -72,7 +74,12 @@ def linear_loss_workspace(
     steps: list[int | Course] = []
     for number, chunk in enumerate(chunks):
         last = scattered if number == len(chunks) - 1 else 0
-        steps += [_write_gradient(sizes, chunk, columns), +last, +product, -product]
+        steps += [
+            _write_gradient(sizes, chunk, columns),
+            _input_gradient(sizes, chunk, columns, h),
+            +last,
+            *((+product, -product) if apart else (product_parts(sizes, chunk, columns, h),)),
+        ]
     # Without sequence parallelism the whole gradient of the input is the result.
     backward = course(
         _gradient_factors(sizes),
@@ -84,6 +91,69 @@ def linear_loss_workspace(
         -own - _kept(sizes),
     )
     return Workspace(forward, backward)
+
+
+def one_pass_workspace(
+    model: ModelConfig, sizes: Sizes, columns: int, chunk_size: int
+) -> Workspace:
+    """Returns the workspace of the output projection and the loss in one pass over the chunks.
+
+    Forward computes the gradients of each chunk too. It ends with the losses and the gradient of
+    the hidden states. The gradient of the weight is no tensor of its own. The arguments are those
+    of `linear_loss_workspace`.
+    """
+    element, accumulate = sizes.element_bytes, sizes.accumulate_bytes
+    tokens = sizes.tokens
+    whole = tokens * model.hidden_size * element
+    gathered = whole if sizes.tp_size > 1 and sizes.sequence_parallel else 0
+    scattered = whole // sizes.tp_size if gathered else 0
+    buffer = min(chunk_size, tokens) * columns * element
+    losses = accumulate * tokens
+    incoming = losses if sizes.masks_loss else accumulate
+    full, rest = divmod(tokens, chunk_size)
+    chunks = [chunk_size] * min(full, 1) + ([rest] if rest else [])
+    steps: list[int | Course] = []
+    for number, chunk in enumerate(chunks):
+        row = accumulate * chunk
+        steps += [
+            _row_statistics(sizes, chunk, columns),
+            _combined(sizes, chunk),
+            -3 * row,
+            *(+row, +row, +row, -row),  # the factors of the gradient
+            _write_gradient(sizes, chunk, columns),
+            -2 * row - row,  # the factors and the share of the softmax
+            -row,  # the losses, which are copied
+            _input_gradient(sizes, chunk, columns, model.hidden_size),
+            scattered if number == len(chunks) - 1 else 0,
+            product_parts(sizes, chunk, columns, model.hidden_size),
+        ]
+    forward = course(
+        _local_labels(sizes),
+        +gathered,
+        _incoming_gradient(sizes),
+        *(+losses, +whole, +buffer),
+        *steps,
+        -buffer - incoming - 2 * gathered - 9 * tokens,
+    )
+    return Workspace(forward, course(-losses))
+
+
+def _input_gradient(sizes: Sizes, tokens: int, columns: int, width: int) -> Course:
+    """Returns the course of the gradient of a chunk's input, which oneDNN writes apart."""
+    num_bytes = tokens * width * sizes.element_bytes
+    if not (sizes.onednn and is_large(tokens, columns, width)):
+        return Course()
+    return course(+num_bytes, -num_bytes)
+
+
+def _incoming_gradient(sizes: Sizes) -> Course:
+    """Returns the course of the gradient of the losses: one number, or with a mask one for each."""
+    number, row = sizes.accumulate_bytes, sizes.accumulate_bytes * sizes.tokens
+    factors = (+number, +number, -number)
+    if not sizes.masks_loss:
+        return course(*factors)
+    copy = _flattened(row, sizes)
+    return course(*factors, +row, -number, +copy, -copy)
 
 
 def _kept(sizes: Sizes) -> int:
@@ -114,9 +184,9 @@ def _row_statistics(sizes: Sizes, tokens: int, columns: int) -> Course:
     return course(+row, +row, +row, *parts, *at_label)
 
 
-def _combined(sizes: Sizes) -> Course:
+def _combined(sizes: Sizes, tokens: int) -> Course:
     """Returns the course of `combined`. It ends with the losses and the share of the softmax."""
-    row = sizes.accumulate_bytes * sizes.tokens
+    row = sizes.accumulate_bytes * tokens
     maximum = row if sizes.tp_size > 1 else 0
     zero = sizes.accumulate_bytes
     return course(

@@ -46,12 +46,13 @@ class Segment:
 
     @property
     def split(self) -> bool:
-        """Whether each tensor-parallel rank keeps only its 1/t of the unit's input."""
+        """Tells whether each tensor-parallel rank keeps only its 1/t of the unit's input."""
         return self.store.startswith("split")
 
     @property
     def on_host(self) -> bool:
-        """Whether kept tensors go to host memory: all of them, unless `host_modules` is set."""
+        """Tells whether kept tensors go to host memory: all of them, unless `host_modules` is
+        set."""
         return is_on_host(self.store)
 
     @property

@@ -1,0 +1,249 @@
+"""Attention itself, without its projections: the region core_attn."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.layer_pattern import reach
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.context_parallel.attention_kernels import has_kernel, in_autocast_dtype
+from megatron_lite.context_parallel.exchange import EXCHANGES
+from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
+from megatron_lite.model.causal_blocks import attends_in_blocks, causal_attention
+from megatron_lite.model.documents import document_mask
+from megatron_lite.model.dropout import dropout
+from megatron_lite.model.window import attention_mask, window_mask, windowed_attention
+from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.sequence_spans import ContextParallel
+from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+
+class CoreAttention(nn.Module):
+    """Attention itself: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d].
+
+    It has no parameters, and issues collectives on cp.group alone.
+
+    "flash" is torch's scaled_dot_product_attention, with the kernel that torch picks for the
+    device. Flash kernels keep their inputs, their output and one float32 per row. "auto" is flash.
+
+    "unfused" builds a/t * s^2 * b scores. For each score it keeps the softmax in the scores' dtype.
+    With dropout it also keeps the mask (1 byte) and the dropped softmax. Under
+    --attention-softmax-in-fp32 it keeps the float32 softmax beside a 16-bit one. With query groups
+    it keeps key and value repeated for every head.
+
+    With dropout on a CPU both are unfused: torch has no flash kernel for that case, and would build
+    the scores itself.
+
+    Under context parallelism s stands for s/c. Flash keeps the same tensors of this rank's tokens.
+    Unfused attention gathers keys and values, keeps them whole, and builds a/t * s/c * s * b
+    scores. Context-parallel attention with dropout, with a window, or of shapes that no kernel
+    takes is unfused on every device.
+
+    With the starts of documents a query reads no key of an earlier document. The mask [b, 1, s, s]
+    is built in forward and again in backward, like that of a window. Flash attention keeps the
+    starts, which all layers share. With several samples and heads, unfused attention copies the
+    mask for every head.
+
+    layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
+    window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
+    mask to its scores, which keeps no mask, and flash attention builds its mask [s, s] again in
+    backward (model/window.py). The exception is torch's own attention with a mask, which runs with
+    dropout on CUDA and for shapes that no CUDA kernel of attention_kernels.py takes. In that case
+    each layer with a window keeps a mask of its own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rng: RngStreams,
+        cp: ContextParallel | None = None,
+        *,
+        layer: int,
+        kernels: CompiledKernels | None = None,
+    ) -> None:
+        super().__init__()
+        self.window = config.layer_window(layer)
+        self.always_unfused = config.always_unfused
+        self.dropout = config.attention_dropout
+        self.softmax_in_fp32 = config.attention_softmax_in_fp32
+        self.scale = config.head_dim**-0.5
+        self.rng = rng
+        self.kernels = kernels
+        self.cp = cp or ContextParallel()
+        if self.cp.group is not None:
+            chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_starts: Tensor | None = None,
+        skip_tail: bool = False,
+    ) -> Tensor:
+        """Runs attention. skip_tail: the output's values are never read.
+
+        document_starts: [b, s] of the whole sequence (model/documents.py). A query reads no key of
+        an earlier document.
+
+        Unfused attention then skips its last matmul. Flash attention, one kernel, skips nothing.
+        """
+        dropout_p = self.dropout if self.training else 0.0
+        if self.always_unfused or (dropout_p > 0.0 and query.device.type == "cpu"):
+            return self._unfused(query, key, value, dropout_p, skip_tail, document_starts)
+        # Under context parallelism the exchanges call torch's attention kernels without dropout and
+        # without a mask. Attention with dropout, a window or documents is therefore unfused.
+        if self.cp.group is None:
+            return self._flash(query, key, value, dropout_p, document_starts)
+        masked = self._reach(query) is not None or document_starts is not None
+        if dropout_p > 0.0 or masked or not has_kernel(query):
+            return self._unfused(query, key, value, dropout_p, skip_tail, document_starts)
+        return context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale).flatten(
+            2
+        )
+
+    def _reach(self, query: Tensor) -> int | None:
+        return reach(self.window, query.shape[0] * self.cp.size)
+
+    def _flash(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float,
+        document_starts: Tensor | None,
+    ) -> Tensor:
+        mask, limit = None, self._reach(query)
+        if limit is not None or document_starts is not None:
+            if dropout_p == 0.0 and has_kernel(query):
+                return windowed_attention(
+                    query,
+                    key,
+                    value,
+                    reach=limit,
+                    scale=self.scale,
+                    document_starts=document_starts,
+                ).flatten(2)
+            mask = attention_mask(query, limit, document_starts)
+        elif dropout_p == 0.0:
+            query, key, value = in_autocast_dtype(query, key, value)
+            if attends_in_blocks(query):
+                return causal_attention(query, key, value, scale=self.scale).flatten(2)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
+            attended = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout_p,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        return attended.permute(2, 0, 1, 3).flatten(2)
+
+    def _unfused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float,
+        skip_tail: bool,
+        document_starts: Tensor | None,
+    ) -> Tensor:
+        s, b, heads, _ = query.shape
+        hidden = self._hidden(query, document_starts)
+        if self.cp.group is not None:  # one gather for both: [s, 2, b, g/t, d]
+            key, value = gather_from_sequence_parallel_region(
+                torch.stack((key, value), 1), self.cp.group
+            ).unbind(1)
+        if heads > key.shape[2]:
+            key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
+        # [b a/t, s, d]
+        query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
+        # [b a/t, s, s]
+        scores = torch.baddbmm(hidden, query, key.transpose(1, 2), alpha=self.scale)
+        dtype = (
+            torch.float32
+            if self.softmax_in_fp32 and scores.dtype != torch.float64
+            else scores.dtype
+        )
+        weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
+        attended = weighted_sum(
+            dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels),
+            value,
+            skip_tail=skip_tail,
+        )
+        return attended.transpose(0, 1).reshape(s, b, -1)
+
+    def _hidden(self, query: Tensor, document_starts: Tensor | None = None) -> Tensor:
+        """Returns -inf for each key after the query or before its window, and 0 for the others.
+
+        [s, s]; under context parallelism [s/c, s], with the keys in the order of a gather. With
+        documents [b a/t, s/c, s], and -inf for the keys of earlier documents too. The mask is added
+        to the scores; it has no gradient, and nothing keeps it for backward.
+        """
+        s, limit = query.shape[0], self._reach(query)
+        if document_starts is not None:
+            mask = self._document_mask(query, document_starts)  # [b, 1, s/c, s]
+            return mask.expand(*query.shape[1:3], *mask.shape[2:]).reshape(-1, *mask.shape[2:])
+        if self.cp.group is None:
+            return (
+                query.new_full((s, s), -torch.inf).triu_(1)
+                if limit is None
+                else window_mask(query, limit)
+            )
+        positions = self.cp.positions_by_rank(s, query.device)
+        keys, queries = positions.flatten(), positions[self.cp.rank].unsqueeze(1)
+        hidden = keys > queries
+        if limit is not None:
+            hidden |= keys < queries - limit
+        return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+
+    def _document_mask(self, query: Tensor, starts: Tensor) -> Tensor:
+        """Returns the mask of documents and window, [b, 1, s/c, s] with gathered keys."""
+        s, limit = query.shape[0], self._reach(query)
+        if self.cp.group is None:
+            return document_mask(query, starts, limit)
+        positions = self.cp.positions_by_rank(s, query.device)
+        keys, queries = positions.flatten(), positions[self.cp.rank]
+        first = starts[:, queries]
+        first = first if limit is None else first.maximum(queries - limit)
+        hidden = (keys > queries.unsqueeze(1)) | (keys < first.unsqueeze(-1))
+        return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
+
+
+def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool = False) -> Tensor:
+    """Returns the batched product [n, s, m] x [n, m, d] -> [n, s, d]. Keeps both factors.
+
+    skip_tail: leaves out the matmul. The result has the right shape and arbitrary values.
+    """
+    return _WeightedSum.apply(weights, value, skip_tail)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """torch.bmm with a forward that can be skipped."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, value: Tensor, skip_tail: bool) -> Tensor:
+        ctx.save_for_backward(weights, value)
+        if skip_tail:
+            return value.new_empty(()).expand(*weights.shape[:-1], value.shape[-1])
+        return torch.bmm(weights, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, value = ctx.saved_tensors
+        return (
+            torch.bmm(grad_output, value.transpose(1, 2)),
+            torch.bmm(weights.transpose(1, 2), grad_output),
+            None,
+        )

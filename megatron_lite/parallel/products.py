@@ -1,0 +1,174 @@
+"""The float32 matrix products of linear layers, by torch's BLAS library or by oneDNN.
+
+torch sends float32 products on an x86 processor to MKL. On AMD processors with AVX-512, oneDNN is
+about twice as fast for large products (docs/performance.md). torch contains both.
+
+    product           operands                     by oneDNN
+    y = x A^T + b     x [.., k], A [n, k], b [n]   in one call
+    dx = dy A         dy [.., n], A [n, k]         in one call, A is read with its strides
+    dA += dy^T x      dy [m, n], x [m, k]          in parts, with a transposed copy of a part of the
+                                                   narrower operand: oneDNN reads its first operand
+                                                   row by row
+
+`onednn` of tensor_parallel/rank_context.py carries the choice of the run. A product follows it if
+its operands are float32 on a CPU and it has at least LEAST_MULTIPLICATIONS. The rule reads only
+shapes, dtypes and devices, so a replay takes the path of the forward. The three products of a layer
+have equally many multiplications, so all take the same path.
+
+Each product is one operator of torch, so that modes see it: an `ops(..)` policy takes it for
+aten.mm or aten.addmm (config/operators.py), and torch's FlopCounterMode has its formula. Call the
+functions where autograd does not record, in an autograd Function. Under create_graph backward is
+recorded, and torch's own products run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from megatron_lite.config.large_products import COLUMNS, LEAST_MULTIPLICATIONS, ROWS, TOKENS
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:
+    """Returns x A^T plus the bias. x: [.., k]. weight: A [n, k]. bias: [n]."""
+    if not by_onednn(x, weight, onednn):
+        return F.linear(x, weight, bias)
+    operators = torch.ops.megatron_lite
+    if bias is None:
+        return operators.onednn_mm(x, weight.t())
+    return operators.onednn_addmm(bias, x, weight.t())
+
+
+def input_gradient(grad_output: Tensor, weight: Tensor, *, onednn: bool) -> Tensor:
+    """Returns dy A. grad_output: dy [.., n]. weight: A [n, k]."""
+    if not by_onednn(grad_output, weight.t(), onednn):
+        return grad_output.matmul(weight)
+    return torch.ops.megatron_lite.onednn_mm(grad_output, weight)
+
+
+def weight_product(rows: Tensor, grad_rows: Tensor, *, onednn: bool) -> Tensor:
+    """Returns dy^T x, [n, k]. rows: x [m, k]. grad_rows: dy [m, n]."""
+    if not by_onednn(grad_rows.t(), rows.t(), onednn):
+        return grad_rows.t().matmul(rows)
+    total = rows.new_empty((grad_rows.shape[1], rows.shape[1]))
+    torch.ops.megatron_lite.onednn_add_weight_gradient_(total, rows, grad_rows, True)
+    return total
+
+
+def add_weight_product_(
+    total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool, onednn: bool
+) -> None:
+    """Adds dy^T x to `total` [n, k], or overwrites it if `first`.
+
+    rows: x [m, k]. grad_rows: dy [m, n].
+    """
+    if not by_onednn(grad_rows.t(), rows.t(), onednn):
+        # with beta 0 the matmul does not read the total
+        torch.addmm(total, grad_rows.t(), rows, beta=0 if first else 1, out=total)
+        return
+    torch.ops.megatron_lite.onednn_add_weight_gradient_(total, rows, grad_rows, first)
+
+
+def by_onednn(left: Tensor, right: Tensor, onednn: bool) -> bool:
+    """Returns whether oneDNN computes left [.., k] times right^T, right [n, k]."""
+    return (
+        onednn
+        and left.numel() * right.shape[0] >= LEAST_MULTIPLICATIONS
+        and left.dtype == right.dtype == torch.float32
+        and left.device.type == right.device.type == "cpu"
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _call(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns left [.., k] times right [k, n].
+
+    torch copies `left` unless it is contiguous. oneDNN reads `right` with its strides, row by row
+    or column by column. For a part of a wider matrix it has only its slow reference code, so such a
+    part is copied first.
+    """
+    weight = right.t()
+    if not weight.is_contiguous() and not right.is_contiguous():
+        weight = weight.contiguous()
+    return torch.ops.mkldnn._linear_pointwise(left, weight, bias, "none", [], "")
+
+
+def _mm(left: Tensor, right: Tensor) -> Tensor:
+    return _call(left, right)
+
+
+def _addmm(bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return _call(left, right, bias)
+
+
+def _empty_mm(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty((*left.shape[:-1], right.shape[1]))
+
+
+def _empty_addmm(bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    return _empty_mm(left, right)
+
+
+def _add_weight_gradient_(total: Tensor, rows: Tensor, grad_rows: Tensor, first: bool) -> None:
+    """Adds dy^T x to `total` [n, k], for a part of the tokens, rows and columns at a time.
+
+    The operand that is transposed is the narrower one. If it is x, oneDNN computes the transposed
+    gradient x^T dy.
+    """
+    swapped = rows.shape[1] <= grad_rows.shape[1]
+    narrow, wide = (rows, grad_rows) if swapped else (grad_rows, rows)
+    result = total.t() if swapped else total  # [narrow, wide]
+    for start in range(0, rows.shape[0], TOKENS):
+        transposed = narrow[start : start + TOKENS].t().contiguous()
+        for column in range(0, wide.shape[1], COLUMNS):
+            right = wide[start : start + TOKENS, column : column + COLUMNS].contiguous()
+            for row in range(0, transposed.shape[0], ROWS):
+                part = result[row : row + ROWS, column : column + COLUMNS]
+                # no name holds the product, so it is freed before the next one
+                write_ = part.copy_ if first and start == 0 else part.add_
+                write_(_call(transposed[row : row + ROWS], right))
+            del right
+        del transposed
+
+
+def _no_result(total: Tensor, rows: Tensor, grad_rows: Tensor, first: bool) -> None:
+    """The operator's kernel for tensors without data."""
+
+
+_OPERATORS = torch.library.Library("megatron_lite", "FRAGMENT")
+for _signature, _kernel, _without_data in (
+    ("onednn_mm(Tensor left, Tensor right) -> Tensor", _mm, _empty_mm),
+    ("onednn_addmm(Tensor bias, Tensor left, Tensor right) -> Tensor", _addmm, _empty_addmm),
+    (
+        "onednn_add_weight_gradient_(Tensor(a!) total, Tensor rows, Tensor grad_rows, bool first)"
+        " -> ()",
+        _add_weight_gradient_,
+        _no_result,
+    ),
+):
+    _name = _OPERATORS.define(_signature).split("::")[-1]
+    _OPERATORS.impl(_name, _kernel, "CPU")
+    _OPERATORS.impl(_name, _without_data, "Meta")
+
+
+@register_flop_formula(torch.ops.megatron_lite.onednn_mm)
+def _mm_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * torch.Size(left).numel() * right[1]
+
+
+@register_flop_formula(torch.ops.megatron_lite.onednn_addmm)
+def _addmm_flops(
+    bias: Sequence[int], left: Sequence[int], right: Sequence[int], *_: Any, **__: Any
+) -> int:
+    return _mm_flops(left, right)
+
+
+@register_flop_formula(torch.ops.megatron_lite.onednn_add_weight_gradient_)
+def _weight_flops(total: Sequence[int], rows: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * torch.Size(total).numel() * rows[0]

@@ -1,0 +1,109 @@
+"""The states of random-number generators and of autocast, which a replay repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lite.parallel.rng import Generators, RngSnapshot
+from megatron_lite.recompute.saved import SavedValue
+
+
+class StreamNames(NamedTuple):
+    """The name of the current stream, and the names of all streams in the order of their states."""
+
+    current: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """The states of all generators that a replay may draw from.
+
+    states: one state for each named stream. The state of the CPU generator follows, unless the
+        streams already are on the CPU.
+    """
+
+    streams: Generators
+    names: StreamNames
+    states: Sequence[Tensor]
+
+    @classmethod
+    def now(cls, streams: Generators) -> Randomness:
+        """Returns the present states."""
+        snapshot = streams.snapshot()
+        # On the CPU the current stream uses the CPU generator, so the snapshot has its state
+        # already.
+        cpu = () if streams.device.type == "cpu" else (torch.get_rng_state(),)
+        return cls(
+            streams,
+            StreamNames(snapshot.current, tuple(snapshot.states)),
+            (*snapshot.states.values(), *cpu),
+        )
+
+    def copies(self) -> list[Tensor]:
+        """Returns copies of the states, each in its own storage.
+
+        Snapshots share the tensors of streams that did not draw in between. With copies, each call
+        keeps as many bytes as the memory model predicts for it.
+        """
+        return [state.clone() for state in self.states]
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Makes draws inside the block repeat those after the snapshot.
+
+        After the block the generators continue as if nothing had been drawn in it.
+        """
+        before = Randomness.now(self.streams)
+        self._restore()
+        try:
+            yield
+        finally:
+            before._restore()
+
+    def _restore(self) -> None:
+        self.streams.restore(
+            RngSnapshot(self.names.current, dict(zip(self.names.names, self.states, strict=False)))
+        )
+        for cpu in self.states[len(self.names.names) :]:
+            torch.set_rng_state(cpu)
+
+
+class KeptRandomness:
+    """The states of all generators before the forward, kept through the saved-tensor hooks in
+    force."""
+
+    def __init__(self, rng: Generators) -> None:
+        now = Randomness.now(rng)
+        self._rng, self._names = rng, now.names
+        self._states = [SavedValue(state) for state in now.copies()]
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Makes all draws inside the block repeat those of the forward."""
+        with Randomness(
+            self._rng, self._names, [state.tensor() for state in self._states]
+        ).replayed():
+            yield
+
+
+def autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
+    """Returns the present autocast settings, one for each kind of device.
+
+    Each is a dictionary of keyword arguments for torch.autocast.
+    """
+    return [
+        dict(
+            device_type=kind,
+            enabled=torch.is_autocast_enabled(kind),
+            dtype=torch.get_autocast_dtype(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
+        for kind in sorted(kinds)
+    ]

@@ -1,0 +1,58 @@
+"""A --data-path that names no token files: the message has what to give, or the commands that make
+them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.data.indexed import IndexedDataset
+from megatron_lite.data.wrong_prefix import prefix_advice
+from tests.support.commands import environment
+from tests.support.limits import HANG_S
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("prefix", "file", "answer"),
+    [
+        ("data.bin", "data.bin", "leave the ending out: --data-path data"),
+        ("data.idx", "", "leave the ending out: --data-path data"),
+        ("data", "data_text_document.idx", "did you mean --data-path data_text_document?"),
+        ("data", "", "--data-path takes the prefix of a .bin and .idx pair"),
+        ("a.txt", "a.txt", "open('a.txt').read()}))\" > a.jsonl\n"),
+        ("a.json", "a.json", "preprocess_data --input a.json --output-prefix a "),
+        ("a b.jsonl", "a b.jsonl", "preprocess_data --input 'a b.jsonl' --output-prefix 'a b' "),
+        ("play", "play", "--data-path play_text_document"),
+    ],
+)
+def test_the_answer_has_what_to_give(folder: Path, prefix: str, file: str, answer: str) -> None:
+    if file:
+        (folder / file).write_text("words")
+    with pytest.raises(InputError, match=re.escape(answer)) as caught:
+        IndexedDataset(prefix)
+    assert str(caught.value).startswith(f"{prefix}.idx: no such file. ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["a.txt", "it's $one.txt", "b.jsonl"])
+def test_the_commands_make_the_token_files(folder: Path, name: str) -> None:
+    text = "once upon a time " * 200
+    (folder / name).write_text(text if name.endswith(".txt") else f'{{"text": "{text}"}}\n')
+    commands, _, flags = prefix_advice(name).partition("\n")[2].partition("\nand then train with\n")
+    subprocess.run(
+        ["bash", "-euc", commands], env=environment(), cwd=folder, timeout=HANG_S, check=True
+    )
+    name, prefix, *_, tokenizer = shlex.split(flags)
+    assert name == "--data-path" and len(IndexedDataset(prefix)) == 1
+    assert (folder / tokenizer).is_file()

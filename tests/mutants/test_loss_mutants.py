@@ -1,0 +1,64 @@
+"""Mistakes of the loss in one pass, each put back: a named test must fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.tensor_parallel import linear_cross_entropy
+from megatron_lite.training.micro_batch_loss import MicroBatchLoss
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.training import test_loss_in_one_pass
+
+
+@replaces("_gradient", MicroBatchLoss)
+def the_factor_of_the_loss_is_forgotten(
+    _: Any, self: MicroBatchLoss, labels: Tensor, mask: Tensor | None, number: int
+) -> Tensor:
+    return torch.full(labels.shape, 1.0 / labels.numel())
+
+
+@replaces("_gradient", MicroBatchLoss)
+def the_loss_mask_is_forgotten(
+    gradient: Any, self: MicroBatchLoss, labels: Tensor, mask: Tensor | None, number: int
+) -> Tensor:
+    return gradient(self, labels, torch.ones_like(mask) if mask is not None else None, number)
+
+
+@replaces("_has_backward", linear_cross_entropy)
+def a_forward_without_backward_adds_gradients(_: Any) -> bool:
+    return True
+
+
+@replaces("loss_in_one_pass", RunConfig)
+def a_prediction_of_two_passes(_: Any, self: RunConfig) -> bool:
+    return False
+
+
+CASE = dict(layout="one", model=test_loss_in_one_pass.TIED, policy="*:none", chunk_size=5)
+MUTANTS = [
+    Mutant(
+        the_factor_of_the_loss_is_forgotten,
+        test_loss_in_one_pass.test_one_pass_has_the_bits_of_two,
+        dict(CASE, mask=""),
+    ),
+    Mutant(
+        the_loss_mask_is_forgotten,
+        test_loss_in_one_pass.test_one_pass_has_the_bits_of_two,
+        dict(CASE, mask="--eod-mask-loss"),
+    ),
+    Mutant(
+        a_forward_without_backward_adds_gradients,
+        test_loss_in_one_pass.test_without_a_backward_to_come_no_gradient_is_added,
+    ),
+    Mutant(a_prediction_of_two_passes, test_loss_in_one_pass.test_no_logits_are_computed_twice),
+]
+
+
+@pytest.mark.parametrize("mutant", parameters(MUTANTS))
+def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_seen(mutant, monkeypatch)

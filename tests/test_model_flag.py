@@ -1,0 +1,94 @@
+"""`--model NAME`: a known model's shape and vocabulary, flags that override it, and the report that
+`megatron-lite explain` prints of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from arguments import parse_args
+from megatron_lite import __main__ as command
+from megatron_lite.cli.explain_command import assumed_words
+from megatron_lite.config.known_models import PRESETS, nearest_presets, preset
+from megatron_lite.config.model import ModelConfig
+
+RUN = ["--seq-length", "64", "--micro-batch-size", "1"]
+SIZES = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 1024"
+    " --vocab-size 50256 --seq-length 1024 --micro-batch-size 1 --bf16"
+)
+POLICY = ["--recompute-policy", "every-2:full"]
+
+
+@pytest.mark.parametrize("flag", ["--model", "--preset"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_name_gives_the_model_and_its_vocabulary(flag: str, name: str) -> None:
+    parsed = parse_args([*RUN, flag, name])
+    assert parsed.config.model == ModelConfig(**preset(name).fields)
+    assert parsed.config.tokenizer.true_vocab_size == preset(name).vocab_size
+    assert not [notice for notice in parsed.notices if "--model" in notice]
+
+
+def test_flags_override_the_model_and_a_notice_names_both() -> None:
+    parsed = parse_args([*RUN, "--model", "llama3-8b", "--num-layers", "4", "--squared-relu"])
+    assert parsed.config.model.num_layers == 4
+    assert parsed.config.model.activation == "squared_relu"
+    assert [notice for notice in parsed.notices if "--model" in notice] == [
+        "--num-layers 4 replaces 32 of --model llama3-8b",
+        "--squared-relu replaces what --model llama3-8b gives as swiglu",
+    ]
+
+
+def test_explain_prints_what_it_prints_for_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["explain", *SIZES.split(), *POLICY]) == 0
+    whole = capsys.readouterr().out
+    assert command.main(["explain", "--model=gpt2", *POLICY]) == 0
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    assert first == "assumed for this model: --seq-length 1024 --micro-batch-size 1 --bf16"
+    assert rest == whole
+
+
+@pytest.mark.parametrize(
+    ("words", "assumed"),
+    [
+        ("--num-layers 4", ""),
+        ("--model nothing", ""),
+        ("--model", ""),
+        ("--preset qwen3-8b", "--seq-length 8192 --micro-batch-size 1 --bf16"),
+        ("--model gpt2 --fp16 --seq-length=64", "--micro-batch-size 1"),
+        ("--model gpt2 --micro_batch_size 2 --bf16", "--seq-length 1024"),
+    ],
+)
+def test_explain_assumes_only_what_is_missing(words: str, assumed: str) -> None:
+    assert assumed_words(words.split()) == assumed.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
+        ("Llama-3-8B", "llama3-8b"),
+        ("GPT2_XL", "gpt2-xl"),
+        ("qwen3-7b", "qwen3-8b"),
+        ("llama3-7b", "llama3-8b"),
+        ("175B", "175b"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_ones(
+    name: str, nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nearest in nearest_presets(name)
+    with pytest.raises(SystemExit):
+        parse_args([*RUN, "--model", name])
+    error = capsys.readouterr().err
+    assert f"--model {name!r} is not known: did you mean " in error and error.count("\n") == 1
+    assert nearest in error.partition("? The names are")[0]
+
+
+def test_a_name_like_none_gets_no_suggestion() -> None:
+    assert nearest_presets("x") == nearest_presets("") == []
+
+
+def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args([*RUN, "--model", "gpt2", "--hf-config", "nowhere"])
+    assert "--hf-config and --model each describe the model: give one" in capsys.readouterr().err

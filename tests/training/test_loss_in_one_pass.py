@@ -1,0 +1,412 @@
+"""--loss-chunk-size in float32: forward computes the gradients of the head, in one pass over the
+chunks. The oracle is the loss in two passes, whose backward computes the logits again."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock, PropertyMock, patch
+
+import pytest
+import torch
+
+# dispatch modes import it when first entered: 3 s, here once for all forked ranks
+import torch._dynamo
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from arguments import parse_args
+from megatron_lite.config.run import RunConfig
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.explain.prices import price
+from megatron_lite.memory.predict.flops import hardware_flops, logits_flops, step_flops
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel import products
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.parallel.weight_gradient import accumulate_with_
+from megatron_lite.recompute.schedule import plan_model
+from megatron_lite.tensor_parallel import linear_cross_entropy
+from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
+from megatron_lite.training import build_trainer
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
+from megatron_lite.training.batches import MicroBatch, cut
+from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.document_positions import document_rules
+from megatron_lite.training.loss_mask import masked_mean
+from megatron_lite.training.micro_batch_loss import MicroBatchLoss
+from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer
+from megatron_lite.training.step import StepResult, train_step
+from tests.description.test_workspace import described, joined, mean
+from tests.memory.test_collectives import TORCH_NAMES
+from tests.support.collectives import recorded_collectives
+from tests.support.courses import Stretch, measure
+from tests.support.documents import batch_of
+from tests.support.equality import variant_config
+from tests.support.models import build_tiny_model, tp_state
+from tests.support.pairs import covered, thirds
+from tests.support.ranks import run_ranks
+from tests.support.runs import run_to_end, step_bytes, tiny_run
+from tests.support.traffic import plan_collectives
+
+VOCABULARY, BATCH, SEQ_LENGTH, MICRO_BATCHES = 61, 2, 8, 2
+TWO = "--tensor-model-parallel-size 2"
+LAYOUTS = {
+    "one": (1, ""),
+    "tp": (2, TWO),
+    "sp": (2, f"{TWO} --sequence-parallel"),
+    "pp": (2, "--pipeline-model-parallel-size 2"),
+    "dp": (2, "--overlap-grad-reduce --ddp-bucket-size 500"),
+    "zero1": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "cp": (2, "--context-parallel-size 2"),
+}
+TIED = "--hidden-dropout 0.1 --attention-dropout 0"
+UNTIED = (
+    "--swiglu --ffn-hidden-size 24 --normalization RMSNorm --position-embedding-type rope "
+    "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 "
+    "--untie-embeddings-and-output-weights"
+)
+MASKS = ("", "--eod-mask-loss", "--eod-mask-loss --calculate-per-token-loss")
+POLICIES = ("*:none", "*:full/2", "*:layernorm+mlp", "*:ops(matmul)")
+
+
+def config_of(flags: str) -> RunConfig:
+    """Returns the config of a model of two small layers whose loss is in chunks."""
+    return parse_args(
+        (
+            f"--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length {SEQ_LENGTH} "
+            f"--max-position-embeddings {SEQ_LENGTH} --micro-batch-size {BATCH} "
+            f"--vocab-size {VOCABULARY} --make-vocab-size-divisible-by 8 "
+            f"--distributed-backend gloo {flags}"
+        ).split()
+    ).config
+
+
+@contextmanager
+def two_passes() -> Iterator[None]:
+    with patch.object(RunConfig, "loss_in_one_pass", new=PropertyMock(return_value=False)):
+        yield
+
+
+class Batches:
+    """The micro-batches of one step on one rank."""
+
+    def __init__(self, config: RunConfig, parallel: ParallelState, step: int) -> None:
+        self._config, self._parallel, self._step = config, parallel, step
+
+    def __len__(self) -> int:
+        return MICRO_BATCHES
+
+    def __getitem__(self, number: int, /) -> MicroBatch:
+        parallel = self._parallel
+        seed = torch.Generator().manual_seed(100 * self._step + 10 * number + parallel.dp_rank)
+        samples = torch.randint(0, VOCABULARY, (BATCH, SEQ_LENGTH + 1), generator=seed)
+        rules = document_rules(self._config)
+        if rules is not None:
+            samples[0, 2 + number] = rules.eod
+        return cut(samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size, rules=rules)
+
+
+class Run:
+    """A rank's model, optimizer and runner."""
+
+    def __init__(self, config: RunConfig, parallel: ParallelState) -> None:
+        self.config, self.parallel = config, parallel
+        self.model = build_stages(config, parallel)
+        self.optimizer: Optimizer = build_optimizer(config, parallel, self.model)
+        fuse_weight_gradients_(config.training, parallel, self.model, self.optimizer)
+        self.runner = StageRunner.of(config, self.model, parallel)
+
+    def batches(self, step: int) -> Batches:
+        return Batches(self.config, self.parallel, step)
+
+    def step(self, number: int) -> StepResult:
+        """Runs a training step."""
+        masked = None
+        if self.config.data.eod_mask_loss:
+            counts = [3 + number, 11][:MICRO_BATCHES]
+            masked = masked_mean(
+                counts, self.parallel, per_token=self.config.training.calculate_per_token_loss
+            )
+        return train_step(
+            self.runner, self.optimizer, self.batches(number), learning_rate=1e-2, masked=masked
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns copies of the last step's gradients and of the weights."""
+        self.optimizer.finish()
+        found = {f"weight {name}": one for name, one in self.model.named_parameters()}
+        buffer = self.optimizer.buffer
+        found |= {f"bucket {n}": one.flat[one.own] for n, one in enumerate(buffer.buckets)}
+        return {name: one.detach().clone() for name, one in found.items()}
+
+
+def trained(config: RunConfig, steps: int = 2) -> tuple[list[StepResult], dict[str, Tensor]]:
+    with parallel_state(config.parallel, seed=1) as parallel:
+        run = Run(config, parallel)
+        return [run.step(number) for number in range(steps)], run.state()
+
+
+def differing(config: RunConfig) -> list[str]:
+    """Returns the names of what is not equal, to the bit, in one pass and in two."""
+    assert config.loss_in_one_pass
+    with two_passes():
+        losses, expected = trained(config)
+    own_losses, found = trained(config)
+    names = [name for name, one in found.items() if not torch.equal(one, expected[name])]
+    pairs_of = zip(own_losses, losses, strict=True)
+    names += [
+        f"step {number}"
+        for number, (one, other) in enumerate(pairs_of)
+        if not (torch.equal(one.loss, other.loss) and torch.equal(one.grad_norm, other.grad_norm))
+    ]
+    return names
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "policy", "mask", "chunk_size"),
+    thirds(covered(itertools.product(LAYOUTS, (TIED, UNTIED), POLICIES, MASKS, (5, 100)))),
+)
+def test_one_pass_has_the_bits_of_two(layout, model, policy, mask, chunk_size):
+    ranks, flags = LAYOUTS[layout]
+    config = config_of(
+        f"{flags} {model} --recompute-policy {policy} {mask} --loss-chunk-size {chunk_size}"
+    )
+
+    def work(rank, world_size):
+        return differing(config)
+
+    assert not any(run_ranks(work, ranks, detail=False) if ranks > 1 else [work(0, 1)])
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+@pytest.mark.parametrize("layout", ["one", "sp"])
+def test_with_products_by_onednn_one_pass_has_the_bits_of_two(layout, monkeypatch):
+    """Every product that may be oneDNN's is, on any processor."""
+    monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(build_trainer, "uses_onednn", lambda config, device_type: True)
+    ranks, flags = LAYOUTS[layout]
+    config = config_of(f"{flags} {UNTIED} --loss-chunk-size 5")
+
+    def work(rank, world_size):
+        with patch.object(products, "_call", Mock(side_effect=products._call)) as call:
+            return differing(config), call.call_count > 0
+
+    for names, was_called in run_ranks(work, ranks, detail=False) if ranks > 1 else [work(0, 1)]:
+        assert not names and was_called
+
+
+def single(flags: str = "") -> RunConfig:
+    return config_of(f"{UNTIED} --loss-chunk-size 5 {flags}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16",
+        "--fp16",
+        "--use-torch-fsdp2",
+        "--no-gradient-accumulation-fusion",
+        "--torch-compile --activation-memory-budget 0.5",
+    ],
+)
+def test_some_settings_take_two_passes(flags):
+    assert single().loss_in_one_pass and not single(flags).loss_in_one_pass
+    assert not config_of(UNTIED).loss_in_one_pass
+
+
+def kept(config: RunConfig) -> ActivationBytes:
+    with parallel_state(config.parallel, seed=1) as parallel:
+        run, meter = Run(config, parallel), ActivationMeter(thorough=True)
+        run.optimizer.zero_grad()
+        run.runner.train(run.batches(0), loss_factor=0.5, observer=meter)
+        return meter.result(config, parallel)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "mask", "chunk_size"),
+    covered(itertools.product(("one", "sp", "tp", "pp"), (TIED, UNTIED), MASKS[:2], (5, 100))),
+)
+def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):
+    ranks, flags = LAYOUTS[layout]
+    config = config_of(f"{flags} {model} {mask} --loss-chunk-size {chunk_size}")
+
+    def work(rank, world_size):
+        return kept(config)
+
+    for found in run_ranks(work, ranks, detail=False) if ranks > 1 else [work(0, 1)]:
+        assert found.fault is None and found.measured > 0
+
+
+def differing_stretches(sizes: Sizes, parallel: ParallelState) -> list[object]:
+    """Returns the stretches of a forward, and of the head's backward, that are not as described."""
+    config = variant_config("llama")
+    model = build_tiny_model(
+        config,
+        parallel,
+        sequence_parallel=sizes.sequence_parallel,
+        dtype=torch.float32,
+        loss_chunk_size=sizes.loss_chunk_size,
+        vocab_size=sizes.padded_vocab_size,
+    )
+    batch = batch_of(sizes)
+    mask = torch.ones(batch.labels.shape) if sizes.masks_loss else None
+    factors = torch.full((1,), 0.25) if sizes.masks_loss else None
+    loss = MicroBatchLoss(factor=0.5, mask_factors=factors, in_one_pass=True)
+    weight = model.output_layer.weight
+    accumulate_with_(None, [(weight, torch.zeros_like(weight))])
+    mean(model.loss(batch.tokens, batch.labels))  # builds the rotary tables, which stay
+    gradient = loss.gradient(batch.labels, mask, 0)
+    real = measure(
+        model,
+        lambda: model.loss(batch.tokens, batch.labels, gradient=gradient),
+        lambda losses: loss.of(losses, mask, 0),
+    )
+    workspaces = described(config, sizes)
+    forward = [one for one in real.forward if one.module != "finish"]
+    told = [Stretch(module, one.forward) for module, one in workspaces]
+    found = [pair for pair in zip(joined(forward), joined(told), strict=True) if pair[0] != pair[1]]
+    head = next(one for one in real.backward if one.module == "output_layer")
+    (expected,) = (one.backward for module, one in workspaces if module == "output_layer")
+    return found + ([] if head.course == expected else [(head, expected)])
+
+
+@pytest.mark.parametrize(
+    ("layout", "masks", "chunk_size"),
+    covered(itertools.product(((1, False), (2, False), (2, True)), (False, True), (5, 7, 100))),
+)
+def test_the_head_holds_the_bytes_that_are_described_at_every_moment(layout, masks, chunk_size):
+    tp_size, sequence_parallel = layout
+    sizes = Sizes(
+        micro_batch_size=3,
+        seq_length=12,
+        padded_vocab_size=72,
+        tp_size=tp_size,
+        sequence_parallel=sequence_parallel,
+        loss_chunk_size=chunk_size,
+        loss_in_one_pass=True,
+        masks_loss=masks,
+    )
+
+    def work(rank, world_size):
+        with tp_state(world_size) as parallel:
+            return differing_stretches(sizes, parallel)
+
+    for _ in range(3):  # gloo's thread may free a tensor late
+        found = run_ranks(work, tp_size, detail=False)
+        if not any(found):
+            break
+    assert found == [[]] * tp_size
+
+
+def test_no_logits_are_computed_twice() -> None:
+    config = single("--attention-backend unfused")
+    shape = dict(
+        batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=config.tokenizer.padded_vocab_size(1)
+    )
+    with parallel_state(config.parallel, seed=1) as parallel:
+        run = Run(config, parallel)
+        with FlopCounterMode(display=False) as counter:
+            run.runner.train(run.batches(0), loss_factor=0.5, observer=Observer())
+    expected = step_flops(config.model, **shape)
+    assert counter.get_total_flops() == MICRO_BATCHES * expected
+    in_chunks = partial(
+        hardware_flops, config.model, plan_model(config), device="cpu", loss_chunk_size=5, **shape
+    )
+    again = logits_flops(config.model, **shape)
+    assert in_chunks(loss_in_one_pass=True) == expected
+    assert in_chunks() == expected + again
+    assert price(config, "cpu").chunk_flops == 0
+    with two_passes():
+        assert price(config, "cpu").chunk_flops == again
+
+
+@pytest.mark.parametrize("layout", ["tp", "sp"])
+def test_the_collectives_are_those_predicted(layout):
+    ranks, flags = LAYOUTS[layout]
+    config = config_of(f"{flags} {UNTIED} --loss-chunk-size 5")
+
+    def work(rank, world_size):
+        with parallel_state(config.parallel, seed=1) as parallel:
+            run = Run(config, parallel)
+            with recorded_collectives() as sent:
+                run.runner.train(run.batches(0), loss_factor=0.5, observer=Observer())
+        return Counter((TORCH_NAMES[one.name], 4 * math.prod(one.shape)) for one in sent)
+
+    traffic = plan_collectives(config.model, plan_model(config), Sizes.of(config, device="cpu"))
+    every = Counter((one.kind, one.num_bytes) for one in traffic.forward + traffic.backward)
+    expected = Counter({name: MICRO_BATCHES * number for name, number in every.items()})
+    assert run_ranks(work, ranks, detail=False) == [expected] * ranks
+
+
+def test_an_evaluation_between_steps_writes_no_gradient() -> None:
+    config = single()
+    with parallel_state(config.parallel, seed=1) as parallel:
+        run = Run(config, parallel)
+        run.step(0)
+        before = run.state()
+        loss = run.runner.evaluate(run.batches(7))
+        assert all(torch.equal(one, before[name]) for name, one in run.state().items())
+        with two_passes():
+            assert torch.equal(loss, run.runner.evaluate(run.batches(7)))
+        run.step(1)
+        found = run.state()
+    expected = trained(config)[1]
+    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+
+
+def test_without_a_backward_to_come_no_gradient_is_added() -> None:
+    """The model is given the gradient of its losses, as in training."""
+    config = single()
+    with parallel_state(config.parallel, seed=1) as parallel:
+        run = Run(config, parallel)
+        run.step(0)
+        before = run.state()
+        batch = run.batches(7)[0]
+        with torch.no_grad():
+            gradient = torch.full(batch.labels.shape, 0.5)
+            next(iter(run.model)).loss(batch.tokens, batch.labels, gradient=lambda: gradient)
+        assert all(torch.equal(one, before[name]) for name, one in run.state().items())
+
+
+def spoiled(rows: Tensor, column: Tensor) -> RowStatistics:
+    return RowStatistics(*(torch.full_like(one, math.nan) for one in row_statistics(rows, column)))
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    """A step of NaN losses lies between two others. Its gradients are in the sums."""
+    config = single()
+    with parallel_state(config.parallel, seed=1) as parallel:
+        run = Run(config, parallel)
+        run.step(0)
+        with patch.object(linear_cross_entropy, "row_statistics", spoiled):
+            skipped = run.step(5)
+        grad = run.optimizer.buffer.grads["output_layer.weight"]
+        assert skipped.skipped == 1.0 and grad.isnan().any()
+        run.step(1)
+        found = run.state()
+    expected = trained(config)[1]
+    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+
+
+def test_a_resumed_run_leaves_the_same_bytes(tmp_path: Path) -> None:
+    def run(folder: str, exit_interval: int | None, *, load: bool) -> None:
+        path = str(tmp_path / folder)
+        run_to_end(
+            tiny_run(
+                training=dict(loss_chunk_size=5, train_iters=4, exit_interval=exit_interval),
+                checkpoint=dict(save=path, load=path if load else None),
+                learning_rate=1e-2,
+            )
+        )
+
+    run("whole", None, load=False)
+    run("parts", 2, load=False)
+    run("parts", None, load=True)
+    expected = step_bytes(tmp_path / "whole", 4)
+    assert expected and step_bytes(tmp_path / "parts", 4) == expected

@@ -1,0 +1,107 @@
+"""The choice between MKL and oneDNN: by vendor, flags of the processor and settings of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel.state import parallel_state
+from megatron_lite.training import build_trainer, processor
+from tests.support.runs import tiny_run
+
+AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f sha_ni\n\nflags: x\n"
+
+
+@pytest.fixture
+def amd(tmp_path: Path) -> Path:
+    return _file(tmp_path, AMD)
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "cpuinfo"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (AMD, True),
+        (AMD * 4000, True),
+        (AMD.replace("AuthenticAMD", "GenuineIntel"), False),
+        (AMD.replace("avx512f", "avx512"), False),
+        # the flags of another processor do not count
+        (AMD.replace("avx512f", "") + "vendor_id: AuthenticAMD\nflags: avx512f\n", False),
+        ("CPU implementer\t: 0x41\nFeatures\t: fp asimd\n", False),
+        ("", False),
+        ("\x00\xff:::\n:\n\n\n", False),
+    ],
+)
+def test_the_first_processor_decides(text: str, expected: bool, tmp_path: Path) -> None:
+    assert processor.is_amd_with_avx512(_file(tmp_path, text)) is expected
+
+
+def test_without_a_readable_file_torchs_library_keeps_the_products(tmp_path: Path) -> None:
+    assert not processor.is_amd_with_avx512(tmp_path / "none")
+    assert not processor.is_amd_with_avx512(tmp_path)
+
+
+def _compiled() -> RunConfig:
+    config = tiny_run(training=dict(torch_compile=True))
+    return RunConfig(
+        **{
+            **{name: getattr(config, name) for name in ("model", "training", "data", "tokenizer")},
+            "recompute": RecomputeConfig(activation_memory_budget=0.5),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "expected"),
+    [
+        (lambda: tiny_run(), "cpu", True),
+        (lambda: tiny_run(), "cuda", False),
+        (lambda: tiny_run(training=dict(bf16=True)), "cpu", False),
+        (lambda: tiny_run(training=dict(fp16=True)), "cpu", False),
+        (lambda: tiny_run(training=dict(onednn_matmuls=False)), "cpu", False),
+        (lambda: tiny_run(training=dict(torch_compile=True)), "cpu", True),
+        (_compiled, "cpu", False),
+    ],
+)
+def test_only_float32_runs_on_a_cpu_use_onednn(
+    config: Any, device: str, expected: bool, amd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor.torch.backends.mkldnn, "is_available", lambda: True)
+    assert processor.uses_onednn(config(), device, amd) is expected
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_the_model_gets_the_choice_and_the_log_has_it(
+    onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_trainer, "uses_onednn", lambda *_: onednn)
+    # 16 tokens, hidden size 32, 128 padded ids and an MLP of 128
+    monkeypatch.setattr(processor, "LEAST_MULTIPLICATIONS", 2**16)
+    config = tiny_run()
+    with parallel_state(config.parallel, seed=1) as parallel:
+        trainer = build_trainer.build_trainer(config, parallel)
+        assert all(chunk.context.onednn is onednn for chunk in trainer.model)
+        lines = [line for line in trainer.notices if "oneDNN" in line]
+    if not onednn:
+        assert lines == []
+        return
+    (line,) = lines
+    assert "2^16 multiplications" in line
+    assert "--no-onednn-matmuls" in line
+
+
+def test_a_run_without_large_products_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert processor.products_notices(tiny_run(), onednn=True) == ()
+    monkeypatch.setattr(processor, "LEAST_MULTIPLICATIONS", 2**16)
+    assert len(processor.products_notices(tiny_run(), onednn=True)) == 1
+    monkeypatch.setattr(processor, "LEAST_MULTIPLICATIONS", 2**16 + 1)
+    assert processor.products_notices(tiny_run(), onednn=True) == ()
