@@ -21,6 +21,7 @@ from benchmarks import side_by_side_page as peers
 from megatron_lite.config import policy
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.known_models import preset
+from megatron_lite.config.large_products import ROWS, TOKENS, gradient_parts
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -277,6 +278,14 @@ def peak_rows() -> str:
     return str(len(result("memory")["rows"]))
 
 
+def product_workspace() -> str:
+    """Returns the most bytes of the gradient parts of parallel/products.py, of any hidden size."""
+    hidden = 2 * ROWS
+    fixed, doubled = (sum(gradient_parts(TOKENS, 4 * h, h)) for h in (hidden, 2 * hidden))
+    each = (doubled - fixed) // hidden
+    return f"{(fixed - hidden * each) / 2**20:g} MiB, and {each / 2**10:g} KiB"
+
+
 LAYOUTS = (
     *("TP 2", "PP 2", "PP 2, 2 virtual stages", "CP 2"),
     *("DP 2", "DP 2, distributed optimizer", "FSDP 2"),
@@ -375,6 +384,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "situations": situations,
     "worst-peak": worst_peak,
     "peak-rows": peak_rows,
+    "product-workspace": product_workspace,
     "right.ours": partial(right, "ours, `full`"),
     "right.torch": partial(right, "torch, non-reentrant"),
     "wrong.torch": partial(wrong, "torch, non-reentrant"),
