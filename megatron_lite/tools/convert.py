@@ -103,7 +103,7 @@ def _lines(total: int | None) -> Callable[[int], None]:
     return advance
 
 
-def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
+def parser(program: str = PROGRAM) -> Parser:
     """Returns the parser of the command line."""
     formats = "\n".join(f"  {name:16} {one.help}" for name, one in FORMATS.items())
     found = Parser(
