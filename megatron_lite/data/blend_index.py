@@ -63,7 +63,7 @@ def kept_blend_index(
         return build_blend_index(weights, size, allocate=allocate)._asdict()
 
     def fault(arrays: Arrays) -> str | None:
-        return _fault(arrays, len(weights), size)
+        return blend_index_fault(arrays, len(weights), size)
 
     key = {"kind": "blend index 1", "weights": [float(one).hex() for one in weights], "size": size}
     return BlendIndex(**kept_arrays(data_cache_path, prefix, key, build, fault=fault))
@@ -94,7 +94,7 @@ def build_blend_index(
     return index
 
 
-def _fault(arrays: Arrays, num_datasets: int, size: int) -> str | None:
+def blend_index_fault(arrays: Arrays, num_datasets: int, size: int) -> str | None:
     """Returns what is wrong with arrays that were read from files; None if nothing is."""
     expected = {"dataset": (np.int16, num_datasets), "sample": (np.int64, size)}
     if set(arrays) != set(expected):

@@ -9,7 +9,12 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import blend_index
-from megatron_lite.data.blend_index import BlendIndex, build_blend_index, kept_blend_index
+from megatron_lite.data.blend_index import (
+    BlendIndex,
+    blend_index_fault,
+    build_blend_index,
+    kept_blend_index,
+)
 from megatron_lite.data.splits import normalized
 
 
@@ -129,7 +134,7 @@ def test_a_large_blend_is_built_once_and_kept(
 
 def test_a_blend_index_of_other_datasets_is_not_used() -> None:
     good = build_blend_index(normalized([3, 1]), 50)._asdict()
-    assert blend_index._fault(good, 2, 50) is None
+    assert blend_index_fault(good, 2, 50) is None
     for change in (
         {"dataset": good["dataset"] + np.int16(1)},
         {"sample": good["sample"] - 1},
@@ -138,7 +143,7 @@ def test_a_blend_index_of_other_datasets_is_not_used() -> None:
         {"sample": good["sample"][:-1]},
         {"more": good["sample"]},
     ):
-        assert blend_index._fault({**good, **change}, 2, 50) is not None
+        assert blend_index_fault({**good, **change}, 2, 50) is not None
 
 
 def test_a_cache_folder_that_cannot_be_written_is_an_error(

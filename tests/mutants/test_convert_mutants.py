@@ -13,6 +13,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert import hf_layouts, safetensors_file
 from tests.convert import test_safetensors_file as files
 from tests.model import test_transformers_parity as parity
+from tests.support.changes import with_fields
 from tests.support.mutants import Fault, Mutant, assert_seen, parameters
 
 pytest.importorskip("transformers")
@@ -25,7 +26,7 @@ def joined_by(name: str, join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     """
 
     def fault(patch: pytest.MonkeyPatch) -> None:
-        patch.setitem(hf_layouts.LAYOUTS, name, hf_layouts.LAYOUTS[name]._replace(join=join))
+        patch.setitem(hf_layouts.LAYOUTS, name, with_fields(hf_layouts.LAYOUTS[name], join=join))
 
     fault.__name__ = f"{name} is joined wrongly"
     return fault

@@ -21,6 +21,7 @@ from megatron_lite.parallel.fsdp_buffers import UnitGradients
 from megatron_lite.recompute import stores
 from tests.optim import test_grad_buffer, test_layouts, test_zero1
 from tests.parallel import test_fsdp
+from tests.support.changes import with_fields
 from tests.support.layouts import LAYOUTS
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.training import test_layouts as test_runs
@@ -72,7 +73,7 @@ def buckets_are_sent_as_they_become_complete(_: Any, self: GradBuffer, name: str
 
 @replaces("bucket_layouts", grad_buffer)
 def a_tied_weight_shares_a_bucket(layouts: Any, gradients: Any, **sizes: Any) -> Any:
-    return layouts([one._replace(tied=False) for one in gradients], **sizes)
+    return layouts([with_fields(one, tied=False) for one in gradients], **sizes)
 
 
 @replaces("__init__", grad_buffer.Bucket)

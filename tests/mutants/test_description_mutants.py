@@ -21,6 +21,7 @@ from megatron_lite.description import (
 )
 from megatron_lite.description.operations import Course, LayerDescription, Operation, course
 from tests.description import test_drift, test_regions, test_workspace
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
@@ -35,7 +36,8 @@ def changed(patch: Patch, name: str, **fields: Any) -> None:
         return replace(
             described,
             operations=tuple(
-                one._replace(**fields) if one.name == name else one for one in described.operations
+                with_fields(one, **fields) if one.name == name else one
+                for one in described.operations
             ),
         )
 
@@ -48,7 +50,7 @@ def facts(patch: Patch, region: str, **fields: Any) -> None:
 
 @replaces("norm_statistics", norm_statistics)
 def a_norm_keeps_no_statistics(real, *args):
-    return real(*args)._replace(num_bytes=0)
+    return with_fields(real(*args), num_bytes=0)
 
 
 def a_dropout_keeps_no_mask(patch: Patch) -> None:
@@ -66,7 +68,7 @@ def a_bias_is_forgotten(patch: Patch) -> None:
 @replaces("column_linear", transformer_layer)
 def inputs_are_not_gathered(real, *args: Any, **options: Any) -> Operation:
     operation = real(*args, **options)
-    return operation._replace(calls=operation.calls[-1:])
+    return with_fields(operation, calls=operation.calls[-1:])
 
 
 @replaces("row_forward", model_ends)
@@ -76,7 +78,7 @@ def partial_sums_are_not_added(_, model, sizes):
 
 @replaces("_flash", self_attention)
 def flash_keeps_no_log_sum_exp(real, *args, **options):
-    return real(*args, **options)._replace(keeps=real(*args, **options).keeps[:-1])
+    return with_fields(real(*args, **options), keeps=real(*args, **options).keeps[:-1])
 
 
 def an_activation_outside_of_the_mlp(patch: Patch) -> None:
@@ -89,7 +91,7 @@ def a_second_norm_outside_of_its_region(patch: Patch) -> None:
 
 def an_output_that_nobody_saves_is_discarded(patch: Patch) -> None:
     entry = next(test_regions.entries(layer, "layernorm")[0] for layer in test_regions.layers())
-    changed(patch, "input_layernorm", enters=(entry._replace(discards=("no such tensor",)),))
+    changed(patch, "input_layernorm", enters=(with_fields(entry, discards=("no such tensor",)),))
 
 
 def a_region_has_no_tail(patch: Patch) -> None:

@@ -11,6 +11,7 @@ from megatron_lite.recompute import ops
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.tensor_parallel import column_linear, row_linear
 from tests.parallel import test_products
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
@@ -46,7 +47,7 @@ def the_first_micro_batch_reads_the_total(add, total, rows, grad_rows, *, first,
 
 @replaces("gradient_parts", large_products)
 def the_workspace_forgets_the_transposed_copy(parts, tokens, outputs, inputs):
-    return parts(tokens, outputs, inputs)._replace(transposed=0)
+    return with_fields(parts(tokens, outputs, inputs), transposed=0)
 
 
 MUTANTS = [

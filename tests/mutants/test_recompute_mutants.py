@@ -32,6 +32,7 @@ from tests.recompute import (
     test_schedule,
     test_split,
 )
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, randomness.Randomness
@@ -54,7 +55,7 @@ def the_replay_advances_the_kept_states(replayed, self):
 
 @replaces("_restore", Randomness)
 def the_replay_starts_in_the_default_stream(restore, self):
-    return restore(dataclasses.replace(self, names=self.names._replace(current=DEFAULT)))
+    return restore(dataclasses.replace(self, names=with_fields(self.names, current=DEFAULT)))
 
 
 @replaces("now", Randomness)

@@ -13,6 +13,7 @@ from megatron_lite.plan import operation_time, pipeline_time, stage_time
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.operation_time import Clock
 from tests.plan import test_hardware, test_pipeline_time, test_step_time
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters
 
 Patch = pytest.MonkeyPatch
@@ -26,7 +27,7 @@ def a_replay_runs_the_tail_too(patch: Patch) -> None:
 
 
 def backward_has_one_matmul_for_each_of_the_forward(patch: Patch) -> None:
-    patch.setattr(operation_time, "weight_gradient", lambda matmul: matmul._replace(m=1))
+    patch.setattr(operation_time, "weight_gradient", lambda matmul: with_fields(matmul, m=1))
 
 
 def collectives_of_backward_always_wait(patch: Patch) -> None:
@@ -44,7 +45,7 @@ def rounds_of_tiles_are_always_full(patch: Patch) -> None:
 def an_input_arrives_at_once(patch: Patch) -> None:
     def without_transfer(*args: Any) -> float | None:
         *others, durations, free = args
-        return arrival(*others, durations._replace(transfer=0.0), free)
+        return arrival(*others, with_fields(durations, transfer=0.0), free)
 
     arrival = pipeline_time._arrival
     patch.setattr(pipeline_time, "_arrival", without_transfer)

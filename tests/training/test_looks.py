@@ -25,6 +25,7 @@ from megatron_lite.training.peak_memory import PeakMemory
 from megatron_lite.training.short_line import HEADING_EVERY, ShortLines
 from megatron_lite.training.slow_work import told_if_slow
 from megatron_lite.training.start_text import MOST_LINES, arguments_table, short_settings
+from tests.support.changes import with_fields
 from tests.support.limits import HANG_S
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 from tests.training.test_logging import FACTS, record
@@ -87,7 +88,7 @@ def test_a_short_line_has_the_figures_of_the_run() -> None:
         *("79.000/79.005 GiB", "0:00:00"),
     ]
     assert "  -  " in short.lines([record()], None)[-1], "a peak before it is measured"
-    unknown = FACTS._replace(peak_flops=None)
+    unknown = with_fields(FACTS, peak_flops=None)
     kept = ShortLines(unknown, columns=120, shows_peak=False)
     known = record(activation_bytes_predicted=3 * 2**19, activation_bytes_measured=2**20)
     heading, row = kept.lines([known], PEAK)

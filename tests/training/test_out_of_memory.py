@@ -196,7 +196,7 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
         logging=replace(config.logging, log_peak_memory=True),
         recompute=RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous),
     )
-    found = run_to_end(config)._predictions.peak
+    found = run_to_end(config).predictions.peak
     assert found is not None
     assert found.predicted / found.measured == pytest.approx(1.0, abs=0.02)
 
@@ -212,7 +212,7 @@ def test_every_rank_takes_part_in_the_measurement(capfd: pytest.CaptureFixture[s
     def work(rank: int, world_size: int) -> tuple[int, int | None]:
         config = tiny_run(tp_size=2, training=dict(train_iters=2, eval_iters=0))
         trainer = run_to_end(replace(config, logging=replace(config.logging, log_peak_memory=True)))
-        found = trainer._predictions.peak
+        found = trainer.predictions.peak
         assert isinstance(found, predictions.PeakMemory)
         return found.predicted, found.measured
 
@@ -236,7 +236,7 @@ def test_the_measured_peak_counts_no_memory_twice_in_any_layout(layout: str) -> 
     config = replace(config, logging=replace(config.logging, log_peak_memory=True))
 
     def work(rank: int, world_size: int) -> float:
-        found = run_to_end(config)._predictions.peak
+        found = run_to_end(config).predictions.peak
         assert found is not None
         return found.predicted / found.measured
 
