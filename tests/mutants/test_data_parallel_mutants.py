@@ -40,8 +40,16 @@ def gloo_copies_what_it_reduces(_, tensor):
 
 
 def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
-    patch.setattr(fsdp_buffers, "FREE_TO_DROP", 100)
-    patch.setattr(fsdp_buffers, "_owns_storage_alone", lambda tensor: True)
+    @replaces("FREE_TO_DROP", fsdp_buffers)
+    def many_users(_: int) -> int:
+        return 100
+
+    @replaces("_owns_storage_alone", fsdp_buffers)
+    def always(_: Any, tensor: Tensor) -> bool:
+        return True
+
+    for part in (many_users, always):
+        part(patch)
 
 
 @replaces("forget", fsdp.FullySharded)
@@ -131,8 +139,8 @@ def fsdp_keeps_the_root_whole_after_an_evaluation(*_):
 
 
 def a_tied_weight_stays_whole_between_its_uses(patch: Patch) -> None:
-    patch.setattr(units, "_free", lambda unit, *_: None)
-    patch.setattr(units, "_free_between_uses", lambda unit, embedding, output: None)
+    for name in ("_free", "_free_between_uses"):
+        replaces(name, units)(lambda *_: None)(patch)
 
 
 @replaces("__call__", units._StandIns)

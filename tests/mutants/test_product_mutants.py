@@ -28,16 +28,19 @@ def backward_has_a_higher_threshold(input_gradient, grad_output, weight, *, oned
     return input_gradient(grad_output, weight, onednn=onednn and large)
 
 
-def sixteen_bits_go_to_onednn(patch: Patch) -> None:
-    patch.setattr(products, "by_onednn", lambda left, right, onednn: onednn)
+@replaces("by_onednn", products)
+def sixteen_bits_go_to_onednn(_, left, right, onednn):
+    return onednn
 
 
-def a_recorded_backward_meets_onednn(patch: Patch) -> None:
-    patch.setattr(torch, "is_grad_enabled", lambda: False)
+@replaces("is_grad_enabled", torch)
+def a_recorded_backward_meets_onednn(_):
+    return False
 
 
-def a_policy_does_not_know_the_operators(patch: Patch) -> None:
-    patch.setattr(ops, "STAND_INS", {})
+@replaces("STAND_INS", ops)
+def a_policy_does_not_know_the_operators(_):
+    return {}
 
 
 @replaces("add_weight_product_", products)

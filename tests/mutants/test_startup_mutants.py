@@ -38,7 +38,7 @@ def the_old_index_stays_until_the_new_one_is_there(unlink, path, *rest):
 @replaces("_publish", IndexedDatasetWriter)
 def names_are_not_synced(publish: Any, self: IndexedDatasetWriter) -> None:
     with pytest.MonkeyPatch.context() as inner:
-        inner.setattr(indexed_writer, "sync_folder", lambda path: None)
+        replaces("sync_folder", indexed_writer)(lambda *_: None)(inner)
         publish(self)
 
 
