@@ -16,6 +16,7 @@ from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools import calibrate
 from megatron_lite.tools.calibrate import main, run
 from megatron_lite.tools.device_rates import Effort, fit, measure
+from tests.support.gpus import show_gpus
 
 TINY = Effort(
     seconds=0.002, shapes=((32, 32, 32), (64, 64, 8)), elements=1 << 14, all_reduce_bytes=4096
@@ -84,7 +85,6 @@ def test_what_cannot_be_measured_is_refused(changes: dict, fault: str) -> None:
 def test_gpus_that_are_missing_are_named(
     gpus: int, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    show_gpus(monkeypatch, gpus)
     with pytest.raises(InputError, match=fault):
         run("here.json", device="cuda", links_of=None, seconds=0.1)

@@ -18,6 +18,7 @@ from megatron_lite.training.iteration_line import LogExtras, RunFacts, iteration
 from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.peak_rate import peak_rate
 from tests.support.changes import with_fields
+from tests.support.gpus import show_gpus
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -172,7 +173,7 @@ def test_the_given_peak_is_used() -> None:
 
 
 def test_the_peak_is_found_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    show_gpus(monkeypatch, 1, name="NVIDIA A100-SXM4-80GB")
     assert peak_rate(LoggingConfig(), GPU, bf16=True).flops == 312e12
     assert peak_rate(LoggingConfig(), GPU, bf16=False).flops == 19.5e12
     # as NVIDIA's container images do by an environment variable
@@ -188,7 +189,7 @@ def test_a_peak_that_nobody_measured_is_not_known(
 ) -> None:
     """Neither an unknown card nor a CPU has one, whatever machine the times are predicted for. A
     file of tools/calibrate.py has one, for a device of its kind."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card X")
+    show_gpus(monkeypatch, 1, name="Card X")
     for machine in (None, "cpu", "h100-80gb"):
         config = LoggingConfig(machine=machine)
         for device, name in ((CPU, "this CPU"), (GPU, "Card X")):
