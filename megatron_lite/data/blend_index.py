@@ -49,14 +49,20 @@ class BlendIndex(NamedTuple):
 
 
 def kept_blend_index(
-    weights: Sequence[float], size: int, *, data_cache_path: str | None, prefix: str
+    weights: Sequence[float],
+    size: int,
+    *,
+    data_cache_path: str | None,
+    prefix: str,
+    keep_from: int = KEPT_FROM,
 ) -> BlendIndex:
     """Returns `build_blend_index(weights, size)`. One process of a node builds and keeps it.
 
     It is kept where the sample index of `prefix` is (index_cache.kept_arrays). It depends on
     nothing but its two arguments.
+    keep_from: a blend of fewer samples is built and not kept.
     """
-    if size < KEPT_FROM:
+    if size < keep_from:
         return build_blend_index(weights, size)
 
     def build(allocate: Allocate) -> Arrays:

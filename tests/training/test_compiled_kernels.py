@@ -30,6 +30,7 @@ from tests.support.equality import variant_config
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tp_state
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.uncompiled import uncompiled_kernels
 
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -45,8 +46,7 @@ VARIANTS = ("qwen", "gpt2", "neox", "nemotron")
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every kernel the function itself."""
-    monkeypatch.setattr(compiled, "_compiled", lambda function, tensors: function)
-    monkeypatch.setattr(compiled, "missing_compiler", lambda: None)
+    uncompiled_kernels(monkeypatch)
 
 
 def outcome(

@@ -27,6 +27,7 @@ from megatron_lite.training.slow_work import told_if_slow
 from megatron_lite.training.start_text import MOST_LINES, arguments_table, short_settings
 from tests.support.changes import with_fields
 from tests.support.limits import HANG_S
+from tests.support.rank_faults import first_step_fails
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 from tests.training.test_logging import FACTS, record
 
@@ -184,10 +185,7 @@ def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     config = replace(config, logging=replace(config.logging, log_file=str(path)))
     run_to_end(config)
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise InputError("the sky falls")
-
-    monkeypatch.setattr("megatron_lite.training.loop.train_step", fails)
+    first_step_fails(monkeypatch, InputError("the sky falls"))
     with pytest.raises(InputError, match="the sky falls"):
         run_to_end(config)
     text = path.read_text()
