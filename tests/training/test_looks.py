@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -299,11 +299,11 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("output", [Terminal, io.StringIO])
-def test_a_tool_tells_of_slow_work_on_a_terminal_only(
-    output: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", written := output())
-    with told_on_terminal("plans for 8 GPUs (number 1 of 2)", first_after_s=0.001):
+def test_a_tool_tells_of_slow_work_on_a_terminal_only(output: type[io.StringIO]) -> None:
+    with (
+        redirect_stderr(output()) as written,
+        told_on_terminal("plans for 8 GPUs (number 1 of 2)", first_after_s=0.001),
+    ):
         patiently_waited(lambda: "so far" in written.getvalue() or output is io.StringIO)
     lines = written.getvalue().splitlines()
     if output is Terminal:
@@ -320,8 +320,8 @@ def test_lines_before_the_run_are_broken_on_a_terminal_only(
     monkeypatch.setenv("COLUMNS", f"{columns}")
     text = "settings of a run " * 9
     for output in (Terminal, io.StringIO):
-        monkeypatch.setattr(sys, "stdout", written := output())
-        terminal.print_lines([text.strip(), "short\ntable"])
+        with redirect_stdout(output()) as written:
+            terminal.print_lines([text.strip(), "short\ntable"])
         lines = written.getvalue().splitlines()
         assert " ".join(" ".join(lines).split()) == f"{text}short table"
         if output is Terminal:
