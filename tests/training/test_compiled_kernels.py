@@ -7,6 +7,7 @@ and what it keeps, is then known in milliseconds. The tests marked long compile 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -280,10 +281,10 @@ def test_a_run_without_a_compiler_ends_with_what_it_lacks(
     lacks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if lacks == "compiler":
-        monkeypatch.setattr(compiled.shutil, "which", lambda program: None)
+        monkeypatch.setenv("CXX", "no-such-compiler")
         message = r"--torch-compile needs a C\+\+ compiler, and there is no"
     else:
-        monkeypatch.setattr(compiled.shutil, "which", lambda program: program)
+        monkeypatch.setenv("CXX", sys.executable)  # a program that there is
         monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
         message = "has no Python.h: install them"
     with pytest.raises(InputError, match=message):
