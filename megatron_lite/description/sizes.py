@@ -22,6 +22,8 @@ CPU_BLOCK = 2**16
 # sequences of these lengths. In longer ones the kernel skips enough keys by itself.
 QUERY_BLOCK = 128
 SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 512
+# The scores that attention by products computes at a time (model/causal_products.py).
+TILE_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,3 +228,20 @@ def query_blocks(seq_length: int, element_bytes: int, device: str) -> list[slice
     fits = SHORTEST_IN_BLOCKS <= seq_length <= LONGEST_IN_BLOCKS
     step = QUERY_BLOCK if fits and device == "cpu" and element_bytes == 4 else max(1, seq_length)
     return [slice(start, min(start + step, seq_length)) for start in range(0, seq_length, step)]
+
+
+def product_rows(seq_length: int) -> list[slice]:
+    """Returns the ranges of queries of causal attention by products (model/causal_products.py)."""
+    return [
+        slice(start, min(start + QUERY_BLOCK, seq_length))
+        for start in range(0, seq_length, QUERY_BLOCK)
+    ]
+
+
+def product_groups(seq_length: int, groups: int, heads_per_group: int) -> int:
+    """Returns how many query groups attention by products computes at a time.
+
+    A tile of their scores stays in the cache, if one group leaves it a choice.
+    """
+    of_one = heads_per_group * min(QUERY_BLOCK, seq_length) * seq_length
+    return max(1, min(groups, TILE_ELEMENTS // of_one))
