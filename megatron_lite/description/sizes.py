@@ -22,8 +22,6 @@ CPU_BLOCK = 2**16
 # sequences of these lengths. In longer ones the kernel skips enough keys by itself.
 QUERY_BLOCK = 128
 SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 512
-# The scores that attention by products computes at a time (model/causal_products.py).
-TILE_ELEMENTS = 2**19
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,8 @@ class Sizes:
         no tensor of the gradient exists.
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
-    onednn: whether oneDNN computes the large products (parallel/products.py).
+    onednn: whether oneDNN computes large float32 products (parallel/products.py) and the products
+        of bf16 attention (model/causal_products.py).
     has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
     resets_positions: whether it has position ids, which learned positions read
@@ -115,7 +114,7 @@ class Sizes:
     ) -> Sizes:
         """Returns the sizes of a stage whose courses count all that a training step allocates.
 
-        onednn: whether the run's large products are oneDNN's, which its processor decides.
+        onednn: whether the run takes oneDNN's products, which its processor decides.
         """
         sizes = cls.of(config, device=device, stage=stage)
         training = config.training
@@ -130,6 +129,11 @@ class Sizes:
             onednn=onednn,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
+
+    @property
+    def onednn_linears(self) -> bool:
+        """Whether oneDNN computes the large products of linear layers. They are float32."""
+        return self.onednn and self.element_bytes == ELEMENT_BYTES["fp32"]
 
     @property
     def tokens(self) -> int:
@@ -228,20 +232,3 @@ def query_blocks(seq_length: int, element_bytes: int, device: str) -> list[slice
     fits = SHORTEST_IN_BLOCKS <= seq_length <= LONGEST_IN_BLOCKS
     step = QUERY_BLOCK if fits and device == "cpu" and element_bytes == 4 else max(1, seq_length)
     return [slice(start, min(start + step, seq_length)) for start in range(0, seq_length, step)]
-
-
-def product_rows(seq_length: int) -> list[slice]:
-    """Returns the ranges of queries of causal attention by products (model/causal_products.py)."""
-    return [
-        slice(start, min(start + QUERY_BLOCK, seq_length))
-        for start in range(0, seq_length, QUERY_BLOCK)
-    ]
-
-
-def product_groups(seq_length: int, groups: int, heads_per_group: int) -> int:
-    """Returns how many query groups attention by products computes at a time.
-
-    A tile of their scores stays in the cache, if one group leaves it a choice.
-    """
-    of_one = heads_per_group * min(QUERY_BLOCK, seq_length) * seq_length
-    return max(1, min(groups, TILE_ELEMENTS // of_one))
