@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.engines import PRESETS
 from megatron_lite.model.attention import _SplitHeads
-from megatron_lite.model.causal_blocks import causal_attention
+from megatron_lite.model.causal_attention import causal_attention
 from megatron_lite.parallel.products import add_weight_product_, input_gradient, linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 

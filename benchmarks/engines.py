@@ -38,7 +38,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.processor import is_amd_with_avx512
+from megatron_lite.training.processor import is_amd_with_avx512, multiplies_bf16_vectors
 from megatron_lite.training.step import train_step
 
 SEED = 1234
@@ -111,8 +111,9 @@ class Setting:
 
     @property
     def onednn(self) -> bool:
-        """Whether oneDNN computes our model's large products, as in a run on this machine."""
-        return self.dtype == "float32" and self.device.type == "cpu" and is_amd_with_avx512()
+        """Whether our model takes oneDNN's products, as a run on this machine does."""
+        gains = is_amd_with_avx512 if self.dtype == "float32" else multiplies_bf16_vectors
+        return self.device.type == "cpu" and gains()
 
     def model_config(self) -> ModelConfig:
         """Returns the shape as a config of megatron_lite."""

@@ -26,8 +26,8 @@ class TrainingConfig:
     gradient_accumulation_fusion: whether the matmul of a weight's gradient adds to the float32 sum.
         NVIDIA apex's kernel does so on CUDA if apex is installed, and torch's addmm does so for
         float32 weights.
-    onednn_matmuls: whether oneDNN may compute large float32 products of linear layers. It does so
-        on AMD processors with AVX-512 (training/processor.py).
+    onednn_matmuls: whether oneDNN may compute large float32 products of linear layers and the
+        products of bf16 attention. It does so on processors that gain (training/processor.py).
     memory_limit: an amount such as 4GiB. A rank that allocates more stops the run, as if its
         device had no more memory. None: no limit but the device's.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. None: all tokens have

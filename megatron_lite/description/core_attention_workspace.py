@@ -7,6 +7,7 @@ attention_workspace.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.attention_products import PartShape, attends_by_products
 from megatron_lite.description.dropout_workspace import dropout_forward, masked
 from megatron_lite.description.operations import ID_BYTES, Course, KeptTensor, Workspace, course
 from megatron_lite.description.sizes import Heads, Sizes, query_blocks
@@ -26,6 +27,8 @@ def flash_workspace(
     if sizes.cp_size > 1:
         return _exchanging(model, sizes, results, freed)
     masked = windowed or sizes.resets_attention
+    if not masked and by_products(model, sizes):
+        return _by_products(model, sizes, log_sum_exp, freed)
     if not masked and len(blocks := attention_blocks(model, sizes)) > 1:
         return _in_blocks(model, sizes, blocks, log_sum_exp, freed)
     mask = _mask(sizes, windowed=windowed) if masked else Course()
@@ -69,6 +72,34 @@ def attention_blocks(model: ModelConfig, sizes: Sizes) -> list[slice]:
     if model.attention_dropout > 0.0:
         return [slice(0, sizes.seq_length)]
     return query_blocks(sizes.seq_length, sizes.element_bytes, sizes.device)
+
+
+def by_products(model: ModelConfig, sizes: Sizes) -> bool:
+    """Returns whether causal flash attention without a mask is computed by products."""
+    return (
+        sizes.onednn
+        and model.attention_dropout == 0.0
+        and attends_by_products(sizes.seq_length, sizes.element_bytes, sizes.device)
+    )
+
+
+def _by_products(model: ModelConfig, sizes: Sizes, log_sum_exp: int, freed: int) -> Workspace:
+    """Returns the workspace of causal attention by products (model/causal_products.py).
+
+    log_sum_exp, freed: see `flash_workspace`.
+    """
+    query, kv = Heads.of(model, sizes)
+    heads, groups = model.num_attention_heads, model.query_groups
+    shape = PartShape.of(
+        sizes.seq_length, heads // sizes.tp_size, groups // sizes.tp_size, model.head_dim
+    )
+    forward, backward = (
+        count(sizes.element_bytes) for count in (shape.forward_bytes, shape.backward_bytes)
+    )
+    return Workspace(
+        course(+query, +log_sum_exp, +forward, -forward),
+        course(+query, +2 * kv, +backward, -backward - query - log_sum_exp - freed),
+    )
 
 
 def _in_blocks(

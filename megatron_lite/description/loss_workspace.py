@@ -141,7 +141,7 @@ def one_pass_workspace(
 def _input_gradient(sizes: Sizes, tokens: int, columns: int, width: int) -> Course:
     """Returns the course of the gradient of a chunk's input, which oneDNN writes apart."""
     num_bytes = tokens * width * sizes.element_bytes
-    if not (sizes.onednn and is_large(tokens, columns, width)):
+    if not (sizes.onednn_linears and is_large(tokens, columns, width)):
         return Course()
     return course(+num_bytes, -num_bytes)
 

@@ -45,7 +45,8 @@ class Sizes:
         no tensor of the gradient exists.
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
-    onednn: whether oneDNN computes the large products (parallel/products.py).
+    onednn: whether oneDNN computes large float32 products (parallel/products.py) and the products
+        of bf16 attention (model/causal_products.py).
     has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
     resets_positions: whether it has position ids, which learned positions read
@@ -113,7 +114,7 @@ class Sizes:
     ) -> Sizes:
         """Returns the sizes of a stage whose courses count all that a training step allocates.
 
-        onednn: whether the run's large products are oneDNN's, which its processor decides.
+        onednn: whether the run takes oneDNN's products, which its processor decides.
         """
         sizes = cls.of(config, device=device, stage=stage)
         training = config.training
@@ -128,6 +129,11 @@ class Sizes:
             onednn=onednn,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
+
+    @property
+    def onednn_linears(self) -> bool:
+        """Whether oneDNN computes the large products of linear layers. They are float32."""
+        return self.onednn and self.element_bytes == ELEMENT_BYTES["fp32"]
 
     @property
     def tokens(self) -> int:

@@ -42,7 +42,7 @@ def product_parts(sizes: Sizes, tokens: int, outputs: int, inputs: int) -> Cours
 
     dy: [tokens, outputs]. x: [tokens, inputs].
     """
-    if not (sizes.onednn and sizes.inside_operators and is_large(tokens, outputs, inputs)):
+    if not (sizes.onednn_linears and sizes.inside_operators and is_large(tokens, outputs, inputs)):
         return Course()
     parts = gradient_parts(tokens, outputs, inputs)
     return course(*parts, -sum(parts))

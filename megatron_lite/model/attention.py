@@ -66,7 +66,12 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
         self.kernels = context.kernels
         self.core_attention = CoreAttention(
-            config, context.rng, context.cp, layer=layer, kernels=context.kernels
+            config,
+            context.rng,
+            context.cp,
+            layer=layer,
+            kernels=context.kernels,
+            onednn=context.onednn,
         )
 
     def forward(

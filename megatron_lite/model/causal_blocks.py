@@ -7,12 +7,12 @@ the work. Longer sequences gain little or lose: the sums over the blocks cost mo
 own skipping leaves. docs/performance.md has the measurements.
 
 The gradients of a key are summed over the blocks in the tensors' dtype. 16-bit tensors would be
-rounded once for each block, so only float32 attention runs in blocks.
+rounded once for each block, so only float32 attention runs in blocks. causal_attention.py chooses.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,53 +25,43 @@ from megatron_lite.context_parallel.attention_kernels import (
 )
 from megatron_lite.context_parallel.sharded_attention import heads_first, heads_last
 from megatron_lite.description.sizes import query_blocks
-from megatron_lite.parallel.collectives import results_may_be_kept
 
 
 def attends_in_blocks(query: Tensor) -> bool:
-    """Returns whether causal attention of this query [s, b, a/t, d] runs in several blocks.
-
-    A compiled graph calls the kernel once: it cannot call a Function that looks for modes.
-    """
-    return not torch.compiler.is_compiling() and len(_blocks(query)) > 1
+    """Returns whether causal attention of this query [s, b, a/t, d] runs in several blocks."""
+    return len(_blocks(query)) > 1
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """Causal attention: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t, d].
+def attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the output [s, b, a/t, d] and the log-sum-exp of each row, [b, a/t, s]."""
+    s, b, heads, _ = query.shape
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    lse = query.new_empty((b, heads, s))
+    for rows in _blocks(query):
+        _write_block_(_Inputs(query, key, value, scale), rows, output, lse)
+    return output, lse
 
-    The tensors are float32 on a CPU. Keeps the arguments, the output and the log-sum-exp of each
-    row, [b, a/t, s], as torch's own attention does. Issues no collective and draws no random
-    number. Raises RuntimeError under create_graph.
-    """
-    return _CausalAttention.apply(query, key, value, scale)
 
-
-class _CausalAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        # As one operator, an ops(attention) policy can keep the result of all blocks.
-        function = (
-            torch.ops.megatron_lite.causal_attention if results_may_be_kept() else _attend_blocks
-        )
-        output, lse = function(query, key, value, scale)
-        ctx.scale = scale
-        ctx.save_for_backward(query, key, value, output, lse)
-        return output
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        inputs = _Inputs(query, key, value, ctx.scale)
-        attended = Attended(output, lse)
-        grad_output = grad_output.contiguous()
-        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-        # The last block reads every key. Its gradients of keys and values become the sums.
-        last, *others = reversed(_blocks(query))
-        _, grad_key, grad_value = _block_backward(inputs, attended, grad_output, last, grad_query)
-        for rows in others:
-            _add_block_(inputs, attended, grad_output, rows, grad_query, (grad_key, grad_value))
-        return grad_query, heads_last(grad_key), heads_last(grad_value), None
+def attend_in_blocks_backward(
+    grad_output: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of query, key and value, in their shapes."""
+    inputs, attended = _Inputs(query, key, value, scale), Attended(output, lse)
+    grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    # The last block reads every key. Its gradients of keys and values become the sums.
+    last, *others = reversed(_blocks(query))
+    _, grad_key, grad_value = _block_backward(inputs, attended, grad_output, last, grad_query)
+    for rows in others:
+        _add_block_(inputs, attended, grad_output, rows, grad_query, (grad_key, grad_value))
+    return grad_query, heads_last(grad_key), heads_last(grad_value)
 
 
 class _Inputs(NamedTuple):
@@ -90,18 +80,6 @@ class _Inputs(NamedTuple):
             heads_first(self.key[keys]),
             heads_first(self.value[keys]),
         )
-
-
-def _attend_blocks(
-    query: Tensor, key: Tensor, value: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns the output [s, b, a/t, d] and the log-sum-exp of each row, [b, a/t, s]."""
-    s, b, heads, _ = query.shape
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    lse = query.new_empty((b, heads, s))
-    for rows in _blocks(query):
-        _write_block_(_Inputs(query, key, value, scale), rows, output, lse)
-    return output, lse
 
 
 def _write_block_(inputs: _Inputs, rows: slice, output: Tensor, lse: Tensor) -> None:
@@ -161,11 +139,3 @@ def _later_keys(query: Tensor, rows: slice) -> Tensor | None:
 
 def _blocks(query: Tensor) -> list[slice]:
     return query_blocks(query.shape[0], query.dtype.itemsize, query.device.type)
-
-
-# As one operator, a selective checkpoint can keep the result like that of a kernel.
-_OPERATORS = torch.library.Library("megatron_lite", "FRAGMENT")
-_OPERATORS.define(
-    "causal_attention(Tensor query, Tensor key, Tensor value, float scale) -> (Tensor, Tensor)"
-)
-_OPERATORS.impl("causal_attention", _attend_blocks, "CompositeExplicitAutograd")

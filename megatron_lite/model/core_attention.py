@@ -15,7 +15,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.context_parallel.attention_kernels import has_kernel, in_autocast_dtype
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
-from megatron_lite.model.causal_blocks import attends_in_blocks, causal_attention
+from megatron_lite.model.causal_attention import causal_attention, way_of_causal_attention
 from megatron_lite.model.documents import document_mask
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.window import attention_mask, window_mask, windowed_attention
@@ -51,6 +51,8 @@ class CoreAttention(nn.Module):
     starts, which all layers share. With several samples and heads, unfused attention copies the
     mask for every head.
 
+    onednn: whether bf16 attention on a CPU may be computed by products (model/causal_products.py).
+
     layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
     window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
     mask to its scores, which keeps no mask, and flash attention builds its mask [s, s] again in
@@ -67,8 +69,10 @@ class CoreAttention(nn.Module):
         *,
         layer: int,
         kernels: CompiledKernels | None = None,
+        onednn: bool = False,
     ) -> None:
         super().__init__()
+        self.onednn = onednn
         self.window = config.layer_window(layer)
         self.always_unfused = config.always_unfused
         self.dropout = config.attention_dropout
@@ -134,8 +138,8 @@ class CoreAttention(nn.Module):
             mask = attention_mask(query, limit, document_starts)
         elif dropout_p == 0.0:
             query, key, value = in_autocast_dtype(query, key, value)
-            if attends_in_blocks(query):
-                return causal_attention(query, key, value, scale=self.scale).flatten(2)
+            if way := way_of_causal_attention(query, onednn=self.onednn):
+                return causal_attention(query, key, value, scale=self.scale, way=way).flatten(2)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
             attended = F.scaled_dot_product_attention(

@@ -199,11 +199,13 @@ def _encode_all(
                 "a lower --max-line-bytes"
             ) from None
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
             if pending:
                 for worker in active_children():
                     if worker not in others:
                         worker.kill()
+            # The pool's thread removes its semaphores. A process that dies while it does so leaves
+            # them to multiprocessing, which warns.
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _encode(encoding: Encoding, lines: list[Line]) -> Encoded:

@@ -1,18 +1,27 @@
-"""Chooses who computes the float32 products of linear layers: torch's BLAS library or oneDNN.
+"""Chooses whether a run on a CPU takes oneDNN's products where torch would take other code.
 
-torch for x86 sends them to Intel's MKL. On AMD processors with AVX-512, oneDNN computes large ones
-faster (docs/performance.md). The choice follows from the vendor and the flags in Linux's
-/proc/cpuinfo. Elsewhere, and if the file cannot be read, torch's library keeps them.
+    float32 products of linear layers    torch for x86 sends them to Intel's MKL. On AMD processors
+                                         with AVX-512, oneDNN computes large ones faster.
+    bf16 attention                       torch's flash kernel. On processors that multiply bf16
+                                         vectors (avx512_bf16) and no tiles (AMX), products of whole
+                                         blocks are faster (model/causal_products.py).
+
+docs/performance.md has the measurements. The choice follows from the vendor and the flags in
+Linux's /proc/cpuinfo. Elsewhere, and if the file cannot be read, torch's own choice stays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from megatron_lite.config.large_products import LEAST_MULTIPLICATIONS
+from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.run import RunConfig
+from megatron_lite.description.core_attention_workspace import by_products
 from megatron_lite.description.model_ends import head_operations
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
@@ -22,39 +31,60 @@ MOST_CHARACTERS = 2**14  # the first processor takes about 2,000; a machine has 
 
 
 def uses_onednn(config: RunConfig, device_type: str, cpuinfo: Path = CPUINFO) -> bool:
-    """Returns whether oneDNN computes the large float32 products of a run on this machine.
+    """Returns whether a run takes oneDNN's products on this machine, in the run's precision.
 
     Layers that are compiled as a whole leave their products to the compiler.
     """
+    gains = GAINS.get(config.training.precision)
     return (
         config.training.onednn_matmuls
-        and config.training.precision == "fp32"
+        and gains is not None
         and device_type == "cpu"
         and not config.compiles_layers
         and torch.backends.mkldnn.is_available()
-        and is_amd_with_avx512(cpuinfo)
+        and gains(cpuinfo)
     )
 
 
 def is_amd_with_avx512(cpuinfo: Path = CPUINFO) -> bool:
     """Returns whether the first processor in `cpuinfo` is from AMD and has AVX-512."""
+    vendor, flags = _vendor_and_flags(cpuinfo)
+    return vendor == "AuthenticAMD" and "avx512f" in flags
+
+
+def multiplies_bf16_vectors(cpuinfo: Path = CPUINFO) -> bool:
+    """Returns whether the first processor in `cpuinfo` multiplies bf16 vectors, and no tiles."""
+    _, flags = _vendor_and_flags(cpuinfo)
+    return "avx512_bf16" in flags and "amx_bf16" not in flags
+
+
+# By the run's precision: whether a processor gains.
+GAINS: Mapping[str, Callable[[Path], bool]] = {
+    "fp32": is_amd_with_avx512,
+    "bf16": multiplies_bf16_vectors,
+}
+
+
+def _vendor_and_flags(cpuinfo: Path) -> tuple[str, frozenset[str]]:
     try:
         with cpuinfo.open(encoding="utf-8", errors="replace") as opened:
             text = opened.read(MOST_CHARACTERS)
     except OSError:
-        return False
+        return "", frozenset()
     facts: dict[str, str] = {}
     for line in text.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")
         facts[name.strip()] = value.strip()
-    return facts.get("vendor_id") == "AuthenticAMD" and "avx512f" in facts.get("flags", "").split()
+    return facts.get("vendor_id", ""), frozenset(facts.get("flags", "").split())
 
 
 def products_notices(config: RunConfig, *, onednn: bool) -> tuple[str, ...]:
-    """Returns the log's line about the products; none if all are MKL's.
+    """Returns the log's line about the products; none if torch's own choice stays.
 
-    onednn: the choice of the run (`uses_onednn`). A model whose products are all small has no line.
+    onednn: the choice of the run (`uses_onednn`). A model that has none of them has no line.
     """
+    if onednn and config.training.precision == "bf16":
+        return (_ATTENTION,) if _attends_by_products(config) else ()
     if not onednn or _largest_product(config) < LEAST_MULTIPLICATIONS:
         return ()
     power = LEAST_MULTIPLICATIONS.bit_length() - 1
@@ -71,6 +101,21 @@ def products_notices(config: RunConfig, *, onednn: bool) -> tuple[str, ...]:
             f"{exception} (--no-onednn-matmuls)"
         ),
     )
+
+
+_ATTENTION = (
+    "bf16 attention: by oneDNN's matrix products, which are faster than torch's flash kernel on "
+    "this processor and round differently (--no-onednn-matmuls)"
+)
+
+
+def _attends_by_products(config: RunConfig) -> bool:
+    sizes = replace(Sizes.of(config, device="cpu"), onednn=True)
+    if sizes.cp_size > 1 or sizes.resets_attention or config.model.builds_scores("cpu"):
+        return False
+    layers = range(config.model.num_layers)
+    windows = [reach(config.model.layer_window(one), sizes.seq_length) for one in layers]
+    return None in windows and by_products(config.model, sizes)
 
 
 def _largest_product(config: RunConfig) -> int:

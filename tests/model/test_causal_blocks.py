@@ -10,7 +10,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.self_attention import attention_operations
 from megatron_lite.description.sizes import QUERY_BLOCK, Sizes, query_blocks
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.model.causal_blocks import causal_attention
+from megatron_lite.model.causal_attention import causal_attention
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, loss_and_grads, tiny_config, tp_state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_lite.training import build_trainer, processor
 from tests.support.product_sizes import product_sizes
 from tests.support.runs import tiny_run
 
+BF16 = "vendor_id: GenuineIntel\nflags: avx512f avx512_bf16\n"
 AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f sha_ni\n\nflags: x\n"
 
 
@@ -46,6 +48,22 @@ def test_the_first_processor_decides(text: str, expected: bool, tmp_path: Path) 
     assert processor.is_amd_with_avx512(_file(tmp_path, text)) is expected
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (BF16, True),
+        (BF16.replace("GenuineIntel", "AuthenticAMD"), True),
+        (BF16.replace("avx512_bf16", "avx512_bf16 amx_bf16 amx_tile"), False),
+        (BF16.replace("avx512_bf16", "avx512_fp16"), False),
+        ("Features\t: fp bf16\n", False),
+    ],
+)
+def test_bf16_attention_by_products_gains_from_vectors_and_not_beside_tiles(
+    text: str, expected: bool, tmp_path: Path
+) -> None:
+    assert processor.multiplies_bf16_vectors(_file(tmp_path, text)) is expected
+
+
 def test_without_a_readable_file_torchs_library_keeps_the_products(tmp_path: Path) -> None:
     assert not processor.is_amd_with_avx512(tmp_path / "none")
     assert not processor.is_amd_with_avx512(tmp_path)
@@ -73,11 +91,55 @@ def _compiled() -> RunConfig:
         (_compiled, "cpu", False),
     ],
 )
-def test_only_float32_runs_on_a_cpu_use_onednn(
+def test_a_float32_run_on_a_cpu_uses_onednn_and_others_do_not(
     config: Any, device: str, expected: bool, amd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processor.torch.backends.mkldnn, "is_available", lambda: True)
     assert processor.uses_onednn(config(), device, amd) is expected
+
+
+@pytest.mark.parametrize(
+    ("training", "device", "expected"),
+    [
+        (dict(bf16=True), "cpu", True),
+        (dict(bf16=True), "cuda", False),
+        (dict(bf16=True, onednn_matmuls=False), "cpu", False),
+        (dict(fp16=True), "cpu", False),
+        (dict(), "cpu", False),
+    ],
+)
+def test_a_bf16_run_uses_onednn_where_its_attention_gains(
+    training: dict[str, Any],
+    device: str,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(processor.torch.backends.mkldnn, "is_available", lambda: True)
+    config, file = tiny_run(training=training), _file(tmp_path, BF16)
+    assert processor.uses_onednn(config, device, file) is expected
+
+
+@pytest.mark.parametrize(
+    ("seq_length", "model", "lines"),
+    [
+        (128, dict(), 1),
+        (127, dict(), 0),
+        (128, dict(attention_backend="unfused"), 0),
+        (128, dict(attention_dropout=0.1), 0),
+        (128, dict(window_size=(16, 0)), 0),
+        (128, dict(window_size=(16, 0), window_attn_skip_freq=2), 1),
+    ],
+)
+def test_the_log_of_a_bf16_run_has_the_choice_if_a_layer_takes_it(
+    seq_length: int, model: dict[str, Any], lines: int
+) -> None:
+    shape = dict(max_position_embeddings=128, attention_dropout=0.0)
+    config = tiny_run(training=dict(bf16=True), model={**shape, **model})
+    config = replace(config, data=replace(config.data, seq_length=seq_length))
+    found = processor.products_notices(config, onednn=True)
+    assert len(found) == lines and all("--no-onednn-matmuls" in line for line in found)
+    assert processor.products_notices(config, onednn=False) == ()
 
 
 @pytest.mark.parametrize("onednn", [False, True])

@@ -46,8 +46,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.off_switch(
         "--no-onednn-matmuls",
         "onednn_matmuls",
-        "compute large float32 products of linear layers with MKL, also on AMD processors with "
-        "AVX-512, where oneDNN is faster. The two round differently",
+        "compute large float32 products with MKL and bf16 attention with torch's flash kernel, "
+        "also on processors where oneDNN's products are faster. They round differently",
     )
     group.value(
         "--memory-limit",
