@@ -58,6 +58,7 @@ class Trainer:
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     progress: the iterations and samples so far.
+    predictions: the predicted and measured peak of a step.
     """
 
     config: RunConfig
