@@ -113,7 +113,8 @@ class LrSchedule:
                 for field in fields(cls)
                 if field.name not in styles
             }
-            return cls(**{name: found[name] for name in styles}, **numbers)  # type: ignore[arg-type]
+            texts = {name: found[name] for name in styles}
+            return cls(**texts, **numbers)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"no learning-rate schedule: {error}") from error
 

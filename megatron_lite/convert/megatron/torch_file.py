@@ -172,7 +172,7 @@ class TorchFile:
 
     def _open(self) -> BinaryIO:
         raw = open_regular(self._window.path)
-        return io.BufferedReader(_Part(raw, self._window.start, self._window.length))
+        return io.BufferedReader(_FilePart(raw, self._window.start, self._window.length))
 
     def _check_start(self, file: BinaryIO) -> None:
         start = file.read(4)
@@ -268,7 +268,7 @@ class TorchFile:
         return PickledObject(RETYPE, (function, kind, arguments, state))
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """The part of an open file from `start` that has `length` bytes. Closing it closes the file."""
 
     def __init__(self, raw: BinaryIO, start: int, length: int | None) -> None:
