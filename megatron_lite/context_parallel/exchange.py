@@ -117,6 +117,7 @@ class ScatteredSum:
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
         """Implements GradientSum.add."""
+        # Each part comes once, so nothing is added. Tokens that no query here reads stay 0.
         self._whole[source, 0, tokens] = key
         self._whole[source, 1, tokens] = value
 

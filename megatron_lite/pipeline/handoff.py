@@ -39,6 +39,8 @@ def run_backward(end: Tensor) -> None:
 
     end: the loss, or the tensor that `depart` returned.
     """
+    # The tensor of `depart` has no elements, so its gradient is empty; `depart` fetches the true
+    # one.
     torch.autograd.backward([end], [torch.ones_like(end)])
 
 

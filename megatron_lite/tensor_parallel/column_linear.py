@@ -115,5 +115,6 @@ class _ColumnParallelMatmul(torch.autograd.Function):
             whole = hidden_states if gather is None else gather.wait()
             grad_weight = weight_gradient(ctx.add, whole, grad_output, onednn=ctx.onednn)
         grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
+        # The wait comes last, so that dA and the bias's gradient are computed beside the reduction.
         grad_input = None if reduction is None else reduction.wait()
         return grad_input, grad_weight, grad_bias, None, None, None

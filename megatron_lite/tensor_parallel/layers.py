@@ -202,6 +202,8 @@ class VocabParallelEmbedding(nn.Module):
         rows = self.weight.shape[0]
         local = tokens - self.context.rank * rows
         elsewhere = (local < 0) | (local >= rows)
+        # F.embedding refuses an id without a row, so row 0 stands in for it. The second fill makes
+        # its output 0, and in backward the gradient of row 0 too.
         partial = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
             elsewhere.unsqueeze(-1), 0.0
         )

@@ -153,7 +153,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             whole.flatten(0, 1), weight, loss_chunk_size, onednn=onednn
         ):
             parts.append(row_statistics(logits[:, :num_ids], local.column[tokens]))
-            del logits
+            del logits  # before the generator computes those of the next chunk
         losses, share = combined(
             RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group
         )
@@ -327,6 +327,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) ->
     A bf16 product is computed a few rows at a time, and added while it is still in the cache.
     """
     if total.dtype == right.dtype:
+        # With beta=0 addmm does not read `total`, whose memory is uninitialised at first.
         torch.addmm(total, left, right, beta=0 if first else 1, out=total)
         return
     for part in cached_rows(total):

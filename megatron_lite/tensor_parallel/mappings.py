@@ -76,6 +76,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        # Every rank has the whole gradient of the sum, and each partial tensor is one summand.
         return grad_output, None
 
 
@@ -116,7 +117,7 @@ class _GatherColumns(torch.autograd.Function):
     def forward(ctx: Any, sharded: Tensor, tp_group: ProcessGroup) -> Tensor:
         ctx.rank, ctx.columns = tp_group.rank(), sharded.shape[-1]
         stacked = all_gather_first_dim(sharded.unsqueeze(0), tp_group)  # [t, ..., n/t]
-        return stacked.movedim(0, -2).flatten(-2)
+        return stacked.movedim(0, -2).flatten(-2)  # [..., t, n/t], then [..., n]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
