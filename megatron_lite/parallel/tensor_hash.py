@@ -31,6 +31,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     words = _words(tensor)
     size = WORDS_AT_A_TIME if words.device.type == "cpu" else WORDS_AT_A_TIME_ON_GPU
     total = torch.full((), tensor.numel(), dtype=torch.int64, device=words.device)
+    # int64 wraps around in torch, which is the arithmetic modulo 2^64 of the formula.
     keys = torch.arange(min(size, words.numel()), device=words.device) * GOLDEN
     for start in range(0, words.numel(), size):
         part = words[start : start + size]
