@@ -140,6 +140,7 @@ class TorchAdamW:
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """Implements AdamUpdate.step."""
         for group in self._groups:
+            # The fused kernel raises the step count of each state, unless `skipped` is 1.
             masters = [master for master in group["params"] if master.grad is not None]
             states = [self._states[master] for master in masters]
             adamw(

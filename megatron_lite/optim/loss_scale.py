@@ -102,6 +102,8 @@ class LossScale:
         good_steps = (self._good_steps + 1).masked_fill(bad, 0)
         # `>=`, since a run resumed with a shorter window may start beyond it.
         grows = good_steps >= int(self._config.loss_scale_window)
+        # Both outcomes are computed and chosen on the device. A bad step has no good steps behind
+        # it, so it never grows.
         lowered = (self.scale * BACKOFF_FACTOR).clamp(min=self.minimum)
         self.scale = torch.where(
             bad & (patience <= 0),

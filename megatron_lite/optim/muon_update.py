@@ -97,6 +97,7 @@ class Muon:
                 .reshape(-1)[piece.start : piece.stop]
                 .view(piece.master.shape)
             )
+            # `where` decides on the device; to read `skipped` would make the host wait.
             moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(
                 update, alpha=-learning_rate
             )
@@ -140,6 +141,7 @@ def _gathered(shard: Tensor, tp_dim: int | None, group: ProcessGroup | None) -> 
     Rows may stand in another order than in the global weight, as gate and up do under swiglu.
     That is harmless: orthogonalizing commutes with a permutation of rows.
     """
+    # The collective joins dim 0, so columns are gathered as the rows of the transposed shard.
     return (
         all_gather_first_dim(shard.T, group).T
         if tp_dim == 1

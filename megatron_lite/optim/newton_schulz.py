@@ -70,6 +70,7 @@ def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     iterate = matrix.T if is_tall else matrix
     iterate = iterate / iterate.norm().clamp(min=EPSILON)
+    # With G = X X^T, [l, l], one step is a X + (b G + c G G) X.
     for a, b, c in steps:
         gram = iterate @ iterate.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
