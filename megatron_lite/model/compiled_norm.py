@@ -92,6 +92,7 @@ def layer_norm_backward(
     """Returns the gradients of the input, the weight and the bias."""
     grad, normed = _wide(grad_output), (_wide(hidden_states) - mean) * scale
     grad_normed = grad * weight
+    # With n the normed row and g = dy w: dx = scale (g - mean(g) - n mean(g n)).
     grad_input = scale * (
         grad_normed
         - grad_normed.mean(-1, keepdim=True)
@@ -117,6 +118,7 @@ def rms_norm_backward(
     """Returns the gradients of the input and of the weight."""
     grad, normed = _wide(grad_output), _wide(hidden_states) * scale
     grad_normed = grad * weight
+    # The formula of `layer_norm_backward` without mean(g), since rows are not centred.
     grad_input = scale * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
     return _contiguous(grad_input, hidden_states), _over_rows(grad * normed, weight)
 

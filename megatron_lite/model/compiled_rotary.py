@@ -42,6 +42,7 @@ def rotate_back(grad_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Returns the gradient of `rotate` with respect to the heads."""
     grad, rest = _parts(grad_output, cos)
     first, second = (grad * sin).chunk(2, dim=-1)
+    # The transpose of (x1, x2) -> (-x2, x1) is (g1, g2) -> (g2, -g1).
     return _joined(grad * cos + torch.cat((second, -first), dim=-1), rest, grad_output)
 
 
