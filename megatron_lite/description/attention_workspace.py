@@ -109,6 +109,7 @@ def _rotate(heads: int, part: float) -> Course:
     """
     rotated = round(heads * part)
     half = rotated // 2  # the negated second half of the channels
+    # x cos; -x2, joined with x1, times sin; the sum, after which both products are freed
     sums = course(+rotated, +half, +rotated, -half, +rotated, -rotated, +rotated, -2 * rotated)
     return sums if rotated == heads else course(sums, +heads, -rotated)
 

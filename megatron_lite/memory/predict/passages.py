@@ -39,6 +39,7 @@ class Passage(NamedTuple):
     def then(self, other: Passage) -> Passage:
         """Returns this passage, followed by another one."""
         most, fullest = self.most, self.fullest
+        # An allocation may have no name. The next passage then names the moment.
         if self.end + other.most > most or not fullest.where:
             most = max(most, self.end + other.most)
             fullest = other.fullest._replace(kept=self.kept + other.fullest.kept)
@@ -48,6 +49,7 @@ class Passage(NamedTuple):
         """Returns this passage, `number` times in a row."""
         if number == 0:
             return Passage()
+        # If each pass leaves more bytes than it found, the last one is the fullest, else the first.
         before = number - 1 if self.end > 0 else 0
         return Passage(
             before * self.end + self.most,

@@ -167,6 +167,7 @@ def _returned_early(plan: RecomputePlan, moved: list[int]) -> list[int]:
         for read in (number, before):
             if read is not None and sizes[read]:
                 returned |= {one for one in (read, earlier(read)) if one is not None}
+        # A segment that came back is freed after its own backward, so later ones do not count.
         early[number] = sum(sizes[one] for one in returned if one < number)
     return early
 
