@@ -64,5 +64,7 @@ def document_starts(tokens: Tensor, eod: int) -> Tensor:
     """Returns for each token of [b, s] the place of the first token of its document, int64."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     begins = torch.zeros_like(tokens)
+    # The place of each token that begins a document, and 0 for all others. The largest number up
+    # to a token is then the start of its document.
     begins[:, 1:] = places[1:] * (tokens[:, :-1] == eod)
     return begins.cummax(1).values

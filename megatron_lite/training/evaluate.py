@@ -67,6 +67,7 @@ def evaluate(
         if masks:
             counted += sum(batches.counts())
         total += runner.evaluate(batches)
+    # Pipeline ranks without the last stage add 0.
     total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
     number = float(num_iterations * num_microbatches * parallel.dp_cp_size)
     if masks:

@@ -101,6 +101,7 @@ def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
         return
     try:
         lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+        # VmData counts the memory that RLIMIT_DATA limits, in KiB.
         now = int(lines["VmData"].split()[0]) << 10
         before = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (now + limit + LIBRARIES, before[1]))

@@ -1,4 +1,4 @@
-"""The peak FLOP/s that MFU and HFU divide by. A rate that nobody has stated or measured is None."""
+"""The peak FLOP/s that MFU and HFU divide by: None if it is neither stated nor measured."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ def train_step(
             loss_scale=scale,
             before_last=optimizer.sync_next_backward,
         )
-    own_loss = loss.clone()
+    own_loss = loss.clone()  # the sums below are in place
+    # Pipeline ranks without the last stage add 0.
     loss = all_reduce_(all_reduce_(loss, parallel.dp_cp_group), parallel.pp_group)
     if masked is not None:
         loss = loss / masked.num_tokens.to(loss.dtype)
