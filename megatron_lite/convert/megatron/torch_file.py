@@ -88,6 +88,7 @@ class StoredTensor:
 
     def read(self) -> Tensor:
         """Returns the tensor, on the CPU. Reads only the bytes that it spans."""
+        # the place of the last element behind the first one
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         length = 0 if 0 in self.shape else last + 1
         flat = self.file.read_storage(self.storage, self.offset, length)
@@ -220,6 +221,8 @@ class TorchFile:
         signature, name_length, extra_length = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
         if signature != b"PK\x03\x04":
             raise OSError(f"{member.filename} is not where the archive says")
+        # The extra field here may be longer than the one in the archive's directory: torch fills it
+        # up so that the data are aligned.
         return member.header_offset + LOCAL_HEADER.size + name_length + extra_length
 
     def _storage(self, folder: str, found: Any) -> _Storage:
