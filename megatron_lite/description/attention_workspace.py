@@ -89,7 +89,7 @@ def norms_workspace(
 
 def rotary_workspace(model: ModelConfig, heads: Heads, *, grouped: bool) -> Workspace:
     """Returns the workspace of the rotation of query and key."""
-    # The last reference to a tensor that nobody keeps goes when the rotated one replaces it.
+    # A tensor that no operation keeps is freed when the rotated one takes its name in the layer.
     replaced = (
         heads.query + heads.kv
         if model.qk_layernorm

@@ -155,6 +155,7 @@ def _mask(sizes: Sizes, *, windowed: bool) -> Course:
     first = samples * places if windowed else 0
     earlier = samples * sizes.own_seq_length * sizes.seq_length
     limits = (+places, +first, -places) if windowed else ()
+    # places, the first key that a window reaches, the keys before the first one, the mask
     return course(+places, *limits, +earlier, samples * mask, -places - first - earlier)
 
 

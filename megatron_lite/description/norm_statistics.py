@@ -1,4 +1,6 @@
-"""The tensors that a norm keeps besides its input, its parameters and the courses of its memory.
+"""The description of a norm: its parameters, its courses of memory, and the tensors that it keeps.
+
+Its input, which it keeps too, is described where the norm is used.
 
 Standard library only.
 """

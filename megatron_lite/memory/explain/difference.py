@@ -95,6 +95,7 @@ def difference(
         return _layer(term, first_layer) == one.layer
 
     missing, left = list(terms), list(saved)
+    # The surest pairs first: by module, by layer, several storages for one term, by size alone.
     for together in (exact, near):
         missing = [term for term in missing if not _take(term, left, together)]
     missing = [term for term in missing if not _take_several(term, left, first_layer)]

@@ -265,7 +265,7 @@ def _rebuilds(
     one = operations[number]
     for region in _rebuilt_by("replay", one, regions):
         inside = [n for n, other in enumerate(operations) if region in other.regions]
-        if number == inside[-1]:
+        if number == inside[-1]:  # the first one of the region that backward reaches
             tail = {name for name, _ in layer.tail(region)} if skip_tail else set()
             again = [operations[n] for n in inside]
             gradient, output = _ends(model, region, sizes)
