@@ -137,6 +137,7 @@ def windows_of_layers(*, first: str | None, default: int | None) -> KeyRule:
                 for layer in range(number)
             ]
         if any(have):
+            # The key counts the query's own token, and window_size the tokens before it alone.
             fields["window_size"] = (size - 1, 0)
             if not all(have):
                 fields["window_attn_skip_freq"] = tuple(have)

@@ -129,9 +129,9 @@ class ParallelConfig:
         )
 
     def shared_region_bytes(self, dp_size: int) -> int:
-        """The bytes that a CPU rank shares with the other ranks of its host.
+        """Returns the bytes that a CPU rank shares with the other ranks of its host.
 
-        It is one region for each tensor-, context- and data-parallel group of several ranks, and
+        They are one region for each tensor-, context- and data-parallel group of several ranks, and
         one for the group of both if data and context parallelism have several ranks each.
         """
         dp_and_cp = dp_size > 1 and self.context_parallel_size > 1

@@ -63,7 +63,7 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 
 
 def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients]) -> Tensor:
-    """[m, n] -> [m, n] of the same dtype, a new tensor.
+    """Returns about the nearest orthogonal matrix: [m, n] -> [m, n], a new tensor of that dtype.
 
     The Gram matrix is that of the shorter side, l = min(m, n): a step costs 4 l m n + 2 l^3 FLOPs.
     """

@@ -82,6 +82,6 @@ class LogFacts:
 
 
 def _add_once(events: list[tuple[int, str]], event: tuple[int, str]) -> None:
-    """Adds an event, unless another log of the same run has told of it."""
+    """Adds an event, unless another log of the same run has it already."""
     if event not in events:
         events.append(event)

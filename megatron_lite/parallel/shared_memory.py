@@ -7,10 +7,11 @@ region of SLOTS slots, which the others map read-only. A collective runs in chun
     publish    copy this rank's chunk into its next slot, and tell every other rank
     collect    wait until the ranks that are read have published the chunk, then read their slots
 
-Telling is a message of eight bytes over a Unix socket between each two ranks. The kernel orders the
-memory accesses on both sides of a message, a rank that waits sleeps in `recv`, and the socket of a
-rank that dies is closed, so that the others fail at once. A message also says how many chunks its
-sender has collected: a slot is written again only when every rank has read it.
+A rank tells another one by a message of eight bytes, over a Unix socket between each two ranks. The
+kernel orders the memory accesses on both sides of a message. A rank that waits sleeps in `recv`.
+The socket of a rank that dies is closed, so that the others fail at once. A message also has the
+number of chunks that its sender has collected: a slot is written again only when every rank has
+read it.
 
 Sums have the bits of gloo's (see gloo_order.py). shared_memory_setup.py opens a channel;
 collectives.py decides when one is used.

@@ -23,7 +23,7 @@ from megatron_lite.plan.hardware import Hardware
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
-LEAST_CONTEXT = 2048  # tokens of a sequence on one rank, below which nobody splits it further
+LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
 LOSS_CHUNKS = (None, 1024)
 MOST_VIRTUAL_STAGES = 8
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
