@@ -55,6 +55,11 @@ class AllHeadsNorm(nn.Module):
 
 
 class _NormalizeHeads(torch.autograd.Function):
+    """heads [s, b, heads / t, d] and weight [heads / t, d] -> the shape of heads.
+
+    The module's docstring has the formulas and the collectives.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,

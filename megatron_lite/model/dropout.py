@@ -52,7 +52,7 @@ def add_dropped_out(
     skip_tail: bool = False,
     kernels: CompiledKernels | None = None,
 ) -> Tensor:
-    """Returns residual + dropout(branch).
+    """Returns residual + dropout(branch), [s/t or s, b, h] like both, in the residual's dtype.
 
     Keeps a bool mask, or only the stream's state if `regions` rebuild the mask. At p = 0 it keeps
     nothing. skip_tail: the result's values are never read and are arbitrary. The function still

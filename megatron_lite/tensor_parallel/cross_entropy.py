@@ -143,7 +143,10 @@ class GradientFactors(NamedTuple):
 
 
 def local_labels(labels: Tensor, first_id: int, num_ids: int) -> LocalLabels:
-    """Returns this rank's columns for global ids of any shape, flattened."""
+    """Returns this rank's columns for n global ids of any shape, [n] each.
+
+    The rank's columns have the ids first_id to first_id + num_ids - 1.
+    """
     local = labels.flatten() - first_id
     return LocalLabels(local.clamp(0, max(num_ids - 1, 0)), (local >= 0) & (local < num_ids))
 
@@ -183,7 +186,10 @@ def combined(
 
 
 def gradient_factors(grad_losses: Tensor, share: Tensor, labels: LocalLabels) -> GradientFactors:
-    """Returns the factors of all rows, from the incoming gradient of each row's loss."""
+    """Returns the factors of all rows, [n, 1] each.
+
+    grad_losses: the incoming gradient of each row's loss, n in any shape. share: [n].
+    """
     # The gradient of a row is dloss (softmax - one_hot). The softmax over the columns of all ranks
     # is `share` times the softmax over this rank's columns.
     grad = grad_losses.flatten().to(share.dtype)

@@ -153,9 +153,10 @@ class RowParallelLinear(nn.Module):
 
 
 def leave_row_parallel(partial: Tensor, context: RankContext) -> Tensor:
-    """Returns the sum of the ranks' partial outputs.
+    """Returns the sum of the ranks' partial outputs [s, b, h].
 
-    The sum is whole on every rank; under sequence parallelism it covers this rank's tokens.
+    The sum is [s, b, h] on every rank (one all-reduce). Under sequence parallelism it covers this
+    rank's tokens, [s/t, b, h] (one reduce-scatter).
     """
     if context.sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial, context.group)

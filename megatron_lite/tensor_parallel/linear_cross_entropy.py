@@ -131,6 +131,12 @@ def vocab_parallel_linear_cross_entropy(
 
 
 class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
+    """The loss in two passes over the chunks: hidden_states [s/t or s, b, h] -> losses [s, b].
+
+    Both directions gather hidden_states under sequence parallelism. Forward issues two all-reduces
+    of the statistics; backward issues the sum of dx.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -212,6 +218,12 @@ def _has_backward() -> bool:
 
 
 class _InOnePass(torch.autograd.Function):
+    """The loss in one pass: hidden_states [s/t or s, b, h] -> losses [s, b]. Keeps dx alone.
+
+    Forward issues all collectives: the gather of hidden_states under sequence parallelism, two
+    all-reduces for each chunk, and the sum of dx. Backward returns dx.
+    """
+
     # The weight is an argument, although its gradient is None: autograd then runs the hooks of the
     # weight in backward, once the other parts of its gradient have arrived too. Those hooks send
     # the sum to other ranks.

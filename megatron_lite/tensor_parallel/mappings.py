@@ -34,7 +34,10 @@ from megatron_lite.parallel.collectives import (
 
 
 def reduce_from_tensor_parallel_region(partial: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """Returns the sum of the ranks' partial tensors, the same on every rank (g of 1909.08053)."""
+    """Returns the sum of the ranks' partial tensors, the same on every rank (g of 1909.08053).
+
+    The partial tensors have any one shape, such as [s, b, h].
+    """
     return partial if tp_group is None else _Reduce.apply(partial, tp_group)
 
 
