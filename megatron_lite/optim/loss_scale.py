@@ -23,7 +23,7 @@ MOST_STEPS = 2**62
 
 
 def scale_backward(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns `loss` itself, with a hook: its backward gives the gradients of loss x scale.
+    """Returns `loss` (0-d) itself, with a hook: its backward gives the gradients of loss x scale.
 
     Computing the product would have the same effect, and would keep one more tensor.
     """

@@ -156,6 +156,7 @@ class LrSchedule:
 
     def at(self, consumed_samples: int) -> float:
         """Returns the learning rate of the iteration that starts after `consumed_samples`."""
+        # `<=` as in Megatron: the iteration that starts at the end of the warm-up is part of it.
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
             return (
                 self.warmup_init

@@ -124,6 +124,7 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
 
 def _parallel(problem: Problem, num_ranks: int) -> Iterator[ParallelConfig]:
     base = problem.base.parallel
+    # No tensor-parallel group crosses the border of a node.
     most = min(num_ranks, problem.hardware.ranks_per_node)
     tensor = [size for size in _divisors(num_ranks) if size <= most]
     for tp in _options(problem, TENSOR, tensor):

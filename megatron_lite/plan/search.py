@@ -197,6 +197,7 @@ class Search:
     ) -> Plan | None:
         """Returns the plan without recomputation that lacks the fewest bytes."""
         found: list[Plan] = []
+        # `faster` begins with the fastest: its end is nearest to the plan that fits.
         runs = [self.run(config, num_ranks) for config in faster[-NEAREST:]]
         sizes = sorted(((whole_bytes(run), run.config) for run in runs), key=_first)
         for _, config in sizes[:SMALLEST_TRIED] if not self.fixed_policy else ():

@@ -100,6 +100,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         elif field.default is MISSING:
             raise InputError(f"{where}: its args have no {name}, which the model needs")
     _use_older_switches(args, values)
+    # Megatron does not read the number of groups without this switch.
     if not values.get("group_query_attention"):
         values.pop("num_query_groups", None)
     if args.get("openai_gelu"):
