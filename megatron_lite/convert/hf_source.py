@@ -139,6 +139,7 @@ class HfSource:
         _refuse(
             f"{self._folder}: tensors missing from the files", expected.keys() - self._places.keys()
         )
+        # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
         unexpected = self._places.keys() - expected.keys() - {self._head}
         if self._head in self._places and self._head not in expected and not self._is_tied:
             unexpected.add(self._head)

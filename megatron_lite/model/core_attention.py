@@ -215,7 +215,7 @@ class CoreAttention(nn.Module):
             return document_mask(query, starts, limit)
         positions = self.cp.positions_by_rank(s, query.device)
         keys, queries = positions.flatten(), positions[self.cp.rank]
-        first = starts[:, queries]
+        first = starts[:, queries]  # [b, s/c]
         first = first if limit is None else first.maximum(queries - limit)
         hidden = (keys > queries.unsqueeze(1)) | (keys < first.unsqueeze(-1))
         return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)

@@ -100,7 +100,7 @@ def _without_padding(piece: Piece, value: Tensor, parallel: ParallelState) -> li
     if spec.tp_dim is None or spec.padded_length is None:
         return [value]
     assert spec.tp_dim == 0, "a vocabulary is padded along dim 0"
-    row = math.prod(spec.global_shape[1:])
+    row = math.prod(spec.global_shape[1:])  # spans count rows, and pieces count elements
     ranges = [
         (
             max(span.local_start * row, piece.start),

@@ -73,6 +73,7 @@ def _words(tensor: Tensor) -> Tensor:
     """Returns the tensor's bits as int64, as a view if possible."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
+    # A view of bytes as int64 must begin at a multiple of 8 bytes of its storage.
     if whole == data.numel() and data.storage_offset() % 8 == 0:
         return data.view(torch.int64)
     filled = data.new_zeros(-(-data.numel() // 8) * 8)

@@ -159,7 +159,7 @@ def _cuts(problem: Problem, pp_size: int) -> Iterator[dict[str, Any]]:
         return
     layers, ends = problem.base.model.num_layers, {}
     each = -(-layers // pp_size)
-    if layers % pp_size:
+    if layers % pp_size:  # the ranks between hold `each`, and both ends share the rest
         rest = layers - (pp_size - 2) * each
         if rest < 2:
             return

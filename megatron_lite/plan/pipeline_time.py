@@ -114,7 +114,7 @@ class _Simulation(NamedTuple):
 
         Compared are all actions of SETTLED periods before the cool-down.
         """
-        length = 2 * period * num_chunks
+        length = 2 * period * num_chunks  # the actions of a rank in one period
         size = len(self.ends)
         shifts = []
         for rank, ends in enumerate(self.ends):
@@ -132,7 +132,7 @@ class _Simulation(NamedTuple):
     ) -> list[RankEnd]:
         """Returns the times of a run with more micro-batches, whose periods follow one another
         after `shift` seconds."""
-        done = len(self.actions[0]) // 2 // self._num_chunks
+        done = len(self.actions[0]) // 2 // self._num_chunks  # the micro-batches of this run
         more = (num_microbatches - done) // period
         return [
             RankEnd(rank.end + more * shift, rank.busy * num_microbatches / done)

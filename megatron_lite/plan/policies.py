@@ -310,6 +310,7 @@ def _hull(choices: Sequence[LayerPrice]) -> list[tuple[int, float]]:
 
 def _is_above(left: tuple[int, float], point: tuple[int, float], right: tuple[int, float]) -> bool:
     """Returns whether the point is on or above the line between the two others."""
+    # Both slopes from the left point, each multiplied by both distances instead of a division.
     return (point[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (
         point[0] - left[0]
     )

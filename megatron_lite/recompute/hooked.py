@@ -131,6 +131,7 @@ class _LayerCall:
     ) -> None:
         written = written or Written(buffers=set(), arguments=set())
         self._name, self._function, self._replay, self._results = name, function, replay, results
+        # From here on the state before the forward is read, so this object is made right before it.
         self._arguments = Arguments(name, args, kwargs, written)
         self._state = None if layer is None else LayerState(name, layer, written)
         devices = {"cpu", *(tensor.device.type for tensor in self._arguments.tensors())}

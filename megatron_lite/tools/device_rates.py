@@ -124,6 +124,7 @@ def fit(samples: Sequence[tuple[int, float]]) -> Fit:
     ww, ws, ss = (_dot(weights, weights), _dot(weights, slopes), _dot(slopes, slopes))
     w1, s1 = sum(weights), sum(slopes)
     determinant = ww * ss - ws * ws
+    # It is 0 if all samples have one smallest dimension, which says nothing about the slope.
     a = (w1 * ss - s1 * ws) / determinant if determinant > 1e-12 * ww * ss else w1 / ww
     b = (s1 * ww - w1 * ws) / determinant if determinant > 1e-12 * ww * ss else 0.0
     if b < 0.0 or a <= 0.0:
@@ -274,7 +275,7 @@ def _fastest_together(tensor: Tensor, seconds: float) -> float:
     goes_on = torch.ones(1, device=tensor.device)
     dist.all_reduce(tensor)
     while goes_on.item():
-        dist.barrier()
+        dist.barrier()  # so the time holds no wait for a late rank
         start = time.perf_counter()
         dist.all_reduce(tensor)
         if tensor.is_cuda:

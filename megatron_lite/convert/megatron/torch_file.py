@@ -104,6 +104,7 @@ class StoredTensor:
     def part(self, start: int, shape: tuple[int, ...]) -> StoredTensor:
         """Returns the elements of a contiguous row from `start` on as a tensor of a shape."""
         assert self.stride == (1,) and start + torch.Size(shape).numel() <= self.shape[0]
+        # the strides of a contiguous tensor of this shape
         stride = tuple(torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape)))
         return replace(self, offset=self.offset + start, shape=shape, stride=stride)
 
