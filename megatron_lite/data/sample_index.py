@@ -58,6 +58,7 @@ def build_sample_index(
     """
     # N samples need N * seq_length + 1 tokens, because neighbours share a token.
     tokens = int(lengths.sum(dtype=np.int64))
+    # The + 1 is the label of the last token.
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
     samples = (epochs * tokens - 1) // seq_length  # of all epochs; below, of all but the last
     before_last = ((epochs - 1) * tokens - 1) // seq_length

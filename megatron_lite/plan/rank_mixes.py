@@ -198,6 +198,7 @@ class RankSearch:
         forward, backward = run.memo.once(key, whole)
         first = hosted.moved / run.hardware.host_bandwidth
         total = count * first
+        # Nothing runs beside the first copy of a backward, that of the last layer.
         return (
             self.clock.exposed(total, forward) + first + self.clock.exposed(total - first, backward)
         )
