@@ -163,8 +163,8 @@ class ParallelConfig:
 def no_flash_across_ranks(attention_dropout: float, reset_attention_mask: bool) -> str | None:
     """Returns the flag with which flash attention over context-parallel ranks cannot work, if any.
 
-    Its kernels have no dropout there. Which keys of another rank belong to a document differs from
-    sample to sample.
+    Across ranks its kernels have no dropout. Under --reset-attention-mask the keys of another rank
+    that a query reads differ from sample to sample.
     """
     if attention_dropout > 0.0:
         return f"--attention-dropout {attention_dropout}"

@@ -102,5 +102,8 @@ def any_skips_tail(regions: Iterable[str]) -> bool:
 
 
 def without_effect(regions: Iterable[str], *, builds_scores: bool) -> list[str]:
-    """Returns the regions that free next to nothing, given whether attention builds its scores."""
+    """Returns the regions that free next to nothing.
+
+    builds_scores: whether attention builds its scores.
+    """
     return [region for region in regions if REGIONS[region].needs_scores and not builds_scores]

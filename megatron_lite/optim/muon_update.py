@@ -124,7 +124,7 @@ class Muon:
         return torch.cat(updates, 1).view(direction.shape)
 
     def _scaled(self, shard: Tensor, tp_dim: int | None) -> Tensor:
-        """Returns the update of one matrix's shard [m, n]. One all-gather over the TP ranks."""
+        """Returns the update of one matrix's shard [m, n]. Issues one all-gather over TP."""
         group = self._tp_group if tp_dim is not None else None
         iterated = shard.bfloat16() if self._config.muon_fp32_matmul_prec == "medium" else shard
         orthogonal = orthogonalize(whole := _gathered(iterated, tp_dim, group), self._steps)

@@ -113,7 +113,7 @@ class Zero1:
             weights.finish()
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """Implements Layout.whole. One all-gather."""
+        """Implements Layout.whole. Issues one all-gather."""
         bucket, parameter = self.gradients.bucket_of[name], self._parameters[name]
         parts = [bucket.own_part(name, rank) for rank in range(self.shard_group.size())]
         lengths = [max(part.stop - part.start, 0) for part in parts]

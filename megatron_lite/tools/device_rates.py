@@ -27,7 +27,7 @@ RENDEZVOUS = datetime.timedelta(seconds=120)
 
 
 class Effort(NamedTuple):
-    """The extent of the measurements. seconds: the time of each single one."""
+    """The extent of the measurements. seconds: the time that each of them may take."""
 
     seconds: float
     shapes: tuple[tuple[int, int, int], ...]

@@ -4,8 +4,8 @@
     --reset-position-ids      learned positions begin at 0 again after such a token
     --reset-attention-mask    a token reads no token of an earlier document
 
-They are those of `_get_ltor_masks_and_position_ids` in megatron-core. Every pipeline stage reads
-the samples itself and computes them, so no stage sends them to another.
+The results are those of `_get_ltor_masks_and_position_ids` in megatron-core. Every pipeline stage
+reads the samples and computes them itself, so no stage sends them to another.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class PeakRate(NamedTuple):
     """The peak of one rank.
 
     flops: in FLOP/s, or None if it is not known.
-    source: where it is from, or what it is not known of, in words.
+    source: where the figure is from. If it is not known: the processor that has no figure.
     """
 
     flops: float | None

@@ -140,7 +140,7 @@ def _held_at_first_read(layer: LayerDescription, terms: list[Term]) -> int:
 def _returned_early(plan: RecomputePlan, moved: list[int]) -> list[int]:
     """Returns, for each segment, the bytes of earlier segments that are back on the device already.
 
-    The time is the begin of the segment's backward. The first read of a segment also starts the
+    The time is the start of the segment's backward. The first read of a segment also starts the
     copies of the last segment before it that moved something. The replay of a split unit reads the
     shard of the split unit before it, because it starts the gather of that shard.
     moved: by layer, the bytes moved to host memory.
