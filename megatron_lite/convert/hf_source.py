@@ -93,7 +93,7 @@ class HfSource:
         return LAYOUTS[row.layout].join(parts, self._model)
 
     def read_state(self, name: str, key: str) -> Tensor:
-        """Never called: a Hugging Face checkpoint has no optimizer states."""
+        """Raises InputError, since a Hugging Face checkpoint has no optimizer states."""
         raise InputError(f"{name}/{key}: this format has no optimizer states")
 
     @property

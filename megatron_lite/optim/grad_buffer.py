@@ -166,8 +166,8 @@ class GradBuffer:
     def _sum_over_model(self, part: slice | None) -> None:
         """Sums over the TP ranks, and a tied weight's gradient over the first and last stage.
 
-        part: which elements of each bucket; None: those of which this rank holds the sum. One
-        all-reduce for each bucket with such gradients.
+        Issues one all-reduce for each bucket with such gradients.
+        part: which elements of each bucket; None: those of which this rank holds the sum.
         """
         for bucket in self.buckets:
             first, last, _ = (bucket.own if part is None else part).indices(bucket.flat.numel())

@@ -104,7 +104,7 @@ class Muon:
             torch.where(stays, piece.master, moved, out=piece.master)
 
     def set_num_updates(self, number: int) -> None:
-        """Implements UpdateRule.set_num_updates. Matters to AdamW alone."""
+        """Implements UpdateRule.set_num_updates. The number matters to AdamW alone."""
         self._adam.set_num_updates(number)
 
     def _direction(self, piece: Piece, stays: Tensor) -> Tensor:

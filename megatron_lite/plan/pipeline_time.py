@@ -112,7 +112,7 @@ class _Simulation(NamedTuple):
     def shift(self, period: int, num_chunks: int) -> float | None:
         """Returns the time between two periods, or None if it has not settled.
 
-        Compared are all actions of SETTLED periods before the cool-down.
+        All actions of SETTLED periods before the cool-down are compared.
         """
         length = 2 * period * num_chunks  # the actions of a rank in one period
         size = len(self.ends)

@@ -127,7 +127,7 @@ def _take(term: Term, left: list[Saved], together: Callable[[Term, Saved], bool]
 def _take_several(term: Term, left: list[Saved], first_layer: int) -> bool:
     """Removes several storages of different sizes in one layer that together make up the term.
 
-    Returns whether it found them. An example are the statistics of the norms of query and key.
+    Returns whether it found them. The statistics of the norms of query and key are an example.
     """
     # The number of combinations grows fast: with more than MOST_CANDIDATES it does not search.
     candidates = [

@@ -15,7 +15,7 @@ class Moment(NamedTuple):
     """The fullest moment of a passage.
 
     where: the operation that runs, such as "backward of linear_fc2".
-    kept: how many more bytes are kept for backward than at the passage's begin. It is negative in
+    kept: how many more bytes are kept for backward than at the passage's start. It is negative in
         a backward.
     rebuilt: the bytes that a replay has rebuilt.
     """

@@ -1,6 +1,6 @@
 """The peak: the most bytes that one rank holds for a micro-batch's backward at any moment.
 
-Held are the tensors that are kept and not yet used, and those that a replay has rebuilt.
+It holds the tensors that are kept and not yet used, and those that a replay has rebuilt.
 
     the forward ends      all that is kept: activation_bytes
     a unit was replayed   what the layers before it keep, and all that the unit's layers save. Later
@@ -216,7 +216,7 @@ def _replays(
 ) -> Iterator[dict[str, int]]:
     """Yields {name: bytes} of the held tensors, at each operation whose backward rebuilds a tensor.
 
-    Held are all tensors that the operations up to this one keep, and the rebuilt tensors.
+    The rank holds all tensors that the operations up to this one keep, and the rebuilt tensors.
     """
     # Backward rebuilds a tensor at an operation in two cases. Either the operation saved a
     # discarded output, or it lies in a rebuilt region and saves a tensor.

@@ -7,8 +7,8 @@
 
 n is the number of data-parallel and context-parallel ranks. Weights have the dtype of the run,
 except that FSDP2 keeps its rows in float32. Masters exist only beside 16-bit weights. All else is
-float32. Every figure is exact: buckets and pieces are those that training allocates. AdamW's
-step counters, 4 bytes for each parameter, are not counted. Standard library only.
+float32. Every figure is exact: buckets and pieces are those that training allocates. AdamW's step
+counters, 4 bytes for each parameter, are not counted. Standard library only.
 """
 
 from __future__ import annotations
