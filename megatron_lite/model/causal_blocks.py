@@ -37,7 +37,7 @@ def attends_in_blocks(query: Tensor) -> bool:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """Returns causal attention, [s, b, a/t, d]. query: [s, b, a/t, d]. key, value: [s, b, g/t, d].
+    """Causal attention: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t, d].
 
     The tensors are float32 on a CPU. Keeps the arguments, the output and the log-sum-exp of each
     row, [b, a/t, s], as torch's own attention does. Issues no collective and draws no random
