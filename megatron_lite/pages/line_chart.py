@@ -214,6 +214,7 @@ def charts_data(
 def _kept_places(columns: Sequence[Sequence[float | None]], length: int, most: int) -> set[int]:
     if length <= most:
         return set(range(length))
+    # The two ends, and the smallest and the largest value of each column in each stretch.
     num_stretches = max(1, (most - 2) // (2 * len(columns)))
     kept = {0, length - 1}
     for number_ in range(num_stretches):

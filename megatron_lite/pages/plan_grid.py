@@ -49,7 +49,7 @@ def grid_data(
 
 
 def explorer(one: Mapping[str, Any], name: str, grid: Mapping[str, Any]) -> Html:
-    """Returns the sliders. plan.js fills the rest of the box. name: of the verdict on this page."""
+    """Returns the sliders. plan.js fills the rest of the box. name: the verdict's, on this page."""
     rows = []
     for place, (axis, label) in enumerate(SLIDERS.items()):
         values = grid["axes"][axis]

@@ -121,6 +121,7 @@ def _with_mean(name: str, values: Sequence[float | None]) -> list[Series]:
 
 def running_mean(values: Sequence[float | None], window: int) -> list[float | None]:
     """Returns the mean of the last `window` values at each place; None where all are gaps."""
+    # With the sums up to each place, a mean is one difference, however long the window is.
     sums = list(itertools.accumulate((value or 0.0 for value in values), initial=0.0))
     counts = list(itertools.accumulate((value is not None for value in values), initial=0))
     means: list[float | None] = []

@@ -154,6 +154,6 @@ def _add(
     if kernel is None:
         add_weight_product_(total, hidden_states, grad_output, first=is_first, onednn=onednn)
         return
-    if is_first:
+    if is_first:  # the kernel can only add, and the total holds an earlier step's gradient
         total.zero_()
     kernel(hidden_states.contiguous(), grad_output.contiguous(), total)

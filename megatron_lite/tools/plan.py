@@ -1,11 +1,11 @@
 """Plans a training run before it starts:
 `python -m megatron_lite.tools.plan --model llama3-8b --gpus 8 --gpu h100-80gb`
 
-It searches tensor, pipeline, context and data parallelism, virtual stages, micro-batch sizes, loss
-chunks and recompute policies for the fastest plan that fits into memory, and prints the plans, what
-holds the peak, and the command that runs the best one. docs/planning.md explains the output. The
-exit status is 0 if a plan fits, 1 if one fits only in a part of the reserve, and 2 if none fits or
-if the input has a fault. It does not import torch.
+It searches for the fastest plan that fits into memory, over tensor, pipeline, context and data
+parallelism, virtual stages, micro-batch sizes, loss chunks and recompute policies. It prints the
+plans, the terms of the peak, and the command that runs the best plan. docs/planning.md explains the
+output. The exit status is 0 if a plan fits, and 1 if one fits only in a part of the reserve. It is
+2 if none fits or if the input has a fault. The tool does not import torch.
 """
 
 from __future__ import annotations

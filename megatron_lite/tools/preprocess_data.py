@@ -152,6 +152,7 @@ def _line_blocks(path: str, partitions: int, max_line_bytes: int) -> Iterator[li
     partition come before the next one. Megatron's tool gives this order when it merges its
     partitions.
     """
+    # The file is read once for each partition, so that no partition is held in memory.
     for partition in range(partitions):
         block, size = [], 0
         for line in lines_of(path, max_line_bytes):

@@ -1,6 +1,6 @@
 """Standard output of rank 0: lines, and a progress bar if it is a terminal.
 
-Standard output that is full or closed ends no run.
+Standard output that is full or closed does not end the run.
 """
 
 from __future__ import annotations
