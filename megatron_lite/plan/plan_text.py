@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_lite.config.command_line import flags_of
+from megatron_lite.config.command_line import flags_of, shell_lines
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops
@@ -200,24 +199,11 @@ def _layout(plan: Plan) -> str:
 
 def _command(plan: Plan, hardware: Hardware) -> Iterator[str]:
     yield "To run plan 1:"
-    yield command_text(plan, hardware)
+    yield shell_lines(command(plan.config, hardware, plan.num_ranks))
     try:
         plan.config.check_complete_for_training()
     except ValueError as error:
         yield from _wrapped(f"({error})")
-
-
-def command_text(plan: Plan, hardware: Hardware) -> str:
-    """Returns the command as lines of a shell, with one flag a line."""
-    words = command(plan.config, hardware, plan.num_ranks)
-    place = words.index("pretrain_gpt.py")
-    rows = [" ".join(words[:place]), words[place]]
-    for word in words[place + 1 :]:
-        if word.startswith("--"):
-            rows.append(word)
-        else:
-            rows[-1] += f" {shlex.quote(word)}"
-    return " \\\n  ".join(rows)
 
 
 def _wrapped(text: str) -> list[str]:
