@@ -58,11 +58,14 @@ def flag_words(field: str, value: Any) -> list[str]:
 def shell_lines(words: Sequence[str], program: str = "pretrain_gpt.py") -> str:
     """Returns a command as lines of a shell, with one flag of the program a line.
 
-    The words before the program are the launcher's. They stay on the first line, and keep their
-    shell variables, such as $NODE_RANK.
+    The words before the program are the launcher's, and keep their shell variables, such as
+    $NODE_RANK. They stand on one line if it has at most 78 columns.
     """
     place = words.index(program) if program in words else 0
-    rows = [" ".join(words[:place])] if place else []
+    launcher = " ".join(words[:place])
+    if len(launcher) > 76:  # and " \\"
+        launcher = launcher.replace(" --", " \\\n  --")
+    rows = [launcher] if place else []
     for word in words[place:]:
         if not rows or word == program or word.startswith("--"):
             rows.append(shlex.quote(word))

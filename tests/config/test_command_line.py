@@ -55,6 +55,9 @@ def test_the_lines_of_a_command_are_read_back_by_a_shell() -> None:
     assert shlex.split(text.replace("\\\n", "")) == words
     assert shell_lines(["python", "run.py", "--lr", "1"]) == "python run.py \\\n  --lr 1"
     assert shell_lines([]) == ""
+    long = ["torchrun", "--node-rank", "$RANK", "--master-addr", 50 * "a", "pretrain_gpt.py"]
+    assert shell_lines(long).splitlines()[:2] == ["torchrun \\", "  --node-rank $RANK \\"]
+    assert shlex.split(shell_lines(long).replace("\\\n", "")) == long
 
 
 @pytest.mark.parametrize(
