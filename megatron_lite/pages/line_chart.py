@@ -25,7 +25,8 @@ MARK_SPANS = {"skipped": (SIZE, SIZE - 60), "checkpoint": (SIZE, SIZE - 60), "en
 class Series:
     """One curve. values: as many as the chart has x values; None is a gap.
 
-    style: "line", "thin" (a noisy curve behind its mean) or "dots" (single points).
+    style: "line", "thin" (a noisy curve behind its mean), "wide" (a curve that another one may
+        cover: it stays visible on both sides) or "dots" (single points).
     """
 
     name: str

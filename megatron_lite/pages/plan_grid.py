@@ -211,7 +211,7 @@ def pareto(cells: Sequence[Dot]) -> list[Dot]:
 
 def _pareto_table(grid: Mapping[str, Any], frontier: Sequence[Dot]) -> Html:
     rows = [
-        [number(seconds), number(mebibytes / 1024)]
+        [f"{seconds:,.2f}", f"{mebibytes / 1024:,.2f}"]
         + [str(grid["axes"][axis][index]) for axis, index in zip(SLIDERS, place, strict=True)]
         for seconds, mebibytes, place in frontier
     ]
@@ -222,6 +222,7 @@ def _pareto_table(grid: Mapping[str, Any], frontier: Sequence[Dot]) -> Html:
             ["step s", "peak GiB", *SLIDERS],
             rows,
             caption="No other plan of the grid is both faster and smaller.",
+            class_="short",
         ),
     )
 

@@ -74,10 +74,14 @@ def _chart(
     from_zero: bool = False,
     noisy: bool = False,
 ) -> LineChart | None:
+    found = [name for name in names if name in run.columns]
     series = [
-        Series(name=name.replace("_", " "), values=run.columns[name])
-        for name in names
-        if name in run.columns
+        Series(
+            name=name.replace("_", " "),
+            values=run.columns[name],
+            style="wide" if name != found[-1] else "line",
+        )
+        for name in found
     ]
     if not series:
         return None
@@ -149,7 +153,7 @@ def _time_chart(run: RunRecord) -> LineChart | None:
 
 
 def _prediction_chart(run: RunRecord, prediction: Prediction) -> LineChart:
-    series = [Series(name="predicted", values=prediction.predicted)]
+    series = [Series(name="predicted", values=prediction.predicted, style="wide")]
     if prediction.measured:
         series.append(Series(name="measured", values=prediction.measured))
     return LineChart(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.command_line import flag_of
+from megatron_lite.config.help_format import help_columns, paragraph
 from megatron_lite.config.hf_file import read_hf_file
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.known_models import PRESETS, preset
@@ -84,9 +85,9 @@ def _plan(args: dict[str, Any], typed: Sequence[str]) -> int:
         _write(own["html"], _page(given, verdicts))
     if own["json"] != "-":
         for note in given.notes:
-            print(f"note: {note}")
+            print(paragraph(f"note: {note}"))
         for one in verdicts:
-            print("\n".join(["", *lines(one, problem.hardware)]))
+            print("\n".join(["", *lines(one, problem.hardware, help_columns())]))
         if own["gpus"] is not None:
             for line in more_gpus(problem, budget, verdicts, typed):
                 print(line)

@@ -139,7 +139,7 @@ def preprocess(args: argparse.Namespace) -> None:
                 )
     for prefix, writer in zip(prefixes.values(), writers, strict=True):
         print(
-            f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of "
+            f"{prefix}.bin: {progress.documents:,} documents, {writer.num_tokens:,} tokens of "
             f"{writer.dtype.name}",
             flush=True,
         )
