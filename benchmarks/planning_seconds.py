@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,13 +71,15 @@ def timed(command: Command) -> dict[str, float]:
     return {"wall": seen or time.perf_counter() - start, "cpu": cpu}
 
 
-def measure(commands: Sequence[Command], rounds: int) -> list[dict[str, Any]]:
+def measure(
+    commands: Sequence[Command], rounds: int, time_of: Callable[[Command], dict[str, float]] = timed
+) -> list[dict[str, Any]]:
     """Returns a row for each command. Each round begins with another command."""
     samples: dict[str, list[dict[str, float]]] = {command.name: [] for command in commands}
     for number in range(-1, rounds):  # the first round warms up: files, and caches of bytecode
         for place in range(len(commands)):
             command = commands[(place + number) % len(commands)]
-            took = timed(command)
+            took = time_of(command)
             if number >= 0:
                 samples[command.name].append(took)
     return [

@@ -165,10 +165,12 @@ def work(task: Mapping[str, Any]) -> int:
     return 0
 
 
-def measure(ranks: int, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(
+    ranks: int, args: argparse.Namespace, settings: Sequence[ProcessSetting]
+) -> Iterator[dict[str, Any]]:
     """Yields a row for each setting. A pinned one needs as many cores as ranks."""
     cores = len(os.sched_getaffinity(0))
-    settings = [one for one in SETTINGS if not one.pinned or cores >= ranks]
+    settings = [one for one in settings if not one.pinned or cores >= ranks]
     with ExitStack() as opened:
         workers = [opened.enter_context(Worker(one, ranks, args)) for one in settings]
         samples: dict[str, list[tuple[float, float]]] = {one.name: [] for one in settings}
@@ -238,7 +240,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, settings: Sequence[ProcessSetting] = SETTINGS) -> int:
     """Runs the benchmark. Returns 0."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["--worker"]:
@@ -259,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [],
     }
     for ranks in args.ranks:
-        report["rows"] += measure(ranks, args)
+        report["rows"] += measure(ranks, args, settings)
         write_report(report, args.json)
     print(table(report))
     if args.output is not None:

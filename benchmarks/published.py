@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -278,7 +278,7 @@ def table(found: Sequence[Row]) -> Iterator[str]:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, make_rows: Callable[[], Iterable[Row]] = rows) -> int:
     """Prints the table, or writes it into a page between its marks. Returns 0."""
     parser = argparse.ArgumentParser(
         prog="published.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
@@ -286,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="PAGE", help="a page with the marks of the table")
     parser.add_argument("--terms", action="store_true", help="also print the terms of each step")
     args = parser.parse_args(argv)
-    found = list(rows())
+    found = list(make_rows())
     text = "\n".join([*table(found), "", ASSUMPTIONS])
     if args.output is None:
         print(text)

@@ -53,7 +53,7 @@ def main() -> int:
                 one.run()
                 least[one.name] = min(least[one.name], time.process_time() - start)
             late = time.monotonic() - began > SECONDS
-            if late or (number + 1 >= ROUNDS and not _above(least, TIME_LIMITS)):
+            if late or (number + 1 >= ROUNDS and not above(least, TIME_LIMITS)):
                 break
     peaks = {name: float(own["peak_bytes"]) for name, own in figures.items()}
     for what, values, limits in (("time", least, TIME_LIMITS), ("peak", peaks, PEAK_LIMITS)):
@@ -64,13 +64,13 @@ def main() -> int:
     if max(losses) - min(losses) > 1e-3:
         print(f"the contestants compute different losses: {sorted(losses)}", file=sys.stderr)
         return 1
-    above = _above(least, TIME_LIMITS) + _above(peaks, PEAK_LIMITS)
-    for name, other in above:
+    too_large = above(least, TIME_LIMITS) + above(peaks, PEAK_LIMITS)
+    for name, other in too_large:
         print(f"smoke: {name} is above its limit relative to {other}", file=sys.stderr)
-    return 1 if above else 0
+    return 1 if too_large else 0
 
 
-def _above(values: dict[str, float], limits: dict[tuple[str, str], float]) -> list[tuple[str, str]]:
+def above(values: dict[str, float], limits: dict[tuple[str, str], float]) -> list[tuple[str, str]]:
     return [pair for pair, limit in limits.items() if values[pair[0]] > limit * values[pair[1]]]
 
 

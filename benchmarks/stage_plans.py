@@ -12,7 +12,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -154,7 +154,7 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.2%}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, make_rows: Callable[..., Iterable[Row]] = rows) -> int:
     """Prints the table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pipeline-sizes", type=int, nargs="+", default=[8, 16])
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="PAGE", help="a page with the marks of the table")
     parser.add_argument("--json", help="also write the rows, with the policies, to this file")
     args = parser.parse_args(argv)
-    found = list(rows(args.pipeline_sizes, args.micro_batch_sizes, args.gib))
+    found = list(make_rows(args.pipeline_sizes, args.micro_batch_sizes, args.gib))
     if args.output is None:
         print(table(found))
     else:

@@ -53,9 +53,12 @@ SUBCOMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status. A wrong command line has the status 2."""
-    command = _command()
+def main(argv: Sequence[str] | None = None, started: str | None = None) -> int:
+    """Runs the command line and returns the exit status. A wrong command line has the status 2.
+
+    started: the path of the program that was started. Its messages begin with the command.
+    """
+    command = _command(sys.argv[0] if started is None else started)
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         return _print(help_text(command))
@@ -90,9 +93,9 @@ def help_text(command: str) -> str:
     )
 
 
-def _command() -> str:
+def _command(started: str) -> str:
     """Returns the words that started this program, for its messages."""
-    return "python -m megatron_lite" if Path(sys.argv[0]).stem == "__main__" else "megatron-lite"
+    return "python -m megatron_lite" if Path(started).stem == "__main__" else "megatron-lite"
 
 
 def _print(text: str) -> int:

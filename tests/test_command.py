@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,24 +35,22 @@ DATA_FILES = {
 TOOLS = [name for name in command.SUBCOMMANDS if name not in ("train", "explain")]
 
 
-@pytest.fixture(autouse=True)
-def started_as_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/megatron-lite"])
+main = partial(command.main, started="/usr/bin/megatron-lite")
 
 
 def test_help_lists_the_subcommands_and_version_is_the_packages(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert command.main(["--help"]) == 0 == command.main([])
+    assert main(["--help"]) == 0 == main([])
     text = capsys.readouterr().out
     assert all(f"\n  {name} " in text for name in command.SUBCOMMANDS)
     assert max(map(len, text.splitlines())) <= 100
-    assert command.main(["--version"]) == 0
+    assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"megatron-lite {__version__}\n"
 
 
 def test_a_misspelt_subcommand_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["genrate"]) == 2
+    assert main(["genrate"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "did you mean generate?" in error
 
@@ -61,7 +60,7 @@ def test_each_subcommand_has_a_help_under_its_own_name(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        assert command.main([name, "--help"]) == 0
+        assert main([name, "--help"]) == 0
     except SystemExit as stop:
         assert stop.code == 0
     usage = " ".join(capsys.readouterr().out.split()[:6])
@@ -73,7 +72,7 @@ def test_an_unknown_flag_of_a_tool_is_one_line(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        command.main([name, "--no-such-flag"])
+        main([name, "--no-such-flag"])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1, error
 
@@ -106,9 +105,8 @@ def test_a_fault_begins_with_the_command_as_typed(
         ("/usr/bin/megatron-lite", "megatron-lite"),
         ("/x/megatron_lite/__main__.py", "python -m megatron_lite"),
     ):
-        monkeypatch.setattr(sys, "argv", [started])
         try:
-            status = command.main(words.split())
+            status = command.main(words.split(), started)
         except SystemExit as stop:
             status = int(str(stop.code))
         out, error = capsys.readouterr()

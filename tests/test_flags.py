@@ -418,7 +418,7 @@ def actions() -> dict[str, Action]:
     supported = set(supported_flags(parser))
     return {
         name: action
-        for action in parser._actions
+        for action in parser.actions
         for name in action.option_strings
         if name in supported
     }

@@ -67,6 +67,11 @@ CHOICES = {  # field: its choices, and the readers for whom they make a differen
 }
 
 
+def add_choice(monkeypatch: pytest.MonkeyPatch, owner: Any, known: str) -> None:
+    """The config accepts a choice that nobody has written code for."""
+    monkeypatch.setattr(owner, known, (*getattr(owner, known), NEW))
+
+
 @pytest.mark.parametrize(
     ("field", "reader"),
     [(field, reader) for field, (_, readers) in CHOICES.items() for reader in readers],
@@ -75,7 +80,7 @@ def test_a_new_choice_of_the_model_is_an_error_for_every_reader(
     field: str, reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = CHOICES[field][0]
-    monkeypatch.setattr(model_config, known, (*getattr(model_config, known), NEW))
+    add_choice(monkeypatch, model_config, known)
     flag = "--" + field.replace("_", "-")
     with pytest.raises(
         ValueError,
@@ -153,7 +158,7 @@ def test_a_new_choice_elsewhere_is_an_error_at_construction(
 ) -> None:
     owner, known, reader = OTHERS[flag]
     if owner is not None:
-        monkeypatch.setattr(owner, known, (*getattr(owner, known), NEW))
+        add_choice(monkeypatch, owner, known)
     with pytest.raises(ValueError, match=f"^{re.escape(flag)} {NEW} is not implemented here"):
         reader()
 

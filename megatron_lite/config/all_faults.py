@@ -63,6 +63,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": HelpLayout, **settings})
 
+    @property
+    def actions(self) -> tuple[argparse.Action, ...]:
+        """Returns what the parser takes, in the order in which it was added."""
+        return tuple(self._actions)
+
+    def groups(self) -> dict[str, list[argparse.Action]]:
+        """Returns the actions by the title of their group."""
+        return {group.title or "": group._group_actions for group in self._action_groups}
+
     def read(self, argv: Sequence[str]) -> Read:
         """Reads the words. A flag whose value cannot be read counts as not given."""
         words = list(argv)
@@ -81,7 +90,7 @@ class Parser(argparse.ArgumentParser):
                 words = rest
                 failed += [
                     action.dest
-                    for action in self._actions
+                    for action in self.actions
                     if {*spellings} & {*action.option_strings}
                 ]
 

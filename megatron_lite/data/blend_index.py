@@ -49,21 +49,27 @@ class BlendIndex(NamedTuple):
 
 
 def kept_blend_index(
-    weights: Sequence[float], size: int, *, data_cache_path: str | None, prefix: str
+    weights: Sequence[float],
+    size: int,
+    *,
+    data_cache_path: str | None,
+    prefix: str,
+    keep_from: int = KEPT_FROM,
 ) -> BlendIndex:
     """Returns `build_blend_index(weights, size)`. One process of a node builds and keeps it.
 
     It is kept where the sample index of `prefix` is (index_cache.kept_arrays). It depends on
     nothing but its two arguments.
+    keep_from: a blend of fewer samples is built and not kept.
     """
-    if size < KEPT_FROM:
+    if size < keep_from:
         return build_blend_index(weights, size)
 
     def build(allocate: Allocate) -> Arrays:
         return build_blend_index(weights, size, allocate=allocate)._asdict()
 
     def fault(arrays: Arrays) -> str | None:
-        return _fault(arrays, len(weights), size)
+        return blend_index_fault(arrays, len(weights), size)
 
     key = {"kind": "blend index 1", "weights": [float(one).hex() for one in weights], "size": size}
     return BlendIndex(**kept_arrays(data_cache_path, prefix, key, build, fault=fault))
@@ -94,7 +100,7 @@ def build_blend_index(
     return index
 
 
-def _fault(arrays: Arrays, num_datasets: int, size: int) -> str | None:
+def blend_index_fault(arrays: Arrays, num_datasets: int, size: int) -> str | None:
     """Returns what is wrong with arrays that were read from files; None if nothing is."""
     expected = {"dataset": (np.int16, num_datasets), "sample": (np.int64, size)}
     if set(arrays) != set(expected):

@@ -202,7 +202,7 @@ class GPTModel(nn.Module):
             shards = self.context.size if self.context.sequence_parallel else 1
             seq_length = inputs.shape[0] * shards
             hidden_states = inputs
-        rotary = self._rotary_tables(seq_length) if self._rotates else None
+        rotary = self.rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan, documents.starts)
 
     def _logits(self, hidden_states: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class GPTModel(nn.Module):
         assert self.embedding is not None, self.stage
         return function(hidden_states, weight_of(self.embedding.word_embeddings))
 
-    def _rotary_tables(self, seq_length: int) -> RotaryTables:
+    def rotary_tables(self, seq_length: int) -> RotaryTables:
         """Returns the rotary tables of this rank's `seq_length` tokens.
 
         They are built once per sequence length. They are constants of the model, not state.

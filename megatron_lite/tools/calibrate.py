@@ -29,8 +29,13 @@ LARGER = 8  # on a GPU every dimension is so many times as large
 LARGE_BYTES = 1 << 24
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and writes the file. Returns the exit status."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    shapes: Sequence[tuple[int, int, int]] = SHAPES,
+    large_bytes: int = LARGE_BYTES,
+) -> int:
+    """Measures and writes the file. Returns the exit status. shapes, large_bytes: see `run`."""
     parser = Parser(
         prog="python -m megatron_lite.tools.calibrate",
         allow_abbrev=False,
@@ -57,14 +62,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     return exit_status(
-        lambda: run(args.output, device=args.device, links_of=args.links_of, seconds=args.seconds),
+        lambda: run(
+            args.output,
+            device=args.device,
+            links_of=args.links_of,
+            seconds=args.seconds,
+            shapes=shapes,
+            large_bytes=large_bytes,
+        ),
         parser.prog,
     )
 
 
-def run(output: str, *, device: str, links_of: str | None, seconds: float) -> None:
+def run(
+    output: str,
+    *,
+    device: str,
+    links_of: str | None,
+    seconds: float,
+    shapes: Sequence[tuple[int, int, int]] = SHAPES,
+    large_bytes: int = LARGE_BYTES,
+) -> None:
     """Writes the figures of this machine to the file `output`.
 
+    shapes: of the matmuls on a CPU. large_bytes: of its largest all-reduce. A GPU gets larger ones.
     Raises InputError for settings that cannot be measured, and for a file that cannot be written.
     """
     if not output.endswith(".json"):
@@ -84,9 +105,9 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
     larger = LARGER if kind == "cuda" else 1
     scale = Effort(
         seconds=seconds,
-        shapes=tuple((m * larger, n * larger, k * larger) for m, n, k in SHAPES),
+        shapes=tuple((m * larger, n * larger, k * larger) for m, n, k in shapes),
         elements=(1 << 24) * larger,
-        all_reduce_bytes=LARGE_BYTES * larger,
+        all_reduce_bytes=large_bytes * larger,
     )
     known = None if links_of is None else load_hardware(links_of)
     machine = measure(torch.device(kind), scale, known)

@@ -50,15 +50,18 @@ def convert(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int | None) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    total: int | None, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the number of bytes after each tensor.
 
     A terminal gets a bar on stderr, any other stderr a line every few seconds.
 
     total: all bytes; None if they are not known.
+    clock: returns seconds, for the lines.
     """
     if not sys.stderr.isatty():
-        yield _lines(total)
+        yield _lines(total, clock)
         return
     from rich.console import Console
     from rich.progress import (
@@ -82,15 +85,15 @@ def progress_bar(total: int | None) -> Iterator[Callable[[int], None]]:
         yield lambda num_bytes: bar.update(task, advance=num_bytes)
 
 
-def _lines(total: int | None) -> Callable[[int], None]:
+def _lines(total: int | None, clock: Callable[[], float]) -> Callable[[int], None]:
     """Returns a function that prints a line now and then, and never two in a short time."""
-    started = told = time.monotonic()
+    started = told = clock()
     done = 0
 
     def advance(num_bytes: int) -> None:
         nonlocal done, told
         done += num_bytes
-        now = time.monotonic()
+        now = clock()
         if now - told < SECONDS_A_LINE:
             return
         told = now
@@ -103,7 +106,7 @@ def _lines(total: int | None) -> Callable[[int], None]:
     return advance
 
 
-def parser(program: str = PROGRAM) -> argparse.ArgumentParser:
+def parser(program: str = PROGRAM) -> Parser:
     """Returns the parser of the command line."""
     formats = "\n".join(f"  {name:16} {one.help}" for name, one in FORMATS.items())
     found = Parser(

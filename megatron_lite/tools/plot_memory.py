@@ -191,7 +191,7 @@ def _draw_panel(
     panel: Sequence[Any], timeline: Timeline, first: Timeline, unit: _Unit, *, first_in_row: bool
 ) -> None:
     main, phases, layers = panel
-    events = _thinned(timeline.events)
+    events = thinned(timeline.events)
     shown = [place for place in range(len(CATEGORIES)) if place == 0 or _has(events, place)]
     series = [[event.live_bytes[place] / unit.num_bytes for event in events] for place in shown]
     main.grid(axis="y", color="#DDDDDD", linewidth=0.6, gid="grid")
@@ -285,7 +285,7 @@ class _Unit:
         self.name, self.num_bytes = ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
 
 
-def _thinned(events: Sequence[Event]) -> list[Event]:
+def thinned(events: Sequence[Event]) -> list[Event]:
     """Returns at most MAX_EVENTS events: of each stretch the event with the most bytes.
 
     A peak is therefore never dropped.

@@ -70,12 +70,14 @@ class Encoded(NamedTuple):
     num_bytes: int
 
 
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+def main(
+    argv: Sequence[str] | None = None, program: str = PROGRAM, *, block_bytes: int = BLOCK_BYTES
+) -> int:
     args = _parser(program).parse_args(argv)
-    return exit_status(lambda: preprocess(args), program)
+    return exit_status(lambda: preprocess(args, block_bytes), program)
 
 
-def preprocess(args: argparse.Namespace) -> None:
+def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None:
     """Writes the datasets that the flags ask for.
 
     Raises InputError for a fault in the flags, in the tokenizer's files or in a line.
@@ -122,7 +124,7 @@ def preprocess(args: argparse.Namespace) -> None:
         progress = stack.enter_context(
             document_progress(os.path.getsize(args.input), args.log_interval)
         )
-        blocks = _line_blocks(args.input, args.partitions, args.max_line_bytes)
+        blocks = _line_blocks(args.input, args.partitions, args.max_line_bytes, block_bytes)
         for encoded in stack.enter_context(
             contextlib.closing(_encode_all(encoding, blocks, args.workers))
         ):
@@ -145,8 +147,10 @@ def preprocess(args: argparse.Namespace) -> None:
         )
 
 
-def _line_blocks(path: str, partitions: int, max_line_bytes: int) -> Iterator[list[Line]]:
-    """Yields the lines of the file in blocks of about BLOCK_BYTES.
+def _line_blocks(
+    path: str, partitions: int, max_line_bytes: int, block_bytes: int
+) -> Iterator[list[Line]]:
+    """Yields the lines of the file in blocks of about `block_bytes`.
 
     Partition p holds every line n with n % partitions == p, counted from 0. All lines of one
     partition come before the next one. Megatron's tool gives this order when it merges its
@@ -160,7 +164,7 @@ def _line_blocks(path: str, partitions: int, max_line_bytes: int) -> Iterator[li
                 continue
             block.append(line)
             size += len(line.content)
-            if size >= BLOCK_BYTES:
+            if size >= block_bytes:
                 yield block
                 block, size = [], 0
         if block:

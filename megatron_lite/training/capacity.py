@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -76,18 +77,21 @@ def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
     ).total
 
 
-def memory_bytes(device: torch.device) -> int | None:
+def memory_bytes(
+    device: torch.device, *, meminfo: Path = MEMINFO, cgroup_limits: Sequence[Path] = CGROUP_LIMITS
+) -> int | None:
     """Returns the bytes of all memory of a GPU, or of all memory and swap of this host.
 
     The limit of the control group counts if it is lower. Returns None if nothing is known.
+    meminfo, cgroup_limits: the files of the kernel that have the figures.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     limits = []
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
-        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         limits.append(sum(int(lines[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal")))
-    for path in CGROUP_LIMITS:
+    for path in cgroup_limits:
         with contextlib.suppress(OSError, ValueError):  # "max" is no number
             limits.append(int(path.read_text()))
     if not limits and hasattr(os, "sysconf"):

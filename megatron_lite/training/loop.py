@@ -58,6 +58,7 @@ class Trainer:
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
     progress: the iterations and samples so far.
+    predictions: the predicted and measured peak of a step.
     """
 
     config: RunConfig
@@ -79,7 +80,7 @@ class Trainer:
     _runner: StageRunner = field(init=False)
     _evaluations: Evaluations = field(init=False)
     _order: SampleOrder = field(init=False)
-    _predictions: Predictions = field(init=False)
+    predictions: Predictions = field(init=False)
     _skipped: SkippedUpdates = field(init=False)
     _watchers: Watchers = field(init=False)
     _started: deque[StartedStep] = field(default_factory=deque, init=False)
@@ -93,7 +94,7 @@ class Trainer:
         self._evaluations = Evaluations(
             self.config, self._runner, self.batches, self.pulse, self.rules
         )
-        self._predictions = Predictions(
+        self.predictions = Predictions(
             self.config,
             self.parallel,
             self.model,
@@ -172,7 +173,7 @@ class Trainer:
             self.saver.wait(log.line)
             if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
                 self._evaluate("test", self.datasets.test, log, exits)
-            log.summary(self._predictions.summary(), self.progress, finished=finished)
+            log.summary(self.predictions.summary(), self.progress, finished=finished)
         return self.progress
 
     def _train(self, log: RunLog, exits: Exits) -> bool:
@@ -259,7 +260,7 @@ class Trainer:
         logging, iteration = self.config.logging, self.progress.iteration + 1
         logged = iteration % logging.log_interval == 0
         self._watchers.profiler.begin(iteration)
-        with self._predictions.step(iteration), self._watchers.step(iteration):
+        with self.predictions.step(iteration), self._watchers.step(iteration):
             result = train_step(
                 self._runner,
                 self.optimizer,
@@ -275,7 +276,7 @@ class Trainer:
         for notice in self._watchers.profiler.end(iteration):
             log.line(notice)
         self._first_steps.compare(log)
-        if (line := self._predictions.peak_line()) is not None:
+        if (line := self.predictions.peak_line()) is not None:
             log.line(line)
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
@@ -298,7 +299,7 @@ class Trainer:
         figures = StepFigures.read(step.result)
         seconds = time.perf_counter() - self._clock
         self._clock += seconds
-        self._predictions.took(seconds)
+        self.predictions.took(seconds)
         update = None
         if figures.skipped:
             update = self._skipped.judge(
@@ -314,7 +315,7 @@ class Trainer:
                 activation_bytes=self.activation_bytes,
             ),
             step.extras(),
-            peak=self._predictions.peak,
+            peak=self.predictions.peak,
         )
         # This may end the run, so it comes after the row of the step is in the log.
         if update is not None:
@@ -344,6 +345,6 @@ class Trainer:
             self.batches,
             self.progress,
             num_iterations=self.num_iterations,
-            shows_peak=self._predictions.measures_peak,
+            shows_peak=self.predictions.measures_peak,
             printed=self.printed,
         )

@@ -8,7 +8,7 @@ not its launch. This makes a step slower, which is why level 0 is the default.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
@@ -73,11 +73,19 @@ FORMS = {"minmax": ("({least:.2f}, {most:.2f})", "(min, max)"), "max": ("{most:.
 
 
 class Timers:
-    """The timers of this rank. Calling an object with a name returns the context to be timed."""
+    """The timers of this rank. Calling an object with a name returns the context to be timed.
 
-    def __init__(self, config: LoggingConfig, parallel: ParallelState) -> None:
+    clock: returns the seconds of a clock.
+    """
+
+    def __init__(
+        self,
+        config: LoggingConfig,
+        parallel: ParallelState,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._level, self._option = config.timing_log_level, config.timing_log_option
-        self._parallel = parallel
+        self._parallel, self._clock = parallel, clock
         self._seconds = {name: 0.0 for name, level in LEVELS.items() if level <= self._level}
 
     @property
@@ -102,7 +110,7 @@ class Timers:
     def _now(self) -> float:
         if self._parallel.device.type == "cuda":
             torch.cuda.synchronize(self._parallel.device)
-        return time.perf_counter()
+        return self._clock()
 
     def report(self, num_iterations: int) -> Times | None:
         """Returns the times since the last report, and resets all timers.

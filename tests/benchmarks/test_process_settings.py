@@ -29,17 +29,15 @@ def test_the_page_has_the_table_of_the_results(module: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_small_run_measures_every_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_settings, "SETTINGS", (SETTINGS[0], SETTINGS[1], SETTINGS[-1]))
+def test_a_small_run_measures_every_setting(tmp_path: Path) -> None:
+    settings = (SETTINGS[0], SETTINGS[1], SETTINGS[-1])
     page, output = tmp_path / "page.md", tmp_path / "out.json"
     page.write_text(f"before\n{process_settings.BEGIN}{process_settings.END}\nafter\n")
     options = ["--preset", "tiny", "--rounds", "1", "--steps", "1", "--ranks", "2"]
-    assert main([*options, "--json", str(output), "--output", str(page)]) == 0
+    assert main([*options, "--json", str(output), "--output", str(page)], settings) == 0
     report = json.loads(output.read_text())
     enough = len(os.sched_getaffinity(0)) >= 2
-    names = [one.name for one in process_settings.SETTINGS if enough or not one.pinned]
+    names = [one.name for one in settings if enough or not one.pinned]
     assert [row["name"] for row in report["rows"]] == names
     assert report["rows"][0]["wall_ratio"] == [1.0, 1.0, 1.0]
     assert all(row["resident_mib"] > 10 for row in report["rows"])
@@ -66,17 +64,14 @@ def test_only_known_variables_are_set_and_the_default_sets_none() -> None:
     }
 
 
-def test_commands_take_turns_and_the_first_round_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commands_take_turns_and_the_first_round_does_not_count() -> None:
     ran: list[str] = []
 
     def took(command: Command) -> dict[str, float]:
         ran.append(command.name)
         return {"wall": float(len(ran)), "cpu": 2.0}
 
-    monkeypatch.setattr(planning_seconds, "timed", took)
-    rows = measure([Command("a", ""), Command("b", "")], 2)
+    rows = measure([Command("a", ""), Command("b", "")], 2, took)
     assert ran == ["b", "a", "a", "b", "b", "a"]
     assert [row["wall_samples_s"] for row in rows] == [[3.0, 6.0], [4.0, 5.0]]
     report = {"device": "a CPU", "processors": 2, "torch": "2", "python": "3", "rounds": 2}

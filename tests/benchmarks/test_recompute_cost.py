@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from benchmarks import recompute_cost
-from megatron_lite.parallel import compiled
+from tests.support.uncompiled import uncompiled_kernels
 
 
 def test_the_report_has_every_engine_and_the_page_its_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "_compiled", lambda function, tensors: function)
-    monkeypatch.setattr(compiled, "missing_compiler", lambda: None)
+    uncompiled_kernels(monkeypatch)
     monkeypatch.setattr(recompute_cost, "starts", lambda arguments: {"eager": 1.0})
     page, report = tmp_path / "page.md", tmp_path / "cost.json"
     page.write_text(f"before\n{recompute_cost.BEGIN}{recompute_cost.END}after\n")

@@ -117,9 +117,9 @@ def test_a_large_run_has_every_block_and_a_quick_one_few() -> None:
 
 def test_a_ratio_above_its_limit_is_told() -> None:
     fast = {OURS: 1.0, smoke.PLAIN: 1.0, "ours, full": 1.3, "ours, pointwise": 1.1}
-    assert smoke._above(fast, smoke.TIME_LIMITS) == []
+    assert smoke.above(fast, smoke.TIME_LIMITS) == []
     slow = {**fast, OURS: 1.6}
-    assert smoke._above(slow, smoke.TIME_LIMITS) == [(OURS, smoke.PLAIN)]
+    assert smoke.above(slow, smoke.TIME_LIMITS) == [(OURS, smoke.PLAIN)]
 
 
 def test_the_stack_grows_with_the_card() -> None:

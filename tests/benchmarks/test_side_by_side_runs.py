@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from benchmarks.side_by_side import is_meant, joined, main, parse, run_block
 from benchmarks.side_by_side_engines import GLOO, OURS
 from benchmarks.side_by_side_report import table
 from benchmarks.side_by_side_task import Block, Notes, Task
+from tests.support.forks import leave, status_of_fork
 
 BLOCK = Block(
     family="gpt",
@@ -38,7 +38,7 @@ def raises() -> torch.Tensor:
 
 
 def dies() -> torch.Tensor:
-    os._exit(9)
+    leave(9)
 
 
 def start_with(fault: Callable[[], torch.Tensor] | None) -> Callable[[Task], int]:
@@ -52,15 +52,11 @@ def start_with(fault: Callable[[], torch.Tensor] | None) -> Callable[[Task], int
         ], skipped
 
     def start(task: Task) -> int:
-        child = os.fork()
-        if child == 0:
+        def run() -> int:
             side_by_side_block.build_contestants = build
-            status = 1
-            try:
-                status = side_by_side_block.run_ranks(task)
-            finally:
-                os._exit(status)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            return side_by_side_block.run_ranks(task)
+
+        return status_of_fork(run)
 
     return start
 

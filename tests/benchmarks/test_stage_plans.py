@@ -47,11 +47,10 @@ def test_the_page_has_the_table_that_the_command_makes(tmp_path: Path) -> None:
 
 
 def test_a_page_without_the_marks_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.stage_plans.rows", lambda *sizes: [])
     page = tmp_path / "page.md"
     page.write_text("# A page\n")
     with pytest.raises(SystemExit):
-        main(["--output", str(page)])
+        main(["--output", str(page)], lambda *sizes: [])
     assert page.read_text() == "# A page\n" and "has no" in capsys.readouterr().err

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import shutil
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from tests.support.checkpoints import flip_bit
+from tests.support.forks import status_of_fork
 from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
@@ -89,6 +89,12 @@ def damaged(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Callable[
     return of
 
 
+def later_start(config: RunConfig) -> None:
+    dist.distributed_c10d.GroupMember.WORLD = None
+    os.environ.update(JOB, SLURM_RESTART_COUNT="1")
+    run_to_end(config)
+
+
 def check_run(folder: Path, damaged: Path, ranks: int, point: Point, async_save: bool) -> None:
     """Start 0 is held while it saves step 2. Start 1, a process of its own on one rank, goes on to
     step 4. Then start 0 wakes."""
@@ -100,16 +106,7 @@ def check_run(folder: Path, damaged: Path, ranks: int, point: Point, async_save:
             if at is not point or rank != 0:
                 return
             points.reached = lambda at: None
-            if (pid := os.fork()) == 0:
-                try:
-                    dist.distributed_c10d.GroupMember.WORLD = None
-                    os.environ.update(JOB, SLURM_RESTART_COUNT="1")
-                    run_to_end(newer)
-                    os._exit(0)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            assert status_of_fork(lambda: later_start(newer)) == 0
 
         points.reached = reached
         return train(

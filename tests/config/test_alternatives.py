@@ -218,7 +218,7 @@ def test_alternatives_on_the_command_line_itself_are_still_refused(
 
 
 def test_the_tables_name_fields_that_flags_set() -> None:
-    fields = {action.dest for action in build_parser()._actions}
+    fields = {action.dest for action in build_parser().actions}
     named = {field for group in ALTERNATIVES for way in group for field in way}
     for table in (BELONGS_TO, NEEDS_MORE_THAN_ONE):
         named |= table.keys() | {field for names in table.values() for field in names}

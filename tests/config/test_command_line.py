@@ -17,7 +17,7 @@ from tests.plan.runs import preset_run, small_run
 def test_every_field_has_the_flag_of_the_parser() -> None:
     by_field = {
         action.dest: action.option_strings
-        for action in build_parser()._actions
+        for action in build_parser().actions
         if action.default == "==SUPPRESS=="
     }
     for config_class in topics().values():

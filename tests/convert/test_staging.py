@@ -11,6 +11,7 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.staging import SUFFIX, complete_folder
 from tests.support.conversions import converted, same_weights, saved_peer, weights_in
+from tests.support.forks import status_of_fork
 
 
 def test_a_complete_folder_has_the_files_and_no_others(tmp_path: Path) -> None:
@@ -79,8 +80,8 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
     """The child dies after its third tensor, as by an out-of-memory kill."""
     pytest.importorskip("transformers")
     saved_peer("llama", tmp_path / "theirs")
-    pid = os.fork()
-    if pid == 0:
+
+    def convert() -> None:
         from megatron_lite.convert.formats import FORMATS, TargetOptions
 
         seen: list[int] = []
@@ -93,8 +94,8 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
         FORMATS["megatron-lite"].target(tmp_path / "ours", TargetOptions()).write(
             FORMATS["hf"].source(tmp_path / "theirs"), advance
         )
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+
+    assert status_of_fork(convert) == -signal.SIGKILL
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"ours{SUFFIX}", "theirs"]
     (tmp_path / f"ours{SUFFIX}" / "odd").write_text("of an older version")
     assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,12 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import blend_index
-from megatron_lite.data.blend_index import BlendIndex, build_blend_index, kept_blend_index
+from megatron_lite.data.blend_index import (
+    BlendIndex,
+    blend_index_fault,
+    build_blend_index,
+    kept_blend_index,
+)
 from megatron_lite.data.splits import normalized
 
 
@@ -107,11 +113,12 @@ def test_many_blends_equal_megatrons_helper(case: int, monkeypatch: pytest.Monke
 def test_a_large_blend_is_built_once_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blend_index, "KEPT_FROM", 100)
     weights = normalized([3, 1, 2])
 
     def kept(size: int, shares: tuple[float, ...] = weights) -> BlendIndex:
-        return kept_blend_index(shares, size, data_cache_path=str(tmp_path / "c"), prefix="no/use")
+        return kept_blend_index(
+            shares, size, data_cache_path=str(tmp_path / "c"), prefix="no/use", keep_from=100
+        )
 
     first = kept(300)
     with monkeypatch.context() as patch:
@@ -129,7 +136,7 @@ def test_a_large_blend_is_built_once_and_kept(
 
 def test_a_blend_index_of_other_datasets_is_not_used() -> None:
     good = build_blend_index(normalized([3, 1]), 50)._asdict()
-    assert blend_index._fault(good, 2, 50) is None
+    assert blend_index_fault(good, 2, 50) is None
     for change in (
         {"dataset": good["dataset"] + np.int16(1)},
         {"sample": good["sample"] - 1},
@@ -138,14 +145,12 @@ def test_a_blend_index_of_other_datasets_is_not_used() -> None:
         {"sample": good["sample"][:-1]},
         {"more": good["sample"]},
     ):
-        assert blend_index._fault({**good, **change}, 2, 50) is not None
+        assert blend_index_fault({**good, **change}, 2, 50) is not None
 
 
-def test_a_cache_folder_that_cannot_be_written_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blend_index, "KEPT_FROM", 10)
+def test_a_cache_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    kept = partial(kept_blend_index, [1.0], 20, keep_from=10)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--data-cache-path .*file cannot be used"):
-        kept_blend_index([1.0], 20, data_cache_path=str(tmp_path / "file"), prefix="no/use")
-    kept_blend_index([1.0], 20, data_cache_path=None, prefix=str(tmp_path / "file" / "data"))
+        kept(data_cache_path=str(tmp_path / "file"), prefix="no/use")
+    kept(data_cache_path=None, prefix=str(tmp_path / "file" / "data"))

@@ -303,9 +303,10 @@ def _kept(folder: Path) -> Keep:
     return functools.partial(kept_arrays, str(folder), "no/prefix")
 
 
-def _settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def _settled(monkeypatch: pytest.MonkeyPatch, seconds: float = -1e9) -> None:
+    """Even a small index is kept, as soon as it has this age."""
     monkeypatch.setattr(indexed_module, "KEPT_FROM", 0)
-    monkeypatch.setattr(kept_checksum, "SETTLED_S", -1e9)
+    monkeypatch.setattr(kept_checksum, "SETTLED_S", seconds)
 
 
 def test_a_large_index_is_checked_and_hashed_once(
@@ -359,8 +360,7 @@ def test_a_shorter_bin_is_found_although_the_index_is_known(
 def test_the_checksum_of_a_young_index_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed_module, "KEPT_FROM", 0)
-    monkeypatch.setattr(kept_checksum, "SETTLED_S", 1e9)
+    _settled(monkeypatch, seconds=1e9)
     IndexedDataset(write(tmp_path / "data", DOCUMENTS), keep=_kept(tmp_path / "kept"))
     assert not (tmp_path / "kept").exists()
 

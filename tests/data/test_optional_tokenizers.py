@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.data import tokenizer_files
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer, resolve_vocabulary
+from tests.support.modules import provide
 
 TEXTS = (
     "The quick brown fox, 12345 times!\n\n  And   again\t.",
@@ -193,7 +193,7 @@ def test_a_list_of_tokens_that_does_not_fit_is_refused(
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, package: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
+    provide(monkeypatch, package, None)
     config = replace(_config(_written(tmp_path, entries(*MORE))), tokenizer_type=kind)
     advice = rf"needs the {package} package: pip install -e '\.\[tokenizers\]'"
     with pytest.raises(InputError, match=advice):

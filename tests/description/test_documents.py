@@ -21,6 +21,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.pipeline.handoff import arrive, depart, run_backward
 from tests.description.test_workspace import GRID, NUM_LAYERS, Case, differences, wrong_each_time
+from tests.support.changes import with_fields
 from tests.support.courses import gloo_has_freed
 from tests.support.documents import batch_of
 from tests.support.models import build_tiny_model, tp_state
@@ -78,7 +79,7 @@ def peak_bytes(model: GPTModel, sizes: Sizes) -> int:
         )
         documents = type(documents)(*(one if one is None else one.clone() for one in documents))
         if not sizes.has_embedding:
-            documents = documents._replace(position_ids=None)
+            documents = with_fields(documents, position_ids=None)
         held = [documents, *([tokens] if sizes.has_embedding else [])]
         inputs = tokens if sizes.has_embedding else arrive(hidden(), lambda grad: None)
         del tokens

@@ -250,11 +250,10 @@ def flags_page() -> str:
         "change no result here, and `--help refused` those that are not supported, each with the "
         "reason.",
     ]
-    for group in parser._action_groups:
-        actions = [one for one in group._group_actions if one.help != argparse.SUPPRESS]
-        if not actions or group.title in ("options", "positional arguments"):
+    for title, group in parser.groups().items():
+        actions = [one for one in group if one.help != argparse.SUPPRESS]
+        if not actions or title in ("options", "positional arguments"):
             continue
-        title = group.title or ""
         lines += ["", f"## {title[:1].upper()}{title[1:]}", ""]
         lines += ["| flag | meaning |", "|---|---|"]
         for action in actions:

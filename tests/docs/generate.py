@@ -13,11 +13,11 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.docs import figures, outputs
-from tests.docs.marks import GENERATED, INLINE, PAGES, PART, ROOT, Block, blocks, with_texts
+from tests.docs.marks import GENERATED, INLINE, PAGES, PART, Block, blocks, name_of, with_texts
 
 
 def made(block: Block) -> str:
@@ -53,7 +53,7 @@ def remade(page: Path, choose: Callable[[Block], bool] = lambda block: True) -> 
 
 def difference(page: Path, choose: Callable[[Block], bool] = lambda block: True) -> str:
     """Returns what differs between a page and what the commands make; "" if nothing does."""
-    name = str(page.relative_to(ROOT))
+    name = name_of(page)
     return "\n".join(
         difflib.unified_diff(
             page.read_text(encoding="utf-8").splitlines(),
@@ -65,8 +65,18 @@ def difference(page: Path, choose: Callable[[Block], bool] = lambda block: True)
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if --check finds a difference."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    files: Mapping[Path, Callable[[], str]] = figures.FILES,
+    records: Path = outputs.RECORDS,
+    run: Callable[..., str] = outputs.run,
+) -> int:
+    """Returns the exit status: 1 if --check finds a difference.
+
+    files: what is made besides the pages, with the functions that make it.
+    records: where --record writes. run: runs its commands.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tests.docs.generate", description=__doc__.splitlines()[0]
     )
@@ -77,10 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("pages", nargs="*", type=Path, help="some pages only")
     args = parser.parse_args(argv)
     if args.record == "memory":
-        outputs.write_memory()
+        outputs.write_memory(records, run)
         return 0
     if args.record:
-        outputs.write_record(args.record)
+        outputs.write_record(args.record, records, run)
         return 0
     stale = 0
     for page in [path.resolve() for path in args.pages] or PAGES:
@@ -88,16 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         stale += bool(found)
         if found and args.write:
             page.write_text(remade(page), encoding="utf-8")
-            print(f"written: {page.relative_to(ROOT)}")
+            print(f"written: {name_of(page)}")
         elif found:
             print(found)
-    for path, make in figures.FILES.items():
+    for path, make in files.items():
         text = make()
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale += 1
             if args.write:
                 path.write_text(text, encoding="utf-8")
-            print(f"{'written' if args.write else 'stale'}: {path.relative_to(ROOT)}")
+            print(f"{'written' if args.write else 'stale'}: {name_of(path)}")
     return int(bool(stale) and not args.write)
 
 

@@ -74,7 +74,12 @@ class Block:
     @property
     def name(self) -> str:
         """Where it stands, for messages and test names."""
-        return f"{self.page.relative_to(ROOT)}:{self.start + 1}"
+        return f"{name_of(self.page)}:{self.start + 1}"
+
+
+def name_of(path: Path) -> str:
+    """Returns the path from the repository's root, and the whole path of a file elsewhere."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def blocks(page: Path, text: str | None = None) -> Iterator[Block]:

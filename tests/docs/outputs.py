@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -94,15 +94,15 @@ def printed(program: str) -> str:
         return run("python program.py", where)
 
 
-def record(name: str) -> str:
+def record(name: str, records: Path = RECORDS) -> str:
     """Returns the output in docs/records. Its first line must have the command of COMMANDS."""
-    first, _, text = (RECORDS / f"{name}.txt").read_text(encoding="utf-8").partition("\n")
+    first, _, text = (records / f"{name}.txt").read_text(encoding="utf-8").partition("\n")
     if first != f"$ {COMMANDS[name]}":
         raise ValueError(f"docs/records/{name}.txt is of {first!r}: record it again")
     return text.rstrip("\n")
 
 
-def write_record(name: str) -> None:
+def write_record(name: str, records: Path, run: Callable[..., str]) -> None:
     """Runs the command of a record, in minutes, and writes the record.
 
     The quickstart runs in the repository itself, whose environment it uses. OUTPUT names the folder
@@ -112,11 +112,11 @@ def write_record(name: str) -> None:
         os.environ["OUTPUT"] = str(where / "runs" / "quickstart")
         text = run(COMMANDS[name], ROOT if name == "quickstart" else where, timeout=3600)
     text = text.replace(f"{where}/", "")
-    RECORDS.mkdir(exist_ok=True)
-    (RECORDS / f"{name}.txt").write_text(f"$ {COMMANDS[name]}\n{text}\n", encoding="utf-8")
+    records.mkdir(exist_ok=True)
+    (records / f"{name}.txt").write_text(f"$ {COMMANDS[name]}\n{text}\n", encoding="utf-8")
 
 
-def write_memory() -> None:
+def write_memory(records: Path, run: Callable[..., str]) -> None:
     """Runs the commands of the first page's picture, and writes their timelines.
 
     The timelines have bytes and no times: a busy machine may record them.
@@ -125,7 +125,7 @@ def write_memory() -> None:
         for name, policy in MEMORY_RUNS.items():
             run(f"{MEMORY} --recompute-policy '{policy}' --memory-timeline one.json", where)
             text = Path(where, "one.json").read_text(encoding="utf-8")
-            (RECORDS / f"memory_{name}.json").write_text(text, encoding="utf-8")
+            (records / f"memory_{name}.json").write_text(text, encoding="utf-8")
 
 
 def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:

@@ -18,6 +18,6 @@ def test_the_table_has_every_family_in_order() -> None:
 
 
 def test_every_flag_in_the_text_exists() -> None:
-    known = {flag for action in parser()._actions for flag in action.option_strings}
+    known = {flag for action in parser().actions for flag in action.option_strings}
     found = set(re.findall(r"--[a-z][\w-]+", TEXT)) - {"--nproc_per_node"}
     assert found <= known | set(supported_flags(build_parser())) and len(found) > 8

@@ -49,11 +49,6 @@ def ran(page: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str], 
     return status, printed.out.splitlines(), printed.err
 
 
-@pytest.fixture(autouse=True)
-def pages_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.docs.marks.ROOT", tmp_path)
-
-
 def test_blocks_run_in_order_in_one_shell(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     status, out, error = ran(page, capfd)
     assert (status, error) == (0, "")

@@ -129,49 +129,43 @@ def test_the_readme_is_short() -> None:
 
 
 def test_a_stale_figure_and_a_stale_block_are_shown_and_mended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "Of <!--=situations-->9<!--/--> rows:\n\n<!-- made by: regions -->\n| old |\n|---|\n\nEnd\n"
     )
-    monkeypatch.setattr("tests.docs.generate.ROOT", tmp_path)
-    monkeypatch.setattr("tests.docs.marks.ROOT", tmp_path)
-    monkeypatch.setattr("tests.docs.figures.FILES", {})
-    assert main(["--check", str(page)]) == 1
+    assert main(["--check", str(page)], files={}) == 1
     shown = capsys.readouterr().out
     assert "-| old |" in shown and "+Of <!--=situations-->66<!--/--> rows:" in shown
-    assert main(["--write", str(page)]) == 0
+    assert main(["--write", str(page)], files={}) == 0
     assert "`core_attn`" in page.read_text() and page.read_text().endswith("\n\nEnd\n")
-    assert main(["--check", str(page)]) == 0
+    assert main(["--check", str(page)], files={}) == 0
 
 
-def test_a_record_of_another_command_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outputs, "RECORDS", tmp_path)
+def test_a_record_of_another_command_is_refused(tmp_path: Path) -> None:
     (tmp_path / "quickstart.txt").write_text("$ bash another.sh\nfine\n")
     with pytest.raises(ValueError, match="record it again"):
-        outputs.record("quickstart")
+        outputs.record("quickstart", tmp_path)
 
 
 def test_a_part_of_several_tables_is_written_between_its_marks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "page.md"
-    page.write_text("Before\n\n<!-- begin part: two -->\nold\n<!-- end part -->\n\nAfter\n")
-    monkeypatch.setattr("tests.docs.generate.ROOT", tmp_path)
-    monkeypatch.setattr("tests.docs.marks.ROOT", tmp_path)
-    monkeypatch.setattr("tests.docs.figures.FILES", {})
-    monkeypatch.setattr("tests.docs.figures.PARTS", {"two": lambda: "| a |\n|---|\n\n| b |\n|---|"})
-    assert main(["--check", str(page)]) == 1 and "+| b |" in capsys.readouterr().out
-    assert main(["--write", str(page)]) == 0 and main(["--check", str(page)]) == 0
-    assert "-->\n| a |\n|---|\n\n| b |\n|---|\n<!-- end part -->\n\nAfter\n" in page.read_text()
+    page.write_text(
+        "Before\n\n<!-- begin part: peers-targets -->\nold\n<!-- end part -->\n\nAfter\n"
+    )
+    text = figures.PARTS["peers-targets"]()
+    assert text.count("|---") > 1
+    assert main(["--check", str(page)], files={}) == 1
+    assert f"+{text.splitlines()[-1]}" in capsys.readouterr().out
+    assert main(["--write", str(page)], files={}) == 0
+    assert main(["--check", str(page)], files={}) == 0
+    assert f"-->\n{text}\n<!-- end part -->\n\nAfter\n" in page.read_text()
 
 
-def test_the_timelines_of_the_picture_are_recorded_by_their_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_timelines_of_the_picture_are_recorded_by_their_commands(tmp_path: Path) -> None:
     ran = []
 
     def run(command: str, where: Path) -> str:
@@ -179,9 +173,7 @@ def test_the_timelines_of_the_picture_are_recorded_by_their_commands(
         Path(where, "one.json").write_text(command)
         return ""
 
-    monkeypatch.setattr(outputs, "RECORDS", tmp_path)
-    monkeypatch.setattr(outputs, "run", run)
-    assert main(["--record", "memory"]) == 0
+    assert main(["--record", "memory"], records=tmp_path, run=run) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         f"memory_{name}.json" for name in outputs.MEMORY_RUNS
     }

@@ -19,6 +19,7 @@ from megatron_lite.data import index_cache
 from megatron_lite.data.index_cache import Allocate, cached_arrays
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from tests.support.commands import ROOT, SMALL_RUN, environment
+from tests.support.forks import status_of_fork
 from tests.support.happenings import builds_second, happens
 from tests.support.limits import HANG_S
 from tests.support.programs import program
@@ -167,12 +168,12 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
 
     points = 0
     while status != 0:
-        pid = os.fork()
-        if pid == 0:
-            _killed_at(points)
-            cached_arrays(folder, {"point": points}, build)
-            os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+        def killed_at(point: int = points) -> None:
+            _killed_at(point)
+            cached_arrays(folder, {"point": point}, build)
+
+        status = status_of_fork(killed_at)
         assert status in (0, -signal.SIGKILL)
         before = built
         found = cached_arrays(folder, {"point": points}, build)
@@ -232,7 +233,8 @@ def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reade
     prefix = _write(tmp_path / "data")
     program = f"""if True:
         import os, runpy
-        from tests.support.happenings import builds_second, happens
+        from tests.support.forks import status_of_fork
+from tests.support.happenings import builds_second, happens
         happens("step", lambda: os.truncate({str(_file(prefix, "bin"))!r}, 0), iteration=3)
         runpy.run_path("pretrain_gpt.py", run_name="__main__")
     """

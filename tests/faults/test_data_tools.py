@@ -30,6 +30,7 @@ from megatron_lite.tools import corpus, preprocess_data, train_tokenizer
 from megatron_lite.tools.command import exit_status
 from tests.support.commands import ROOT, environment
 from tests.support.disks import small_disk
+from tests.support.forks import status_of_fork
 from tests.support.limits import HANG_S
 
 ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
@@ -338,12 +339,12 @@ def test_a_writer_killed_at_any_point_never_leaves_a_new_bin_beside_an_old_idx(
     prefix, seen, status, points = str(tmp_path / "a"), set[str](), -1, 0
     while status != 0:
         _write(prefix, OLD)
-        pid = os.fork()
-        if pid == 0:
-            _dies_before_change(points)
+
+        def killed_before(change: int = points) -> None:
+            _dies_before_change(change)
             _write(prefix, NEW)
-            os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+        status = status_of_fork(killed_before)
         assert status in (0, -signal.SIGKILL)
         found = _read(prefix)
         assert found in (OLD, NEW) or "no such file" in found, (

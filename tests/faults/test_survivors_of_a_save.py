@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_lite.checkpointing import points
 from megatron_lite.checkpointing.points import Point
 from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
+from tests.support.forks import leave
 from tests.support.limits import HANG_S
 from tests.support.runs import run_to_end, tiny_run
 
@@ -39,7 +40,7 @@ def survivors(fn: Callable[[int], None], world_size: int, rendezvous: Path) -> l
         except Exception as error:
             writer.send(f"{type(error).__name__}: {error}")
         writer.close()
-        os._exit(0)  # the group cannot be left in order
+        leave(0)  # the group cannot be left in order
 
     pipes, processes = [], []
     for rank in range(world_size):

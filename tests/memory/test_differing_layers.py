@@ -110,7 +110,7 @@ def test_a_later_stage_begins_with_its_own_layers() -> None:
             model = build_tiny_model(config, parallel, dtype=torch.float32, stage=stage)
             with kept_for_backward(exclude=model.parameters()) as meter:
                 hidden = torch.randn(SEQ_LENGTH, BATCH, 32, requires_grad=True)
-                output = model.decoder(hidden, model._rotary_tables(SEQ_LENGTH))
+                output = model.decoder(hidden, model.rotary_tables(SEQ_LENGTH))
                 measured = meter.total_bytes()
                 del output
         sizes = Sizes(

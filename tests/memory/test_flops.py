@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import Sizes
@@ -16,6 +16,7 @@ from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.flops import forward_flops, hardware_flops, peak_flops, step_flops
 from megatron_lite.recompute.recompute_plan import keep_everything
 from tests.support.equality import VARIANTS, variant_config
+from tests.support.flash_flops import CPU_FLASH, FORMULAS
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
@@ -64,13 +65,11 @@ def test_a_flash_forward_costs_the_same(name):
     """The kernel is counted by torch's own formula for its siblings. (Its backward rebuilds the
     scores: 5 matmuls, not 4.)"""
     config = variant_config(name, attention_backend="flash")
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    formula = {kernel: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value)}
     with tp_state(1) as parallel:
         model = build_tiny_model(config, parallel, dtype=torch.float32)
-        with FlopCounterMode(display=False, custom_mapping=formula) as counter:
+        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
             model.loss(*sample_tokens(batch=BATCH, seq_length=SEQ_LENGTH))
-    assert counter.get_flop_counts()["Global"][kernel] > 0
+    assert counter.get_flop_counts()["Global"][CPU_FLASH] > 0
     assert counter.get_total_flops() == predicted(config, 1)[0]
 
 

@@ -109,7 +109,7 @@ def wrong_lists(
                         dtype=dtype,
                     )
                     rotary = (
-                        model._rotary_tables(SEQ_LENGTH)
+                        model.rotary_tables(SEQ_LENGTH)
                         if config.position_embedding_type == "rope"
                         else None
                     )

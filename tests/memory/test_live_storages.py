@@ -21,6 +21,7 @@ from megatron_lite.memory.measure.step_meter import (
     StepMeter,
 )
 from megatron_lite.recompute.phase import allocating_on_host
+from tests.support.storages import address
 
 
 class Checked(LiveStorages):
@@ -37,8 +38,8 @@ class Checked(LiveStorages):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
-            if storage._cdata in self._live:
-                self.all[storage._cdata] = weakref.ref(storage)
+            if address(storage) in self._live:
+                self.all[address(storage)] = weakref.ref(storage)
             del storage
         alive = sum(one.nbytes() for reference in self.all.values() if (one := reference()))
         assert not self.sum_is_above(alive) and self.sum_is_above(alive - 1)

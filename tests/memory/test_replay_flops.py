@@ -8,7 +8,7 @@ from itertools import chain, combinations, product
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
@@ -22,21 +22,13 @@ from megatron_lite.memory.predict.flops import (
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
+from tests.support.flash_flops import FORMULAS
 from tests.support.limits import HANG_S
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
 from tests.support.pairs import only, sampled
 from tests.support.ranks import run_ranks
 
 BATCH, SEQ_LENGTH = 3, 8
-# The counter has no formula for the flash kernels of a CPU: they are given that of their siblings.
-CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-FORMULAS = {
-    CPU_FLASH: lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value),
-    CPU_FLASH_BACKWARD: lambda grad, query, key, value, *_, **__: sdpa_backward_flop_count(
-        grad, query, key, value
-    ),
-}
 
 
 def full(method: str, count: int, *, num_layers: int) -> RecomputePlan:

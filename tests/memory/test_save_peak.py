@@ -16,6 +16,7 @@ from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_trainer
+from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.peak_memory import PeakMeter
 from tests.support.runs import tiny_run
 
@@ -54,7 +55,7 @@ def measured(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, in
             micro_batch_size=4,
             parallel=parallel,
         )
-        runner = trainer._runner
+        runner = StageRunner.of(config, trainer.model, parallel)
         with meter.step():
             runner.evaluate(batches)
         assert meter.peak_bytes is not None

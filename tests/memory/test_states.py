@@ -22,6 +22,7 @@ from tests.support.equality import VARIANTS
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
+from tests.support.storages import addresses, distinct
 
 OVERLAP = dict(overlap_grad_reduce=True, ddp_bucket_size=5000)
 LAYOUTS = {
@@ -37,8 +38,7 @@ LAYOUTS = {
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the storages, each once."""
     local = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
-    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in local}
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storage.nbytes() for storage in distinct(local))
 
 
 def held(run: RunConfig) -> tuple[RankStates, RankStates]:
@@ -56,18 +56,18 @@ def held(run: RunConfig) -> tuple[RankStates, RankStates]:
         trainer.run()
         weights = list(trainer.model.parameters())
         local = [one.to_local() if isinstance(one, DTensor) else one for one in weights]
-        own = {one.untyped_storage()._cdata for one in local}
+        own = addresses(local)
         masters = [
             piece.master
             for piece in trainer.optimizer.layout.pieces
-            if piece.master.untyped_storage()._cdata not in own
+            if not own & addresses([piece.master])
         ]
-        own |= {one.untyped_storage()._cdata for one in masters}
+        own |= addresses(masters)
         states = [
             value
             for state in trainer.optimizer.states.values()
             for value in state.values()
-            if value.untyped_storage()._cdata not in own
+            if not own & addresses([value])
         ]
         found = RankStates(
             weights=bytes_of(weights),

@@ -6,8 +6,9 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+from io import FileIO
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,10 +38,9 @@ from tests.training.test_full_log import full  # noqa: F401
 Patch = pytest.MonkeyPatch
 
 
-def nothing_is_synced(patch: Patch) -> None:
-    patch.setattr(
-        data_files, "os", SimpleNamespace(**{**vars(os), "fsync": lambda descriptor: None})
-    )
+@replaces("os", data_files)
+def nothing_is_synced(real: ModuleType) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(real), "fsync": lambda descriptor: None})
 
 
 @replaces("sync_file", files, write)
@@ -101,8 +101,9 @@ class _Nothing:
         return None
 
 
-def a_later_start_leaves_unfinished_names(patch: Patch) -> None:
-    patch.setattr(retention, "UNFINISHED", _Nothing())
+@replaces("UNFINISHED", retention)
+def a_later_start_leaves_unfinished_names(_):
+    return _Nothing()
 
 
 @replaces("_step_after_pointer", start)
@@ -116,8 +117,16 @@ def every_step_is_on_the_course(_, self, other, iteration):
 
 
 def links_and_pipes_are_read(patch: Patch) -> None:
-    patch.setattr(manifest, "regular_size", lambda path: path.stat().st_size)
-    patch.setattr(manifest, "open_regular", lambda path: path.open("rb", buffering=0))
+    @replaces("regular_size", manifest)
+    def size(_: Any, path: Path) -> int:
+        return path.stat().st_size
+
+    @replaces("open_regular", manifest)
+    def opened(_: Any, path: Path) -> FileIO:
+        return path.open("rb", buffering=0)
+
+    for part in (size, opened):
+        part(patch)
 
 
 @replaces("_check_split", SavedLayout)
@@ -135,16 +144,21 @@ def files_are_not_compared_with_their_layout(
         return self._file(self._path(layout, 0)).get_tensor(key).dtype
 
 
-def set_aside_steps_stay_for_ever(patch: Patch) -> None:
-    patch.setattr(retention, "SUPERSEDED", _Nothing())
+@replaces("SUPERSEDED", retention)
+def set_aside_steps_stay_for_ever(_):
+    return _Nothing()
 
 
-def set_aside_steps_go_at_once(patch: Patch) -> None:
-    class AtZero:
-        def fullmatch(self, name: str) -> tuple[str, str] | None:
-            return (name, "0") if ".superseded" in name else None
+class _AtZero:
+    """A pattern that takes every step that was set aside for one of iteration 0."""
 
-    patch.setattr(retention, "SUPERSEDED", AtZero())
+    def fullmatch(self, name: str) -> tuple[str, str] | None:
+        return (name, "0") if ".superseded" in name else None
+
+
+@replaces("SUPERSEDED", retention)
+def set_aside_steps_go_at_once(_):
+    return _AtZero()
 
 
 @replaces("ftruncate", appended.os)

@@ -21,6 +21,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training import step
 from tests.context_parallel import test_attention, test_equality, test_run
 from tests.context_parallel.test_equality import Layout
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
@@ -47,7 +48,7 @@ def parts_are_added_without_rescaling(_, total, part):
 
 @replaces("merge_", attention)
 def the_log_sum_exp_stays_that_of_the_first_part(real, total, part):
-    merged = total._replace(lse=total.lse.clone())
+    merged = with_fields(total, lse=total.lse.clone())
     real(merged, part)
 
 
@@ -68,18 +69,18 @@ def backward_with_the_log_sum_exp_of_each_part(
 
 @replaces("_reading", attention)
 def own_keys_are_read_ahead(real, *args):
-    return real(*args)._replace(causal=False)
+    return with_fields(real(*args), causal=False)
 
 
-def the_ring_turns_the_other_way(patch: Patch) -> None:
+@replaces("p2p", exchange.EXCHANGES)
+def the_ring_turns_the_other_way(real: exchange.Exchange) -> exchange.Exchange:
     """What comes from the rank before is taken for what the rank after sent."""
-    real = exchange.around_the_ring
 
     def parts(own, group):
-        for part in real(own, group):
-            yield part._replace(source=(2 * group.rank() - part.source) % group.size())
+        for part in exchange.around_the_ring(own, group):
+            yield with_fields(part, source=(2 * group.rank() - part.source) % group.size())
 
-    patch.setitem(exchange.EXCHANGES, "p2p", exchange.Exchange(parts, exchange.RingSum))
+    return exchange.Exchange(parts, exchange.RingSum)
 
 
 @replaces("result", exchange.RingSum)

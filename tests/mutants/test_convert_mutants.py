@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert import hf_layouts, safetensors_file
 from tests.convert import test_safetensors_file as files
 from tests.model import test_transformers_parity as parity
-from tests.support.mutants import Fault, Mutant, assert_seen, parameters
+from tests.support.changes import with_fields
+from tests.support.mutants import Fault, Mutant, assert_seen, parameters, replaces
 
 pytest.importorskip("transformers")
 
@@ -24,15 +26,17 @@ def joined_by(name: str, join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     A round trip does not see such a fault if the other direction has it too.
     """
 
-    def fault(patch: pytest.MonkeyPatch) -> None:
-        patch.setitem(hf_layouts.LAYOUTS, name, hf_layouts.LAYOUTS[name]._replace(join=join))
+    @replaces(name, hf_layouts.LAYOUTS)
+    def fault(layout: Any) -> Any:
+        return with_fields(layout, join=join)
 
     fault.__name__ = f"{name} is joined wrongly"
     return fault
 
 
-def tensors_begin_anywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(safetensors_file, "ALIGNMENT", 1)
+@replaces("ALIGNMENT", safetensors_file)
+def tensors_begin_anywhere(_):
+    return 1
 
 
 def parity_of(name: str) -> dict[str, object]:

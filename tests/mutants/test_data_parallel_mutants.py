@@ -21,6 +21,7 @@ from megatron_lite.parallel.fsdp_buffers import UnitGradients
 from megatron_lite.recompute import stores
 from tests.optim import test_grad_buffer, test_layouts, test_zero1
 from tests.parallel import test_fsdp
+from tests.support.changes import with_fields
 from tests.support.layouts import LAYOUTS
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.training import test_layouts as test_runs
@@ -39,8 +40,16 @@ def gloo_copies_what_it_reduces(_, tensor):
 
 
 def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
-    patch.setattr(fsdp_buffers, "FREE_TO_DROP", 100)
-    patch.setattr(fsdp_buffers, "_owns_storage_alone", lambda tensor: True)
+    @replaces("FREE_TO_DROP", fsdp_buffers)
+    def many_users(_: int) -> int:
+        return 100
+
+    @replaces("_owns_storage_alone", fsdp_buffers)
+    def always(_: Any, tensor: Tensor) -> bool:
+        return True
+
+    for part in (many_users, always):
+        part(patch)
 
 
 @replaces("forget", fsdp.FullySharded)
@@ -72,7 +81,7 @@ def buckets_are_sent_as_they_become_complete(_: Any, self: GradBuffer, name: str
 
 @replaces("bucket_layouts", grad_buffer)
 def a_tied_weight_shares_a_bucket(layouts: Any, gradients: Any, **sizes: Any) -> Any:
-    return layouts([one._replace(tied=False) for one in gradients], **sizes)
+    return layouts([with_fields(one, tied=False) for one in gradients], **sizes)
 
 
 @replaces("__init__", grad_buffer.Bucket)
@@ -130,8 +139,8 @@ def fsdp_keeps_the_root_whole_after_an_evaluation(*_):
 
 
 def a_tied_weight_stays_whole_between_its_uses(patch: Patch) -> None:
-    patch.setattr(units, "_free", lambda unit, *_: None)
-    patch.setattr(units, "_free_between_uses", lambda unit, embedding, output: None)
+    for name in ("_free", "_free_between_uses"):
+        replaces(name, units)(lambda *_: None)(patch)
 
 
 @replaces("__call__", units._StandIns)

@@ -21,6 +21,7 @@ from megatron_lite.description import (
 )
 from megatron_lite.description.operations import Course, LayerDescription, Operation, course
 from tests.description import test_drift, test_regions, test_workspace
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
@@ -35,20 +36,17 @@ def changed(patch: Patch, name: str, **fields: Any) -> None:
         return replace(
             described,
             operations=tuple(
-                one._replace(**fields) if one.name == name else one for one in described.operations
+                with_fields(one, **fields) if one.name == name else one
+                for one in described.operations
             ),
         )
 
     layer(patch)
 
 
-def facts(patch: Patch, region: str, **fields: Any) -> None:
-    patch.setitem(regions.REGIONS, region, replace(regions.REGIONS[region], **fields))
-
-
 @replaces("norm_statistics", norm_statistics)
 def a_norm_keeps_no_statistics(real, *args):
-    return real(*args)._replace(num_bytes=0)
+    return with_fields(real(*args), num_bytes=0)
 
 
 def a_dropout_keeps_no_mask(patch: Patch) -> None:
@@ -66,7 +64,7 @@ def a_bias_is_forgotten(patch: Patch) -> None:
 @replaces("column_linear", transformer_layer)
 def inputs_are_not_gathered(real, *args: Any, **options: Any) -> Operation:
     operation = real(*args, **options)
-    return operation._replace(calls=operation.calls[-1:])
+    return with_fields(operation, calls=operation.calls[-1:])
 
 
 @replaces("row_forward", model_ends)
@@ -76,7 +74,7 @@ def partial_sums_are_not_added(_, model, sizes):
 
 @replaces("_flash", self_attention)
 def flash_keeps_no_log_sum_exp(real, *args, **options):
-    return real(*args, **options)._replace(keeps=real(*args, **options).keeps[:-1])
+    return with_fields(real(*args, **options), keeps=real(*args, **options).keeps[:-1])
 
 
 def an_activation_outside_of_the_mlp(patch: Patch) -> None:
@@ -89,43 +87,47 @@ def a_second_norm_outside_of_its_region(patch: Patch) -> None:
 
 def an_output_that_nobody_saves_is_discarded(patch: Patch) -> None:
     entry = next(test_regions.entries(layer, "layernorm")[0] for layer in test_regions.layers())
-    changed(patch, "input_layernorm", enters=(entry._replace(discards=("no such tensor",)),))
+    changed(patch, "input_layernorm", enters=(with_fields(entry, discards=("no such tensor",)),))
 
 
-def a_region_has_no_tail(patch: Patch) -> None:
-    facts(patch, "mlp", skips_tail=False)
+@replaces("mlp", regions.REGIONS)
+def a_region_has_no_tail(region):
+    return replace(region, skips_tail=False)
 
 
-def discarding_is_not_said(patch: Patch) -> None:
-    facts(patch, "activation", method="replay")
+@replaces("activation", regions.REGIONS)
+def discarding_is_not_said(region):
+    return replace(region, method="replay")
 
 
-def a_region_lies_nowhere(patch: Patch) -> None:
-    facts(patch, "activation", parent=None)
+@replaces("activation", regions.REGIONS)
+def a_region_lies_nowhere(region):
+    return replace(region, parent=None)
 
 
-def a_linear_layer_forgets_its_weight_gradient(patch: Patch) -> None:
-    patch.setattr(linears, "weight_product", lambda weight, sizes: Course())
+@replaces("weight_product", linears)
+def a_linear_layer_forgets_its_weight_gradient(_, weight, sizes):
+    return Course()
 
 
-def a_dropout_holds_no_mask(patch: Patch) -> None:
-    patch.setattr(residual_stream, "dropout_forward", lambda mask, output, sizes: course(output))
+@replaces("dropout_forward", residual_stream)
+def a_dropout_holds_no_mask(_, mask, output, sizes):
+    return course(output)
 
 
-def one_rotation_is_forgotten(patch: Patch) -> None:
-    patch.setattr(attention_workspace, "_rotate_backward", lambda heads, part: Course())
+@replaces("_rotate_backward", attention_workspace)
+def one_rotation_is_forgotten(_, heads, part):
+    return Course()
 
 
-def a_norm_leaves_its_statistics(patch: Patch) -> None:
-    patch.setattr(
-        residual_stream,
-        "norm_backward",
-        lambda *args, **options: course(norm_statistics.norm_backward(*args, **options), +4),
-    )
+@replaces("norm_backward", residual_stream)
+def a_norm_leaves_its_statistics(norm_backward, *args, **options):
+    return course(norm_backward(*args, **options), +4)
 
 
-def the_sums_of_a_norm_over_all_heads_are_not_added(patch: Patch) -> None:
-    patch.setattr(query_key_norms, "all_heads_calls", lambda sizes: ())
+@replaces("all_heads_calls", query_key_norms)
+def the_sums_of_a_norm_over_all_heads_are_not_added(_, sizes):
+    return ()
 
 
 DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described

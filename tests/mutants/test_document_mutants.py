@@ -10,6 +10,7 @@ from megatron_lite.model import core_attention, documents, window
 from megatron_lite.training import batches, loss_mask
 from megatron_lite.training.loss_mask import MaskedMean
 from megatron_lite.training.micro_batches import StageRunner
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.training import test_documents
 
@@ -57,7 +58,7 @@ def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
 
 @replaces("document_starts", kept_tensors)
 def the_prediction_forgets_what_a_unit_keeps(starts, sizes):
-    return starts(sizes)._replace(num_bytes=0)
+    return with_fields(starts(sizes), num_bytes=0)
 
 
 PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one

@@ -77,11 +77,12 @@ def the_layers_that_rotate_are_the_others(real, self, layer):
 def layers_count_from_the_start_of_their_stage(
     real: Any, self: Any, model: Any, context: Any, plan: Any, stage: Any
 ) -> None:
-    layer = block.TransformerLayer
+    @replaces("TransformerLayer", block)
+    def shifted(layer: Any, model: Any, context: Any, number: int) -> Any:
+        return layer(model, context, number - stage.first_layer)
+
     with pytest.MonkeyPatch.context() as inner:
-        inner.setattr(
-            block, "TransformerLayer", lambda *args: layer(*args[:2], args[2] - stage.first_layer)
-        )
+        shifted(inner)
         real(self, model, context, plan, stage)
 
 
@@ -113,7 +114,7 @@ def forward_saves_the_mask(_, query):
 def heads_are_copied_as_if_they_were_rotated(real: Any, self: SelfAttention, qkv: Any) -> Any:
     """The value alone: query and key stay views, which hold the whole of qkv."""
     with pytest.MonkeyPatch.context() as inner:
-        inner.setattr(self, "rotates", True)
+        replaces("rotates", self)(lambda rotates: True)(inner)
         return real(self, qkv)
 
 

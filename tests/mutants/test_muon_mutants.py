@@ -61,8 +61,8 @@ def the_host_asks_whether_a_step_is_skipped(real, self, rate, skipped):
 
 
 def scales_take_columns_for_rows(patch: Patch) -> None:
-    for mode, scale in list(SCALES.items()):
-        patch.setitem(SCALES, mode, lambda m, n, scale=scale: scale(n, m))  # type: ignore[misc]
+    for mode in SCALES:
+        replaces(mode, SCALES)(lambda scale, m, n: scale(n, m))(patch)
 
 
 @replaces("_scaled", Muon)

@@ -20,31 +20,27 @@ from tests.support.mutants import Mutant, assert_seen, replaces
 Patch = pytest.MonkeyPatch
 
 
-def only_products_without_bias_are_matmuls(patch: Patch) -> None:
-    patch.setitem(operators.GROUPS, "matmul", ("aten.mm.default",))
+@replaces("matmul", operators.GROUPS)
+def only_products_without_bias_are_matmuls(_):
+    return ("aten.mm.default",)
 
 
 def results_are_counted_over_the_whole_process(patch: Patch) -> None:
     choices = {}
 
-    class Shared(operators.Choice):
-        def __new__(cls, names):
-            return choices.setdefault(tuple(names), super().__new__(cls))
+    @replaces("Choice", ops)
+    def shared(choice, names):
+        return choices.setdefault(tuple(names), choice(names))
 
-        def __init__(self, names):
-            if not hasattr(self, "_seen"):
-                super().__init__(names)
-
-    patch.setattr(ops, "Choice", Shared)
+    shared(patch)
 
 
-def every_second_begins_with_the_second(patch: Patch) -> None:
-    class Late(operators.Choice):
-        def __init__(self, names):
-            super().__init__(names)
-            self._seen = [1] * len(self._seen)
-
-    patch.setattr(ops, "Choice", Late)
+@replaces("Choice", ops)
+def every_second_begins_with_the_second(choice, names):
+    late = choice(names)
+    for name in names:
+        late.keeps(next(iter(operators.parse_entry(name).operators)))  # counts as the first
+    return late
 
 
 @replaces("save", ops.KeptResults)

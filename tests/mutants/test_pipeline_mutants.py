@@ -16,6 +16,7 @@ from megatron_lite.pipeline.order import Action
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import micro_batches as runner
 from tests.pipeline import test_memory, test_order, test_pipeline, test_runs
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.support.pipelines import Layout
 
@@ -59,7 +60,7 @@ def stages_go_backward_in_the_order_of_forward(
     sequences: Any, size: int, num_microbatches: int, num_chunks: int
 ) -> tuple[list[Action], list[Action]]:
     forwards, _ = sequences(size, num_microbatches, num_chunks)
-    return forwards, [action._replace(kind="backward") for action in forwards]
+    return forwards, [with_fields(action, kind="backward") for action in forwards]
 
 
 @replaces("warmup_forwards", order)

@@ -11,6 +11,7 @@ from megatron_lite.recompute import ops
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.tensor_parallel import column_linear, row_linear
 from tests.parallel import test_products
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
@@ -27,16 +28,19 @@ def backward_has_a_higher_threshold(input_gradient, grad_output, weight, *, oned
     return input_gradient(grad_output, weight, onednn=onednn and large)
 
 
-def sixteen_bits_go_to_onednn(patch: Patch) -> None:
-    patch.setattr(products, "by_onednn", lambda left, right, onednn: onednn)
+@replaces("by_onednn", products)
+def sixteen_bits_go_to_onednn(_, left, right, onednn):
+    return onednn
 
 
-def a_recorded_backward_meets_onednn(patch: Patch) -> None:
-    patch.setattr(torch, "is_grad_enabled", lambda: False)
+@replaces("is_grad_enabled", torch)
+def a_recorded_backward_meets_onednn(_):
+    return False
 
 
-def a_policy_does_not_know_the_operators(patch: Patch) -> None:
-    patch.setattr(ops, "STAND_INS", {})
+@replaces("STAND_INS", ops)
+def a_policy_does_not_know_the_operators(_):
+    return {}
 
 
 @replaces("add_weight_product_", products)
@@ -46,7 +50,7 @@ def the_first_micro_batch_reads_the_total(add, total, rows, grad_rows, *, first,
 
 @replaces("gradient_parts", large_products)
 def the_workspace_forgets_the_transposed_copy(parts, tokens, outputs, inputs):
-    return parts(tokens, outputs, inputs)._replace(transposed=0)
+    return with_fields(parts(tokens, outputs, inputs), transposed=0)
 
 
 MUTANTS = [

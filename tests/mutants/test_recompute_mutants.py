@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -32,6 +33,7 @@ from tests.recompute import (
     test_schedule,
     test_split,
 )
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, randomness.Randomness
@@ -54,7 +56,7 @@ def the_replay_advances_the_kept_states(replayed, self):
 
 @replaces("_restore", Randomness)
 def the_replay_starts_in_the_default_stream(restore, self):
-    return restore(dataclasses.replace(self, names=self.names._replace(current=DEFAULT)))
+    return restore(dataclasses.replace(self, names=with_fields(self.names, current=DEFAULT)))
 
 
 @replaces("now", Randomness)
@@ -218,14 +220,23 @@ def gradients_are_read_off_a_leaf(_, received, places, *leaves):
     return leaves
 
 
-@replaces("recomputing", engine, test_checkpoint)
-@contextmanager
+class _Switch(threading.local):
+    """A phase that is on or off, whatever is added to its depth."""
+
+    is_on = False
+
+    @property
+    def depth(self) -> int:
+        return int(self.is_on)
+
+    @depth.setter
+    def depth(self, depth: int) -> None:
+        self.is_on = depth > 0
+
+
+@replaces("_phase", phase)
 def the_phase_is_a_switch(_):
-    phase._phase.depth = 1
-    try:
-        yield
-    finally:
-        phase._phase.depth = 0
+    return _Switch()
 
 
 def an_exception_leaves_the_phase_on(patch: Patch) -> None:

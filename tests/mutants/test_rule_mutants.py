@@ -178,13 +178,4 @@ MUTANTS = [
 def test_the_mistake_is_seen(
     mutant: Mutant, monkeypatch: Patch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more = (
-        {"clock": [100.0]}
-        if mutant.fault is the_limit_of_an_iteration_is_that_of_a_smaller_batch
-        else {}
-    )
-    if more:
-        monkeypatch.setattr(
-            "megatron_lite.supervision.pulse.time.monotonic", lambda: more["clock"][0]
-        )
-    assert_seen(mutant, monkeypatch, tmp_path=tmp_path, capsys=capsys, **more)
+    assert_seen(mutant, monkeypatch, tmp_path=tmp_path, capsys=capsys)

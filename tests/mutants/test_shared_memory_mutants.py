@@ -16,8 +16,8 @@ def a_slot_is_written_before_all_have_read_it(_, self):
 
 
 def a_slot_is_read_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Channel, "_await_chunk", lambda *_: None)
-    patch.setattr(Channel, "_check_signature", lambda *_: None)
+    for name in ("_await_chunk", "_check_signature"):
+        replaces(name, Channel)(lambda *_: None)(patch)
 
 
 @replaces("_check_signature", Channel)

@@ -23,6 +23,7 @@ from tests.config import test_json
 from tests.data import test_index_cache
 from tests.faults import test_data_tools, test_signals
 from tests.parallel import test_rendezvous
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.training import test_capacity
 
@@ -37,7 +38,7 @@ def the_old_index_stays_until_the_new_one_is_there(unlink, path, *rest):
 @replaces("_publish", IndexedDatasetWriter)
 def names_are_not_synced(publish: Any, self: IndexedDatasetWriter) -> None:
     with pytest.MonkeyPatch.context() as inner:
-        inner.setattr(indexed_writer, "sync_folder", lambda path: None)
+        replaces("sync_folder", indexed_writer)(lambda *_: None)(inner)
         publish(self)
 
 
@@ -49,7 +50,7 @@ def a_reader_trusts_the_names(_, self, index_file):
 @replaces("_array", index_cache)
 def nobody_compares_checksums(array: Any, path: str, expected: index_cache._Expected) -> np.ndarray:
     with open(path, "rb") as file:
-        return array(path, expected._replace(sha256=index_cache._checksum(file)))
+        return array(path, with_fields(expected, sha256=index_cache._checksum(file)))
 
 
 @replaces("sample_index_fault", test_index_cache)

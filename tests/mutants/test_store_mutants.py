@@ -71,9 +71,10 @@ def all_copies_come_back_at_once(call_back: Any, self: _SegmentCopies) -> None:
         self.before.call_back()
 
 
-def a_segment_holds_its_copies(patch: Patch) -> None:
+@replaces("weakref", offload)
+def a_segment_holds_its_copies(_):
     """And they hold it: a cycle."""
-    patch.setattr(offload, "weakref", SimpleNamespace(ref=lambda value: lambda: value))
+    return SimpleNamespace(ref=lambda value: lambda: value)
 
 
 @replaces("_tensors", stores)
@@ -128,10 +129,9 @@ def every_forward_makes_an_arena(real: Any, self: Stores, *args) -> Arena:
     return real(self, *args)
 
 
-def an_arena_is_made_without_gradients_too(patch: Patch) -> None:
-    patch.setattr(
-        stores, "torch", SimpleNamespace(**{**vars(torch), "is_grad_enabled": lambda: True})
-    )
+@replaces("torch", stores)
+def an_arena_is_made_without_gradients_too(torch):
+    return SimpleNamespace(**{**vars(torch), "is_grad_enabled": lambda: True})
 
 
 @replaces("take", Arena)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import ModuleType
 
 import pytest
 
@@ -20,30 +19,28 @@ from tests.support.mutants import Mutant, assert_seen, replaces
 Patch = pytest.MonkeyPatch
 
 
-def _untimed(patch: Patch, module: ModuleType) -> None:
-    patch.setattr(module, "WAITING", nullcontext())
+@replaces("WAITING", collectives)
+def collectives_are_not_timed(_):
+    return nullcontext()
 
 
-def collectives_are_not_timed(patch: Patch) -> None:
-    _untimed(patch, collectives)
+@replaces("WAITING", ring)
+def the_ring_is_not_timed(_):
+    return nullcontext()
 
 
-def the_ring_is_not_timed(patch: Patch) -> None:
-    _untimed(patch, ring)
-
-
-def messages_are_not_timed(patch: Patch) -> None:
-    _untimed(patch, links)
+@replaces("WAITING", links)
+def messages_are_not_timed(_):
+    return nullcontext()
 
 
 def threads_share_a_stopwatch(patch: Patch) -> None:
     class Shared:
         is_timed, seconds, _start = True, 0.0, 0.0
-        __enter__, __exit__ = waiting._Waiting.__enter__, waiting._Waiting.__exit__
+        __enter__, __exit__ = type(waiting.WAITING).__enter__, type(waiting.WAITING).__exit__
 
     shared = Shared()
-    for module in (waiting, test_waiting):
-        patch.setattr(module, "WAITING", shared)
+    replaces("WAITING", waiting, test_waiting)(lambda _: shared)(patch)
 
 
 @replaces("placement_notices", run_notices)
@@ -61,8 +58,9 @@ def context_parallel_ranks_are_forgotten(_, config, world_size):
     return config.parallel.data_parallel_size(world_size)
 
 
-def a_rank_that_has_ended_counts_as_silent(patch: Patch) -> None:
-    patch.setattr(verdict, "LEFT", "gone")
+@replaces("LEFT", verdict)
+def a_rank_that_has_ended_counts_as_silent(_):
+    return "gone"
 
 
 @replaces("_interrupts", verdict)

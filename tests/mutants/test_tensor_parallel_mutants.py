@@ -236,8 +236,9 @@ def residual_masks_are_shared_by_ranks(_, self):
     return DEFAULT
 
 
-def attention_masks_are_shared_by_ranks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(core_attention, "TENSOR_PARALLEL", DEFAULT)
+@replaces("TENSOR_PARALLEL", core_attention)
+def attention_masks_are_shared_by_ranks(_):
+    return DEFAULT
 
 
 @pytest.mark.parametrize(

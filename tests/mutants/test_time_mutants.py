@@ -3,55 +3,52 @@ fail."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
-
 import pytest
 
-from megatron_lite.memory.predict.replays import ReplayedCall, replayed_calls
 from megatron_lite.plan import operation_time, pipeline_time, stage_time
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.operation_time import Clock
 from tests.plan import test_hardware, test_pipeline_time, test_step_time
-from tests.support.mutants import Mutant, assert_seen, parameters
+from tests.support.changes import with_fields
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
 
 
-def a_replay_runs_the_tail_too(patch: Patch) -> None:
-    def all_calls(layers: Sequence[Any], segment: Any, **_: bool) -> Iterator[ReplayedCall]:
-        return replayed_calls(layers, segment, skip_tail=False)
-
-    patch.setattr(stage_time, "replayed_calls", all_calls)
+@replaces("replayed_calls", stage_time)
+def a_replay_runs_the_tail_too(replayed_calls, layers, segment, **_):
+    return replayed_calls(layers, segment, skip_tail=False)
 
 
-def backward_has_one_matmul_for_each_of_the_forward(patch: Patch) -> None:
-    patch.setattr(operation_time, "weight_gradient", lambda matmul: matmul._replace(m=1))
+@replaces("weight_gradient", operation_time)
+def backward_has_one_matmul_for_each_of_the_forward(_, matmul):
+    return with_fields(matmul, m=1)
 
 
-def collectives_of_backward_always_wait(patch: Patch) -> None:
-    patch.setattr(Clock, "exposed", lambda self, seconds, beside: seconds)
+@replaces("exposed", Clock)
+def collectives_of_backward_always_wait(_, self, seconds, beside):
+    return seconds
 
 
-def a_group_never_leaves_its_node(patch: Patch) -> None:
-    patch.setattr(Group, "is_inside_a_node", lambda self, hardware: True)
+@replaces("is_inside_a_node", Group)
+def a_group_never_leaves_its_node(_, self, hardware):
+    return True
 
 
-def rounds_of_tiles_are_always_full(patch: Patch) -> None:
-    patch.setattr(Hardware, "_fill", lambda self, m, n, batch: 1.0)
+@replaces("_fill", Hardware)
+def rounds_of_tiles_are_always_full(_, self, m, n, batch):
+    return 1.0
 
 
-def an_input_arrives_at_once(patch: Patch) -> None:
-    def without_transfer(*args: Any) -> float | None:
-        *others, durations, free = args
-        return arrival(*others, durations._replace(transfer=0.0), free)
-
-    arrival = pipeline_time._arrival
-    patch.setattr(pipeline_time, "_arrival", without_transfer)
+@replaces("_arrival", pipeline_time)
+def an_input_arrives_at_once(arrival, *args):
+    *others, durations, free = args
+    return arrival(*others, with_fields(durations, transfer=0.0), free)
 
 
-def copies_to_the_host_are_free(patch: Patch) -> None:
-    patch.setattr(stage_time, "activation_terms", lambda model, plan, sizes: ())
+@replaces("activation_terms", stage_time)
+def copies_to_the_host_are_free(_, model, plan, sizes):
+    return ()
 
 
 IDEAL = test_step_time.test_on_an_ideal_machine_a_step_takes_its_hardware_flops

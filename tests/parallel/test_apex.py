@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.parallel import apex
 from megatron_lite.parallel.apex import (
     Kernel,
     fused_adam,
@@ -28,6 +27,7 @@ from megatron_lite.parallel.apex import (
 from pretrain_gpt import main
 from tests.support import apex as stand_in
 from tests.support.commands import MOCK, SMALL_RUN
+from tests.support.modules import provide
 from tests.support.runs import run_to_end, tiny_run
 
 Packages = Callable[[dict[str, str]], None]
@@ -39,7 +39,7 @@ EXTENSION = "fused_weight_gradient_mlp_cuda"
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
     """Writes modules (by their dotted names) that can be imported, each folder a package. A run on
     this CPU may use what they hold, as it would on a GPU."""
-    monkeypatch.setattr(apex, "DEVICE_TYPE", "cpu")
+    stand_in.has_kernels_for(monkeypatch, "cpu")
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
 
@@ -77,7 +77,7 @@ def test_the_stand_in_has_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_kernel_is_used_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.install(monkeypatch)
-    monkeypatch.setattr(apex, "DEVICE_TYPE", "cuda")
+    stand_in.has_kernels_for(monkeypatch, "cuda")
     for kernel in KERNELS:
         assert kernel("cpu") == Kernel(
             reason="NVIDIA apex has kernels for cuda and this run is on cpu",
@@ -220,8 +220,8 @@ def test_a_fused_adam_that_cannot_skip_on_the_device_is_too_old(
         def __init__(self, params: object, lr: float = 1e-3) -> None:
             pass
 
-    monkeypatch.setitem(
-        sys.modules,
+    provide(
+        monkeypatch,
         "apex.optimizers",
         SimpleNamespace(FusedAdam=FusedAdam, __name__="apex.optimizers"),
     )

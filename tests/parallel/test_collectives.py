@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lite.parallel import collectives
 from megatron_lite.parallel.collectives import (
     all_gather_first_dim,
     all_gather_into_,
@@ -18,6 +17,7 @@ from megatron_lite.parallel.collectives import (
     reduce_scatter_into_,
 )
 from tests.support.ranks import run_ranks
+from tests.support.staging import staged_in
 
 T = 3
 
@@ -68,7 +68,7 @@ def test_reduce_scatter_gives_each_rank_its_rows_of_the_sum():
 # as they are; stretches of 3, the last of 1; of 1
 @pytest.mark.parametrize("staging_bytes", [2**22, 4 * T * 3, 1])
 def test_gathers_and_sums_into_a_buffer_are_the_same_in_stretches(staging_bytes, monkeypatch):
-    monkeypatch.setattr(collectives, "STAGING_BYTES", staging_bytes)
+    staged_in(monkeypatch, staging_bytes)
 
     def work(rank, group):
         whole = torch.arange(7.0 * T) * (rank + 1)
@@ -87,7 +87,7 @@ def test_gathers_and_sums_into_a_buffer_are_the_same_in_stretches(staging_bytes,
 
 
 def test_a_bf16_sum_in_stretches_is_rounded_once(monkeypatch):
-    monkeypatch.setattr(collectives, "STAGING_BYTES", 1)
+    staged_in(monkeypatch, 1)
 
     def work(rank, group):
         own = torch.empty(1, dtype=torch.bfloat16)

@@ -16,7 +16,6 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.parallel import collectives
 from megatron_lite.parallel.fsdp import Wrapping, fully_shard_
 from megatron_lite.parallel.fsdp_buffers import UnitGradients
 from megatron_lite.parallel.weights import weights_in_use
@@ -29,6 +28,7 @@ from tests.support.layouts import LAYOUTS, backward, build
 from tests.support.models import sample_tokens, tp_state
 from tests.support.pairs import only, pairs
 from tests.support.ranks import run_ranks
+from tests.support.staging import staged_in
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
 HF_WRAPPINGS = {
@@ -187,7 +187,7 @@ def test_a_tied_vocabulary_is_never_allocated_more_than_four_times(
     Units of their own used to take more than the root, since torch holds on to the last gradient of
     a unit while it reduces it.
     """
-    monkeypatch.setattr(collectives, "STAGING_BYTES", 2**16)
+    staged_in(monkeypatch, 2**16)
     assert allocated_peak("gpt2", layout) <= 4.5 * WORDS
 
 

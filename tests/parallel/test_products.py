@@ -46,6 +46,7 @@ from tests.support.models import (
     tiny_config,
     tp_state,
 )
+from tests.support.product_sizes import product_sizes
 from tests.support.ranks import run_ranks
 
 NUM_LAYERS = 3
@@ -71,7 +72,7 @@ class Seen(TorchDispatchMode):
 
 
 def every_product_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 1)
+    product_sizes(monkeypatch, LEAST_MULTIPLICATIONS=1)
 
 
 def close(value: Tensor, left: Tensor, right: Tensor, start: Tensor | float = 0.0) -> bool:
@@ -93,8 +94,7 @@ def test_each_product_is_the_exact_one_up_to_rounding(
     n: int, k: int, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every_product_is_large(monkeypatch)
-    for name, size in (("TOKENS", 4), ("ROWS", 2), ("COLUMNS", 3)):
-        monkeypatch.setattr(products, name, size)
+    product_sizes(monkeypatch, TOKENS=4, ROWS=2, COLUMNS=3)
     x, dy, weight = torch.randn(3, 2, k), torch.randn(3, 2, n), torch.randn(n, k)
     bias = torch.randn(n) if with_bias else None
     output = products.linear(x, weight, bias, onednn=True)
@@ -150,7 +150,7 @@ def products_of(layer: Callable[..., Tensor], tokens: int, x_of: Callable[..., T
 def test_the_three_products_of_a_layer_take_the_same_path(
     layer: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 5 * 6 * 4)
+    product_sizes(monkeypatch, LEAST_MULTIPLICATIONS=5 * 6 * 4)
     large = products_of(layer, 5, torch.randn)
     runs = 2 if layer is row_parallel_linear else 1
     assert {name: large.counts[name] for name in LINEAR} == {
@@ -386,9 +386,7 @@ def test_flops_and_kept_bytes_and_live_bytes_are_those_of_torchs_products(
 def test_a_weight_gradient_allocates_exactly_the_predicted_parts(
     n: int, k: int, m: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, size in (("TOKENS", 40), ("ROWS", 16), ("COLUMNS", 24)):
-        monkeypatch.setattr(products, name, size)
-        monkeypatch.setattr(large_products, name, size)
+    product_sizes(monkeypatch, TOKENS=40, ROWS=16, COLUMNS=24)
     total, rows, grad_rows = torch.zeros(n, k), torch.randn(m, k), torch.randn(m, n)
     with LiveStorages() as live:
         products._add_weight_gradient_(total, rows, grad_rows, False)

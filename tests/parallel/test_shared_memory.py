@@ -67,6 +67,11 @@ def on_ranks(fn: Callable[[int, ProcessGroup], Any], size: int = 2, say: Any = N
     return run_ranks(work, size, detail=False)
 
 
+def slots_of(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """The ranks' slots hold so few bytes that most tensors need several chunks."""
+    monkeypatch.setattr(shared_memory, "SLOT_BYTES", num_bytes)
+
+
 def random(rows: int, dtype: torch.dtype) -> Tensor:
     """[rows, 3], not contiguous."""
     if dtype.is_floating_point:
@@ -116,7 +121,7 @@ def test_every_collective_has_the_bits_of_gloo(size: int, monkeypatch: pytest.Mo
 
     Rows that do not split equally into gloo's chunks change the order of sums within a part.
     """
-    monkeypatch.setattr(shared_memory, "SLOT_BYTES", 96)
+    slots_of(monkeypatch, 96)
     on_ranks(
         lambda rank, group: compare_with_gloo(
             rank, group, (0, 1, 7, 61), (torch.float32, torch.bfloat16)
@@ -180,7 +185,7 @@ def test_collectives_in_flight_do_not_mix(size: int) -> None:
 @pytest.mark.long
 def test_ranks_at_different_speeds_stay_in_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of 40 sums, each of several chunks, in which each rank once waits for another."""
-    monkeypatch.setattr(shared_memory, "SLOT_BYTES", 64)
+    slots_of(monkeypatch, 64)
 
     def work(rank: int, group: ProcessGroup) -> list[float]:
         values = torch.arange(200.0) + rank

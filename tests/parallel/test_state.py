@@ -14,6 +14,7 @@ from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.parallel.state import choose_device, parallel_state
 from megatron_lite.parallel.timeouts import set_timeout
+from tests.support.gpus import show_gpus
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -133,18 +134,14 @@ def test_an_initialised_default_group_is_used_and_left_alone():
 
 
 def test_nccl_without_gpus_is_an_error_that_names_gloo(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    show_gpus(monkeypatch, 0)
     with pytest.raises(InputError, match="--distributed-backend nccl needs CUDA devices.*use gloo"):
         choose_device(ParallelConfig(distributed_backend="nccl"), Launch(launcher="single"))
 
 
 @pytest.fixture
 def four_gpus(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    return chosen
+    return show_gpus(monkeypatch, 4)
 
 
 def test_each_local_rank_takes_its_own_gpu(four_gpus):
@@ -171,8 +168,8 @@ def test_a_local_rank_beyond_the_gpus_is_an_error(four_gpus):
         )
 
 
-def test_a_slurm_task_that_sees_only_its_own_gpu_takes_it(four_gpus, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def test_a_slurm_task_that_sees_only_its_own_gpu_takes_it(monkeypatch):
+    show_gpus(monkeypatch, 1)
     launch = Launch(launcher="slurm", local_rank=3, world_size=4, rank=3)
     assert choose_device(ParallelConfig(), launch) == torch.device("cuda", 0)
     with pytest.raises(InputError, match="local rank 3 has no GPU"):

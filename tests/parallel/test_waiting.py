@@ -19,6 +19,7 @@ from megatron_lite.parallel.collectives import KeepsResults
 from megatron_lite.parallel.waiting import WAITING, timed_waiting
 from megatron_lite.pipeline.links import Links
 from tests.support.ranks import run_ranks
+from tests.support.staging import staged_in
 
 Wait = Callable[[ProcessGroup], object]
 WHOLE, OWN = 8, 4  # values of two ranks, and of one
@@ -102,7 +103,7 @@ def _counted(rank: int, world_size: int, staging_bytes: int) -> dict[str, float]
     assert group is not None
     found = {}
     with pytest.MonkeyPatch.context() as monkeypatch, timed_waiting():
-        monkeypatch.setattr(collectives, "STAGING_BYTES", staging_bytes)
+        staged_in(monkeypatch, staging_bytes)
         count_looks_at_the_clock(monkeypatch)
         for name, (act, _) in WAITS.items():
             before = WAITING.seconds

@@ -22,6 +22,7 @@ from megatron_lite.plan.search import Search, with_policy
 from megatron_lite.tools import plan
 from tests.plan.runs import H100, small_run
 from tests.support.browser import Parsed
+from tests.support.changes import with_fields
 
 NUM_RANKS = 8
 SMALL = Problem(small_run(layers=6, batch=32, hidden_size=2048), H100)
@@ -144,7 +145,8 @@ def test_the_timeline_is_that_of_the_schedule() -> None:
 
 
 def test_a_fixed_policy_is_the_only_one_of_the_grid() -> None:
-    problem = SMALL._replace(
+    problem = with_fields(
+        SMALL,
         base=replace(SMALL.base, recompute=RecomputeConfig(recompute_policy="*:full")),
         recompute=RecomputeConfig(recompute_policy="*:full"),
     )

@@ -32,6 +32,7 @@ from megatron_lite.plan.hardware import (
     machine_names,
 )
 from tests.plan.machines import ideal
+from tests.support.changes import with_fields
 
 A100 = load_hardware("a100-80gb")
 DIMENSIONS = st.integers(1, 20_000)
@@ -140,7 +141,7 @@ def test_a_large_matmul_that_fills_all_rounds_reaches_the_highest_efficiency() -
 
 def test_one_tile_more_than_a_round_costs_a_second_round() -> None:
     full = Matmul("x", A100.tile_m * A100.multiprocessors, A100.tile_n, 8192)
-    more = full._replace(m=full.m + 1)
+    more = with_fields(full, m=full.m + 1)
     kernel = A100.kernel_s
     ratio = (A100.matmul_seconds(more, 2) - kernel) / (A100.matmul_seconds(full, 2) - kernel)
     # Tiles that lie the other way waste a little less.
@@ -151,7 +152,11 @@ def test_one_tile_more_than_a_round_costs_a_second_round() -> None:
 def test_a_larger_matmul_never_takes_less_time(m: int, n: int, k: int) -> None:
     for machine in (A100, replace(ideal(), bf16=replace(A100.bf16, half_dimension=64.0))):
         one = Matmul("x", m, n, k)
-        for larger in (one._replace(m=m + 7), one._replace(n=n + 7), one._replace(k=k + 7)):
+        for larger in (
+            with_fields(one, m=m + 7),
+            with_fields(one, n=n + 7),
+            with_fields(one, k=k + 7),
+        ):
             assert machine.matmul_seconds(larger, 2) >= machine.matmul_seconds(one, 2) * (1 - 1e-9)
 
 
@@ -173,11 +178,13 @@ def test_a_thin_matmul_takes_the_time_of_its_bytes() -> None:
 
 def test_a_causal_flash_kernel_takes_half_the_time_and_an_unfused_mask_saves_nothing() -> None:
     whole = Matmul("x", 4096, 4096, 128, 64, fused=True)
-    assert A100.matmul_seconds(whole._replace(causal=True), 2) == pytest.approx(
+    assert A100.matmul_seconds(with_fields(whole, causal=True), 2) == pytest.approx(
         A100.matmul_seconds(whole, 2) / 2
     )
-    unfused = whole._replace(fused=False)
-    assert A100.matmul_seconds(unfused._replace(causal=True), 2) == A100.matmul_seconds(unfused, 2)
+    unfused = with_fields(whole, fused=False)
+    assert A100.matmul_seconds(with_fields(unfused, causal=True), 2) == A100.matmul_seconds(
+        unfused, 2
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 64])

@@ -10,6 +10,7 @@ import pytest
 from megatron_lite.pipeline.order import Action
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from tests.pipeline.test_order import LAYOUTS, orders, simulate
+from tests.support.changes import with_fields
 
 
 def equal(forward: float, backward: float) -> Durations:
@@ -62,7 +63,7 @@ def test_a_slow_stage_sets_the_pace() -> None:
 @pytest.mark.parametrize("num_chunks", [1, 2])
 def test_transfers_delay_and_without_overlap_they_delay_more(num_chunks: int) -> None:
     def end(transfer: float, overlap: bool) -> float:
-        durations = equal(1.0, 2.0)._replace(transfer=transfer, overlap=overlap)
+        durations = with_fields(equal(1.0, 2.0), transfer=transfer, overlap=overlap)
         ran = run_pipeline(durations, size=4, num_microbatches=16, num_chunks=num_chunks)
         return max(one.end for one in ran)
 

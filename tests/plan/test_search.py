@@ -16,6 +16,7 @@ from megatron_lite.plan.neighbours import largest_micro_batch
 from megatron_lite.plan.search import HANDICAP, Search
 from megatron_lite.plan.step_time import step_time
 from tests.plan.runs import H100, preset_run, small_run
+from tests.support.changes import with_fields
 
 LLAMA = Problem(preset_run("llama3-8b", seq_length=8192, batch=64), H100)
 BUDGET = Budget(H100.memory_bytes, default_reserve(H100.memory_bytes))
@@ -75,7 +76,9 @@ def test_a_plan_that_cannot_fit_gives_the_smallest_peak() -> None:
 
 def test_a_larger_card_is_never_slower() -> None:
     seconds = []
-    problem = LLAMA._replace(fixed={"tensor_model_parallel_size": 2, "context_parallel_size": 1})
+    problem = with_fields(
+        LLAMA, fixed={"tensor_model_parallel_size": 2, "context_parallel_size": 1}
+    )
     for gib in (34, 40, 50, 70):
         found = Search(problem).find(8, gib * GIB, most=1)
         seconds.append(found.plans[0].time.seconds)
@@ -84,7 +87,7 @@ def test_a_larger_card_is_never_slower() -> None:
 
 def test_a_fixed_dimension_keeps_its_value() -> None:
     fixed = {"tensor_model_parallel_size": 2, "micro_batch_size": 1, "loss_chunk_size": 512}
-    for config in layouts(LLAMA._replace(fixed=fixed), 8):
+    for config in layouts(with_fields(LLAMA, fixed=fixed), 8):
         assert config.parallel.tensor_model_parallel_size == 2
         assert config.training.micro_batch_size == 1
         assert config.training.loss_chunk_size == 512
@@ -112,7 +115,7 @@ def test_layers_that_do_not_divide_get_shorter_first_and_last_stages() -> None:
 
 def test_the_verdict_is_tight_where_only_the_reserve_helps() -> None:
     fixed = {"tensor_model_parallel_size": 1}
-    problem = SMALL._replace(fixed=fixed)
+    problem = with_fields(SMALL, fixed=fixed)
     smallest = verdict(problem, 1, Budget(GIB, 0)).plan
     assert smallest is not None
     peak = smallest.peak.num_bytes
@@ -124,8 +127,9 @@ def test_the_verdict_is_tight_where_only_the_reserve_helps() -> None:
 
 
 def test_the_largest_micro_batch_fits_and_twice_as_much_does_not() -> None:
-    problem = SMALL._replace(
-        base=replace(SMALL.base, training=replace(SMALL.base.training, global_batch_size=4096))
+    problem = with_fields(
+        SMALL,
+        base=replace(SMALL.base, training=replace(SMALL.base.training, global_batch_size=4096)),
     )
     search = Search(problem)
     limit = 12 * GIB
@@ -148,4 +152,4 @@ def test_the_smallest_machine_is_the_first_power_of_two_that_fits() -> None:
 
 def test_ranks_that_no_layout_divides_are_an_error_with_the_reason() -> None:
     with pytest.raises(InputError, match="3 GPUs: .*divi"):
-        verdict(LLAMA._replace(fixed={"tensor_model_parallel_size": 3}), 3, BUDGET)
+        verdict(with_fields(LLAMA, fixed={"tensor_model_parallel_size": 3}), 3, BUDGET)

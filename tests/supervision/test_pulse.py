@@ -10,36 +10,38 @@ from megatron_lite.supervision.pulse import Pulse
 from tests.support.runs import run_to_end, tiny_run
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [100.0]
-    monkeypatch.setattr("megatron_lite.supervision.pulse.time.monotonic", lambda: now[0])
-    return now
+class Clock:
+    """A clock that goes when it is told to."""
+
+    seconds = 100.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
-def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it(
-    clock: list[float],
-) -> None:
-    pulse = Pulse()
+def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it() -> None:
+    clock = Clock()
+    pulse = Pulse(clock)
     pulse.at("iteration 1", limited=False)
-    clock[0] += 50.0
+    clock.seconds += 50.0
     assert pulse.seconds_left(10.0) is None
     pulse.at("iteration 2")
-    clock[0] += 4.0
+    clock.seconds += 4.0
     assert pulse.seconds_left(10.0) == 6.0
     pulse.at("iteration 3")
     assert pulse.seconds_left(10.0) == 14.0
 
 
-def test_a_larger_batch_may_take_longer_by_its_factor(clock: list[float]) -> None:
-    pulse = Pulse()
+def test_a_larger_batch_may_take_longer_by_its_factor() -> None:
+    clock = Clock()
+    pulse = Pulse(clock)
     pulse.at("iteration 1", limited=False)
-    clock[0] += 3.0
+    clock.seconds += 3.0
     pulse.at("iteration 2", growth=8.0)  # nothing but the first iteration is known
     assert pulse.seconds_left(10.0) == 34.0
-    clock[0] += 30.0
+    clock.seconds += 30.0
     pulse.at("saving", limited=False)
-    clock[0] += 1000.0
+    clock.seconds += 1000.0
     pulse.at("iteration 3", growth=2.0)
     assert pulse.seconds_left(10.0) == 70.0  # the save does not count
 

@@ -11,7 +11,6 @@ float32 run equals one without apex bit for bit.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel import apex
+from tests.support.modules import provide
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -44,14 +44,19 @@ def install(patch: pytest.MonkeyPatch) -> Calls:
     Ranks that are forked later inherit it.
     """
     calls = Calls()
-    patch.setattr(apex, "DEVICE_TYPE", "cpu")
+    has_kernels_for(patch, "cpu")
     for name, values in _modules(calls).items():
         module = ModuleType(name)
         if name.startswith("apex"):
             module.__path__ = []  # a package
         module.__dict__.update(values)
-        patch.setitem(sys.modules, name, module)
+        provide(patch, name, module)
     return calls
+
+
+def has_kernels_for(patch: pytest.MonkeyPatch, device_type: str) -> None:
+    """Runs on a device of this type may use apex, and no others."""
+    patch.setattr(apex, "DEVICE_TYPE", device_type)
 
 
 @pytest.fixture

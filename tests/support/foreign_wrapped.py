@@ -67,7 +67,7 @@ def train_compiled(
     backend: "aot_eager" keeps the arithmetic of eager mode.
     first: compile before `prepare` puts on the policy.
     """
-    torch._dynamo.reset()
+    torch.compiler.reset()
     torch.manual_seed(SEED)
     model = foreign.build()
     if first:

@@ -23,8 +23,12 @@ def replaces(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Fault]:
         @replaces("depart", executor)
         def an_output_lives_until_its_backward(depart, output, fetch_grad): ...
 
+        @replaces("ALIGNMENT", safetensors_file)
+        def tensors_begin_anywhere(alignment): return 1
+
     The function's first argument is the function that it replaces. The others are those of the
-    call. The owners are modules, classes or dicts. A property stays a property.
+    call. What is no function is replaced by the result for it. The owners are modules, classes or
+    dicts. A property stays a property.
     """
 
     def fault_of(function: Callable[..., Any]) -> Fault:
@@ -32,7 +36,9 @@ def replaces(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Fault]:
         def fault(patch: pytest.MonkeyPatch) -> None:
             for owner in owners:
                 if isinstance(owner, dict):
-                    patch.setitem(owner, name, functools.partial(function, owner[name]))
+                    real = owner[name]
+                    entry = functools.partial(function, real) if callable(real) else function(real)
+                    patch.setitem(owner, name, entry)
                 else:
                     patch.setattr(owner, name, _in_place_of(owner, name, function))
 
@@ -42,9 +48,14 @@ def replaces(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Fault]:
 
 
 def _in_place_of(owner: Any, name: str, function: Callable[..., Any]) -> Any:
-    """Returns the function, given the owner's function of this name, as an attribute like it."""
+    """Returns the function, given the owner's function of this name, as an attribute like it.
+
+    Of what is no function it returns the result for it.
+    """
     held = inspect.getattr_static(owner, name)
     real = held.fget if isinstance(held, property) else getattr(owner, name)
+    if not callable(real):
+        return function(real)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return function(real, *args, **kwargs)

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +32,7 @@ from torch.distributed import fsdp  # noqa: F401
 
 import pretrain_gpt
 from megatron_lite.supervision import watch
+from tests.support.forks import start_fork
 from tests.support.limits import HANG_S
 from tests.support.ports import free_port
 
@@ -132,8 +132,6 @@ def program(
             launch["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         launch["MASTER_PORT"] = str(port)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="program_")))
-        sys.stdout.flush()
-        sys.stderr.flush()
         run = Program(
             folder,
             [
@@ -165,21 +163,20 @@ def _agent_store() -> Iterator[int]:
     resolver's, at the moment of a fork. The forked rank would wait for that lock for ever.
     """
     (port, write_port), (alive, keep_alive) = os.pipe(), os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.close(keep_alive)
-            store = dist.TCPStore(
-                "127.0.0.1",
-                0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=HANG_S),
-            )
-            os.write(write_port, str(store.port).encode())
-            os.read(alive, 1)  # returns once the test and its ranks have ended
-        finally:
-            os._exit(0)
+
+    def serve() -> None:
+        os.close(keep_alive)
+        store = dist.TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=HANG_S),
+        )
+        os.write(write_port, str(store.port).encode())
+        os.read(alive, 1)  # returns once the test and its ranks have ended
+
+    pid = start_fork(serve)
     try:
         os.close(write_port)
         os.close(alive)
@@ -218,11 +215,8 @@ def _start(
 ) -> int:
     for kind in ("out", "err"):
         (folder / f"{rank}.{kind}").touch()
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 70
-    try:
+
+    def run() -> int:
         torch.set_num_threads(1)  # as in ranks.py
         os.environ.update(variables)
         for number, kind in ((1, "out"), (2, "err")):
@@ -230,13 +224,6 @@ def _start(
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         watch.BEAT_S, watch.SILENT_S, watch.STORE_S, watch.GRACE_S = 0.1, 2.0, 1.0, 2.0
         prepare(rank)
-        status = main(arguments)
-    except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        return main(arguments)
+
+    return start_fork(run)

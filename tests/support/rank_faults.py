@@ -109,6 +109,15 @@ def during_iteration(
     monkeypatch.setattr(loop, "train_step", hooked)
 
 
+def first_step_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Raises the error in the first train_step from now on."""
+
+    def fails() -> None:
+        raise error
+
+    during_iteration(monkeypatch, (1,), fails)
+
+
 class Poison:
     """A context manager that spoils one value of this rank inside its block.
 

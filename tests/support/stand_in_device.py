@@ -40,6 +40,7 @@ from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.dry_run import SameTokens, sample_shape
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
+from tests.support.storages import addresses
 from tests.support.streams import MAIN, Streams
 
 NAME = "standin"
@@ -83,12 +84,12 @@ class Watch(TorchDispatchMode):
             return
         if name == "clone" and given[0].dtype == torch.uint8:  # the state of a generator
             return
-        known = {tensor.untyped_storage()._cdata for tensor in given}
+        known = addresses(given)
         kinds = {tensor.device.type for tensor in given if tensor.dim()}
         for tensor in made:
             if not tensor.numel():
                 continue
-            if tensor.device.type == "cpu" and tensor.untyped_storage()._cdata not in known:
+            if tensor.device.type == "cpu" and not known & addresses([tensor]):
                 self.streams.fault(f"{name} makes a tensor on the CPU")
             elif tensor.device.type == NAME and kinds == {"cpu"}:
                 self.streams.fault(f"{name} copies a tensor of the CPU")

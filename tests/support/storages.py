@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+
+
+def address(storage: UntypedStorage) -> int:
+    """Returns the address of a storage. It stays the same when the storage's memory is resized."""
+    return storage._cdata
 
 
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Returns the addresses of the tensors' storages. A storage keeps its address when its memory
-    is resized."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    """Returns the addresses of the tensors' storages."""
+    return {address(tensor.untyped_storage()) for tensor in tensors}
+
+
+def distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Returns the storages of the tensors, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return list({address(storage): storage for storage in storages}.values())

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.parallel import collectives
+from tests.support.storages import address
 
 LIBRARY = str(Path(collectives.__file__).parents[1])
 
@@ -210,17 +211,17 @@ class Streams:
         """Returns the memory of a tensor: its storage, or on the host its slot of an arena."""
         storage = tensor.untyped_storage()
         slot = tensor.storage_offset() * tensor.itemsize if storage.device.type == "cpu" else 0
-        address = storage._cdata, slot
-        memory = self._memory.get(address)
+        key = address(storage), slot
+        memory = self._memory.get(key)
         if memory is None or memory.storage() is not storage:
-            memory = Memory(storage, lambda _: self._died(memory, address))
-            self._memory[address] = memory
+            memory = Memory(storage, lambda _: self._died(memory, key))
+            self._memory[key] = memory
         return memory
 
-    def _died(self, memory: Memory | None, address: tuple[int, int]) -> None:
+    def _died(self, memory: Memory | None, key: tuple[int, int]) -> None:
         assert memory is not None
-        if self._memory.get(address) is memory:
-            del self._memory[address]
+        if self._memory.get(key) is memory:
+            del self._memory[key]
         if memory.is_on_host:  # the allocator of pinned memory waits for its events
             return
         for uses in (memory.writes, memory.reads):

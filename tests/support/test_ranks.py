@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.forks import leave
 from tests.support.limits import HANG_S, patiently
 from tests.support.ranks import RankFailure, run_ranks
 
@@ -102,7 +102,7 @@ def test_a_hang_ends_with_the_stack_of_the_ranks_that_hang() -> None:
 def test_a_rank_that_dies_without_a_word_is_named() -> None:
     def die_on_the_last_rank(rank: int, world_size: int) -> Any:
         if rank == 1:
-            os._exit(7)
+            leave(7)
         while True:
             pass
 

@@ -14,6 +14,7 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from tests.support.changes import with_fields
 from tests.support.collectives import recorded_collectives
 from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
@@ -212,7 +213,8 @@ def test_the_weights_gradient_of_bf16_does_not_decay_with_the_number_of_chunks()
     """600 tokens of one label push its row the same way. One at a time added in bf16, they would
     stop counting at 256."""
     case = wide(torch.bfloat16, tokens=600)
-    case = case._replace(
+    case = with_fields(
+        case,
         hidden=case.hidden[:1].expand(600, 1, -1).contiguous(),
         labels=torch.zeros_like(case.labels),
         grad_losses=torch.ones_like(case.grad_losses),

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.tools import calibrate
 from megatron_lite.tools.calibrate import main, run
 from megatron_lite.tools.device_rates import Effort, fit, measure
+from tests.support.gpus import show_gpus
 
 TINY = Effort(
     seconds=0.002, shapes=((32, 32, 32), (64, 64, 8)), elements=1 << 14, all_reduce_bytes=4096
@@ -42,12 +42,11 @@ def test_shapes_of_one_size_give_their_rate() -> None:
 
 @pytest.mark.long
 def test_a_measured_machine_is_one_that_the_model_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(calibrate, "SHAPES", TINY.shapes)
-    monkeypatch.setattr(calibrate, "LARGE_BYTES", TINY.all_reduce_bytes)
+    sizes = dict(shapes=TINY.shapes, large_bytes=TINY.all_reduce_bytes)
     path = tmp_path / "here.json"
-    assert main(["--output", str(path), "--device", "cpu", "--seconds", "0.002"]) == 0
+    assert main(["--output", str(path), "--device", "cpu", "--seconds", "0.002"], **sizes) == 0
     machine = load_hardware(str(path))
     assert machine.device == "cpu" and machine.shares_cores
     assert machine.bf16.max_efficiency == 1.0 and machine.fp32.peak_flops > 1e6
@@ -84,7 +83,6 @@ def test_what_cannot_be_measured_is_refused(changes: dict, fault: str) -> None:
 def test_gpus_that_are_missing_are_named(
     gpus: int, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    show_gpus(monkeypatch, gpus)
     with pytest.raises(InputError, match=fault):
         run("here.json", device="cuda", links_of=None, seconds=0.1)

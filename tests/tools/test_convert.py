@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -80,12 +81,9 @@ def test_one_line_on_stdout_says_what_was_done(
     assert "exists already, and a conversion replaces nothing" in capsys.readouterr().err
 
 
-def test_a_log_gets_a_line_now_and_then(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
     times = iter([0.0, 1.0, 6.0, 7.0, 12.0])
-    monkeypatch.setattr(convert.time, "monotonic", lambda: next(times))
-    with convert.progress_bar(8_000_000) as advance:
+    with convert.progress_bar(8_000_000, lambda: next(times)) as advance:
         for _ in range(4):
             advance(2_000_000)
     assert capsys.readouterr().err.splitlines() == [
@@ -94,14 +92,13 @@ def test_a_log_gets_a_line_now_and_then(
     ]
 
 
-def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar() -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     terminal = Terminal()
-    monkeypatch.setattr(convert.sys, "stderr", terminal)
-    with convert.progress_bar(4_000_000) as advance:
+    with redirect_stderr(terminal), convert.progress_bar(4_000_000) as advance:
         advance(2_000_000)
         advance(2_000_000)
     assert "converting" in terminal.getvalue() and "4.0/4.0 MB" in terminal.getvalue()

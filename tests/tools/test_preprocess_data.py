@@ -21,7 +21,13 @@ def write_jsonl(path: Path, texts: list[str] = DOCUMENTS) -> str:
     return str(path)
 
 
-def preprocess(tmp_path: Path, *flags: str, source: str | None = None, vocab_size: int = 50) -> int:
+def preprocess(
+    tmp_path: Path,
+    *flags: str,
+    source: str | None = None,
+    vocab_size: int = 50,
+    block_bytes: int = preprocess_data.BLOCK_BYTES,
+) -> int:
     source = source or write_jsonl(tmp_path / "in.jsonl")
     return preprocess_data.main(
         [
@@ -34,7 +40,8 @@ def preprocess(tmp_path: Path, *flags: str, source: str | None = None, vocab_siz
             "--vocab-size",
             str(vocab_size),
             *flags,
-        ]
+        ],
+        block_bytes=block_bytes,
     )
 
 
@@ -85,10 +92,7 @@ def test_token_type_follows_the_vocabulary_with_its_end_of_document(
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_workers_do_not_change_a_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: int
-) -> None:
-    monkeypatch.setattr(preprocess_data, "BLOCK_BYTES", 40)
+def test_workers_do_not_change_a_byte(tmp_path: Path, partitions: int) -> None:
     source = write_jsonl(
         tmp_path / "in.jsonl", [" ".join(map(str, range(number % 13, 50))) for number in range(200)]
     )
@@ -96,7 +100,10 @@ def test_workers_do_not_change_a_byte(
     for workers in (partitions, 2 * partitions):
         assert (
             preprocess(
-                tmp_path, "--workers", str(workers), "--partitions", str(partitions), source=source
+                tmp_path,
+                *("--workers", str(workers), "--partitions", str(partitions)),
+                source=source,
+                block_bytes=40,
             )
             == 0
         )
@@ -144,11 +151,10 @@ def test_a_bad_line_is_named_and_leaves_no_files(
 
 
 def test_a_bad_line_in_a_worker_ends_the_run_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preprocess_data, "BLOCK_BYTES", 1)
     source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 20 + ["x"] + ["1"] * 20)
-    assert preprocess(tmp_path, "--workers", "2", source=source) == 2
+    assert preprocess(tmp_path, "--workers", "2", source=source, block_bytes=1) == 2
     assert "in.jsonl:21: " in capsys.readouterr().err
     assert files(tmp_path) == set()
 
@@ -220,11 +226,10 @@ def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(
 
 
 def test_progress_lines_come_every_log_interval(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preprocess_data, "BLOCK_BYTES", 1)
     source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 10)
-    assert preprocess(tmp_path, "--log-interval", "4", source=source) == 0
+    assert preprocess(tmp_path, "--log-interval", "4", source=source, block_bytes=1) == 0
     captured = capsys.readouterr()
     assert [line.split(" (")[0] for line in captured.err.splitlines()] == [
         "processed 4 documents",

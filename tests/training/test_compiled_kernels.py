@@ -7,6 +7,7 @@ and what it keeps, is then known in milliseconds. The tests marked long compile 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from tests.support.equality import variant_config
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tp_state
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.uncompiled import uncompiled_kernels
 
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(
@@ -45,8 +47,7 @@ VARIANTS = ("qwen", "gpt2", "neox", "nemotron")
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every kernel the function itself."""
-    monkeypatch.setattr(compiled, "_compiled", lambda function, tensors: function)
-    monkeypatch.setattr(compiled, "missing_compiler", lambda: None)
+    uncompiled_kernels(monkeypatch)
 
 
 def outcome(
@@ -280,10 +281,10 @@ def test_a_run_without_a_compiler_ends_with_what_it_lacks(
     lacks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if lacks == "compiler":
-        monkeypatch.setattr(compiled.shutil, "which", lambda program: None)
+        monkeypatch.setenv("CXX", "no-such-compiler")
         message = r"--torch-compile needs a C\+\+ compiler, and there is no"
     else:
-        monkeypatch.setattr(compiled.shutil, "which", lambda program: program)
+        monkeypatch.setenv("CXX", sys.executable)  # a program that there is
         monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
         message = "has no Python.h: install them"
     with pytest.raises(InputError, match=message):

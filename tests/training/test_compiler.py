@@ -27,7 +27,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 
 def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[torch.Tensor]]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with tp_state(1) as parallel:
         model = build_tiny_model(tiny_config(num_layers=1), parallel, dtype=torch.float64)
         if compiled:

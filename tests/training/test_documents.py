@@ -26,6 +26,7 @@ from megatron_lite.training.dry_run import dry_run
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.loss_mask import MaskedMean, masked_mean
 from megatron_lite.training.observe import Observer
+from tests.support.changes import with_fields
 from tests.support.documents import ALL, EOD, documents_of, packed_batch, packed_text
 from tests.support.equality import difference, variant_config
 from tests.support.models import (
@@ -217,7 +218,7 @@ def test_a_step_has_the_gradients_of_megatrons_formula() -> None:
     """One of the micro-batches has no token that counts."""
     batches = [packed_batch(seed=1), packed_batch(seed=2)]
     batches[0].loss_mask[:, 3:] = 0.0  # micro-batches of different weight
-    nothing = batches[1]._replace(loss_mask=torch.zeros(BATCH, SEQ_LENGTH))
+    nothing = with_fields(batches[1], loss_mask=torch.zeros(BATCH, SEQ_LENGTH))
     batches = [*batches, nothing]
     counts = [int(batch.loss_mask.sum()) for batch in batches]
     assert counts[2] == 0 < counts[0] < counts[1]

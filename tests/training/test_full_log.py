@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,13 +131,11 @@ def test_a_full_disk_at_the_start_ends_no_run_either(
 
 
 def test_standard_output_on_a_full_device_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with open("/dev/full", "w") as device:
-        monkeypatch.setattr("sys.stdout", device)
+    with open("/dev/full", "w") as device, redirect_stdout(device):
         run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
         device.flush()  # as Python does at its end, when an error would be its status
-    monkeypatch.undo()
     printed = capsys.readouterr().err
     assert (
         printed.count(

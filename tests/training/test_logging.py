@@ -17,6 +17,8 @@ from megatron_lite.plan.hardware import MACHINES
 from megatron_lite.training.iteration_line import LogExtras, RunFacts, iteration_line
 from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.peak_rate import peak_rate
+from tests.support.changes import with_fields
+from tests.support.gpus import show_gpus
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -79,7 +81,7 @@ def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
     assert own_fields(ramp) == ["tokens/s/GPU: 320.0", "MFU: 15.0%", "HFU: 20.5%"]
     line = iteration_line(
         ramp,
-        FACTS._replace(num_samples=16 + 4 * 36_000, flops=30 * 10**9),
+        with_fields(FACTS, num_samples=16 + 4 * 36_000, flops=30 * 10**9),
         LogExtras(),
         throughput=True,
     )
@@ -90,7 +92,7 @@ def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
 
 def test_replays_that_a_batch_of_this_size_is_spared_do_not_count() -> None:
     """4 of 41 MFLOP in every iteration of 4 samples, 1 of 41 / 4 in one of 1 sample."""
-    facts = FACTS._replace(spared_flops={4: 4_000_000, 1: 1_000_000})
+    facts = with_fields(FACTS, spared_flops={4: 4_000_000, 1: 1_000_000})
     assert own_fields([record()], facts)[1:] == ["MFU: 30.0%", "HFU: 37.0%"]
     assert own_fields([record(), record(global_batch_size=1, iteration_ms=12.5)], facts)[1:] == [
         "MFU: 30.0%",
@@ -140,7 +142,7 @@ def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(
 
 
 def test_without_a_known_peak_there_is_no_utilization() -> None:
-    assert own_fields([record()], FACTS._replace(peak_flops=None)) == ["tokens/s/GPU: 640.0"]
+    assert own_fields([record()], with_fields(FACTS, peak_flops=None)) == ["tokens/s/GPU: 640.0"]
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_the_given_peak_is_used() -> None:
 
 
 def test_the_peak_is_found_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    show_gpus(monkeypatch, 1, name="NVIDIA A100-SXM4-80GB")
     assert peak_rate(LoggingConfig(), GPU, bf16=True).flops == 312e12
     assert peak_rate(LoggingConfig(), GPU, bf16=False).flops == 19.5e12
     # as NVIDIA's container images do by an environment variable
@@ -187,7 +189,7 @@ def test_a_peak_that_nobody_measured_is_not_known(
 ) -> None:
     """Neither an unknown card nor a CPU has one, whatever machine the times are predicted for. A
     file of tools/calibrate.py has one, for a device of its kind."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card X")
+    show_gpus(monkeypatch, 1, name="Card X")
     for machine in (None, "cpu", "h100-80gb"):
         config = LoggingConfig(machine=machine)
         for device, name in ((CPU, "this CPU"), (GPU, "Card X")):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,9 @@ from megatron_lite.training.peak_memory import PeakMemory
 from megatron_lite.training.short_line import HEADING_EVERY, ShortLines
 from megatron_lite.training.slow_work import told_if_slow
 from megatron_lite.training.start_text import MOST_LINES, arguments_table, short_settings
+from tests.support.changes import with_fields
 from tests.support.limits import HANG_S
+from tests.support.rank_faults import first_step_fails
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 from tests.training.test_logging import FACTS, record
 
@@ -87,7 +89,7 @@ def test_a_short_line_has_the_figures_of_the_run() -> None:
         *("79.000/79.005 GiB", "0:00:00"),
     ]
     assert "  -  " in short.lines([record()], None)[-1], "a peak before it is measured"
-    unknown = FACTS._replace(peak_flops=None)
+    unknown = with_fields(FACTS, peak_flops=None)
     kept = ShortLines(unknown, columns=120, shows_peak=False)
     known = record(activation_bytes_predicted=3 * 2**19, activation_bytes_measured=2**20)
     heading, row = kept.lines([known], PEAK)
@@ -183,10 +185,7 @@ def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     config = replace(config, logging=replace(config.logging, log_file=str(path)))
     run_to_end(config)
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise InputError("the sky falls")
-
-    monkeypatch.setattr("megatron_lite.training.loop.train_step", fails)
+    first_step_fails(monkeypatch, InputError("the sky falls"))
     with pytest.raises(InputError, match="the sky falls"):
         run_to_end(config)
     text = path.read_text()
@@ -307,11 +306,11 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("output", [Terminal, io.StringIO])
-def test_a_tool_tells_of_slow_work_on_a_terminal_only(
-    output: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stderr", written := output())
-    with told_on_terminal("plans for 8 GPUs (number 1 of 2)", first_after_s=0.001):
+def test_a_tool_tells_of_slow_work_on_a_terminal_only(output: type[io.StringIO]) -> None:
+    with (
+        redirect_stderr(output()) as written,
+        told_on_terminal("plans for 8 GPUs (number 1 of 2)", first_after_s=0.001),
+    ):
         patiently_waited(lambda: "so far" in written.getvalue() or output is io.StringIO)
     lines = written.getvalue().splitlines()
     if output is Terminal:
@@ -328,8 +327,8 @@ def test_lines_before_the_run_are_broken_on_a_terminal_only(
     monkeypatch.setenv("COLUMNS", f"{columns}")
     text = "settings of a run " * 9
     for output in (Terminal, io.StringIO):
-        monkeypatch.setattr(sys, "stdout", written := output())
-        terminal.print_lines([text.strip(), "short\ntable"])
+        with redirect_stdout(output()) as written:
+            terminal.print_lines([text.strip(), "short\ntable"])
         lines = written.getvalue().splitlines()
         assert " ".join(" ".join(lines).split()) == f"{text}short table"
         if output is Terminal:

@@ -50,6 +50,7 @@ from tests.support.documents import batch_of
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, tp_state
 from tests.support.pairs import covered, thirds
+from tests.support.product_sizes import product_sizes
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 from tests.support.traffic import plan_collectives
@@ -188,7 +189,7 @@ def test_one_pass_has_the_bits_of_two(layout, model, policy, mask, chunk_size):
 @pytest.mark.parametrize("layout", ["one", "sp"])
 def test_with_products_by_onednn_one_pass_has_the_bits_of_two(layout, monkeypatch):
     """Every product that may be oneDNN's is, on any processor."""
-    monkeypatch.setattr(products, "LEAST_MULTIPLICATIONS", 1)
+    product_sizes(monkeypatch, LEAST_MULTIPLICATIONS=1)
     monkeypatch.setattr(build_trainer, "uses_onednn", lambda config, device_type: True)
     ranks, flags = LAYOUTS[layout]
     config = config_of(f"{flags} {UNTIED} --loss-chunk-size 5")

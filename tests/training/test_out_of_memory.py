@@ -22,6 +22,7 @@ from megatron_lite.training.out_of_memory import (
 )
 from tests.support.commands import run_command
 from tests.support.layouts import LAYOUTS
+from tests.support.rank_faults import first_step_fails
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
@@ -102,10 +103,7 @@ def test_the_message_does_not_blame_the_plan_if_the_plan_fits() -> None:
 def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr("megatron_lite.training.loop.train_step", fails)
+    first_step_fails(monkeypatch, RuntimeError("DefaultCPUAllocator: can't allocate memory"))
 
     def work(rank: int, world_size: int) -> str:
         with pytest.raises(InputError) as fault:
@@ -119,10 +117,7 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
 
 
 def test_another_error_of_a_step_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("shapes cannot be multiplied")
-
-    monkeypatch.setattr("megatron_lite.training.loop.train_step", fails)
+    first_step_fails(monkeypatch, RuntimeError("shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="shapes"):
         run_to_end(tiny_run())
 
@@ -196,7 +191,7 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
         logging=replace(config.logging, log_peak_memory=True),
         recompute=RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous),
     )
-    found = run_to_end(config)._predictions.peak
+    found = run_to_end(config).predictions.peak
     assert found is not None
     assert found.predicted / found.measured == pytest.approx(1.0, abs=0.02)
 
@@ -212,7 +207,7 @@ def test_every_rank_takes_part_in_the_measurement(capfd: pytest.CaptureFixture[s
     def work(rank: int, world_size: int) -> tuple[int, int | None]:
         config = tiny_run(tp_size=2, training=dict(train_iters=2, eval_iters=0))
         trainer = run_to_end(replace(config, logging=replace(config.logging, log_peak_memory=True)))
-        found = trainer._predictions.peak
+        found = trainer.predictions.peak
         assert isinstance(found, predictions.PeakMemory)
         return found.predicted, found.measured
 
@@ -236,7 +231,7 @@ def test_the_measured_peak_counts_no_memory_twice_in_any_layout(layout: str) -> 
     config = replace(config, logging=replace(config.logging, log_peak_memory=True))
 
     def work(rank: int, world_size: int) -> float:
-        found = run_to_end(config)._predictions.peak
+        found = run_to_end(config).predictions.peak
         assert found is not None
         return found.predicted / found.measured
 

@@ -12,6 +12,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer, processor
+from tests.support.product_sizes import product_sizes
 from tests.support.runs import tiny_run
 
 BF16 = "vendor_id: GenuineIntel\nflags: avx512f avx512_bf16\n"
@@ -147,7 +148,7 @@ def test_the_model_gets_the_choice_and_the_log_has_it(
 ) -> None:
     monkeypatch.setattr(build_trainer, "uses_onednn", lambda *_: onednn)
     # 16 tokens, hidden size 32, 128 padded ids and an MLP of 128
-    monkeypatch.setattr(processor, "LEAST_MULTIPLICATIONS", 2**16)
+    product_sizes(monkeypatch, LEAST_MULTIPLICATIONS=2**16)
     config = tiny_run()
     with parallel_state(config.parallel, seed=1) as parallel:
         trainer = build_trainer.build_trainer(config, parallel)
@@ -163,7 +164,7 @@ def test_the_model_gets_the_choice_and_the_log_has_it(
 
 def test_a_run_without_large_products_has_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert processor.products_notices(tiny_run(), onednn=True) == ()
-    monkeypatch.setattr(processor, "LEAST_MULTIPLICATIONS", 2**16)
+    product_sizes(monkeypatch, LEAST_MULTIPLICATIONS=2**16)
     assert len(processor.products_notices(tiny_run(), onednn=True)) == 1
-    monkeypatch.setattr(processor, "LEAST_MULTIPLICATIONS", 2**16 + 1)
+    product_sizes(monkeypatch, LEAST_MULTIPLICATIONS=2**16 + 1)
     assert processor.products_notices(tiny_run(), onednn=True) == ()

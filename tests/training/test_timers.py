@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.training import timers
-from megatron_lite.training.timers import LEVELS, Times
+from megatron_lite.training import watchers
+from megatron_lite.training.timers import LEVELS, Timers, Times
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
@@ -34,8 +36,8 @@ def _run(
     config = tiny_run(metrics=folder / f"{level}", training=dict(train_iters=5, eval_iters=0))
     read: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
-        now = timers.Timers._now
-        patch.setattr(timers.Timers, "_now", lambda self: read.append(now(self)) or read[-1])
+        clock = lambda: read.append(time.perf_counter()) or read[-1]  # noqa: E731
+        patch.setattr(watchers, "Timers", partial(Timers, clock=clock))
         run_to_end(
             replace(
                 config,
@@ -78,14 +80,13 @@ def test_each_level_shows_its_timers_and_changes_no_figure(
     assert 0.0 < events.Scalars("forward-compute-time")[0].value < whole
 
 
-def test_the_times_are_those_of_an_iteration_and_are_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_times_are_those_of_an_iteration_and_are_reset() -> None:
     from megatron_lite.parallel.state import parallel_state
 
     config = replace(tiny_run().logging, timing_log_level=1, timing_log_option="all")
     clock = iter([10.0, 10.25, 20.0, 20.75, 30.0, 30.5])
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
-        measured = timers.Timers(config, parallel)
-        monkeypatch.setattr(timers.Timers, "_now", lambda _: next(clock))
+        measured = Timers(config, parallel, lambda: next(clock))
         for _ in range(2):
             with measured("optimizer"), measured("forward-compute"):
                 pass

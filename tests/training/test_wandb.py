@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
+from tests.support.modules import provide
 from tests.support.runs import rows, run_to_end, tiny_run
 
 
@@ -57,7 +57,7 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    provide(monkeypatch, "wandb", fake)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = _config(tmp_path)
     run_to_end(config)
@@ -94,7 +94,7 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(
 def test_a_fault_of_the_package_is_said_once_and_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb("log"))
+    provide(monkeypatch, "wandb", FakeWandb("log"))
     assert run_to_end(_config(tmp_path)).progress.iteration == 4
     printed = capsys.readouterr().out
     assert "warning: --wandb-project: iteration 2 is not written (no)" in printed
@@ -111,7 +111,7 @@ def test_a_fault_of_the_package_is_said_once_and_ends_no_run(
 def test_a_run_that_cannot_be_begun_is_one_clear_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, message: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", module)
+    provide(monkeypatch, "wandb", module)
     with pytest.raises(InputError, match=message):
         run_to_end(_config(tmp_path))
 

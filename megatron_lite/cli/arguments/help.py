@@ -116,7 +116,7 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
         return _topic(parser, topic)
     found = [
         action
-        for action in _shown(parser._actions)
+        for action in _shown(parser.actions)
         if any(topic in name.lower().replace("_", "-") for name in action.option_strings)
     ]
     exact = [action for action in found if topic in action.option_strings]
@@ -152,10 +152,8 @@ def _topic(parser: Parser, name: str) -> str:
 
 
 def _actions_of(parser: Parser, name: str) -> list[argparse.Action]:
-    """Returns the actions of a topic. Raises StopIteration if the parser has no such group."""
-    title = TOPICS[name].title
-    group = next(group for group in parser._action_groups if group.title == title)
-    return group._group_actions
+    """Returns the actions of a topic. Raises KeyError if the parser has no such group."""
+    return parser.groups()[TOPICS[name].title]
 
 
 def _shown(actions: Iterable[argparse.Action]) -> Iterable[argparse.Action]:

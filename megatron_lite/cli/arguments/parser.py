@@ -115,11 +115,11 @@ def _add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
 
 
-def supported_flags(parser: argparse.ArgumentParser) -> list[str]:
+def supported_flags(parser: Parser) -> list[str]:
     """Returns all flags that set a field or ask for help, with their aliases."""
     return [
         name
-        for action in parser._actions
+        for action in parser.actions
         if not action.dest.startswith("--")
         for name in action.option_strings
     ]

@@ -1,0 +1,43 @@
+"""Runs functions in forks of the test, which end without what Python does at a normal exit."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+
+def leave(status: int) -> NoReturn:
+    """Ends this process now: nothing is flushed, and no handler of the test's process runs."""
+    os._exit(status)
+
+
+def start_fork(function: Callable[[], int | None]) -> int:
+    """Starts a fork that runs the function and leaves. Returns its process id.
+
+    Its status is the number that the function returns or gives to `sys.exit`, and 0 if it returns
+    None. After any other exception it is 1, and the traceback is on stderr.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        status = function() or 0
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        leave(status)
+
+
+def status_of_fork(function: Callable[[], int | None]) -> int:
+    """Runs the function in a fork. Returns its status, negative if a signal has ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(start_fork(function), 0)[1])
