@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.engines import PRESETS
 from megatron_lite.model.attention import _SplitHeads
-from megatron_lite.model.causal_attention import causal_attention
+from megatron_lite.model.causal_attention import BY_PRODUCTS, causal_attention
 from megatron_lite.parallel.products import add_weight_product_, input_gradient, linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
@@ -116,6 +116,19 @@ def attention_in_blocks(length: int, samples: int) -> Sides:
             torch.autograd.grad(causal_attention(*leaves, scale=D**-0.5), leaves, grad)
 
     return lambda: torch.autograd.grad(_sdpa(*leaves), leaves, grad), in_blocks
+
+
+def bf16_attention(length: int, samples: int) -> Sides:
+    """Forward and backward of causal bf16 attention: torch's kernel, and products."""
+    heads = torch.randn(length, samples, A, 3, D, dtype=torch.bfloat16)
+    leaves = [heads[..., part, :].requires_grad_() for part in range(3)]
+    grad = torch.randn(length, samples, A, D, dtype=torch.bfloat16)
+    return (
+        lambda: torch.autograd.grad(_sdpa(*leaves), leaves, grad),
+        lambda: torch.autograd.grad(
+            causal_attention(*leaves, scale=D**-0.5, way=BY_PRODUCTS), leaves, grad
+        ),
+    )
 
 
 def contiguous_heads() -> Sides:

@@ -1,21 +1,25 @@
-# The launch scripts (pretrain_*.sh, recompute/*.sh, large/*.sh) source this file. It defines
+# The launch scripts (pretrain_*.sh, recompute/*.sh, large/*.sh) source this file.
+# It defines
 #
 #   launch FLAGS...     starts pretrain_gpt.py with FLAGS
 #
 # These variables say how:
 #
 #   NPROC_PER_NODE      torchrun starts so many ranks on this machine
-#   NNODES              the number of machines (default: 1). With several, $NODE_RANK is the number
-#                       of this one, and they meet at $MASTER_ADDR, port $MASTER_PORT.
-#   LAUNCHER=srun       this script is a task of srun: it starts one rank, without torchrun
-#   EXPLAIN=1           prints the report of --explain-recompute; needs no GPU and trains nothing
+#   NNODES              the number of machines (default: 1). With several,
+#                       $NODE_RANK is the number of this one, and they meet at
+#                       $MASTER_ADDR, port $MASTER_PORT.
+#   LAUNCHER=srun       this script is a task of srun: it starts one rank, without
+#                       torchrun
+#   EXPLAIN=1           prints the report of --explain-recompute; needs no GPU and
+#                       trains nothing
 #   DRY_RUN=1           prints the command instead of running it
 #
-# torchrun and python are those of $VENV (default: ROOT/.venv, which quickstart.sh makes). If it
-# does not exist, they are those on the PATH.
+# torchrun and python are those of $VENV (default: ROOT/.venv, which quickstart.sh
+# makes). If it does not exist, they are those on the PATH.
 #
-# --help, alone or as the last word, prints what the script does and these variables. --help TOPIC
-# goes to pretrain_gpt.py: --help all lists all flags.
+# --help, alone or as the last word, prints what the script does and these
+# variables. --help TOPIC goes to pretrain_gpt.py: --help all lists all flags.
 
 # Prints the comment at the top of a script.
 comment_of() {

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Trains a small Llama-style model on mock data: rotary positions, RMSNorm, SwiGLU, grouped-query
-# attention, no biases, untied embeddings. It runs on a laptop's CPU. On a machine with 8 GPUs this
-# command gives a data-parallel size of 8 / 4 = 2:
+# Trains a small Llama-style model on mock data: rotary positions, RMSNorm,
+# SwiGLU, grouped-query attention, no biases, untied embeddings. It runs on a
+# laptop's CPU. On a machine with 8 GPUs this command gives a data-parallel size
+# of 8 / 4 = 2:
 #   NPROC_PER_NODE=8 TP=4 bash examples/pretrain_llama_small.sh --bf16
 #
-# It needs an environment with megatron_lite: bash examples/quickstart.sh makes .venv. Flags after
-# the script's name override those of the script. The run saves to CHECKPOINT_PATH, and a second
-# start continues from there. To start anew, remove that directory or name another one.
+# It needs an environment with megatron_lite: bash examples/quickstart.sh makes
+# .venv. Flags after the script's name override those of the script. The run saves
+# to CHECKPOINT_PATH, and a second start continues from there. To start anew,
+# remove that directory or name another one.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

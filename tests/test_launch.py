@@ -141,7 +141,7 @@ def test_srun_variables_start_a_run_without_torchrun(tmp_path: Path) -> None:
     arguments = ["--tensor-model-parallel-size", "2", "--metrics-jsonl", str(tmp_path / "m")]
     statuses, outputs = run_tasks(arguments, arguments)
     assert statuses == [0, 0], outputs
-    assert "2 rank(s): tensor-parallel 2" in outputs[0] and outputs[1].count("iteration") == 0
+    assert "2 ranks: tensor-parallel 2" in outputs[0] and outputs[1].count("iteration") == 0
     assert len(rows(tmp_path / "m")) == 12
 
 

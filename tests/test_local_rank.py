@@ -90,4 +90,4 @@ def test_two_ranks_train_as_an_old_launcher_starts_them() -> None:
     ]
     ends = [(process.communicate(timeout=HANG_S), process.returncode) for process in ranks]
     assert [status for _, status in ends] == [0, 0], ends
-    assert "2 rank(s)" in ends[0][0][0] and "local" not in ends[0][0][1]
+    assert "2 ranks" in ends[0][0][0] and "local" not in ends[0][0][1]

@@ -1,20 +1,27 @@
 #!/usr/bin/env bash
 # Llama-3-70B, Meta's shape.
-# 64 GPUs: tensor-parallel 8, pipeline-parallel 4 with 5 virtual stages per rank, data-parallel 2.
-# It recomputes nothing: with flash attention and sequence parallelism the run fits in 80 GB.
+# 64 GPUs: tensor-parallel 8, pipeline-parallel 4 with 5 virtual stages per rank,
+# data-parallel 2. It recomputes nothing: with flash attention and sequence
+# parallelism the run fits in 80 GB.
 #
-# The table has the memory of one GPU of the first pipeline rank, as EXPLAIN=1 predicts it:
+# The table has the memory of one GPU of the first pipeline rank, as EXPLAIN=1
+# predicts it:
 #   kept          activations that one micro-batch keeps for backward
 #   in flight     micro-batches whose backward is still to come
 #   at the peak   most activations held at once, of all micro-batches in flight
-#   in all        the peak, and 18 bytes per parameter: weight, gradient and optimizer states
-#   kept, bytes   in flight   at the peak, bytes   in all, GiB   with
-#  5,646,819,328          23       25,900,122,112          62.2   as it is
-#  3,801,161,728          23       17,468,817,408          54.3   RECOMPUTE=pointwise
-#   335,719,808          23        1,813,267,584          39.8   RECOMPUTE=full
+#   in all        the peak, and 18 bytes per parameter: weight, gradient and
+#                 optimizer states
 #
-# SIZE=tiny runs a small version on a CPU. README.md beside this file explains the other variables.
-# Flags after the script's name override those of the script.
+#      kept, bytes   in flight   at the peak, bytes  in all, GiB
+#   as it is
+#    5,646,819,328          23       25,900,122,112         62.2
+#   RECOMPUTE=pointwise
+#    3,801,161,728          23       17,468,817,408         54.3
+#   RECOMPUTE=full
+#      335,719,808          23        1,813,267,584         39.8
+#
+# SIZE=tiny runs a small version on a CPU. README.md beside this file explains the
+# other variables. Flags after the script's name override those of the script.
 set -euo pipefail
 
 NNODES=${NNODES:-8}  # set MASTER_ADDR and NODE_RANK (from 0) on each

@@ -1,20 +1,27 @@
 #!/usr/bin/env bash
 # Llama-3-8B, Meta's shape.
 # 8 GPUs: tensor-parallel 4, data-parallel 2.
-# It recomputes nothing: with flash attention and sequence parallelism the run fits in 80 GB.
+# It recomputes nothing: with flash attention and sequence parallelism the run
+# fits in 80 GB.
 #
-# The table has the memory of one GPU of the first pipeline rank, as EXPLAIN=1 predicts it:
+# The table has the memory of one GPU of the first pipeline rank, as EXPLAIN=1
+# predicts it:
 #   kept          activations that one micro-batch keeps for backward
 #   in flight     micro-batches whose backward is still to come
 #   at the peak   most activations held at once, of all micro-batches in flight
-#   in all        the peak, and 18 bytes per parameter: weight, gradient and optimizer states
-#   kept, bytes   in flight   at the peak, bytes   in all, GiB   with
-#  9,698,992,128           1        9,698,992,128          42.7   as it is
-#  6,745,677,824           1        6,745,677,824          39.9   RECOMPUTE=pointwise
-#  1,096,113,152           1        1,096,113,152          34.7   RECOMPUTE=full
+#   in all        the peak, and 18 bytes per parameter: weight, gradient and
+#                 optimizer states
 #
-# SIZE=tiny runs a small version on a CPU. README.md beside this file explains the other variables.
-# Flags after the script's name override those of the script.
+#      kept, bytes   in flight   at the peak, bytes  in all, GiB
+#   as it is
+#    9,698,992,128           1        9,698,992,128         42.7
+#   RECOMPUTE=pointwise
+#    6,745,677,824           1        6,745,677,824         39.9
+#   RECOMPUTE=full
+#    1,096,113,152           1        1,096,113,152         34.7
+#
+# SIZE=tiny runs a small version on a CPU. README.md beside this file explains the
+# other variables. Flags after the script's name override those of the script.
 set -euo pipefail
 
 NNODES=${NNODES:-1}

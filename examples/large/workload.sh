@@ -1,17 +1,23 @@
-# The scripts beside this file source it. It has the flags that they share, and defines
+# The scripts beside this file source it. It has the flags that they share, and
+# defines
 #
-#   launch_model FLAGS...   starts a run with the flags of all arrays and FLAGS, which override them
+#   launch_model FLAGS...   starts a run with the flags of all arrays and FLAGS,
+#                           which override them
 #
-# A script adds to TRAINING_ARGS, and defines GPT_MODEL_ARGS and MODEL_PARALLEL_ARGS. Variables:
+# A script adds to TRAINING_ARGS, and defines GPT_MODEL_ARGS and
+# MODEL_PARALLEL_ARGS. Variables:
 #
-#   SIZE=tiny               replaces the value of each flag that TINY_ARGS has. The run then has the
-#                           same kind of layout on the CPU of one machine.
+#   SIZE=tiny               replaces the value of each flag that TINY_ARGS has.
+#                           The run then has the same kind of layout on the CPU of
+#                           one machine.
 #   RECOMPUTE               none, full, or the values of --recompute-modules
-#   DATA_PATH               PREFIX of PREFIX.bin and PREFIX.idx, with tokens of TOKENIZER_MODEL.
-#                           Without it the run trains on made-up tokens.
+#   DATA_PATH               PREFIX of PREFIX.bin and PREFIX.idx, with tokens of
+#                           TOKENIZER_MODEL. Without it the run trains on made-up
+#                           tokens.
 #   CHECKPOINT_PATH         where to save, and to continue from
 #
-# launch.sh reads NNODES and NPROC_PER_NODE. The scripts define the variables that are not set here.
+# launch.sh reads NNODES and NPROC_PER_NODE. The scripts define the variables that
+# are not set here.
 # shellcheck disable=SC2034,SC2153,SC2154,SC2206
 
 source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"

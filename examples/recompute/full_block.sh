@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Full recompute, block: only the first RECOMPUTE_NUM_LAYERS layers are recomputed.
-#   keeps     2sbh/t bytes on each rank for each of these layers, and (34 + 5as/h)sbh/t for each of
-#             the others
+# Full recompute, block: only the first RECOMPUTE_NUM_LAYERS layers are
+# recomputed.
+#   keeps     2sbh/t bytes on each rank for each of these layers, and (34 +
+#             5as/h)sbh/t for each of the others
 #   rebuilds  the first layers, each as in full_uniform.sh
-#   choose it if full_uniform.sh leaves memory unused. Lower the number until the memory is full:
-#             each layer that is not recomputed saves time.
+#   choose it if full_uniform.sh leaves memory unused. Lower the number until the
+#             memory is full: each layer that is not recomputed saves time.
 #
-# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
-# script's name override those of the script. The letters s, b, h, a and t are explained there too.
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs.
+# Flags after the script's name override those of the script. The letters s, b, h,
+# a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
-# Full recompute, with each layer's input distributed over the tensor-parallel ranks.
-#   keeps     1/t of the input of every layer on each rank: 2sbh/t bytes instead of 2sbh
+# Full recompute, with each layer's input distributed over the tensor-parallel
+# ranks.
+#   keeps     1/t of the input of every layer on each rank: 2sbh/t bytes instead
+#             of 2sbh
 #   rebuilds  each layer as in full_uniform.sh, after an all-gather of its input
-#   choose it for runs without --sequence-parallel. With --sequence-parallel a layer's input is
-#             split already, and full_uniform.sh keeps as little.
+#   choose it for runs without --sequence-parallel. With --sequence-parallel a
+#             layer's input is split already, and full_uniform.sh keeps as little.
 #
-# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
-# script's name override those of the script. The letters s, b, h, a and t are explained there too.
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs.
+# Flags after the script's name override those of the script. The letters s, b, h,
+# a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Full recompute, uniform: each layer is a unit of its own.
-#   keeps     the input of every layer, 2sbh/t bytes on each rank. During backward it also holds
-#             what one layer keeps without recompute.
-#   rebuilds  each layer except linear_fc2, whose output backward does not read: about 2/3 of a
-#             forward pass more
+#   keeps     the input of every layer, 2sbh/t bytes on each rank. During backward
+#             it also holds what one layer keeps without recompute.
+#   rebuilds  each layer except linear_fc2, whose output backward does not read:
+#             about 2/3 of a forward pass more
 #   choose it if no selective policy fits
 #
-# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
-# script's name override those of the script. The letters s, b, h, a and t are explained there too.
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs.
+# Flags after the script's name override those of the script. The letters s, b, h,
+# a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Full recompute, uniform, in units of several layers.
-#   keeps     one input per unit, 2sbh/t bytes on each rank. During backward it also holds what all
-#             layers of one unit keep without recompute.
+#   keeps     one input per unit, 2sbh/t bytes on each rank. During backward it
+#             also holds what all layers of one unit keep without recompute.
 #   rebuilds  each unit except the linear_fc2 of its last layer
-#   choose it for very deep models only. Units of 2 lower the peak if there are more than 34 + 5as/h
-#             layers (without --sequence-parallel more than 10 + 24/t + 5as/(ht)). With fewer layers
-#             they raise it.
+#   choose it for very deep models only. Units of 2 lower the peak if there are
+#             more than 34 + 5as/h layers (without --sequence-parallel more than
+#             10 + 24/t + 5as/(ht)). With fewer layers they raise it.
 #
-# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
-# script's name override those of the script. The letters s, b, h, a and t are explained there too.
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs.
+# Flags after the script's name override those of the script. The letters s, b, h,
+# a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

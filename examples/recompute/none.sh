@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# No recompute: compare the other scripts here with this one, in memory and in time.
-#   keeps     everything that backward reads: (34 + 5as/h)sbh/t bytes per layer on each rank
+# No recompute: compare the other scripts here with this one, in memory and in
+# time.
+#   keeps     everything that backward reads: (34 + 5as/h)sbh/t bytes per layer on
+#             each rank
 #   rebuilds  nothing
 #   choose it whenever it fits
 #
-# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
-# script's name override those of the script. The letters s, b, h, a and t are explained there too.
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs.
+# Flags after the script's name override those of the script. The letters s, b, h,
+# a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Selective recompute of core attention, Megatron's default. Its memory grows with s squared.
-#   keeps     all but the attention scores, their softmax and its dropout: 34sbh/t bytes per layer
-#             on each rank
-#   rebuilds  these from query, key and value: one batched matmul, 2bs^2h FLOPs per layer
-#   choose it with unfused attention. Flash attention does the same by itself, so that recomputing
-#             core attention frees nothing.
+# Selective recompute of core attention, Megatron's default. Its memory grows with
+# s squared.
+#   keeps     all but the attention scores, their softmax and its dropout: 34sbh/t
+#             bytes per layer on each rank
+#   rebuilds  these from query, key and value: one batched matmul, 2bs^2h FLOPs
+#             per layer
+#   choose it with unfused attention. Flash attention does the same by itself, so
+#             that recomputing core attention frees nothing.
 #
-# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
-# script's name override those of the script. The letters s, b, h, a and t are explained there too.
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs.
+# Flags after the script's name override those of the script. The letters s, b, h,
+# a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

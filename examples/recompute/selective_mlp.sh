@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Selective recompute of the MLP.
-#   keeps     the MLP's input, and all of attention: (18 + 5as/h)sbh/t bytes per layer on each rank
-#   rebuilds  linear_fc1 (with its all-gather) and the activation, but not linear_fc2: 8bsh^2 FLOPs
-#             per layer
-#   choose it with flash attention if selective_pointwise.sh does not quite fit. The wider the MLP,
-#             the more memory it frees.
+#   keeps     the MLP's input, and all of attention: (18 + 5as/h)sbh/t bytes per
+#             layer on each rank
+#   rebuilds  linear_fc1 (with its all-gather) and the activation, but not
+#             linear_fc2: 8bsh^2 FLOPs per layer
+#   choose it with flash attention if selective_pointwise.sh does not quite fit.
+#             The wider the MLP, the more memory it frees.
 #
-# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
-# script's name override those of the script. The letters s, b, h, a and t are explained there too.
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs.
+# Flags after the script's name override those of the script. The letters s, b, h,
+# a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Selective recompute of what is cheap: core attention, the outputs of both norms and of the MLP's
-# activation.
-#   keeps     the tensors that these are rebuilt from: 22sbh/t bytes per layer on each rank
-#   rebuilds  the norms and the activation, without a matmul or a collective, and core attention:
-#             2bs^2h FLOPs per layer
-#   choose it first, because no linear layer runs again. With flash attention leave out core_attn.
+# Selective recompute of what is cheap: core attention, the outputs of both norms
+# and of the MLP's activation.
+#   keeps     the tensors that these are rebuilt from: 22sbh/t bytes per layer on
+#             each rank
+#   rebuilds  the norms and the activation, without a matmul or a collective, and
+#             core attention: 2bs^2h FLOPs per layer
+#   choose it first, because no linear layer runs again. With flash attention
+#             leave out core_attn.
 #
-# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs. Flags after the
-# script's name override those of the script. The letters s, b, h, a and t are explained there too.
+# It runs on a CPU; README.md beside this file shows the variables for 8 GPUs.
+# Flags after the script's name override those of the script. The letters s, b, h,
+# a and t are explained there too.
 set -euo pipefail
 
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}

@@ -1,7 +1,7 @@
-# The scripts beside this file source it. The model, its batches and its log are the same for every
-# policy, so that you can compare memory, time and losses. Attention is unfused: flash attention
-# rebuilds its scores by itself, so that recomputing core_attn would free nothing. Dropout is
-# Megatron's default of 0.1.
+# The scripts beside this file source it. The model, its batches and its log are
+# the same for every policy, so that you can compare memory, time and losses.
+# Attention is unfused: flash attention rebuilds its scores by itself, so that
+# recomputing core_attn would free nothing. Dropout is Megatron's default of 0.1.
 # shellcheck disable=SC2034  # the scripts use the arrays
 
 source "$(dirname "${BASH_SOURCE[0]}")/../launch.sh"

@@ -149,6 +149,7 @@ class DirectoryLock:
                     self._check_may_take(Holder.read(self._path), free=free)
                     self.start = max(after_start, _start_of(self._path)) + 1
                     self._sign(self._file)
+                    # A flock belongs to the open file and not to its name, so the rename keeps it.
                     os.replace(self._temporary, self._path)
                     break
             except FileNotFoundError:

@@ -115,6 +115,7 @@ class Manifest:
 
     def files_of_rank(self, rank: int, size: int) -> list[str]:
         """Returns the files that one of `size` ranks checks; all ranks have about as many bytes."""
+        # The files, the largest first, go to the ranks in turn.
         return sorted(self.files, key=lambda name: (-self.files[name].bytes, name))[rank::size]
 
 

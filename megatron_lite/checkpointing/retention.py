@@ -46,7 +46,7 @@ def steps_to_delete(
     if keep_last is None and retain_interval is None:
         return []
     course = sorted(step for step in complete if step <= newest)
-    last = course[-(keep_last or 1) :]
+    last = course[-(keep_last or 1) :]  # the newest step stays, whatever the flags say
     return [
         step
         for step in course

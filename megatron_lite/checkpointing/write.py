@@ -120,6 +120,7 @@ class StepWriter:
         origin = Origin(self._lock.start, self._course)
         write_synced(temporary / MANIFEST, Manifest(iteration, rows, origin).to_json().encode())
         points.reached(Point.MANIFEST)
+        # The names of all files must be on the disk before the step gets its own name.
         sync_folder(str(temporary))
         points.reached(Point.SYNCED)
         publish_step(directory, temporary, iteration)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from megatron_lite.cli.planner_command import auto_settings, planner_lines
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
+from megatron_lite.config.help_format import help_columns
 from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
@@ -67,8 +68,8 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
         raise InputError(str(error)) from error
     return [
         *(notice for notice in notices if notice not in told_in_report),
-        report_text(report),
-        *planner_lines(config, device, num_ranks),
+        report_text(report, help_columns()),
+        *planner_lines(config, device, num_ranks, help_columns()),
     ]
 
 

@@ -26,7 +26,7 @@ from megatron_lite.plan.layouts import KEPT_RECOMPUTE, SEARCHED
 from megatron_lite.plan.machine_choice import CPU_MACHINE, machine_for_policy
 
 WIDTH = 100
-LINE_FULL = 72  # columns of a command's line, after which no further flag starts
+COMMAND_WIDTH = 80  # columns of a command's line
 KEPT_SHARDING = ("grad_reduce_in_bf16",)
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
@@ -82,7 +82,7 @@ def planner_command(config: RunConfig, device: str, num_ranks: int) -> list[str]
     return words
 
 
-def planner_lines(config: RunConfig, device: str, num_ranks: int) -> list[str]:
+def planner_lines(config: RunConfig, device: str, num_ranks: int, width: int = WIDTH) -> list[str]:
     """Returns the last lines of the report: the planner's command, as lines of a shell."""
     stand_in = ""
     if device == "cuda" and config.logging.machine is None:
@@ -91,17 +91,19 @@ def planner_lines(config: RunConfig, device: str, num_ranks: int) -> list[str]:
         "The fastest layout, micro-batch and policy of this run that fit into memory are printed "
         f"by this command.{stand_in}"
     )
-    rows: list[str] = []
+    items: list[str] = []  # a flag with its values
     for word in planner_command(config, device, num_ranks):
-        quoted = shlex.quote(word)
-        starts_item = word.startswith("--") or not rows
-        if starts_item and rows and len(rows[-1]) + len(quoted) > LINE_FULL:
-            rows.append(f"    {quoted}")
-        elif rows:
-            rows[-1] += f" {quoted}"
+        if word.startswith("--") or not items:
+            items.append(shlex.quote(word))
         else:
-            rows.append(quoted)
-    return ["", *textwrap.wrap(intro, WIDTH), " \\\n".join(rows)]
+            items[-1] += f" {shlex.quote(word)}"
+    rows = items[:1]
+    for item in items[1:]:
+        if len(rows[-1]) + len(item) + len("  \\") > COMMAND_WIDTH:
+            rows.append(f"    {item}")
+        else:
+            rows[-1] += f" {item}"
+    return ["", *textwrap.wrap(intro, width), " \\\n".join(rows)]
 
 
 def _left_out() -> set[str]:

@@ -34,8 +34,9 @@ def ready_to_train(config: RunConfig, notices: Sequence[str], launch: Launch) ->
 
     It also has the policy that `--recompute-policy auto` chooses.
     notices: those of the command line.
-    Raises InputError if a setting that training needs is missing, if a chosen kernel of NVIDIA apex
-    cannot be used in this run, if a file of the tokenizer has a fault, or if no policy fits.
+    Raises InputError if a setting that training needs is missing, or if a chosen kernel of NVIDIA
+    apex cannot be used in this run. It raises InputError too if a file of the tokenizer has a
+    fault, or if no policy fits.
     """
     try:
         config.check_complete_for_training()

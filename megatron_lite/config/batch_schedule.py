@@ -147,6 +147,7 @@ class BatchSchedule:
 
         consumed: the number of samples consumed before the first of them.
         """
+        # Within the ramp one iteration after the other; behind it every batch is full.
         while iterations > 0 and consumed <= self.ramp_samples:
             consumed, iterations = consumed + self.at(consumed), iterations - 1
         return consumed + max(0, iterations) * self.full

@@ -7,7 +7,8 @@ off. tests/config/test_command_line.py compares all of them with the parser.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import shlex
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_lite.config.checks import flag
@@ -52,6 +53,25 @@ def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
 def flag_words(field: str, value: Any) -> list[str]:
     """Returns the words of a command line that give the field this value, not its default."""
     return [flag_of(field), *_words(field, value)]
+
+
+def shell_lines(words: Sequence[str], program: str = "pretrain_gpt.py") -> str:
+    """Returns a command as lines of a shell, with one flag of the program a line.
+
+    The words before the program are the launcher's, and keep their shell variables, such as
+    $NODE_RANK. They stand on one line if it has at most 78 columns.
+    """
+    place = words.index(program) if program in words else 0
+    launcher = " ".join(words[:place])
+    if len(launcher) > 76:  # and " \\"
+        launcher = launcher.replace(" --", " \\\n  --")
+    rows = [launcher] if place else []
+    for word in words[place:]:
+        if not rows or word == program or word.startswith("--"):
+            rows.append(shlex.quote(word))
+        else:
+            rows[-1] += f" {shlex.quote(word)}"
+    return " \\\n  ".join(rows)
 
 
 def _words(field: str, value: Any) -> list[str]:

@@ -56,7 +56,7 @@ class HelpLayout(argparse.HelpFormatter):
 
 
 class RawHelpLayout(HelpLayout, argparse.RawDescriptionHelpFormatter):
-    """The same, with the lines of description and epilog as they are."""
+    """HelpLayout that does not fill the lines of the description and the epilog again."""
 
 
 def choices_of(action: argparse.Action) -> list[str]:

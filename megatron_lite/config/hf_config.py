@@ -137,7 +137,7 @@ def _written(model: ModelConfig, vocab_size: int, name: str) -> dict[str, Any]:
 
 
 def _differences(model: ModelConfig, config: Mapping[str, Any]) -> list[str]:
-    """Returns what the config of a family says otherwise than the model, as words."""
+    """Returns in words where the config of a family differs from the model."""
     try:
         mapped = from_hf(config)
         theirs = meaning_of(ModelConfig(**mapped.fields))

@@ -1,8 +1,8 @@
 """The families of Hugging Face models that map exactly, and those that cannot, with the reason.
 
-Each family has a table of the keys that become fields, a table of the only value that other keys
-may have, the fields that all members have in common, and rules for facts that are not one key.
-Standard library only.
+Each family has a table of the keys that become fields, and a table of the only value that other
+keys may have. It also has the fields that all members have in common, and rules for facts that are
+not one key. Standard library only.
 """
 
 from __future__ import annotations

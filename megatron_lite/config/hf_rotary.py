@@ -134,6 +134,7 @@ def _read_unrotated(config: Mapping[str, Any], fields: dict[str, Any]) -> list[s
     # 1 means that the layer does have a rotary embedding
     without = tuple(1 - int(has) for has in given)
     if any(without):
+        # the interval that gives this list, or the list itself if there is none
         fields["no_rope_freq"] = next(
             (
                 every

@@ -19,7 +19,8 @@ TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 def heads(*, default_groups: int | None = None, default_head: int | None = None) -> KeyRule:
     """Returns the rule of key/value heads and of the channels of a head.
 
-    default_groups, default_head: the values for missing keys; None: those of the heads.
+    default_groups: g, if its key is missing. None: a, so that each head has a key of its own.
+    default_head: d, if its key is missing. None: h / a.
     """
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
@@ -73,7 +74,7 @@ BIASES = KeyRule(_read_biases, _write_biases, ("attention_bias", "mlp_bias"))
 
 
 def window(*, default: int | None) -> KeyRule:
-    """Returns the rule of a window that all layers have. default: the one of a missing key."""
+    """Returns the rule of a window that all layers have. default: it, if its key is missing."""
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
         missing = None if "sliding_window" in config else default
@@ -101,7 +102,7 @@ def windows_of_layers(*, first: str | None, default: int | None) -> KeyRule:
 
     first: the key of the number of the first layer with a window; None: the layers without a rotary
         embedding have a window. A key layer_types overrides both.
-    default: the window of a missing key.
+    default: the window, if its key is missing.
     """
 
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
@@ -137,6 +138,7 @@ def windows_of_layers(*, first: str | None, default: int | None) -> KeyRule:
                 for layer in range(number)
             ]
         if any(have):
+            # The key counts the query's own token, and window_size the tokens before it alone.
             fields["window_size"] = (size - 1, 0)
             if not all(have):
                 fields["window_attn_skip_freq"] = tuple(have)

@@ -41,8 +41,8 @@ class KeyRule(NamedTuple):
 
     read: sets fields from a config, in a dict. It returns notes about what changes no size and
         still changes results, which is left out.
-    write: returns the keys of a config that express the model. They need not express it exactly:
-        whoever exports reads them back and compares.
+    write: returns the keys of a config that express the model. They need not express it exactly,
+        because an export reads them back and compares.
     keys: the keys that `read` reads.
     """
 

@@ -19,6 +19,8 @@ PARTS = {
     "linear_fc2": "mlp.linear_fc2",
 }
 MEGATRON_PARTS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
+# A part whose only saved tensor is one that another part saves first, with that other part.
+SAVED_WITH = {"attn_proj": "core_attn"}
 
 # The parts that a layer lacks under --norm-position after.
 NORM_PARTS = ("attn_norm", "mlp_norm")

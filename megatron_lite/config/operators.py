@@ -4,7 +4,7 @@ An entry is a group or one operator of torch, such as aten.mm.default. The group
 
     matmul       every matrix product
     attention    the fused attention kernels, the whole attention over context-parallel ranks, and
-                 causal attention of long float32 sequences on a CPU.
+                 causal attention in blocks or by products on a CPU.
                  Unfused attention, which builds its scores, has no such operator.
     collective   the all-reduces, all-gathers and reduce-scatters of tensor parallelism, and the
                  all-gather of keys and values of unfused attention over context-parallel ranks

@@ -129,9 +129,9 @@ class ParallelConfig:
         )
 
     def shared_region_bytes(self, dp_size: int) -> int:
-        """The bytes that a CPU rank shares with the other ranks of its host.
+        """Returns the bytes that a CPU rank shares with the other ranks of its host.
 
-        It is one region for each tensor-, context- and data-parallel group of several ranks, and
+        They are one region for each tensor-, context- and data-parallel group of several ranks, and
         one for the group of both if data and context parallelism have several ranks each.
         """
         dp_and_cp = dp_size > 1 and self.context_parallel_size > 1
@@ -163,8 +163,8 @@ class ParallelConfig:
 def no_flash_across_ranks(attention_dropout: float, reset_attention_mask: bool) -> str | None:
     """Returns the flag with which flash attention over context-parallel ranks cannot work, if any.
 
-    Its kernels have no dropout there. Which keys of another rank belong to a document differs from
-    sample to sample.
+    Across ranks its kernels have no dropout. Under --reset-attention-mask the keys of another rank
+    that a query reads differ from sample to sample.
     """
     if attention_dropout > 0.0:
         return f"--attention-dropout {attention_dropout}"

@@ -49,5 +49,5 @@ class ProfilingConfig:
             )
 
     def of_rank(self, rank: int) -> bool:
-        """Returns whether a rank is profiled, if any is."""
+        """Returns whether a profiler records the global rank `rank`, if the run has a profiler."""
         return not self.profile_ranks or rank in self.profile_ranks

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import chosen, require_at_least
-from megatron_lite.config.host_parts import MEGATRON_PARTS, store_of
+from megatron_lite.config.host_parts import MEGATRON_PARTS, SAVED_WITH, store_of
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, expanded
 
@@ -238,10 +238,11 @@ class RecomputeConfig:
                 "mixture-of-experts layers; --recompute-policy '*:none@host(linear_fc1)' names the "
                 "MLP's"
             )
-        if fine and "attn_proj" in self.offload_modules and "core_attn" not in self.offload_modules:
-            raise ValueError(
-                "--offload-modules attn_proj needs core_attn, which keeps the same tensor: add it"
-            )
+        for part, first in SAVED_WITH.items() if fine else ():
+            if part in self.offload_modules and first not in self.offload_modules:
+                raise ValueError(
+                    f"--offload-modules {part} needs {first}, which keeps the same tensor: add it"
+                )
 
     def _refuse_without(self, rule: str, *fields: str) -> None:
         """Raises ValueError with `rule` for the first of the fields that is set."""

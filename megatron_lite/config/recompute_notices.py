@@ -10,7 +10,7 @@ from megatron_lite.config.checks import flag
 from megatron_lite.config.host_parts import NORM_PARTS, parts_of
 from megatron_lite.config.operators import GROUPS, parse_entry
 from megatron_lite.config.policy_reach import check_policy_reaches
-from megatron_lite.config.regions import LAYERNORM, any_skips_tail, nested, without_effect
+from megatron_lite.config.regions import REGIONS, any_skips_tail, nested, without_effect
 from megatron_lite.config.run import RunConfig
 
 OWN_ATTENTION = "megatron_lite.context_parallel_attention.default"
@@ -31,12 +31,13 @@ def recompute_notices(config: RunConfig) -> list[str]:
             f"{config.model.attention_backend}: flash attention rebuilds its scores in "
             "backward by itself"
         )
-    if config.model.norms_after and LAYERNORM in modules:
-        notices.append(
-            f"--recompute-modules {LAYERNORM} has no effect under --norm-position after: no "
-            "operation keeps the output of such a norm"
-        )
     if config.model.norms_after:
+        notices += [
+            f"--recompute-modules {region} has no effect under --norm-position after: no "
+            "operation keeps the output of such a norm"
+            for region in modules
+            if REGIONS[region].needs_norms_before
+        ]
         named = {part for rule in recompute.policy.rules for part in parts_of(rule.store)}
         notices += [
             f"{part} in host memory has no effect under --norm-position after: no norm reads the "

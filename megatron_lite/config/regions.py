@@ -14,6 +14,7 @@ from typing import Literal
 CORE_ATTENTION, LAYERNORM, MLP_REGION = "core_attn", "layernorm", "mlp"
 ACTIVATION, DROPOUT = "activation", "dropout"
 ALIAS = "pointwise"
+Method = Literal["replay", "discard", "redraw"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +34,19 @@ class RegionFacts:
         read the region's output.
     needs_scores: whether the region frees memory only where attention builds its scores. A flash
         kernel keeps none, and its backward rebuilds them anyway.
+    needs_norms_before: whether it frees memory only where a norm precedes attention and the MLP.
+        No operation keeps the output of a norm that follows them (--norm-position after).
+    needs_hidden_dropout: whether it frees memory only under --hidden-dropout > 0.
     """
 
-    method: Literal["replay", "discard", "redraw"]
+    method: Method
     help: str
     parent: str | None = None
     draws: bool = False
     skips_tail: bool = False
     needs_scores: bool = False
+    needs_norms_before: bool = False
+    needs_hidden_dropout: bool = False
 
 
 REGIONS = {
@@ -51,10 +57,14 @@ REGIONS = {
         skips_tail=True,
         needs_scores=True,
     ),
-    LAYERNORM: RegionFacts(method="discard", help="the two norms of a layer"),
+    LAYERNORM: RegionFacts(
+        method="discard", help="the two norms of a layer", needs_norms_before=True
+    ),
     MLP_REGION: RegionFacts(method="replay", help="the whole MLP", draws=True, skips_tail=True),
     ACTIVATION: RegionFacts(method="discard", help="the activation of the MLP", parent=MLP_REGION),
-    DROPOUT: RegionFacts(method="redraw", help="the dropout masks of the residual stream"),
+    DROPOUT: RegionFacts(
+        method="redraw", help="the dropout masks of the residual stream", needs_hidden_dropout=True
+    ),
 }
 MODULES = tuple(REGIONS)
 # The regions that run no matmul again. The name `pointwise` stands for all of them.
@@ -92,5 +102,8 @@ def any_skips_tail(regions: Iterable[str]) -> bool:
 
 
 def without_effect(regions: Iterable[str], *, builds_scores: bool) -> list[str]:
-    """Returns the regions that free next to nothing, given whether attention builds its scores."""
+    """Returns the regions that free next to nothing.
+
+    builds_scores: whether attention builds its scores.
+    """
     return [region for region in regions if REGIONS[region].needs_scores and not builds_scores]

@@ -230,7 +230,7 @@ class RunConfig:
             self.model.attention_dropout, self.data.reset_attention_mask
         )
         if hindrance is not None and not self.model.always_unfused:
-            without = "--attention-dropout 0, or " if "dropout" in hindrance else ""
+            without = "--attention-dropout 0, or " if self.model.attention_dropout > 0.0 else ""
             raise ValueError(
                 f"--context-parallel-size {size} has no flash attention with {hindrance}: give "
                 f"{without}--attention-backend unfused, which builds the scores"

@@ -67,4 +67,6 @@ def _is_derived(values: Any, name: str, default: Any) -> bool:
 def _shown(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return " ".join(map(str, value)) or "none"
-    return {None: "none", True: "yes", False: "no"}.get(value, str(value))
+    if isinstance(value, bool):  # not a dictionary's look-up, in which 1 is True and 0.0 is False
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)

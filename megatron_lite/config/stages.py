@@ -130,6 +130,7 @@ def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
             f"({size}): the stages of the pipeline need whole layers; "
             "--decoder-first-pipeline-num-layers N gives the first one another number"
         )
+    # A rank without a layer, layers without a rank, or layers that do not divide evenly.
     if fixed and (left < others or (left and not others) or (others and left % others)):
         raise ValueError(_uneven_fault(parallel, num_layers, others=others, left=left))
     middle = [left // others] * others if others else []

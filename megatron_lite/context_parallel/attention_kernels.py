@@ -44,8 +44,9 @@ def has_kernel(query: Tensor) -> bool:
     channels = query.shape[-1]
     if query.device.type == "cpu":
         return True
-    if query.dtype == torch.float32:
+    if query.dtype == torch.float32:  # the memory-efficient kernel
         return channels % 4 == 0
+    # the flash kernel, or the memory-efficient one with a mask
     return (
         query.dtype in (torch.bfloat16, torch.float16)
         and channels % 8 == 0

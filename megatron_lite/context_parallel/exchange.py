@@ -4,9 +4,9 @@ A part is the keys and values of one rank, [2, n, b, g, d] with n = s/c.
 
     p2p         The parts travel around a ring (2310.01889). A rank computes with a part while it
                 sends the part on. In backward the gradients travel one step behind the parts, and
-                each rank adds its own. Holds two parts at a time.
+                each rank adds its own. A rank holds two parts at a time.
     allgather   One all-gather of all parts (2407.21783 sec. 3.3.2), and one reduce-scatter of the
-                gradients. Holds c parts.
+                gradients. A rank holds c parts.
 
     received per rank        forward            backward
     p2p                      c - 1 parts        2c - 1 parts
@@ -117,6 +117,7 @@ class ScatteredSum:
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
         """Implements GradientSum.add."""
+        # Each part comes once, so nothing is added. Tokens that no query here reads stay 0.
         self._whole[source, 0, tokens] = key
         self._whole[source, 1, tokens] = value
 

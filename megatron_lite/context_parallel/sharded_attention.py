@@ -130,6 +130,8 @@ def _attend(
         queries, keys, causal = _reading(group.rank(), source, query.shape[0])
         part_key, part_value = map(heads_first, keys_values[:, keys])
         part = attend(heads_first(query[queries]), part_key, part_value, causal=causal, scale=scale)
+        # The first part is this rank's own, which all queries read. So `total` has all rows, and
+        # the other parts are merged into some of them.
         if total is None:
             total = Attended(part.output.to(part.lse.dtype), part.lse)
         else:
@@ -140,6 +142,7 @@ def _attend(
 
 def merge_(total: Attended, part: Attended) -> None:
     """Merges into `total` the attention of the same queries to other keys, `part`, in place."""
+    # The outputs come first: their weights need the lse of `total` before it is overwritten.
     total.output.lerp_(
         part.output.to(total.output.dtype), torch.sigmoid(part.lse - total.lse).unsqueeze(-1)
     )

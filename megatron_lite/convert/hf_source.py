@@ -93,7 +93,7 @@ class HfSource:
         return LAYOUTS[row.layout].join(parts, self._model)
 
     def read_state(self, name: str, key: str) -> Tensor:
-        """Never called: a Hugging Face checkpoint has no optimizer states."""
+        """Raises InputError, since a Hugging Face checkpoint has no optimizer states."""
         raise InputError(f"{name}/{key}: this format has no optimizer states")
 
     @property
@@ -139,6 +139,7 @@ class HfSource:
         _refuse(
             f"{self._folder}: tensors missing from the files", expected.keys() - self._places.keys()
         )
+        # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
         unexpected = self._places.keys() - expected.keys() - {self._head}
         if self._head in self._places and self._head not in expected and not self._is_tied:
             unexpected.add(self._head)

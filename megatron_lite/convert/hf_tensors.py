@@ -150,7 +150,9 @@ OUTPUT = "output_layer"
 EMBEDDING = "embedding.word_embeddings.weight"
 # Buffers that old versions of transformers saved: masks and frequencies, which are no weights.
 BUFFERS = re.compile(
-    r"\.(attn|attention)\.(bias|masked_bias)|(^|\.)rotary_emb\.inv_freq|\.rotary_emb\.(cos|sin)_cached"
+    r"\.(attn|attention)\.(bias|masked_bias)"
+    r"|(^|\.)rotary_emb\.inv_freq"
+    r"|\.rotary_emb\.(cos|sin)_cached"
 )
 # Newer names of a tensor, and the name under which it is known here.
 RENAMED = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}

@@ -32,7 +32,7 @@ def parameter_specs(
     rng = RngStreams(torch.device("cpu"), seed=0)
     torch.set_rng_state(state)
     built = GPTModel(
-        replace(model, norm_impl="torch"),
+        replace(model, norm_impl="torch"),  # apex may be missing; the parameters are the same
         RankContext(rng=rng, device=device, params_dtype=torch.float32, size=tp_size),
         vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size or vocab_size,

@@ -45,6 +45,7 @@ class SafetensorsFile:
         self._shapes, self._metadata = dict(shapes), dict(metadata or {})
         self._entries: dict[str, dict[str, object]] = {}
         self._waiting: list[tuple[str, Tensor]] = []
+        # The dtypes and the places are not known yet, so each entry has the longest of them.
         longest = {
             name: _entry("BF16", shape, LARGEST_OFFSET, LARGEST_OFFSET)
             for name, shape in self._shapes.items()
@@ -96,6 +97,7 @@ class SafetensorsFile:
         self._offset = stop
 
     def _finish(self) -> None:
+        # The widest elements first: then each tensor begins at a multiple of its element size.
         for name, tensor in sorted(self._waiting, key=lambda one: -one[1].element_size()):
             self._write(name, tensor)
         text = self._header(self._entries)

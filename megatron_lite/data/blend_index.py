@@ -121,6 +121,8 @@ def _fill(shares: np.ndarray, parts: BlendIndex, head: int, counts: np.ndarray) 
     """
     rows, length = parts.dataset.shape
     starts = head + length * np.arange(rows, dtype=np.float64)
+    # `used` has the counts from which each row is filled, and `ends` those behind it. The rows are
+    # right once each one begins with the counts behind the one before.
     used = np.concatenate([counts, _guessed(shares, starts[1:] - WARM_UP)])
     for before in range(-WARM_UP, 0, STEPS):
         _picks(shares, starts[1:] + before, used[1:], STEPS)
@@ -162,6 +164,7 @@ def _refill(
         picks = _picks(shares, starts[now] + first, mine, last - first)
         counts[active] = mine
         parts.dataset[now, first:last], parts.sample[now, first:last] = picks
+        # One bincount for all rows: those of row i are the bins from i k on.
         place = k * np.arange(len(now))[:, None]
         for sign, taken in ((1, picks.dataset), (-1, former)):
             found = np.bincount((place + taken).ravel(), minlength=k * len(now))

@@ -194,6 +194,7 @@ class IndexedDataset:
                     f"length {lengths[place]} of sequence {first + place}",
                     "a length >= 0",
                 )
+            # Sequences follow one another without a gap, so the lengths give every offset.
             ends = position + np.cumsum(lengths) * self.dtype.itemsize
             starts = ends - lengths * self.dtype.itemsize
             offsets = self._offsets[first : first + CHUNK]

@@ -3,9 +3,8 @@
 The index of 10^9 documents has 20 GB. Eight ranks that each check and hash all of it would take
 minutes at every start. One process does it, and keeps the checksum in the index cache under the
 file's path, inode, size, time of modification and time of change. A user can set the time of
-modification but not the time of change, so every later write to the file leads to another key, and
-the file is checked again. Only damage that the file system itself does not notice is not seen by
-later runs.
+modification but not the time of change. So every later write to the file leads to another key, and
+the file is checked again. Later runs miss only damage that the file system itself does not notice.
 """
 
 from __future__ import annotations

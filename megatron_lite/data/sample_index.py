@@ -58,8 +58,9 @@ def build_sample_index(
     """
     # N samples need N * seq_length + 1 tokens, because neighbours share a token.
     tokens = int(lengths.sum(dtype=np.int64))
+    # The + 1 is the label of the last token.
     epochs = 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
-    samples = (epochs * tokens - 1) // seq_length
+    samples = (epochs * tokens - 1) // seq_length  # of all epochs; below, of all but the last
     before_last = ((epochs - 1) * tokens - 1) // seq_length
     last_is_apart = (
         num_samples is not None
@@ -79,6 +80,7 @@ def build_sample_index(
         np.int32 if largest <= np.iinfo(np.int32).max else np.int64,
     )
     _fill_starts(sample_starts, lengths, document_order, first_document, seq_length)
+    # Megatron's type: the shuffle of 32-bit and of 64-bit items draws the same numbers.
     order_type = np.uint32 if samples < np.iinfo(np.uint32).max - 1 else np.int64
     sample_order = allocate("sample_order", (samples,), order_type)
     _count_up(sample_order, 0)
@@ -162,6 +164,7 @@ def _fill_starts(
         stop = min(-(-token // seq_length), len(sample_starts))
         for first in range(sample, stop, CHUNK):
             tokens = np.arange(first, min(first + CHUNK, stop), dtype=np.int64) * seq_length
+            # The first document that ends behind the token, which passes over empty documents.
             places = np.searchsorted(ends, tokens, side="right")
             rows = sample_starts[first : first + len(tokens)]
             rows[:, 0] = place + places

@@ -1,6 +1,6 @@
 """SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer: one SentencePiece model.
 
-Megatron's three names mean the same: the model's own ids, without a token for the begin of a text,
+Megatron's three names mean the same: the model's own ids, without a token for the start of a text,
 and a document that ends with the model's end-of-sentence token. The package sentencepiece is
 optional: `pip install -e '.[tokenizers]'`.
 """

@@ -35,8 +35,9 @@ PATTERNS = {
 
 
 class TikTokenizer:
-    """A tokenizer of the tiktoken library. The characters of a special token in a text are it.
+    """A tokenizer of the tiktoken library.
 
+    Where a text has the characters of a special token, they become that token.
     path: a JSON list of objects with rank, token_bytes (base64) and token_str, or its folder.
     vocab_size: V; None: 131072. num_special_tokens: N. special_tokens: the names of the first of
     them; an empty tuple: SPECIAL_TOKENS.

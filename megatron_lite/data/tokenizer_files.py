@@ -72,7 +72,8 @@ def read_from(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
     names = READ_FILES.get(str(config.tokenizer_type), {})
     if not all((folder / name).is_file() for name in names.values()):
         return config
-    return replace(config, **{field: str(folder / name) for field, name in names.items()})  # type: ignore[arg-type]
+    paths = {field: str(folder / name) for field, name in names.items()}
+    return replace(config, **paths)  # type: ignore[arg-type]
 
 
 def config_of(files: Iterable[Path], folder: Path, vocab_size: int) -> TokenizerConfig:
@@ -86,5 +87,9 @@ def config_of(files: Iterable[Path], folder: Path, vocab_size: int) -> Tokenizer
         read = READ_FILES[kind]
         if names.issuperset(read.values()):
             paths = {field: str(folder / name) for field, name in read.items()}
-            return TokenizerConfig(tokenizer_type=kind, vocab_size=vocab_size, **paths)  # type: ignore[arg-type]
+            return TokenizerConfig(
+                tokenizer_type=kind,
+                vocab_size=vocab_size,
+                **paths,  # type: ignore[arg-type]
+            )
     return TokenizerConfig(vocab_size=vocab_size - 1)

@@ -89,7 +89,7 @@ def norms_workspace(
 
 def rotary_workspace(model: ModelConfig, heads: Heads, *, grouped: bool) -> Workspace:
     """Returns the workspace of the rotation of query and key."""
-    # The last reference to a tensor that nobody keeps goes when the rotated one replaces it.
+    # A tensor that no operation keeps is freed when the rotated one takes its name in the layer.
     replaced = (
         heads.query + heads.kv
         if model.qk_layernorm
@@ -109,6 +109,7 @@ def _rotate(heads: int, part: float) -> Course:
     """
     rotated = round(heads * part)
     half = rotated // 2  # the negated second half of the channels
+    # x cos; -x2, joined with x1, times sin; the sum, after which both products are freed
     sums = course(+rotated, +half, +rotated, -half, +rotated, -rotated, +rotated, -2 * rotated)
     return sums if rotated == heads else course(sums, +heads, -rotated)
 

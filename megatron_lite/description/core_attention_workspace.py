@@ -151,9 +151,10 @@ def _exchanging(model: ModelConfig, sizes: Sizes, results: int, freed: int) -> W
     wide = query // sizes.element_bytes * sizes.accumulate_bytes
     sums = wide if wide != query else 0
     forward = course(
+        # own and other parts, the first result, its float32 copy, the result of another part
         *(+part, +others, +results, +sums, +results),
         *((+sums, -sums) if sums else ()),
-        *(+2 * log_sum_exp, -2 * log_sum_exp),
+        *(+2 * log_sum_exp, -2 * log_sum_exp),  # the factor of the merge: sigmoid(l2 - l1)
         *((-query, -results, +query, -sums) if sums else (-results,)),
         -part - others,
     )
@@ -185,6 +186,7 @@ def _mask(sizes: Sizes, *, windowed: bool) -> Course:
     first = samples * places if windowed else 0
     earlier = samples * sizes.own_seq_length * sizes.seq_length
     limits = (+places, +first, -places) if windowed else ()
+    # places, the first key that a window reaches, the keys before the first one, the mask
     return course(+places, *limits, +earlier, samples * mask, -places - first - earlier)
 
 

@@ -213,6 +213,7 @@ def column_workspace(
     own = whole // sizes.tp_size
     return Workspace(
         course(+whole, +output, -whole),
+        # the gathered input, the whole gradient of the input, this rank's part of the sum
         course(+whole, +whole, +own, weight, +bias, then, -2 * whole - output - own),
     )
 
@@ -238,6 +239,7 @@ def _row_workspace(
     frees: RowFrees,
 ) -> Workspace:
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
+    # If the gradient of the output is a tensor of its own, and not that of the residual stream.
     freed = model.hidden_dropout or frees.gradient or is_widened(model, sizes)
     own_gradient = sizes.local_tokens * model.hidden_size * sizes.element_bytes if freed else 0
     used = own_gradient + frees.backward

@@ -179,6 +179,7 @@ def _row_statistics(sizes: Sizes, tokens: int, columns: int) -> Course:
     parts = [+own_maximum, +maximum, -own_maximum, -maximum] if cast else [+maximum, -maximum]
     copy = rows * columns * sizes.element_bytes if _copies_slice(sizes) else 0
     copy = softmax if cast and sizes.device == "cpu" else copy
+    # the softmax of a part, and the largest value of each of its rows
     parts += [+copy, +softmax, -copy, +maximum, -softmax, -maximum]
     at_label = [+own_row, +row, -own_row - row] if cast else [+row, -row]
     return course(+row, +row, +row, *parts, *at_label)

@@ -102,6 +102,7 @@ def _embedding_forward(model: ModelConfig, sizes: Sizes) -> Course:
     changes: list[int | Course] = [+hidden]
     if sizes.tp_size > 1:
         ids, elsewhere = 8 * tokens, tokens
+        # local ids; two comparisons and their union; the ids with row 0 for those elsewhere
         changes = [+ids, +elsewhere, +elsewhere, +elsewhere, -2 * elsewhere, +ids]
         # The all-reduce sums a copy. The reduce-scatter writes to a tensor of its own.
         changes += [+whole, +whole, -whole, +hidden, -whole - ids]

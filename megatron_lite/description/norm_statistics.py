@@ -1,4 +1,6 @@
-"""The tensors that a norm keeps besides its input, its parameters and the courses of its memory.
+"""The description of a norm: its parameters, its courses of memory, and the tensors that it keeps.
+
+Its input, which it keeps too, is described where the norm is used.
 
 Standard library only.
 """
@@ -141,6 +143,7 @@ def norm_forward(model: ModelConfig, sizes: Sizes, rows: int, width: int) -> Cou
             squares, means = block * width * sizes.accumulate_bytes, block * sizes.accumulate_bytes
             # A 16-bit input is copied to float32. A block's copy lives until the next one exists.
             copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else squares
+            # the squares and their means, then the normed rows
             changes += [+copy, +squares, +means, -squares - means, +squares, -squares - copy]
     return course(+shifted, +output, +statistics, *changes)
 

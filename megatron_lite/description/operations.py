@@ -164,10 +164,11 @@ class Course(NamedTuple):
 class Workspace(NamedTuple):
     """The courses of an operation's forward and backward, if nothing is recomputed.
 
-    They count every tensor storage on one rank: kept tensors, outputs that nobody keeps, gradients
-    and temporaries. A course also counts the tensors that the operation frees: its input if nobody
-    keeps it, and in backward the gradient of its output and the tensors that it kept. It does not
-    count memory that a kernel allocates and frees inside one call of a torch operator.
+    They count every tensor storage on one rank: kept tensors, outputs that no operation keeps,
+    gradients and temporaries. A course also counts the tensors that the operation frees. In forward
+    that is its input if no operation keeps it; in backward it is the gradient of its output and the
+    tensors that it kept. A course does not count memory that a kernel allocates and frees inside
+    one call of a torch operator.
 
     The gradient of a parameter counts as a fresh tensor of the parameter's shape and dtype, which
     stays alive from its computation on. `Operation.parameters` gives its bytes.
@@ -213,8 +214,9 @@ class Operation(NamedTuple):
     moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
         two gradients counts in the norm where the residual branches.
     workspace: how the held bytes change while its forward and its backward run.
-    replayed: the same where it ends a replay: the forward leaves out what only the output needs,
-        and the caller holds the gradient of the output to the end. None if nothing changes.
+    replayed: the workspace of the operation at the end of a replay. Its forward leaves out what
+        only the output needs, and the caller holds the gradient of the output to the end. None if
+        that changes nothing.
     """
 
     name: str

@@ -1,5 +1,7 @@
-"""The norms of queries and keys. Those over all heads (model/all_heads_norm.py): what they send
-and hold.
+"""The description of the norms of queries and keys as operations.
+
+For the norms over all heads (model/all_heads_norm.py) it also has the collectives and the courses
+of their memory.
 
 Standard library only.
 """
@@ -105,6 +107,7 @@ def all_heads_forward(sizes: Sizes, heads: int, shifted: int) -> Course:
     blocks = _blocks(sizes, heads)
     for rows, block in blocks:
         copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else block
+        # the squares of a block and their sums
         changes += [+copy, +block, -copy, +rows, -block, -rows]
     changes += [+numbers, -numbers] if sizes.tp_size > 1 else []
     changes += [+numbers, -numbers, +heads]
@@ -125,6 +128,7 @@ def all_heads_backward(sizes: Sizes, heads: int, weight: Parameter, shifted: int
     changes = [+wide if is_cast else 0, +wide, +numbers]
     blocks = _blocks(sizes, heads)
     for rows, block in blocks:
+        # the product of a block, its sum over tokens (for the weight), and its sum over heads
         changes += [+block, +wide, -wide, +rows, -block, -rows]
     changes += [+numbers, -numbers] if sizes.tp_size > 1 else []
     changes += [+numbers, -numbers, +heads]

@@ -28,10 +28,11 @@ from megatron_lite.parallel.fake_tensors import unlike_parts
 
 
 def tanh_gelu(intermediate: Tensor) -> Tensor:
-    """Returns GELU by its tanh formula (arXiv 1606.08415), element by element. Keeps the input.
+    """Returns GELU by its tanh formula (arXiv 1606.08415), element by element: [.., n] -> [.., n].
 
-    On a CPU it uses the identity 1 + tanh(x) = 2 sigmoid(2x), because torch's sigmoid is ten times
-    faster there than its tanh. torch's own GELU kernel takes 1.5 times as long as this one.
+    Keeps the input. On a CPU it uses the identity 1 + tanh(x) = 2 sigmoid(2x), because torch's
+    sigmoid is ten times faster there than its tanh. torch's own GELU kernel takes 1.5 times as long
+    as this one.
     """
     if intermediate.device.type == "cpu":
         return _CpuTanhGELU.apply(intermediate)
@@ -47,7 +48,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def squared_relu(intermediate: Tensor) -> Tensor:
-    """Returns relu(x)^2 (arXiv 2109.08668), element by element. Keeps the input."""
+    """Returns relu(x)^2 (arXiv 2109.08668), element by element: [.., n] -> [.., n].
+
+    Keeps the input.
+    """
     return _SquaredReLU.apply(intermediate)
 
 

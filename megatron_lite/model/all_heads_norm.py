@@ -51,10 +51,15 @@ class AllHeadsNorm(nn.Module):
 
     def forward(self, heads: Tensor) -> Tensor:
         weight = (self.weight + 1 if self.shifts else self.weight).view(heads.shape[2:])
-        return _AllHeadsNorm.apply(heads, weight, self.num_channels, self.epsilon, self.group)
+        return _NormalizeHeads.apply(heads, weight, self.num_channels, self.epsilon, self.group)
 
 
-class _AllHeadsNorm(torch.autograd.Function):
+class _NormalizeHeads(torch.autograd.Function):
+    """heads [s, b, heads / t, d] and weight [heads / t, d] -> the shape of heads.
+
+    The module's docstring has the formulas and the collectives.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -84,6 +89,7 @@ class _AllHeadsNorm(torch.autograd.Function):
         heads, weight, scale = ctx.saved_tensors
         wide = weight.to(scale.dtype)
         grad_weight, means = torch.zeros_like(wide), torch.empty_like(scale)
+        # Two passes over the blocks: dx needs the sum over the heads of all ranks.
         blocks = _blocks(heads)
         for block in blocks:
             means[block] = _products(

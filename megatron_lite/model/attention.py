@@ -130,6 +130,6 @@ class _SplitHeads(torch.autograd.Function):
     def backward(
         ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
     ) -> tuple[Tensor, None, None]:
-        queries = grad_query.unflatten(2, (-1, ctx.queries_per_group))
+        queries = grad_query.unflatten(2, (-1, ctx.queries_per_group))  # [s, b, g/t, q, d]
         whole = torch.cat((queries, grad_key.unsqueeze(3), grad_value.unsqueeze(3)), 3)
         return whole.flatten(2), None, None

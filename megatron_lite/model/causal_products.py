@@ -53,7 +53,7 @@ def attend_by_products(
     s, b, heads, _ = query.shape
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     lse = torch.empty((b, heads, s), dtype=torch.float32, device=query.device)
-    memory = _Memory(query, key)
+    memory = _BlockMemory(query, key)
     for part in _parts(query, key):
         queries, outputs = part.by_group(query), part.by_group(output)
         log_sums = part.rows_of(lse)
@@ -86,7 +86,7 @@ def attend_by_products_backward(
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    memory = _BackwardMemory(query, key)
+    memory = _BackwardBlockMemory(query, key)
     for part in _parts(query, key):
         queries, outputs, grads, grad_queries = (
             part.by_group(x) for x in (query, output, grad_output, grad_query)
@@ -96,7 +96,7 @@ def attend_by_products_backward(
         narrow_keys = memory.narrow_keys.copy(part.of_keys(key))
         values = memory.wide_values.copy(part.of_keys(value))
         key_sums, value_sums = (
-            span.of(keys.shape).zero_() for span in (memory.key_sums, memory.value_sums)
+            sums.of(keys.shape).zero_() for sums in (memory.key_sums, memory.value_sums)
         )
         for rows in query_rows(query.shape[0]):
             read = slice(0, rows.stop)
@@ -122,7 +122,7 @@ def attend_by_products_backward(
     return grad_query, grad_key, grad_value
 
 
-class _Part(NamedTuple):
+class _HeadPart(NamedTuple):
     """The heads of one sample that are computed at a time.
 
     sample: its number in the micro-batch. groups: the range of the query groups. each: the heads of
@@ -154,19 +154,19 @@ class _Part(NamedTuple):
         return slice(self.groups.start * self.each, self.groups.stop * self.each)
 
 
-def _parts(query: Tensor, key: Tensor) -> Iterator[_Part]:
+def _parts(query: Tensor, key: Tensor) -> Iterator[_HeadPart]:
     shape = _part_shape(query, key)
     for sample in range(query.shape[1]):
         for start in range(0, key.shape[2], shape.groups):
             groups = slice(start, min(start + shape.groups, key.shape[2]))
-            yield _Part(sample, groups, shape.each)
+            yield _HeadPart(sample, groups, shape.each)
 
 
 def _part_shape(query: Tensor, key: Tensor) -> PartShape:
     return PartShape.of(query.shape[0], query.shape[2], key.shape[2], query.shape[3])
 
 
-class _Span:
+class _Scratch:
     """A piece of memory of which every block takes the front."""
 
     def __init__(self, elements: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -181,11 +181,11 @@ class _Span:
         return self.of(x.shape).copy_(x)
 
 
-class _Memory:
+class _BlockMemory:
     """The memory of a forward, and the steps that backward has too.
 
-    Spans with "wide" in their name are float32, and so are tiles of scores and values of rows.
-    Spans with "narrow" in their name have the dtype of the heads.
+    What has "wide" in its name is float32, and so are tiles of scores and values of rows. What has
+    "narrow" in its name has the dtype of the heads.
     """
 
     def __init__(self, query: Tensor, key: Tensor) -> None:
@@ -202,13 +202,13 @@ class _Memory:
         square = (self.shape.longest, self.shape.longest)
         self._later = torch.full(square, -torch.inf, device=self._device).triu_(1)
 
-    def wide(self, elements: int) -> _Span:
+    def wide(self, elements: int) -> _Scratch:
         """Returns float32 memory."""
-        return _Span(elements, torch.float32, self._device)
+        return _Scratch(elements, torch.float32, self._device)
 
-    def narrow(self, elements: int) -> _Span:
+    def narrow(self, elements: int) -> _Scratch:
         """Returns memory in the dtype of the heads."""
-        return _Span(elements, self._dtype, self._device)
+        return _Scratch(elements, self._dtype, self._device)
 
     def scores(self, queries: Tensor, keys: Tensor, scale: float, rows: slice) -> Tensor:
         """Returns scale q k^T / ln 2, with -inf for keys after the query: [groups, a/g n, m].
@@ -229,7 +229,7 @@ class _Memory:
         return torch.bmm(tile, keys, out=result)
 
 
-class _BackwardMemory(_Memory):
+class _BackwardBlockMemory(_BlockMemory):
     """The memory of a backward."""
 
     def __init__(self, query: Tensor, key: Tensor) -> None:

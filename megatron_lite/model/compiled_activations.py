@@ -65,6 +65,7 @@ def tanh_gelu(intermediate: Tensor) -> Tensor:
 def tanh_gelu_backward(grad_output: Tensor, intermediate: Tensor) -> Tensor:
     x = _wide(intermediate)
     gate = torch.sigmoid(x * (A + B * x * x))
+    # d(x gate)/dx, with d(gate)/dx = gate (1 - gate) (A + 3 B x^2)
     slope = gate * (1.0 + x * (1.0 - gate) * (A + 3.0 * B * x * x))
     return _contiguous(_wide(grad_output) * slope, intermediate)
 
@@ -77,6 +78,7 @@ def erf_gelu(intermediate: Tensor) -> Tensor:
 def erf_gelu_backward(grad_output: Tensor, intermediate: Tensor) -> Tensor:
     x = _wide(intermediate)
     density = torch.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+    # d(x cdf(x))/dx = cdf(x) + x density(x)
     return _contiguous(_wide(grad_output) * (_normal_cdf(x) + x * density), intermediate)
 
 
@@ -89,6 +91,7 @@ def swiglu_backward(grad_output: Tensor, gate_up: Tensor) -> Tensor:
     grad = _wide(grad_output)
     gate, up = _wide(gate_up).chunk(2, dim=-1)
     sigmoid = torch.sigmoid(gate)
+    # silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x)))
     grad_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     return torch.cat((grad_gate, grad * gate * sigmoid), dim=-1).to(gate_up.dtype)
 

@@ -21,7 +21,10 @@ def drop(numbers: Tensor, tensor: Tensor, *, bound: int, scale: float) -> tuple[
 def drop_and_add(
     numbers: Tensor, branch: Tensor, residual: Tensor, *, bound: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns residual + dropout(branch) in the residual's dtype, and the mask."""
+    """Returns residual + dropout(branch) in the residual's dtype, and the bool mask.
+
+    numbers, bound: as in `drop`. All other tensors have one shape.
+    """
     mask = _mask(numbers, branch, bound)
     wide = branch.to(torch.promote_types(residual.dtype, torch.float32))
     return (residual + torch.where(mask, wide * scale, 0.0)).to(residual.dtype).contiguous(), mask

@@ -89,9 +89,13 @@ def layer_norm(
 def layer_norm_backward(
     grad_output: Tensor, hidden_states: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of the input, the weight and the bias."""
+    """Returns the gradients of the input [.., n], the weight [n] and the bias [n].
+
+    mean, scale: [.., 1], as `layer_norm` returns them.
+    """
     grad, normed = _wide(grad_output), (_wide(hidden_states) - mean) * scale
     grad_normed = grad * weight
+    # With n the normed row and g = dy w: dx = scale (g - mean(g) - n mean(g n)).
     grad_input = scale * (
         grad_normed
         - grad_normed.mean(-1, keepdim=True)
@@ -105,7 +109,7 @@ def layer_norm_backward(
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Returns the output, and 1 / rms of each row, [rows, 1]."""
+    """Returns the output [.., n], and 1 / rms of each row, [.., 1]."""
     x = _wide(hidden_states)
     scale = (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
     return _contiguous(x * scale * weight, hidden_states), scale
@@ -114,9 +118,10 @@ def rms_norm(hidden_states: Tensor, weight: Tensor, *, epsilon: float) -> tuple[
 def rms_norm_backward(
     grad_output: Tensor, hidden_states: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the input and of the weight."""
+    """Returns the gradients of the input [.., n] and of the weight [n]. scale: [.., 1]."""
     grad, normed = _wide(grad_output), _wide(hidden_states) * scale
     grad_normed = grad * weight
+    # The formula of `layer_norm_backward` without mean(g), since rows are not centred.
     grad_input = scale * (grad_normed - normed * (grad_normed * normed).mean(-1, keepdim=True))
     return _contiguous(grad_input, hidden_states), _over_rows(grad * normed, weight)
 

@@ -11,7 +11,10 @@ from megatron_lite.parallel.compiled import CompiledKernels
 
 
 def compiled_rotary(kernels: CompiledKernels, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns what model/rotary.py's apply_rotary returns, contiguous. Keeps the two tables."""
+    """Returns what model/rotary.py's apply_rotary returns, contiguous. Keeps the two tables.
+
+    heads: [s, b, heads, d]. cos, sin: [s, 1, 1, rotary_dim].
+    """
     result: Tensor = _Rotary.apply(heads, cos, sin, kernels)
     return result
 
@@ -39,9 +42,10 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_back(grad_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of `rotate` with respect to the heads."""
+    """Returns the gradient of `rotate` with respect to the heads, [s, b, heads, d]."""
     grad, rest = _parts(grad_output, cos)
     first, second = (grad * sin).chunk(2, dim=-1)
+    # The transpose of (x1, x2) -> (-x2, x1) is (g1, g2) -> (g2, -g1).
     return _joined(grad * cos + torch.cat((second, -first), dim=-1), rest, grad_output)
 
 

@@ -169,11 +169,11 @@ class CoreAttention(nn.Module):
             key, value = gather_from_sequence_parallel_region(
                 torch.stack((key, value), 1), self.cp.group
             ).unbind(1)
-        if heads > key.shape[2]:
+        if heads > key.shape[2]:  # the heads of a query group are neighbours
             key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
         # [b a/t, s, d]
         query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
-        # [b a/t, s, s]
+        # [b a/t, s, s]. The mask is the term that baddbmm adds, so nothing keeps it for backward.
         scores = torch.baddbmm(hidden, query, key.transpose(1, 2), alpha=self.scale)
         dtype = (
             torch.float32
@@ -219,7 +219,7 @@ class CoreAttention(nn.Module):
             return document_mask(query, starts, limit)
         positions = self.cp.positions_by_rank(s, query.device)
         keys, queries = positions.flatten(), positions[self.cp.rank]
-        first = starts[:, queries]
+        first = starts[:, queries]  # [b, s/c]
         first = first if limit is None else first.maximum(queries - limit)
         hidden = (keys > queries.unsqueeze(1)) | (keys < first.unsqueeze(-1))
         return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)

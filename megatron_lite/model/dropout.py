@@ -52,7 +52,7 @@ def add_dropped_out(
     skip_tail: bool = False,
     kernels: CompiledKernels | None = None,
 ) -> Tensor:
-    """Returns residual + dropout(branch).
+    """Returns residual + dropout(branch), [s/t or s, b, h] like both, in the residual's dtype.
 
     Keeps a bool mask, or only the stream's state if `regions` rebuild the mask. At p = 0 it keeps
     nothing. skip_tail: the result's values are never read and are arbitrary. The function still
@@ -89,6 +89,7 @@ def draw_keep_mask(shape: torch.Size, probability: float) -> KeepMask:
 
 def _draw_numbers(shape: torch.Size) -> Tensor:
     """Draws a 16-bit number for each element from the CPU generator, flattened."""
+    # An end of None means the whole range of int64, so all 64 bits of a draw are random.
     numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     return numbers.view(torch.int16)[: shape.numel()]
 
@@ -96,10 +97,12 @@ def _draw_numbers(shape: torch.Size) -> Tensor:
 def _bound_and_scale(probability: float) -> tuple[int, float]:
     """Returns the lowest number that keeps its element, and 1 / (share of kept elements)."""
     dropped = _dropped_of_2_16(probability)
+    # The numbers are int16, so the lowest one is -2^15.
     return dropped - 2**15, 2**16 / (2**16 - dropped)
 
 
 def _dropped_of_2_16(probability: float) -> int:
+    # Below 2^16, so that some number keeps its element and the scale is finite.
     return min(round(probability * 2**16), 2**16 - 1)
 
 
@@ -130,6 +133,7 @@ def _drop_out(branch: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     """Returns the branch with dropout applied, and the mask."""
     if branch.device.type == "cpu":
         mask, scale = draw_keep_mask(branch.shape, probability)
+        # This operator computes tensor x mask x scale, which is the forward of a dropout too.
         return torch.ops.aten.native_dropout_backward(branch, mask, scale), mask
     dropped, mask = torch.native_dropout(branch.contiguous(), probability, True)
     return dropped, mask
@@ -191,6 +195,7 @@ class _AddDroppedOut(torch.autograd.Function):
         ctx.scale = _keep_scale(probability, branch.device)
         output: Tensor | None = None
         if probability:
+            # The state is read before the draw: backward draws the same numbers from it.
             state = None if redraw is None else redraw.rng.state()
             if skip_tail:
                 mask = _draw_mask(_Like.of(branch, residual.dtype), probability)
@@ -209,6 +214,7 @@ class _AddDroppedOut(torch.autograd.Function):
             return residual.new_empty(()).expand_as(residual)
         if output is not None:
             return output
+        # `branch` is the new tensor that `_drop_out` returned, so it may be written to.
         return branch.add_(residual) if branch.dtype == residual.dtype else residual + branch
 
     @staticmethod

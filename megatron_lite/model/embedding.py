@@ -91,6 +91,7 @@ class LanguageModelEmbedding(nn.Module):
         assert self.position_embeddings is not None
         # Context parallelism may give a rank two separate stretches of the sequence.
         context = self.context
+        # Under sequence parallelism this rank's tokens are the rank-th part of the spans' tokens.
         start, shards = (
             (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
         )

@@ -128,8 +128,9 @@ class GPTModel(nn.Module):
     ) -> Tensor:
         """Runs this pipeline stage. Returns its hidden states, or with labels the token losses.
 
-        inputs: the tokens on the first stage; on other stages the hidden states that the stage
-        before returned. labels: given on the last stage only. gradient: see `losses`.
+        inputs: the tokens [b, s] on the first stage; on other stages the hidden states [s/t under
+        sequence parallelism else s, b, h] that the stage before returned. labels: [b, s], given on
+        the last stage only. gradient: see `losses`.
         """
         hidden_states = self.hidden_states(inputs, plan, documents)
         return hidden_states if labels is None else self.losses(hidden_states, labels, gradient)

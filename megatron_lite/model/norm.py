@@ -81,8 +81,9 @@ class Norm(nn.Module):
 def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Returns x / rms(x) * weight over the last dim (arXiv 1910.07467), computed in float32.
 
-    Keeps x and one statistic per row. torch has a fused kernel for CUDA. On a CPU torch composes
-    the norm from operations that keep four tensors and are ten times slower in backward.
+    hidden_states: x, [.., n]. weight: [n]. Keeps x and one statistic per row. torch has a fused
+    kernel for CUDA. On a CPU torch composes the norm from operations that keep four tensors and are
+    ten times slower in backward.
     """
     if hidden_states.device.type == "cpu":
         return _CpuRMSNorm.apply(hidden_states, weight, epsilon)

@@ -45,6 +45,7 @@ def rotary_tables(
     if scaling.position_factor is not None:
         positions *= 1 / scaling.position_factor
     angles = torch.outer(positions, frequencies)
+    # Channels i and i + rotary_dim/2 form a pair (half-split layout), so they share an angle.
     angles = torch.cat((angles, angles), dim=-1)[:, None, None, :]
     return RotaryTables(angles.cos().to(dtype), angles.sin().to(dtype))
 

@@ -38,8 +38,9 @@ def windowed_attention(
     scale: float,
     document_starts: Tensor | None = None,
 ) -> Tensor:
-    """Attention in a window: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t, d].
+    """Returns attention in a window, [s, b, a/t, d].
 
+    query: [s, b, a/t, d]. key, value: [s, b, g/t, d].
     Query i reads the keys i - reach to i, or all up to i without `reach`. With `document_starts`
     [b, s] it reads no key before the start of its document (model/documents.py), and the function
     keeps the starts too. Needs `has_kernel(query)`.

@@ -140,6 +140,7 @@ class TorchAdamW:
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """Implements AdamUpdate.step."""
         for group in self._groups:
+            # The fused kernel raises the step count of each state, unless `skipped` is 1.
             masters = [master for master in group["params"] if master.grad is not None]
             states = [self._states[master] for master in masters]
             adamw(
@@ -170,8 +171,8 @@ class ApexFusedAdam:
     """The update by apex.optimizers.FusedAdam, for float32 masters.
 
     The optimizer is `capturable`: its kernel reads learning rate, step and `skipped` from the
-    device. FusedAdam counts a step at the step's begin, and subtracts a skipped step at the next
-    begin. With several groups it would subtract for the first group only. Each group therefore has
+    device. FusedAdam counts a step at the step's start, and subtracts a skipped step at the next
+    start. With several groups it would subtract for the first group only. Each group therefore has
     an optimizer of its own.
     """
 
@@ -216,7 +217,7 @@ class ApexFusedAdam:
     def set_num_updates(self, number: int) -> None:
         """Implements AdamUpdate.set_num_updates."""
         for adam in self._adams:
-            # FusedAdam subtracts a skipped last step at the next step's begin, hence the sum.
+            # FusedAdam subtracts a skipped last step at the next step's start, hence the sum.
             adam.param_groups[0]["step"] = self._last_skipped + number
 
 

@@ -95,14 +95,14 @@ class FullySharded:
         """Does nothing, because `publish` starts no collective."""
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """Implements Layout.whole. One all-gather."""
+        """Implements Layout.whole. Issues one all-gather."""
         parameter = self._parameters[name]
         return gather_parts(value, self._lengths(name), self.shard_group, like=parameter).view(
             parameter.shape
         )
 
     def weight(self, name: str) -> Tensor:
-        """Implements Layout.weight. One all-gather."""
+        """Implements Layout.weight. Issues one all-gather."""
         return self.whole(name, self._rows(name)).to(gathered_dtype(self._parameters[name]))
 
     def set_weight(self, name: str, values: Tensor) -> None:

@@ -120,6 +120,7 @@ class GradBuffer:
         """Begins a step: drops the gradients that the buffer holds."""
         for name, parameter in self._parameters.items():
             parameter.grad = None
+            # Here the hook adds to the view from the first gradient on, so the view begins at 0.
             if not _autograd_sums_into(parameter, self.grads[name]):
                 self.grads[name].zero_()
 
@@ -165,11 +166,12 @@ class GradBuffer:
     def _sum_over_model(self, part: slice | None) -> None:
         """Sums over the TP ranks, and a tied weight's gradient over the first and last stage.
 
-        part: which elements of each bucket; None: those of which this rank holds the sum. One
-        all-reduce for each bucket with such gradients.
+        Issues one all-reduce for each bucket with such gradients.
+        part: which elements of each bucket; None: those of which this rank holds the sum.
         """
         for bucket in self.buckets:
             first, last, _ = (bucket.own if part is None else part).indices(bucket.flat.numel())
+            # The gradients that TP ranks must add come first in a bucket.
             if first < bucket.layout.num_partial:
                 all_reduce_(
                     bucket.flat[first : min(last, bucket.layout.num_partial)],
@@ -250,7 +252,7 @@ class GradBuffer:
     def _finish(self, bucket: Bucket) -> None:
         assert bucket.started is not None
         reduced = bucket.started.wait()
-        if reduced.dtype != bucket.flat.dtype:
+        if reduced.dtype != bucket.flat.dtype:  # it was sent in bf16
             bucket.flat[bucket.own].copy_(reduced)
         bucket.started, bucket.awaited = None, set(bucket.places)
 

@@ -60,7 +60,7 @@ def global_norms(
     total = (torch.stack(counted) if counted else empty).square().sum()
     if others:
         total = total + (torch.stack(others) * 0.0).sum()  # adds 0, or NaN if one is not finite
-    if loss is not None:
+    if loss is not None:  # as above: 0, or NaN if the loss is not finite
         total = total + loss.to(total.dtype) * 0.0
     return Norms(
         _sum_over_model(total, parallel, shard_group).sqrt(), torch.stack(norms) if norms else empty
@@ -88,6 +88,7 @@ def count_zeros(
 def _sum_over_model(
     value: Tensor, parallel: ParallelState, shard_group: ProcessGroup | None
 ) -> Tensor:
+    # Each sum covers the ranks of one axis, so the three together cover every shard once.
     for group in (shard_group, parallel.tp_group, parallel.pp_group):
         value = all_reduce_(value, group)
     return value
@@ -99,7 +100,7 @@ def _without_padding(piece: Piece, value: Tensor, parallel: ParallelState) -> li
     if spec.tp_dim is None or spec.padded_length is None:
         return [value]
     assert spec.tp_dim == 0, "a vocabulary is padded along dim 0"
-    row = math.prod(spec.global_shape[1:])
+    row = math.prod(spec.global_shape[1:])  # spans count rows, and pieces count elements
     ranges = [
         (
             max(span.local_start * row, piece.start),

@@ -23,7 +23,7 @@ MOST_STEPS = 2**62
 
 
 def scale_backward(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns `loss` itself, with a hook: its backward gives the gradients of loss x scale.
+    """Returns `loss` (0-d) itself, with a hook: its backward gives the gradients of loss x scale.
 
     Computing the product would have the same effect, and would keep one more tensor.
     """
@@ -102,6 +102,8 @@ class LossScale:
         good_steps = (self._good_steps + 1).masked_fill(bad, 0)
         # `>=`, since a run resumed with a shorter window may start beyond it.
         grows = good_steps >= int(self._config.loss_scale_window)
+        # Both outcomes are computed and chosen on the device. A bad step has no good steps behind
+        # it, so it never grows.
         lowered = (self.scale * BACKOFF_FACTOR).clamp(min=self.minimum)
         self.scale = torch.where(
             bad & (patience <= 0),

@@ -113,7 +113,8 @@ class LrSchedule:
                 for field in fields(cls)
                 if field.name not in styles
             }
-            return cls(**{name: found[name] for name in styles}, **numbers)  # type: ignore[arg-type]
+            texts = {name: found[name] for name in styles}
+            return cls(**texts, **numbers)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"no learning-rate schedule: {error}") from error
 
@@ -155,6 +156,7 @@ class LrSchedule:
 
     def at(self, consumed_samples: int) -> float:
         """Returns the learning rate of the iteration that starts after `consumed_samples`."""
+        # `<=` as in Megatron: the iteration that starts at the end of the warm-up is part of it.
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
             return (
                 self.warmup_init

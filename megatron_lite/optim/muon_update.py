@@ -97,13 +97,14 @@ class Muon:
                 .reshape(-1)[piece.start : piece.stop]
                 .view(piece.master.shape)
             )
+            # `where` decides on the device; to read `skipped` would make the host wait.
             moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(
                 update, alpha=-learning_rate
             )
             torch.where(stays, piece.master, moved, out=piece.master)
 
     def set_num_updates(self, number: int) -> None:
-        """Implements UpdateRule.set_num_updates. Matters to AdamW alone."""
+        """Implements UpdateRule.set_num_updates. The number matters to AdamW alone."""
         self._adam.set_num_updates(number)
 
     def _direction(self, piece: Piece, stays: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ class Muon:
         return torch.cat(updates, 1).view(direction.shape)
 
     def _scaled(self, shard: Tensor, tp_dim: int | None) -> Tensor:
-        """Returns the update of one matrix's shard [m, n]. One all-gather over the TP ranks."""
+        """Returns the update of one matrix's shard [m, n]. Issues one all-gather over TP."""
         group = self._tp_group if tp_dim is not None else None
         iterated = shard.bfloat16() if self._config.muon_fp32_matmul_prec == "medium" else shard
         orthogonal = orthogonalize(whole := _gathered(iterated, tp_dim, group), self._steps)
@@ -140,6 +141,7 @@ def _gathered(shard: Tensor, tp_dim: int | None, group: ProcessGroup | None) -> 
     Rows may stand in another order than in the global weight, as gate and up do under swiglu.
     That is harmless: orthogonalizing commutes with a permutation of rows.
     """
+    # The collective joins dim 0, so columns are gathered as the rows of the transposed shard.
     return (
         all_gather_first_dim(shard.T, group).T
         if tp_dim == 1

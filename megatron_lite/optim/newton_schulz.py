@@ -63,13 +63,14 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 
 
 def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients]) -> Tensor:
-    """[m, n] -> [m, n] of the same dtype, a new tensor.
+    """Returns about the nearest orthogonal matrix: [m, n] -> [m, n], a new tensor of that dtype.
 
     The Gram matrix is that of the shorter side, l = min(m, n): a step costs 4 l m n + 2 l^3 FLOPs.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     iterate = matrix.T if is_tall else matrix
     iterate = iterate / iterate.norm().clamp(min=EPSILON)
+    # With G = X X^T, [l, l], one step is a X + (b G + c G G) X.
     for a, b, c in steps:
         gram = iterate @ iterate.T
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)

@@ -152,6 +152,7 @@ class Optimizer:
         # step, and the next step begins with new gradients.
         if self._clip_grad > 0.0 and grads:
             with self.timed("optimizer-clip-main-grad"):
+                # 1e-6 as in torch.nn.utils.clip_grad_norm_
                 torch._foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
         with self.timed("optimizer-inner-step"):
             self._rule.step(LearningRates(learning_rate, decoupled_learning_rate), skipped)

@@ -42,7 +42,7 @@ class UpdateRule(Protocol):
         """
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
-        """The names of a parameter's states, as in checkpoints.
+        """Returns the names of a parameter's states, as in checkpoints.
 
         They are the same on every rank, whether it has a piece of the parameter or not.
         """

@@ -86,6 +86,7 @@ class Zero1:
                 master = self._of(name).masters[
                     place.start - bucket.own.start : place.stop - bucket.own.start
                 ]
+                # a view, which holds the summed gradient once the bucket is reduced
                 master.grad = bucket.flat[place]
                 self.pieces.append(
                     new_piece(name, parameter, master, start=part.start, stop=part.stop)
@@ -100,6 +101,7 @@ class Zero1:
         for weights in reversed(self._weights.values()):
             if weights.masters is not weights.own:
                 weights.own.copy_(weights.masters)
+            # A module that took no part in the step has not waited for the gather before this one.
             weights.finish()
             weights.gather = start_all_gather_parts_(weights.flat, self.shard_group)
         if not self._overlaps:
@@ -111,7 +113,7 @@ class Zero1:
             weights.finish()
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """Implements Layout.whole. One all-gather."""
+        """Implements Layout.whole. Issues one all-gather."""
         bucket, parameter = self.gradients.bucket_of[name], self._parameters[name]
         parts = [bucket.own_part(name, rank) for rank in range(self.shard_group.size())]
         lengths = [max(part.stop - part.start, 0) for part in parts]

@@ -128,7 +128,7 @@ class AxisRange(NamedTuple):
         return [(value, short(value, digits)) for value in values]
 
     def _log_ticks(self) -> list[float]:
-        """Returns at most seven ticks: every power of ten or several, or also values between."""
+        """Returns at most seven ticks: powers of ten, and values between them if there is room."""
         first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
         for factors in (range(1, 10), (1, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
             for stride in (1,) if len(factors) > 1 else (1, 2, 5, 10, 50):

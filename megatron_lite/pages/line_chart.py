@@ -25,7 +25,8 @@ MARK_SPANS = {"skipped": (SIZE, SIZE - 60), "checkpoint": (SIZE, SIZE - 60), "en
 class Series:
     """One curve. values: as many as the chart has x values; None is a gap.
 
-    style: "line", "thin" (a noisy curve behind its mean) or "dots" (single points).
+    style: "line", "thin" (a noisy curve behind its mean), "wide" (a curve that another one may
+        cover: it stays visible on both sides) or "dots" (single points).
     """
 
     name: str
@@ -214,6 +215,7 @@ def charts_data(
 def _kept_places(columns: Sequence[Sequence[float | None]], length: int, most: int) -> set[int]:
     if length <= most:
         return set(range(length))
+    # The two ends, and the smallest and the largest value of each column in each stretch.
     num_stretches = max(1, (most - 2) // (2 * len(columns)))
     kept = {0, length - 1}
     for number_ in range(num_stretches):

@@ -49,7 +49,7 @@ def grid_data(
 
 
 def explorer(one: Mapping[str, Any], name: str, grid: Mapping[str, Any]) -> Html:
-    """Returns the sliders. plan.js fills the rest of the box. name: of the verdict on this page."""
+    """Returns the sliders. plan.js fills the rest of the box. name: the verdict's, on this page."""
     rows = []
     for place, (axis, label) in enumerate(SLIDERS.items()):
         values = grid["axes"][axis]
@@ -211,7 +211,7 @@ def pareto(cells: Sequence[Dot]) -> list[Dot]:
 
 def _pareto_table(grid: Mapping[str, Any], frontier: Sequence[Dot]) -> Html:
     rows = [
-        [number(seconds), number(mebibytes / 1024)]
+        [f"{seconds:,.2f}", f"{mebibytes / 1024:,.2f}"]
         + [str(grid["axes"][axis][index]) for axis, index in zip(SLIDERS, place, strict=True)]
         for seconds, mebibytes, place in frontier
     ]
@@ -222,6 +222,7 @@ def _pareto_table(grid: Mapping[str, Any], frontier: Sequence[Dot]) -> Html:
             ["step s", "peak GiB", *SLIDERS],
             rows,
             caption="No other plan of the grid is both faster and smaller.",
+            class_="short",
         ),
     )
 

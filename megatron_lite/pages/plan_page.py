@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_lite.config.command_line import shell_lines
 from megatron_lite.pages.bars import NUM_COLORS, Bar, Limits, Part, stacked_bars
 from megatron_lite.pages.figures import number, time_unit
 from megatron_lite.pages.markup import (
@@ -139,11 +140,10 @@ def _extra(plan: Mapping[str, Any]) -> str:
 
 
 def _command(plan: Mapping[str, Any]) -> Html:
-    words = [f"'{word}'" if " " in word or ";" in word else word for word in plan["command"]]
     return element(
         "details",
         element("summary", "The command that runs this plan"),
-        element("pre", element("code", " ".join(words)), tabindex="0"),
+        element("pre", element("code", shell_lines(plan["command"])), tabindex="0"),
     )
 
 

@@ -71,11 +71,7 @@ def several_table(verdicts: Sequence[Mapping[str, Any]]) -> Html:
                 *(
                     ["", "", ""]
                     if plan is None
-                    else [
-                        number(plan["peak_bytes"] / GIB),
-                        number(plan["step_seconds"]),
-                        number(plan["tokens_per_second"]),
-                    ]
+                    else [*_peak_and_seconds(plan), number(plan["tokens_per_second"])]
                 ),
             ]
         )
@@ -85,6 +81,11 @@ def several_table(verdicts: Sequence[Mapping[str, Any]]) -> Html:
         caption="The best plan for each number of GPUs.",
         class_="figures",
     )
+
+
+def _peak_and_seconds(plan: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns both with two decimals, as the terminal shows them, so that they line up."""
+    return f"{plan['peak_bytes'] / GIB:,.2f}", f"{plan['step_seconds']:,.2f}"
 
 
 def plan_of(one: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -107,10 +108,9 @@ def plans_tables(one: Mapping[str, Any]) -> Html:
                 name,
                 *(str(sizes[key]) for key in DIMENSIONS),
                 str(sizes["chunk"] or "none"),
-                number(plan["peak_bytes"] / GIB),
-                number(plan["step_seconds"]),
+                *_peak_and_seconds(plan),
                 f"{100 * plan['mfu']:.1f} %",
-                shortened(plan["recompute_policy"], 80),
+                shortened(plan["recompute_policy"], 200),
             ]
         )
     if not rows:
@@ -126,8 +126,7 @@ def plans_tables(one: Mapping[str, Any]) -> Html:
             [
                 each["change"],
                 "yes" if each["fits"] else "no",
-                number(each["peak_bytes"] / GIB),
-                number(each["step_seconds"]),
+                *_peak_and_seconds(each),
                 number(each["tokens_per_second"]),
             ]
             for each in one["neighbours"]

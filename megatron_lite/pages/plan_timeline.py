@@ -66,7 +66,12 @@ def timeline_chart(
             element(
                 "details",
                 element("summary", "The actions as a table"),
-                table(["number", "action", "held"], rows, caption="The actions of the chart."),
+                table(
+                    ["number", "action", "held"],
+                    rows,
+                    caption="The actions of the chart.",
+                    class_="short",
+                ),
             ),
         ]
     )

@@ -74,10 +74,14 @@ def _chart(
     from_zero: bool = False,
     noisy: bool = False,
 ) -> LineChart | None:
+    found = [name for name in names if name in run.columns]
     series = [
-        Series(name=name.replace("_", " "), values=run.columns[name])
-        for name in names
-        if name in run.columns
+        Series(
+            name=name.replace("_", " "),
+            values=run.columns[name],
+            style="wide" if name != found[-1] else "line",
+        )
+        for name in found
     ]
     if not series:
         return None
@@ -121,6 +125,7 @@ def _with_mean(name: str, values: Sequence[float | None]) -> list[Series]:
 
 def running_mean(values: Sequence[float | None], window: int) -> list[float | None]:
     """Returns the mean of the last `window` values at each place; None where all are gaps."""
+    # With the sums up to each place, a mean is one difference, however long the window is.
     sums = list(itertools.accumulate((value or 0.0 for value in values), initial=0.0))
     counts = list(itertools.accumulate((value is not None for value in values), initial=0))
     means: list[float | None] = []
@@ -148,7 +153,7 @@ def _time_chart(run: RunRecord) -> LineChart | None:
 
 
 def _prediction_chart(run: RunRecord, prediction: Prediction) -> LineChart:
-    series = [Series(name="predicted", values=prediction.predicted)]
+    series = [Series(name="predicted", values=prediction.predicted, style="wide")]
     if prediction.measured:
         series.append(Series(name="measured", values=prediction.measured))
     return LineChart(

@@ -75,13 +75,13 @@ class LogFacts:
                 _add_once(self.faults, (iteration, shortened(found[1])))
 
     def _forget_after(self, iteration: int) -> None:
-        """Drops the figures of a course that a restart has left."""
+        """Drops the figures after the iteration, which the run computes again after a restart."""
         for series in (*self.figures.values(), *self.evaluations.values()):
             for later in [number for number in series if number > iteration]:
                 del series[later]
 
 
 def _add_once(events: list[tuple[int, str]], event: tuple[int, str]) -> None:
-    """Adds an event, unless another log of the same run has told of it."""
+    """Adds an event, unless another log of the same run has it already."""
     if event not in events:
         events.append(event)

@@ -12,9 +12,16 @@ from megatron_lite.pages.figures import count, duration, number
 from megatron_lite.pages.line_chart import Mark, charts_data
 from megatron_lite.pages.markup import Html, card, element, json_element, page, shortened, table
 from megatron_lite.pages.run_charts import charts_of, varies
-from megatron_lite.pages.run_predictions import prediction_card, predictions, predictions_table
+from megatron_lite.pages.run_predictions import (
+    prediction_card,
+    predictions,
+    predictions_table,
+    unit_of,
+    words_of,
+)
 from megatron_lite.pages.run_record import RunRecord
 
+PEAK_NOTE = "of rank 0; without a GPU that of the whole process"
 MOST_LISTED = 200  # events
 MOST_ROWS = 24  # of the table of values
 KINDS = {
@@ -46,8 +53,9 @@ def run_page(run: RunRecord) -> str:
         element("h2", "Curves"),
         element(
             "p",
-            "Point at a chart, touch it, or use the arrow keys in it: each legend shows the values "
-            "of that iteration. Without that it shows the last ones.",
+            "Every curve runs over the iterations. Point at a chart, touch it, or use the arrow "
+            "keys in it: each legend shows the values of that iteration. Without that it shows "
+            "the last ones.",
             class_="soft",
         ),
         element("ul", *keys, class_="legend") if keys else Html(),
@@ -98,7 +106,8 @@ def _cards(run: RunRecord) -> Html:
         if found := run.finite(name):
             cards.append(card(name, f"{number(statistics.median(found))} %", "median"))
     if found := run.finite("peak GiB"):
-        cards.append(card("peak memory", f"{number(max(found))} GiB", "of rank 0"))
+        unit, size = unit_of("peak GiB", max(found))
+        cards.append(card(words_of("peak GiB"), unit.shown(max(found) * size), PEAK_NOTE))
     cards += [prediction_card(prediction) for prediction in predictions(run)]
     if run.axes:
         sizes = ", ".join(
@@ -136,7 +145,7 @@ def _events(run: RunRecord) -> Html:
         return Html(element("h2", "Events") + element("p", "The files name no event."))
     rows = [
         [f"{mark.x:,}", element("span", element("i", class_=f"key {mark.kind}"), KINDS[mark.kind])]
-        + [mark.text]
+        + [_details(mark)]
         for mark in _most_important(run.marks)
     ]
     left_out = len(run.marks) - len(rows)
@@ -152,6 +161,12 @@ def _events(run: RunRecord) -> Html:
             class_="rows",
         )
     )
+
+
+def _details(mark: Mark) -> str:
+    """Returns the text of an event without the words of its kind, which stand beside it."""
+    kind = KINDS[mark.kind]
+    return "" if mark.text == kind else mark.text.removeprefix(f"{kind}: ")
 
 
 def _most_important(marks: Sequence[Mark]) -> list[Mark]:
@@ -182,6 +197,7 @@ def _settings(run: RunRecord) -> Html:
             ["setting", "value", "default", "topic"],
             rows,
             caption="The settings of the newest checkpoint that differ from the defaults.",
+            class_="short",
         )
     )
 
@@ -215,6 +231,11 @@ def _values(run: RunRecord) -> Html:
     ]
     if evaluations:
         parts.append(
-            table(["iteration", "pass", "loss"], evaluations, caption="Losses of evaluations.")
+            table(
+                ["iteration", "pass", "loss"],
+                evaluations,
+                caption="Losses of evaluations.",
+                class_="short",
+            )
         )
     return element("details", element("summary", "The values as tables"), *parts)

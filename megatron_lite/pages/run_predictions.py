@@ -13,6 +13,11 @@ from megatron_lite.pages.markup import Html, card, element, table
 from megatron_lite.pages.run_record import RunRecord
 
 PREDICTED, MEASURED = "_predicted", "_measured"
+TITLES = {  # of the columns whose words alone do not say what they are
+    "activation_bytes": "kept for backward",
+    "peak_bytes": "peak of a step",
+    "peak GiB": "peak memory",
+}
 
 
 class Prediction(NamedTuple):
@@ -64,6 +69,8 @@ def times(values: list[float | None] | None, size: float) -> list[float | None]:
 
 def words_of(name: str) -> str:
     """Returns the words of a column: "iteration_ms" is "iteration time"."""
+    if name in TITLES:
+        return TITLES[name]
     words = name.split("_")
     return " ".join("time" if word in ("ms", "seconds") else word for word in words)
 
@@ -92,6 +99,13 @@ def prediction_card(prediction: Prediction) -> Html:
     return card(prediction.name, value, note)
 
 
+def _percent(share: float) -> str:
+    """Returns a difference that is not 0, which never reads as 0."""
+    if abs(share) < 0.00005:
+        return f"{'+' if share > 0 else '-'} under 0.01 %"
+    return f"{100.0 * share:+.2f} %"
+
+
 def predictions_table(run: RunRecord) -> Html:
     """Returns the table of all quantities; nothing if the run has predicted none."""
     rows = []
@@ -102,7 +116,7 @@ def predictions_table(run: RunRecord) -> Html:
         if both:
             difference = "equal" if predicted == measured else ""
         if both and predicted != measured and measured:
-            difference = f"{100.0 * (predicted / measured - 1.0):+.2f} %"  # type: ignore[operator]
+            difference = _percent(predicted / measured - 1.0)  # type: ignore[operator]
         rows.append(
             [
                 prediction.name,

@@ -204,6 +204,7 @@ def _read_events(files: RunFiles, run: RunRecord, log: LogFacts) -> Iterator[int
                     elif event.tag in FIGURES and math.isfinite(event.value):
                         figures.setdefault(FIGURES[event.tag], {})[event.step] = event.value
                     continue
+                # A start: the points that earlier starts wrote from its step on do not count.
                 for series in (*evaluations.values(), *figures.values()):
                     for step in [step for step in series if step >= event.step]:
                         del series[step]

@@ -52,7 +52,7 @@ class CompiledKernels:
         """
         key = (
             function,
-            torch.get_num_threads(),
+            torch.get_num_threads(),  # inductor writes it into the code of a kernel for a CPU
             *((tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors),
             *constants.items(),
         )

@@ -82,8 +82,8 @@ def bound_buffers_(unit: FSDPModule, gradients: UnitGradients) -> None:
     A torch release without custom collectives for FSDP2 keeps its own collectives.
     """
     if hasattr(unit, "set_custom_all_gather") and hasattr(unit, "set_custom_reduce_scatter"):
-        unit.set_custom_all_gather(_AllGather())  # type: ignore[arg-type]
-        unit.set_custom_reduce_scatter(_ReduceScatter(gradients))  # type: ignore[arg-type]
+        unit.set_custom_all_gather(_GatherWeights())  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(_ReduceScatterGradients(gradients))  # type: ignore[arg-type]
 
 
 class _Buffers:
@@ -92,7 +92,7 @@ class _Buffers:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class _AllGather(_Buffers):
+class _GatherWeights(_Buffers):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -107,7 +107,7 @@ class _AllGather(_Buffers):
         all_gather_into_(output_tensor, input_tensor, group)
 
 
-class _ReduceScatter(_Buffers):
+class _ReduceScatterGradients(_Buffers):
     def __init__(self, gradients: UnitGradients) -> None:
         self._gradients = gradients
 

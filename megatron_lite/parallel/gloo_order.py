@@ -28,6 +28,7 @@ def chunk_elements(num_elements: int, element_bytes: int, size: int) -> int:
     """Returns the elements of each chunk but the last ones, which may be shorter or empty."""
     num_bytes = num_elements * element_bytes
     segment = element_bytes * max(1, MAX_SEGMENT_BYTES // element_bytes)
+    # gloo gives each rank equally many segments, and at least two.
     segments = _round_up(max(-(-num_bytes // segment), 2 * size), size)
     return segments // size * _round_up(-(-num_bytes // segments), element_bytes) // element_bytes
 

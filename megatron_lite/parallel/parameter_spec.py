@@ -86,7 +86,7 @@ class ParameterSpec:
         for index in range(self.tp_blocks):
             start = index * block + tp_rank * part
             length = min(part, self.global_shape[self.tp_dim] - start)
-            if length > 0:
+            if length > 0:  # else the rank's part of the block is padding alone
                 spans.append(Span(index * part, start, length))
         return spans
 

@@ -33,8 +33,8 @@ class Shift(NamedTuple):
 def start_shift(tensor: Tensor, group: ProcessGroup) -> Shift:
     """Begins to send `tensor` to the next rank and to receive one of its size from the rank before.
 
-    `tensor` must be contiguous. Several shifts under way arrive in the order in which they began.
-    That order must be the same on all ranks.
+    `tensor` must be contiguous, and of one shape on all ranks. Several shifts under way arrive in
+    the order in which they began. That order must be the same on all ranks.
     """
     rank, size = group.rank(), group.size()
     received = torch.empty_like(tensor)

@@ -7,10 +7,11 @@ region of SLOTS slots, which the others map read-only. A collective runs in chun
     publish    copy this rank's chunk into its next slot, and tell every other rank
     collect    wait until the ranks that are read have published the chunk, then read their slots
 
-Telling is a message of eight bytes over a Unix socket between each two ranks. The kernel orders the
-memory accesses on both sides of a message, a rank that waits sleeps in `recv`, and the socket of a
-rank that dies is closed, so that the others fail at once. A message also says how many chunks its
-sender has collected: a slot is written again only when every rank has read it.
+A rank tells another one by a message of eight bytes, over a Unix socket between each two ranks. The
+kernel orders the memory accesses on both sides of a message. A rank that waits sleeps in `recv`.
+The socket of a rank that dies is closed, so that the others fail at once. A message also has the
+number of chunks that its sender has collected: a slot is written again only when every rank has
+read it.
 
 Sums have the bits of gloo's (see gloo_order.py). shared_memory_setup.py opens a channel;
 collectives.py decides when one is used.
@@ -83,7 +84,7 @@ class Channel:
         timeout: float,
     ) -> None:
         self.rank, self.size, self.timeout = rank, len(regions), timeout
-        self._slots = [
+        self._slots = [  # by slot, then by rank
             [region[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for region in regions]
             for i in range(SLOTS)
         ]
@@ -132,6 +133,7 @@ class Channel:
         It does not wait for other ranks, unless chunks of the transfers before fill the slots: it
         completes those transfers first. All ranks must start the same transfers in the same order.
         """
+        # A chunk is known by its count, so a transfer's chunks are published before the next one's.
         while self._pending and self._pending[-1].published < self._pending[-1].chunks:
             self.finish(self._pending[0])
         self._pending.append(transfer)
@@ -161,6 +163,7 @@ class Channel:
     def _step(self, transfer: Transfer) -> None:
         """Collects the next chunk of the first transfer, and publishes a further one."""
         chunk = transfer.collected
+        # The other ranks wait for this rank's part of the chunk, as it waits for theirs.
         while transfer.published == chunk:
             self._await_slot()
             self._publish(transfer)
@@ -173,6 +176,8 @@ class Channel:
         self._collected += 1
         if transfer.published < transfer.chunks:
             self._publish(transfer)
+            # The message of a published chunk also says what was collected. Without such a message
+            # the other ranks could not write to the slots that this rank has read.
             if self._told < self._collected:
                 self._tell(0)
 
@@ -232,6 +237,7 @@ class Channel:
         if len(data) != MESSAGE.size:
             raise self._lost(other, "end of file")
         collected, signature = MESSAGE.unpack(data)
+        # The count arrives modulo COUNTS; the difference to the known one is far smaller.
         self._read[other] += (collected - self._read[other]) % COUNTS
         if signature:
             self._heard[other] += 1

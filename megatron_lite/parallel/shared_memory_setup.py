@@ -78,6 +78,7 @@ def open_channel(
             memory = made.enter_context(_new_memory())
             listener = made.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listener.bind("\0megatron_lite." + secrets.token_hex(16))
+            # The names are exchanged after this line, so every rank that connects is heard.
             listener.listen(group.size())
             name = listener.getsockname()[1:].decode()
         except OSError as error:
@@ -95,7 +96,7 @@ def open_channel(
             if group.rank() == 0:
                 say(f"{group.size()} ranks of this host cannot share memory and use gloo: {reason}")
             return None
-        for one in sockets.values():
+        for one in sockets.values():  # CONNECT_S ends here: the channel has a limit of its own
             one.setblocking(True)
         channel = Channel(
             group.rank(),
@@ -115,6 +116,7 @@ def _close(sockets: Sockets) -> None:
 def _all_on_one_host(group: ProcessGroup) -> bool:
     """Returns whether the ranks see the same kernel and the same names of abstract sockets."""
     place = ""
+    # Abstract sockets belong to a network namespace, and two containers of a host may have two.
     if hasattr(os, "memfd_create") and BOOT_ID.exists() and NETWORK.exists():
         place = f"{BOOT_ID.read_text().strip()} {NETWORK.stat().st_ino}"
     places = {offer["place"] for offer in _gather({"place": place}, group)}
@@ -139,6 +141,8 @@ def _new_memory() -> Iterator[int]:
     descriptor = os.memfd_create("megatron_lite", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, SHARED_REGION_BYTES)
+        # No rank that gets the descriptor can make the memory shorter. A read beyond its end would
+        # kill the process that reads.
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         yield descriptor
     finally:
@@ -183,6 +187,7 @@ def _connect(
 def _exchange_memory(rank: int, memory: int, sockets: Sockets) -> list[Tensor]:
     """Returns the region of every rank. This rank's is writable."""
     regions = {rank: _mapped(memory, mmap.PROT_READ | mmap.PROT_WRITE)}
+    # Each rank sends to all others before it receives, so no two ranks wait for each other.
     for one in sockets.values():
         socket.send_fds(one, [b"m"], [memory])
     for other, one in sockets.items():

@@ -64,6 +64,7 @@ class _Chunked:
     """The chunks of `length` elements, each of at most `step`."""
 
     def __init__(self, kind: int, tensor: Tensor, length: int, step: int, sources: Sequence[int]):
+        # 5 bits for the kind, 3 for the dtype and 24 for the length
         self.signature = kind | DTYPES[tensor.dtype] << 5 | (length % 2**24) << 8
         self.published = self.collected = 0
         self.sources = sources
@@ -100,9 +101,11 @@ class AllReduce(_Chunked):
     def collect(self, chunk: int, slots: Sequence[Tensor]) -> None:
         first, last = self._span(chunk)
         if self._size == 2:
+            # a + b has the same bits as b + a, so this rank's operand need not be read from a slot.
             other = self._view(slots[1 - self._rank], last - first)
             self._combine(self._operand[first:last], other, out=self._result[first:last])
             return
+        # This rank's operand comes from its slot too: in place, the first sum overwrites it.
         views = [self._view(slot, last - first) for slot in slots]
         for start, stop, ranks in stretches(first, last, self._order, self._size):
             _combine_into(
@@ -131,7 +134,7 @@ class ReduceScatter(_Chunked):
         start, stop = self._span(chunk)
         size = len(self._rows)
         rows = self._view(slot, size * (stop - start)).view(size, stop - start)
-        if size == 2:
+        if size == 2:  # the other rank reads its own row only
             other = 1 - self._rank
             rows[other].copy_(self._rows[other, start:stop])
         else:

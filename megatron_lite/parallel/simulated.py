@@ -1,8 +1,8 @@
 """One rank of a run of any size, in one process and without any other rank.
 
 The rank joins torch's "fake" process group: each collective returns at once, and what it should
-have received is undefined. Its tensors are fake ones, and its generators have no
-states. So shapes and memory are those of a real rank, and values do not exist.
+have received is undefined. Its tensors are fake ones, and its generators have no states. So shapes
+and memory are those of a real rank, and values do not exist.
 """
 
 from __future__ import annotations

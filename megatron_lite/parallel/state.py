@@ -313,7 +313,7 @@ def _direction_groups(mesh: DeviceMesh, config: ParallelConfig) -> tuple[Process
 
 
 def _embedding_group(mesh: DeviceMesh, pp_group: ProcessGroup | None) -> ProcessGroup | None:
-    if pp_group is None or pp_group.size() == 2:
+    if pp_group is None or pp_group.size() == 2:  # two stages are the first and the last one
         return pp_group
     ends = [[pipeline[0], pipeline[-1]] for pipeline in mesh.mesh.flatten(1).t().tolist()]
     group = dist.new_subgroups_by_enumeration(ends)[0]

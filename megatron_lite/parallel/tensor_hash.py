@@ -31,6 +31,7 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     words = _words(tensor)
     size = WORDS_AT_A_TIME if words.device.type == "cpu" else WORDS_AT_A_TIME_ON_GPU
     total = torch.full((), tensor.numel(), dtype=torch.int64, device=words.device)
+    # int64 wraps around in torch, which is the arithmetic modulo 2^64 of the formula.
     keys = torch.arange(min(size, words.numel()), device=words.device) * GOLDEN
     for start in range(0, words.numel(), size):
         part = words[start : start + size]
@@ -72,6 +73,7 @@ def _words(tensor: Tensor) -> Tensor:
     """Returns the tensor's bits as int64, as a view if possible."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
+    # A view of bytes as int64 must begin at a multiple of 8 bytes of its storage.
     if whole == data.numel() and data.storage_offset() % 8 == 0:
         return data.view(torch.int64)
     filled = data.new_zeros(-(-data.numel() // 8) * 8)

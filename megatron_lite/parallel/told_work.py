@@ -33,7 +33,7 @@ def told_if_slow(
         while not ended.wait(max(0.0, began + due - time.monotonic())):
             try:
                 say(f"{what}: {time.monotonic() - began:.0f} s so far")
-            except OSError:  # standard output is full or closed, which ends no run
+            except OSError:  # standard output is full or closed, and the run goes on
                 return
             told.set()
             due *= GROWTH

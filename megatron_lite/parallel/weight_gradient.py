@@ -121,13 +121,10 @@ def summary(paths: Mapping[str, str], dtype: torch.dtype) -> str:
     by_autograd = [
         f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()
     ]
-    rounded = (
-        "; autograd's are rounded to 16 bits in each micro-batch" if dtype.itemsize == 2 else ""
-    )
-    return (
-        "weight gradients, added up in "
-        f"float32{rounded if set(paths.values()) != {FUSED} else ''}: "
-    ) + "; ".join([*by_kernel, *by_autograd])
+    is_rounded = dtype.itemsize == 2 and set(paths.values()) != {FUSED}
+    rounded = " (autograd rounds those of each micro-batch to 16 bits first)" if is_rounded else ""
+    groups_text = "; ".join([*by_kernel, *by_autograd])
+    return f"weight gradients are summed in float32{rounded}: {groups_text}"
 
 
 def _named(names: list[str]) -> str:
@@ -154,6 +151,6 @@ def _add(
     if kernel is None:
         add_weight_product_(total, hidden_states, grad_output, first=is_first, onednn=onednn)
         return
-    if is_first:
+    if is_first:  # the kernel can only add, and the total holds an earlier step's gradient
         total.zero_()
     kernel(hidden_states.contiguous(), grad_output.contiguous(), total)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def arrive(received: Tensor, return_grad: Callable[[Tensor], None]) -> Tensor:
-    """Returns `received` as the input of a stage's graph.
+    """Returns `received` as the input of a stage's graph. Both are [s/t or s, b, h].
 
     Backward passes the input's gradient, contiguous, to `return_grad`.
     """
@@ -27,7 +27,7 @@ def arrive(received: Tensor, return_grad: Callable[[Tensor], None]) -> Tensor:
 
 
 def depart(output: Tensor, fetch_grad: Callable[[], Tensor]) -> Tensor:
-    """Returns an empty tensor that stands for a stage's output in backward.
+    """Returns an empty tensor [0] that stands for a stage's output [s/t or s, b, h] in backward.
 
     Its backward calls `fetch_grad` and uses the result as the gradient of the output.
     """
@@ -39,6 +39,8 @@ def run_backward(end: Tensor) -> None:
 
     end: the loss, or the tensor that `depart` returned.
     """
+    # The tensor of `depart` has no elements, so its gradient is empty; `depart` fetches the true
+    # one.
     torch.autograd.backward([end], [torch.ones_like(end)])
 
 

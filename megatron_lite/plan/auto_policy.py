@@ -81,6 +81,7 @@ def fitted(run: Run, budget_bytes: int) -> Chosen | Unreachable:
             break
         else:
             shrunk = {rank: min(space, corrected[rank]) for rank, space in spaces.items()}
+            # Without a change the next round would choose the same mixes.
             if shrunk == spaces:
                 shrunk[search.alike(peak.rank)] -= peak.num_bytes - budget_bytes
             spaces = shrunk

@@ -120,7 +120,7 @@ class Hardware:
     def matmul_seconds(self, matmul: Matmul, element_bytes: int) -> float:
         """Returns the time of one matmul."""
         rates = self.matmuls(element_bytes)
-        if matmul.fused:
+        if matmul.fused:  # a flash kernel, which skips the half that a causal mask hides
             done = matmul.flops / 2 if matmul.causal else matmul.flops
             return done / (rates.peak_flops * rates.flash_efficiency)
         m, n, k, batch = matmul.m, matmul.n, matmul.k, matmul.batch

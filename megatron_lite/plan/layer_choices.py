@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_lite.config.policy import LayerAction
-from megatron_lite.config.regions import DROPOUT, LAYERNORM, REGIONS, nested
+from megatron_lite.config.regions import REGIONS, nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layer
@@ -73,8 +73,8 @@ def _actions(config: RunConfig, device: str) -> Iterator[LayerAction]:
         name
         for name, facts in REGIONS.items()
         if (not facts.needs_scores or config.model.builds_scores(device))
-        and (name != DROPOUT or config.model.hidden_dropout > 0.0)
-        and (name != LAYERNORM or not config.model.norms_after)
+        and (not facts.needs_hidden_dropout or config.model.hidden_dropout > 0.0)
+        and (not facts.needs_norms_before or not config.model.norms_after)
     ]
     for number in range(len(useful) + 1):
         for regions in itertools.combinations(useful, number):

@@ -23,7 +23,7 @@ from megatron_lite.plan.hardware import Hardware
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
-LEAST_CONTEXT = 2048  # tokens of a sequence on one rank, below which nobody splits it further
+LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
 LOSS_CHUNKS = (None, 1024)
 MOST_VIRTUAL_STAGES = 8
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -124,6 +124,7 @@ def layouts(problem: Problem, num_ranks: int) -> Iterator[RunConfig]:
 
 def _parallel(problem: Problem, num_ranks: int) -> Iterator[ParallelConfig]:
     base = problem.base.parallel
+    # No tensor-parallel group crosses the border of a node.
     most = min(num_ranks, problem.hardware.ranks_per_node)
     tensor = [size for size in _divisors(num_ranks) if size <= most]
     for tp in _options(problem, TENSOR, tensor):
@@ -158,7 +159,7 @@ def _cuts(problem: Problem, pp_size: int) -> Iterator[dict[str, Any]]:
         return
     layers, ends = problem.base.model.num_layers, {}
     each = -(-layers // pp_size)
-    if layers % pp_size:
+    if layers % pp_size:  # the ranks between hold `each`, and both ends share the rest
         rest = layers - (pp_size - 2) * each
         if rest < 2:
             return

@@ -49,10 +49,10 @@ def run_pipeline(
     num_chunks: the number of virtual stages of each rank.
 
     If all micro-batches are alike, the schedule soon repeats: each period of p micro-batches (1
-    without virtual stages) ends the same time after the one before it, on every rank. The times of
-    an action are the maximum over its inputs, plus a constant. So once a shift by one period is the
-    same for every action of several periods in a row, it stays the same until the cool-down, and
-    the run with fewer micro-batches gives the times of the whole run.
+    without virtual stages) ends the same time after the one before it, on every rank. An action
+    ends a constant time after the last of its inputs. Suppose that the shift by one period is the
+    same for every action of several periods in a row. It then stays the same until the cool-down.
+    A run with fewer micro-batches therefore gives the times of the whole run.
     """
     period = size if num_chunks > 1 else 1
     fewer = -(-(2 * size + 2) // period) * period + SETTLED * period
@@ -72,7 +72,7 @@ def shortest_pipeline(
     A rank begins when the first micro-batch arrives, computes all of them, and the gradient of the
     last one passes through the ranks before it. All micro-batches must take the same time.
     """
-    once = [
+    once = [  # by model chunk: forward and backward of rank 0, of rank 1, and so on
         [
             durations.duration(rank, Action(kind, 0, chunk))
             for rank in range(size)
@@ -85,9 +85,12 @@ def shortest_pipeline(
         num_microbatches * sum(sum(chunk[2 * rank : 2 * rank + 2]) for chunk in once)
         for rank in range(size)
     ]
+    # By rank: when the first micro-batch arrives, after the forwards of all ranks before.
     filled = [sum(first[: 2 * rank : 2]) + rank * durations.transfer for rank in range(size)]
     found = []
     for rank in range(size):
+        # A later rank computes all of its micro-batches. The gradient of the last one then passes
+        # through the backwards of the ranks between the two.
         end = max(
             filled[other]
             + busy[other]
@@ -109,9 +112,9 @@ class _Simulation(NamedTuple):
     def shift(self, period: int, num_chunks: int) -> float | None:
         """Returns the time between two periods, or None if it has not settled.
 
-        Compared are all actions of SETTLED periods before the cool-down.
+        All actions of SETTLED periods before the cool-down are compared.
         """
-        length = 2 * period * num_chunks
+        length = 2 * period * num_chunks  # the actions of a rank in one period
         size = len(self.ends)
         shifts = []
         for rank, ends in enumerate(self.ends):
@@ -129,7 +132,7 @@ class _Simulation(NamedTuple):
     ) -> list[RankEnd]:
         """Returns the times of a run with more micro-batches, whose periods follow one another
         after `shift` seconds."""
-        done = len(self.actions[0]) // 2 // self._num_chunks
+        done = len(self.actions[0]) // 2 // self._num_chunks  # the micro-batches of this run
         more = (num_microbatches - done) // period
         return [
             RankEnd(rank.end + more * shift, rank.busy * num_microbatches / done)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_lite.config.command_line import flags_of
+from megatron_lite.config.command_line import flags_of, shell_lines
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops
@@ -30,7 +29,7 @@ LEGEND = (
 )
 HEADER = (
     f"{'':2}{'t':>3}{'p':>4}{'v':>3}{'c':>3}{'d':>5}  {'states':<10}{'b':>4}{'chunk':>6}"
-    f"{'peak GiB':>9}{'free':>6}{'extra':>7}{'step s':>9}{'MFU':>6}  policy"
+    f"{'peak GiB':>9}{'free':>6}{'extra':>7}{'step s':>9}{'MFU':>6}"
 )
 
 
@@ -68,49 +67,72 @@ def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
     return [*words, "pretrain_gpt.py", *flags_of(config)]
 
 
-def lines(one: FitVerdict, hardware: Hardware) -> Iterator[str]:
-    """Yields the lines of a verdict."""
+def lines(one: FitVerdict, hardware: Hardware, width: int = WIDTH) -> Iterator[str]:
+    """Yields the lines of a verdict.
+
+    width: the most columns of a line, at least 80. Below 100 the policy of a plan has its own line.
+    """
     budget, plan = one.budget, one.plan
-    yield (
-        f"{one.num_ranks} x {hardware.name}: {one.word}   ({gib(budget.memory_bytes)} GiB, of "
-        f"which {gib(budget.reserve_bytes)} are a reserve; {one.found.num_layouts:,} layouts)"
+    found = f"{one.num_ranks} x {hardware.name}: {one.word}"
+    yield from _wrapped(
+        f"{found}   ({gib(budget.memory_bytes)} GiB, of which {gib(budget.reserve_bytes)} are a "
+        f"reserve; {one.found.num_layouts:,} layouts)",
+        width,
     )
     if plan is None:
         return
     if one.word == DOES_NOT_FIT:
-        yield from _infeasible(one, plan, hardware)
+        yield from _infeasible(one, plan, hardware, width)
         return
     if one.word != FITS:
         yield f"The best plan takes {_into_reserve(one, plan)} GiB of the reserve."
     yield ""
-    yield HEADER
-    for number, each in enumerate(one.found.plans, start=1):
-        yield _row(f"{number}", each, budget.memory_bytes, hardware)
-    yield from _wrapped(LEGEND)
+    yield from _rows(one.found.plans, budget.memory_bytes, hardware, width)
     yield ""
-    yield from _held(plan.peak)
+    yield from _held(plan.peak, width)
     yield ""
-    yield from _around(one, plan, hardware)
+    yield from _around(one, plan, width)
     yield ""
-    yield from _command(plan, hardware)
+    yield from _command(plan, hardware, width)
 
 
-def _infeasible(one: FitVerdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
+def _infeasible(one: FitVerdict, plan: Plan, hardware: Hardware, width: int) -> Iterator[str]:
     lack = plan.peak.num_bytes - one.budget.plan_bytes
     yield from _wrapped(
         f"The smallest peak that was found is {gib(plan.peak.num_bytes)} GiB, which is {gib(lack)} "
-        f"GiB more than the {gib(one.budget.plan_bytes)} GiB that a plan may take:"
+        f"GiB more than the {gib(one.budget.plan_bytes)} GiB that a plan may take:",
+        width,
     )
     yield ""
-    yield HEADER
-    yield _row("", plan, one.budget.memory_bytes, hardware)
-    yield from _wrapped(LEGEND)
+    yield from _rows([plan], one.budget.memory_bytes, hardware, width, numbered=False)
     yield ""
-    yield from _held(plan.peak)
+    yield from _held(plan.peak, width)
 
 
 def _into_reserve(one: FitVerdict, plan: Plan) -> str:
     return gib(plan.peak.num_bytes - one.budget.plan_bytes)
+
+
+def _rows(
+    plans: Sequence[Plan],
+    memory_bytes: int,
+    hardware: Hardware,
+    width: int,
+    *,
+    numbered: bool = True,
+) -> Iterator[str]:
+    """Yields the table of plans and its legend."""
+    beside = width >= WIDTH
+    yield f"{HEADER}  policy" if beside else HEADER
+    for number, plan in enumerate(plans, start=1):
+        row = _row(f"{number}" if numbered else "", plan, memory_bytes, hardware)
+        policy = str(plan.config.recompute.policy)
+        if beside:
+            yield f"{row}  {_cut(policy, WIDTH - len(row) - 2)}"
+        else:
+            yield row
+            yield f"    policy {_cut(policy, width - 11)}"
+    yield from _wrapped(LEGEND, width)
 
 
 def _row(number: str, plan: Plan, memory_bytes: int, hardware: Hardware) -> str:
@@ -119,15 +141,14 @@ def _row(number: str, plan: Plan, memory_bytes: int, hardware: Hardware) -> str:
     chunk = config.training.loss_chunk_size
     free = (memory_bytes - plan.peak.num_bytes) / GIB
     kind = kind_of(config)
-    row = (
+    return (
         f"{number:2}{parallel.tensor_model_parallel_size:>3}"
         f"{parallel.pipeline_model_parallel_size:>4}{virtual:>3}{parallel.context_parallel_size:>3}"
         f"{parallel.data_parallel_size(plan.num_ranks):>5}  {kind:<10}"
         f"{config.training.micro_batch_size:>4}{chunk or '-':>6}{gib(plan.peak.num_bytes):>9}"
         f"{_short(free):>6}{extra_flops(config, hardware.device):>7.1%}{plan.time.seconds:>9.2f}"
-        f"{plan.time.mfu:>6.1%}  "
+        f"{plan.time.mfu:>6.1%}"
     )
-    return row + _cut(str(config.recompute.policy), WIDTH - len(row))
 
 
 def _short(number: float) -> str:
@@ -145,16 +166,17 @@ def _virtual(config: RunConfig) -> int:
     return len(all_stages) // config.parallel.pipeline_model_parallel_size
 
 
-def _held(peak: StepPeak) -> Iterator[str]:
-    yield f"What holds the peak (pipeline rank {peak.rank}, {peak.moment}):"
+def _held(peak: StepPeak, width: int) -> Iterator[str]:
+    name = 60 if width >= WIDTH else 46
+    yield from _wrapped(f"What holds the peak (pipeline rank {peak.rank}, {peak.moment}):", width)
     for term in sorted(peak.terms, key=lambda term: -term.num_bytes):
         if term.num_bytes:
             share = term.num_bytes / peak.num_bytes
             size = f"{gib(term.num_bytes):>9} GiB{share:>7.1%}"
-            yield f"  {_cut(term.name, 60):<60}{size}  {term.tag}"
+            yield f"  {_cut(term.name, name):<{name}}{size}  {term.tag}"
 
 
-def _around(one: FitVerdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
+def _around(one: FitVerdict, plan: Plan, width: int) -> Iterator[str]:
     if one.largest_micro_batch is not None:
         largest = one.largest_micro_batch
         yield (
@@ -165,22 +187,23 @@ def _around(one: FitVerdict, plan: Plan, hardware: Hardware) -> Iterator[str]:
         lack = larger.peak.num_bytes - one.budget.plan_bytes
         yield from _wrapped(
             f"Next better plan: {_layout(larger)} without recomputation takes "
-            f"{larger.time.seconds:.2f} s a step, and lacks {gib(lack)} GiB."
+            f"{larger.time.seconds:.2f} s a step, and lacks {gib(lack)} GiB.",
+            width,
         )
     if one.neighbours:
         yield "One step away, each with its own best policy:"
     for neighbour in one.neighbours:
-        yield _step(neighbour, plan)
+        yield _step(neighbour, plan, 28 if width >= WIDTH else 23)
 
 
-def _step(neighbour: Neighbour, plan: Plan) -> str:
-    other = neighbour.plan
+def _step(neighbour: Neighbour, plan: Plan, name: int) -> str:
+    other, change = neighbour.plan, f"  {neighbour.change:<{name}}"
     if not neighbour.fits:
-        return f"  {neighbour.change:<28} does not fit: {gib(other.peak.num_bytes)} GiB at least"
+        return f"{change} does not fit: {gib(other.peak.num_bytes)} GiB at least"
     speed = other.time.tokens_per_second / plan.time.tokens_per_second - 1.0
     more = (other.peak.num_bytes - plan.peak.num_bytes) / GIB
     return (
-        f"  {neighbour.change:<28} {gib(other.peak.num_bytes):>7} GiB ({more:+.2f}), "
+        f"{change} {gib(other.peak.num_bytes):>7} GiB ({more:+.2f}), "
         f"{other.time.seconds:.2f} s a step, {speed:+.1%} tokens/s"
     )
 
@@ -198,30 +221,17 @@ def _layout(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _command(plan: Plan, hardware: Hardware) -> Iterator[str]:
+def _command(plan: Plan, hardware: Hardware, width: int) -> Iterator[str]:
     yield "To run plan 1:"
-    yield command_text(plan, hardware)
+    yield shell_lines(command(plan.config, hardware, plan.num_ranks))
     try:
         plan.config.check_complete_for_training()
     except ValueError as error:
-        yield from _wrapped(f"({error})")
+        yield from _wrapped(f"({error})", width)
 
 
-def command_text(plan: Plan, hardware: Hardware) -> str:
-    """Returns the command as lines of a shell, with one flag a line."""
-    words = command(plan.config, hardware, plan.num_ranks)
-    place = words.index("pretrain_gpt.py")
-    rows = [" ".join(words[:place]), words[place]]
-    for word in words[place + 1 :]:
-        if word.startswith("--"):
-            rows.append(word)
-        else:
-            rows[-1] += f" {shlex.quote(word)}"
-    return " \\\n  ".join(rows)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH)
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width)
 
 
 def gib(num_bytes: float) -> str:

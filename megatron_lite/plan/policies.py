@@ -96,7 +96,7 @@ def best_mix(
         has that choice.
     below: only a mix with fewer seconds counts.
     """
-    search = _Search(choices, num_layers, room, fixed, below)
+    search = _MixSearch(choices, num_layers, room, fixed, below)
     search.run()
     return search.best
 
@@ -126,7 +126,7 @@ class _State(NamedTuple):
         )
 
 
-class _Search:
+class _MixSearch:
     """A branch-and-bound search over the numbers of layers, in the order of the layers.
 
     It is exact up to MOST_VISITS starts. With 8 choices and 126 layers it visits a few thousand.
@@ -262,10 +262,12 @@ class _Search:
                 yield count, then
 
     def _can_win(self, start: int, state: _State) -> bool:
+        # A bound that is equal but for rounding cannot win.
         return self._bound(start, state) < self.below * (1.0 - 1e-12)
 
     def _bound(self, start: int, state: _State) -> float:
         """Returns a lower bound of the seconds of all mixes that begin so."""
+        # Fixed layers that come later in the order will keep their bytes too.
         given = self.given_kept if self.fixed_start >= start else 0
         spare = self._most_kept(state.fullest) - state.kept - given
         return state.seconds + _least_seconds(self.hulls[start], state.layers, spare)
@@ -286,6 +288,7 @@ class _Search:
     def _most_kept(self, fullest: int) -> int:
         """Returns the most bytes that the layers of the stage may keep for one micro-batch."""
         room = self.room
+        # `Room.peak` is a maximum of two sums. Each of them, set to the limit, gives a bound.
         most = room.limit // room.in_flight - room.before - room.after
         if room.in_flight > 1:
             left = (room.limit - room.before - fullest) // (room.in_flight - 1)
@@ -297,7 +300,7 @@ def _hull(choices: Sequence[LayerPrice]) -> list[tuple[int, float]]:
     """Returns the lower convex hull of (kept bytes, seconds), with falling seconds."""
     hull: list[tuple[int, float]] = []
     for kept, seconds in sorted((choice.kept, choice.seconds) for choice in choices):
-        if hull and seconds >= hull[-1][1]:
+        if hull and seconds >= hull[-1][1]:  # it keeps more, and is not faster
             continue
         while len(hull) > 1 and _is_above(hull[-2], hull[-1], (kept, seconds)):
             hull.pop()
@@ -307,6 +310,7 @@ def _hull(choices: Sequence[LayerPrice]) -> list[tuple[int, float]]:
 
 def _is_above(left: tuple[int, float], point: tuple[int, float], right: tuple[int, float]) -> bool:
     """Returns whether the point is on or above the line between the two others."""
+    # Both slopes from the left point, each multiplied by both distances instead of a division.
     return (point[1] - left[1]) * (right[0] - left[0]) >= (right[1] - left[1]) * (
         point[0] - left[0]
     )
@@ -318,6 +322,7 @@ def _least_seconds(hull: list[tuple[int, float]], layers: int, spare: int) -> fl
         return 0.0 if spare >= 0 else math.inf
     if not hull or spare < layers * hull[0][0]:
         return math.inf
+    # The layers keep `each` bytes on average, and no mix is faster than the hull at that number.
     each = spare / layers
     for (kept, seconds), (more, fewer) in itertools.pairwise(hull):
         if each < more:

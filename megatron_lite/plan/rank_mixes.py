@@ -63,6 +63,7 @@ class RankSearch:
 
     def alike(self, rank: int) -> int:
         """Returns the rank whose bytes besides activations stand for those of this one."""
+        # The ranks between hold neither end of the model.
         if rank in (0, self.size - 1):
             return rank
         return 1
@@ -156,7 +157,7 @@ class RankSearch:
             for count in _steps(most):
                 wait = self._wait(stage, hosted, count)
                 if wait + count * hosted.price.seconds >= below:
-                    break
+                    break  # more hosted layers take longer still
                 # Of two hosted layers in a row, the tensors of the second come back early.
                 back = hosted.moved if count > 1 else 0
                 price = hosted.price._replace(rebuilt=hosted.price.rebuilt + back)
@@ -197,6 +198,7 @@ class RankSearch:
         forward, backward = run.memo.once(key, whole)
         first = hosted.moved / run.hardware.host_bandwidth
         total = count * first
+        # Nothing runs beside the first copy of a backward, that of the last layer.
         return (
             self.clock.exposed(total, forward) + first + self.clock.exposed(total - first, backward)
         )

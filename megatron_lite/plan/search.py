@@ -129,7 +129,7 @@ class Search:
         self, start: Iterable[tuple[float, RunConfig]], num_ranks: int, budget_bytes: int, most: int
     ) -> tuple[list[Plan], list[RunConfig]]:
         """Returns the fastest plans, and the layouts that were found not to fit until then."""
-        number = itertools.count()
+        number = itertools.count()  # decides between equal bounds: candidates have no order
         heap = [
             (bound * _handicap(config), next(number), _Candidate(1, config))
             for bound, config in start
@@ -144,7 +144,7 @@ class Search:
                 break
             if shape(candidate.config) in seen:
                 continue
-            if candidate.plan is not None:
+            if candidate.plan is not None:  # no bound that is left is lower than its time
                 seen.add(shape(candidate.config))
                 plans.append(candidate.plan)
                 continue
@@ -197,6 +197,7 @@ class Search:
     ) -> Plan | None:
         """Returns the plan without recomputation that lacks the fewest bytes."""
         found: list[Plan] = []
+        # `faster` begins with the fastest: its end is nearest to the plan that fits.
         runs = [self.run(config, num_ranks) for config in faster[-NEAREST:]]
         sizes = sorted(((whole_bytes(run), run.config) for run in runs), key=_first)
         for _, config in sizes[:SMALLEST_TRIED] if not self.fixed_policy else ():
@@ -209,8 +210,10 @@ class Search:
 
 
 def shape(config: RunConfig) -> tuple[object, ...]:
-    """Returns what tells two layouts of a ranking apart. Of several with one shape, the fastest
-    counts."""
+    """Returns the key by which two layouts of a ranking differ.
+
+    Of several layouts with one key, only the fastest counts.
+    """
     parallel = config.parallel
     return (
         parallel.tensor_model_parallel_size,

@@ -258,6 +258,7 @@ def _host_copies(
             layers[term.layer] = layers.get(term.layer, 0.0) + term.num_bytes
     bandwidth = clock.hardware.host_bandwidth
     total = sum(layers.values()) / bandwidth
+    # Backward begins with the last layer, and nothing runs beside the copies of that one.
     first = layers[max(layers)] / bandwidth if layers else 0.0
     if clock.hardware.shares_cores:
         return StageTime(Seconds({HOST_COPIES: total}), Seconds({HOST_COPIES: total}))

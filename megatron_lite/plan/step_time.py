@@ -109,7 +109,7 @@ def step_time(
     data_parallel, pipeline = Group(dp_size * c, t), Group(p, t * c * dp_size)
     model_stages = tuple(all_stages or stages(parallel, model.num_layers))
     num_chunks = len(model_stages) // p
-    times = _Times(
+    times = _StageTimes(
         config,
         clock,
         model_stages,
@@ -133,6 +133,7 @@ def step_time(
     )
     run = shortest_pipeline if bound else run_pipeline
     ran = run(durations, size=p, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
     updates = times.updates(data_parallel, Group(min(p, 2), (p - 1) * pipeline.stride or 1))
     last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
     terms = times.of_rank(last)
@@ -161,7 +162,7 @@ def step_time(
     )
 
 
-class _Times:
+class _StageTimes:
     """The times of every stage, each computed once."""
 
     def __init__(

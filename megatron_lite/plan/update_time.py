@@ -141,6 +141,7 @@ def _muon(
         )
     if whole:
         seconds += hardware.collective_seconds(Collective(ALL_GATHER, element * elements), clock.tp)
+    # `update_time` has counted these matrices with AdamW's two moments.
     return seconds - hardware.memory_seconds((ADAM_BYTES - MUON_BYTES) * elements / shards)
 
 

@@ -177,6 +177,7 @@ class _Recomputed:
     def _on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._segment.on_host:
             return nullcontext()
+        # The first tensor is the hidden states, which belong to this layer. All others stay.
         given = _tensors(args, kwargs)
         device = given[0].device if given else torch.device("cpu")
         return self._shared.offloaded(

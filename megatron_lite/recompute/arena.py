@@ -84,6 +84,7 @@ class Arena:
 
     def take_back(self, piece: PooledMemory) -> None:
         """Makes the memory of a slot idle again, when no object refers to the slot any more."""
+        # `take` returns the first slot that is large enough, so the smallest must come first.
         self._idle.append(piece)
         self._idle.sort(key=lambda piece: piece.memory.numel())
 

@@ -215,6 +215,7 @@ class _Tensor:
                 f"{name}: an argument was written to after the forward, and a replay in backward "
                 f"needs it: {error}"
             ) from error
+        # The replay writes to it again, and a later replay needs the value from before.
         return value.clone() if self._is_written else value
 
 

@@ -190,6 +190,8 @@ def _replay(ctx: Any) -> _Replay:
     values = list(ctx.others)
     # `saved` holds the inputs first. The states of the generators follow, which strict=False leaves
     # out.
+    # They are detached: the replay must not connect to the forward's graph, and the call of
+    # requires_grad_ below must not change the caller's tensors.
     for place, tensor in zip(ctx.places, saved, strict=False):
         values[place] = tensor.detach()
     if call.split_group is not None:
@@ -204,6 +206,7 @@ def _replay(ctx: Any) -> _Replay:
         if randomness is not None:
             restored.enter_context(randomness.replayed())
         for state in ctx.autocast:
+            # A disabled autocast must be entered only if backward runs under an enabled one.
             if state["enabled"] or torch.is_autocast_enabled(state["device_type"]):
                 restored.enter_context(torch.autocast(**state))
         restored.enter_context(torch.enable_grad())
@@ -224,9 +227,10 @@ def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
     It also starts the all-gather for the split unit before, which backward reaches next.
     """
     started = ctx.gather or start_all_gather_first_dim(shard, ctx.call.split_group)
-    ctx.gather = None
+    ctx.gather = None  # its result is used up: a second backward (retain_graph) needs a new one
     previous = ctx.call.previous
     if previous is not None:
+        # Inputs are saved first, so saved_tensors[0] is this rank's part of the split input.
         previous.gather = start_all_gather_first_dim(
             previous.saved_tensors[0], previous.call.split_group
         )
@@ -246,6 +250,7 @@ class _Receive(torch.autograd.Function):
         ctx: Any, received: dict[int, Tensor], places: list[int], *leaves: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.received, ctx.places = received, places
+        # Without recomputation an input that no output depends on gets None, and not zeros.
         ctx.set_materialize_grads(False)
         return tuple(leaf.view_as(leaf) for leaf in leaves)
 

@@ -131,6 +131,7 @@ class _LayerCall:
     ) -> None:
         written = written or Written(buffers=set(), arguments=set())
         self._name, self._function, self._replay, self._results = name, function, replay, results
+        # From here on the state before the forward is read, so this object is made right before it.
         self._arguments = Arguments(name, args, kwargs, written)
         self._state = None if layer is None else LayerState(name, layer, written)
         devices = {"cpu", *(tensor.device.type for tensor in self._arguments.tensors())}
@@ -213,6 +214,8 @@ class _LayerCall:
     def _rebuilt(self) -> dict[int, Tensor]:
         """Runs the replay. Returns the tensors whose slots the graph still needs, by number."""
         values: dict[int, Tensor] = {}
+        # A function may run a backward of its own. Such a replay inside the forward rebuilds the
+        # tensors that were saved so far, and its totals are not compared with the forward's.
         count, expected, was_complete = 0, len(self._slots), self._is_complete
 
         def collect(tensor: Tensor) -> Tensor:
@@ -244,6 +247,7 @@ class _LayerCall:
                 around.enter_context(torch.autocast(**state))
             if torch.get_default_device() != self._device:
                 around.enter_context(self._device)
+            # `again` builds graph nodes for the inputs, so gradients must be on before it.
             around.enter_context(torch.enable_grad())
             around.enter_context(recomputing())
             args, kwargs = self._arguments.again()
@@ -255,7 +259,7 @@ class _LayerCall:
             try:
                 outputs = self._replay(*args, **kwargs)
             except _Enough as enough:
-                if enough.call is not self:
+                if enough.call is not self:  # it ends the replay of a call around this one
                     raise
                 return values
             if self._witness is not None and was_complete:

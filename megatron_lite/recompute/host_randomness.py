@@ -40,6 +40,7 @@ class HostRandomness:
         python = random.getstate() if self._python is not None else None
         numpy: Any = np.random.get_state(legacy=False) if self._numpy is not None else None
         try:
+            # `settle` has dropped the state of a generator that the forward did not use.
             if python is not None:
                 random.setstate(self._python)
             if numpy is not None:

@@ -56,6 +56,7 @@ def run_layers(
                     previous=split_before,
                     split_group=tp_group if segment.split else None,
                 )
+            # Segments that are not split may lie between: the next gather is the last split one's.
             split_before = hidden_states.grad_fn if segment.split else split_before
     return hidden_states
 

@@ -246,6 +246,7 @@ class _ModuleState:
             del target[name]
         target.update(self.attributes)
         target.update({name: copy.copy(self.attributes[name]) for name in self.containers})
+        # A tensor that only the replaced attribute held is gone. The replay then runs without it.
         for name in self.graphs:
             value = target[name]
             if isinstance(value, _Replaced):

@@ -110,6 +110,7 @@ class Offload:
 
         def move(tensor: Tensor) -> _OnHost:
             slot = memory.take(tensor.untyped_storage().nbytes())
+            # The slot's last user may still be copied back from it, on the other side stream.
             slot.last_use = self._copy_streams.out(
                 slot.memory, bytes_of(tensor), after=slot.last_use
             )
@@ -238,5 +239,7 @@ class _OnHost:
         return self._returned
 
     def __del__(self) -> None:
+        # The copy back was started with its segment, and no operation has read it. It may still
+        # be writing when the allocator gets the memory.
         if not self._is_awaited and self._returned is not None:
             self._copy_streams.forsake(self._returned)

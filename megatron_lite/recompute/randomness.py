@@ -71,6 +71,7 @@ class Randomness:
         self.streams.restore(
             RngSnapshot(self.names.current, dict(zip(self.names.names, self.states, strict=False)))
         )
+        # The state of the CPU generator, if it was kept, has no name and comes last.
         for cpu in self.states[len(self.names.names) :]:
             torch.set_rng_state(cpu)
 

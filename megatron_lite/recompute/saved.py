@@ -182,6 +182,8 @@ class _View:
 
     def tensor(self) -> Tensor:
         memory = self.moved.memory()
+        # A slot of an arena begins inside a larger storage. Its start is a multiple of 512 bytes,
+        # so it is a whole number of elements.
         first = int(memory.storage_offset()) // self.dtype.itemsize + self.offset
         tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
         return tensor.set_(memory.untyped_storage(), first, self.size, self.stride)

@@ -148,6 +148,7 @@ def _parts(
     The hooks that tell which module runs are registered for the block alone.
     """
     layers, *_ = shared
+    # Only the innermost running module counts: the parts name modules, and not their children.
     with ExitStack() as stack:
         running = [stack.enter_context(running_modules(layer)) for layer in layers]
 

@@ -153,6 +153,7 @@ class Witness:
             for path, value in tree_flatten_with_path((args, kwargs))[0]
         ]
         self._record.see(f"{self._name}, input", [value for _, value in paths])
+        # A replay gets new tensors, so inputs are known by their edges in this run's graph.
         self._inputs = {
             (gradient_edge.node, gradient_edge.output_nr): f"argument {path}"
             for path, gradient_edge in (

@@ -89,6 +89,8 @@ class ReplicaCheck:
     def _groups(self, held: list[_HeldTensor]) -> list[tuple[Tensor, ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
         parallel = self._parallel
+        # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
+        # are not split, and the first and the last stage of a tied weight.
         chosen = (
             (
                 parallel.dp_cp_group if self._optimizer.layout.replicates_weights else None,

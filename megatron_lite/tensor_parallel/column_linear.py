@@ -66,7 +66,7 @@ class Operands(NamedTuple):
 def autocast_operands(hidden_states: Tensor, weight: Tensor, bias: Tensor | None) -> Operands:
     """Returns the operands in autocast's dtype if autocast is on, as F.linear would cast them.
 
-    The casts are part of the graph.
+    hidden_states: [.., n]. weight: [m, n]. bias: [m]. The casts are part of the graph.
     """
     kind = hidden_states.device.type
     if not torch.is_autocast_enabled(kind):
@@ -78,6 +78,8 @@ def autocast_operands(hidden_states: Tensor, weight: Tensor, bias: Tensor | None
 
 
 class _ColumnParallelMatmul(torch.autograd.Function):
+    """x [s/t or s, b, n] -> y [s, b, m/t], with the collectives of the module's table."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -115,5 +117,6 @@ class _ColumnParallelMatmul(torch.autograd.Function):
             whole = hidden_states if gather is None else gather.wait()
             grad_weight = weight_gradient(ctx.add, whole, grad_output, onednn=ctx.onednn)
         grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
+        # The wait comes last, so that dA and the bias's gradient are computed beside the reduction.
         grad_input = None if reduction is None else reduction.wait()
         return grad_input, grad_weight, grad_bias, None, None, None

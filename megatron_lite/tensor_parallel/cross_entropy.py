@@ -143,7 +143,10 @@ class GradientFactors(NamedTuple):
 
 
 def local_labels(labels: Tensor, first_id: int, num_ids: int) -> LocalLabels:
-    """Returns this rank's columns for global ids of any shape, flattened."""
+    """Returns this rank's columns for n global ids of any shape, [n] each.
+
+    The rank's columns have the ids first_id to first_id + num_ids - 1.
+    """
     local = labels.flatten() - first_id
     return LocalLabels(local.clamp(0, max(num_ids - 1, 0)), (local >= 0) & (local < num_ids))
 
@@ -173,14 +176,22 @@ def combined(
     Issues two all-reduces: of [n] (the maxima) and of [2, n] (the sums).
     """
     maximum = all_reduce(statistics.maximum, tp_group, dist.ReduceOp.MAX)
+    # Each rank took its exponentials relative to its own maximum. A rank with padding alone has
+    # the maximum -inf, and exp(-inf) = 0 is its part of the sum.
     share = statistics.total * (statistics.maximum - maximum).exp_()
     sums = torch.stack((torch.where(labels.here, statistics.at_label - maximum, 0.0), share))
     all_reduce_(sums, tp_group)
+    # loss = log(sum of exp(x - maximum)) - (x_label - maximum)
     return Combined(sums[1].log() - sums[0], share.div_(sums[1]))
 
 
 def gradient_factors(grad_losses: Tensor, share: Tensor, labels: LocalLabels) -> GradientFactors:
-    """Returns the factors of all rows, from the incoming gradient of each row's loss."""
+    """Returns the factors of all rows, [n, 1] each.
+
+    grad_losses: the incoming gradient of each row's loss, n in any shape. share: [n].
+    """
+    # The gradient of a row is dloss (softmax - one_hot). The softmax over the columns of all ranks
+    # is `share` times the softmax over this rank's columns.
     grad = grad_losses.flatten().to(share.dtype)
     return GradientFactors(
         *(factor.unsqueeze(-1) for factor in (grad * share, -grad * labels.here, labels.column))
@@ -196,6 +207,7 @@ def write_gradient_(
     """
     grad[:, num_ids:] = 0.0
     rows = logits[:, :num_ids]
+    # softmax is out of place, so `grad` may be the logits: a part is read before it is written.
     for part in cached_rows(rows) if num_ids else ():
         softmax, at_label, column = factors.of_rows(part)
         gradient = torch.softmax(rows[part], -1, dtype=softmax.dtype).mul_(softmax)

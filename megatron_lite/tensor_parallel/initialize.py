@@ -59,6 +59,7 @@ def _normal_rows(
     total = spec.global_shape[dim]
     block = -(-total // NUM_BLOCKS)
     drawn = []
+    # A block that the shard cuts is drawn whole, so its numbers are the same at every TP size.
     for first in range(start // block * block, start + length, block):
         shape = list(spec.global_shape)
         shape[dim] = min(block, total - first)

@@ -153,9 +153,10 @@ class RowParallelLinear(nn.Module):
 
 
 def leave_row_parallel(partial: Tensor, context: RankContext) -> Tensor:
-    """Returns the sum of the ranks' partial outputs.
+    """Returns the sum of the ranks' partial outputs [s, b, h].
 
-    The sum is whole on every rank; under sequence parallelism it covers this rank's tokens.
+    The sum is [s, b, h] on every rank (one all-reduce). Under sequence parallelism it covers this
+    rank's tokens, [s/t, b, h] (one reduce-scatter).
     """
     if context.sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial, context.group)
@@ -202,6 +203,8 @@ class VocabParallelEmbedding(nn.Module):
         rows = self.weight.shape[0]
         local = tokens - self.context.rank * rows
         elsewhere = (local < 0) | (local >= rows)
+        # F.embedding refuses an id without a row, so row 0 stands in for it. The second fill makes
+        # its output 0, and in backward the gradient of row 0 too.
         partial = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
             elsewhere.unsqueeze(-1), 0.0
         )

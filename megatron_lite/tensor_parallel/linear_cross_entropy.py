@@ -131,6 +131,12 @@ def vocab_parallel_linear_cross_entropy(
 
 
 class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
+    """The loss in two passes over the chunks: hidden_states [s/t or s, b, h] -> losses [s, b].
+
+    Both directions gather hidden_states under sequence parallelism. Forward issues two all-reduces
+    of the statistics; backward issues the sum of dx.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -153,7 +159,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             whole.flatten(0, 1), weight, loss_chunk_size, onednn=onednn
         ):
             parts.append(row_statistics(logits[:, :num_ids], local.column[tokens]))
-            del logits
+            del logits  # before the generator computes those of the next chunk
         losses, share = combined(
             RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group
         )
@@ -212,6 +218,12 @@ def _has_backward() -> bool:
 
 
 class _InOnePass(torch.autograd.Function):
+    """The loss in one pass: hidden_states [s/t or s, b, h] -> losses [s, b]. Keeps dx alone.
+
+    Forward issues all collectives: the gather of hidden_states under sequence parallelism, two
+    all-reduces for each chunk, and the sum of dx. Backward returns dx.
+    """
+
     # The weight is an argument, although its gradient is None: autograd then runs the hooks of the
     # weight in backward, once the other parts of its gradient have arrived too. Those hooks send
     # the sum to other ranks.
@@ -327,6 +339,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) ->
     A bf16 product is computed a few rows at a time, and added while it is still in the cache.
     """
     if total.dtype == right.dtype:
+        # With beta=0 addmm does not read `total`, whose memory is uninitialised at first.
         torch.addmm(total, left, right, beta=0 if first else 1, out=total)
         return
     for part in cached_rows(total):

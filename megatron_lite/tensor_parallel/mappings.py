@@ -34,7 +34,10 @@ from megatron_lite.parallel.collectives import (
 
 
 def reduce_from_tensor_parallel_region(partial: Tensor, tp_group: ProcessGroup | None) -> Tensor:
-    """Returns the sum of the ranks' partial tensors, the same on every rank (g of 1909.08053)."""
+    """Returns the sum of the ranks' partial tensors, the same on every rank (g of 1909.08053).
+
+    The partial tensors have any one shape, such as [s, b, h].
+    """
     return partial if tp_group is None else _Reduce.apply(partial, tp_group)
 
 
@@ -76,6 +79,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        # Every rank has the whole gradient of the sum, and each partial tensor is one summand.
         return grad_output, None
 
 
@@ -116,7 +120,7 @@ class _GatherColumns(torch.autograd.Function):
     def forward(ctx: Any, sharded: Tensor, tp_group: ProcessGroup) -> Tensor:
         ctx.rank, ctx.columns = tp_group.rank(), sharded.shape[-1]
         stacked = all_gather_first_dim(sharded.unsqueeze(0), tp_group)  # [t, ..., n/t]
-        return stacked.movedim(0, -2).flatten(-2)
+        return stacked.movedim(0, -2).flatten(-2)  # [..., t, n/t], then [..., n]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:

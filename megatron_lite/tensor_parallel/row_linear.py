@@ -56,6 +56,8 @@ def row_parallel_linear(
 
 
 class _RowParallelMatmul(torch.autograd.Function):
+    """x [s, b, n/t] -> y [s/t or s, b, m], with the collectives of the module's table."""
+
     @staticmethod
     def forward(
         ctx: Any,

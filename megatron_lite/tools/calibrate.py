@@ -1,10 +1,10 @@
 """Measures this machine for the time model: `python -m megatron_lite.tools.calibrate --output
 here.json`
 
-The file has the figures of plan/hardware.py, and `load_hardware("here.json")` reads it. Measured
-are matmuls of a few shapes in bfloat16 and float32, flash attention, the bandwidth of memory, and
-an all-reduce of two ranks: gloo on a CPU, NCCL on two GPUs. It takes less than a minute. Set
-OMP_NUM_THREADS to the threads of one rank first, as for training.
+The file has the figures of plan/hardware.py, and `load_hardware("here.json")` reads it. The tool
+measures matmuls of a few shapes in bfloat16 and float32, flash attention, the bandwidth of memory,
+and an all-reduce of two ranks: gloo on a CPU, NCCL on two GPUs. It takes less than a minute. First
+set OMP_NUM_THREADS to the threads of one rank, as for training.
 """
 
 from __future__ import annotations

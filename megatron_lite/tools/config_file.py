@@ -88,6 +88,8 @@ class _Loader(yaml.SafeLoader):
                 f"line {event.start_mark.line + 1}: the alias {anchor[:40]!r} stands inside "
                 "its own value"
             )
+        # An alias counts all values behind it. A short file of nested aliases can stand for
+        # billions of them.
         self.num_values += self.sizes.get(anchor, 1) if is_alias else 1
         if self.num_values > MAX_YAML_VALUES:
             raise ValueError(

@@ -86,7 +86,7 @@ def is_of_section(
 ) -> bool:
     """Returns whether a config has keys of DeepSpeed or of OSLO that the other system lacks."""
     inside = config.get(SECTION)
-    keys = set(of_section) - {"cpu_checkpointing"}
+    keys = set(of_section) - {"cpu_checkpointing"}  # which both systems have
     return not set(of_file).isdisjoint(config) or (
         isinstance(inside, Mapping) and not keys.isdisjoint(inside)
     )

@@ -27,7 +27,7 @@ RENDEZVOUS = datetime.timedelta(seconds=120)
 
 
 class Effort(NamedTuple):
-    """The extent of the measurements. seconds: the time of each single one."""
+    """The extent of the measurements. seconds: the time that each of them may take."""
 
     seconds: float
     shapes: tuple[tuple[int, int, int], ...]
@@ -47,7 +47,7 @@ def measure(device: torch.device, scale: Effort, known: Hardware | None) -> Hard
 
     known: the machine whose networks are taken instead of measured ones.
     """
-    clock = _Clock(device, scale.seconds)
+    clock = _Stopwatch(device, scale.seconds)
     copy_bandwidth = _copy_bandwidth(clock, scale)
     inside = known.inside if known else _all_reduce(device, scale)
     between = known.between if known else inside
@@ -81,7 +81,7 @@ def measure(device: torch.device, scale: Effort, known: Hardware | None) -> Hard
     )
 
 
-class _Clock:
+class _Stopwatch:
     """Times an action on a device.
 
     One thread on a CPU is timed by its processor time, which other programs hardly disturb.
@@ -124,6 +124,7 @@ def fit(samples: Sequence[tuple[int, float]]) -> Fit:
     ww, ws, ss = (_dot(weights, weights), _dot(weights, slopes), _dot(slopes, slopes))
     w1, s1 = sum(weights), sum(slopes)
     determinant = ww * ss - ws * ws
+    # It is 0 if all samples have one smallest dimension, which says nothing about the slope.
     a = (w1 * ss - s1 * ws) / determinant if determinant > 1e-12 * ww * ss else w1 / ww
     b = (s1 * ww - w1 * ws) / determinant if determinant > 1e-12 * ww * ss else 0.0
     if b < 0.0 or a <= 0.0:
@@ -135,7 +136,7 @@ def _dot(left: Sequence[float], right: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(left, right, strict=True))
 
 
-def _matmuls(clock: _Clock, scale: Effort, dtype: torch.dtype) -> Matmuls:
+def _matmuls(clock: _Stopwatch, scale: Effort, dtype: torch.dtype) -> Matmuls:
     """Returns the rates of matmuls in one format."""
     samples = []
     for m, n, k in scale.shapes:
@@ -152,7 +153,7 @@ def _matmuls(clock: _Clock, scale: Effort, dtype: torch.dtype) -> Matmuls:
     )
 
 
-def _flash_rate(clock: _Clock, scale: Effort, dtype: torch.dtype) -> float:
+def _flash_rate(clock: _Stopwatch, scale: Effort, dtype: torch.dtype) -> float:
     """Returns the FLOP/s of causal flash attention, forward and backward.
 
     Forward has two matmuls and backward five. A causal mask leaves half of them.
@@ -171,14 +172,14 @@ def _flash_rate(clock: _Clock, scale: Effort, dtype: torch.dtype) -> float:
     return done / clock.best(step)
 
 
-def _copy_bandwidth(clock: _Clock, scale: Effort) -> float:
+def _copy_bandwidth(clock: _Stopwatch, scale: Effort) -> float:
     """Returns the bytes per second that a copy reads and writes."""
     source = torch.ones(scale.elements, device=clock.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / clock.best(lambda: target.copy_(source))
 
 
-def _kernel_bandwidth(clock: _Clock, scale: Effort) -> float:
+def _kernel_bandwidth(clock: _Stopwatch, scale: Effort) -> float:
     """Returns the bytes per second that memory-bound kernels of a layer move."""
     width = 1024
     hidden = torch.randn(scale.elements // width // 4, width, device=clock.device).requires_grad_()
@@ -198,14 +199,14 @@ def _kernel_bandwidth(clock: _Clock, scale: Effort) -> float:
     return len(kernels) * 5 * hidden.nbytes / clock.best(step)
 
 
-def _host_bandwidth(clock: _Clock, scale: Effort) -> float:
+def _host_bandwidth(clock: _Stopwatch, scale: Effort) -> float:
     """Returns the bytes per second of a copy to pinned host memory."""
     source = torch.ones(scale.elements, device=clock.device)
     target = torch.empty(scale.elements, pin_memory=True)
     return source.nbytes / clock.best(lambda: target.copy_(source, non_blocking=True))
 
 
-def _kernel_seconds(clock: _Clock) -> float:
+def _kernel_seconds(clock: _Stopwatch) -> float:
     """Returns the fixed time of one kernel, with the bookkeeping of torch and autograd.
 
     It is the mean over the kernels of a chain of operators on a few elements. A linear layer has
@@ -274,7 +275,7 @@ def _fastest_together(tensor: Tensor, seconds: float) -> float:
     goes_on = torch.ones(1, device=tensor.device)
     dist.all_reduce(tensor)
     while goes_on.item():
-        dist.barrier()
+        dist.barrier()  # so the time holds no wait for a late rank
         start = time.perf_counter()
         dist.all_reduce(tensor)
         if tensor.is_cuda:

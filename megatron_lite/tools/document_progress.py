@@ -24,7 +24,7 @@ class DocumentCounter:
     def rate(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
         return (
-            f"{self.documents} documents ({self.documents / seconds:.0f} documents/s, "
+            f"{self.documents:,} documents ({self.documents / seconds:,.0f} documents/s, "
             f"{self.num_bytes / 1e6 / seconds:.2f} MB/s)"
         )
 
@@ -56,7 +56,7 @@ def document_progress(total_bytes: int, log_interval: int) -> Iterator[DocumentC
     )
 
     with Progress(
-        TextColumn("tokenizing, bytes of the input"),
+        TextColumn("tokenizing"),
         BarColumn(),
         TaskProgressColumn(),
         TextColumn("{task.fields[rate]}"),

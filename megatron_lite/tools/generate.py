@@ -152,7 +152,7 @@ def run(args: argparse.Namespace, sampling: Sampling) -> None:
 
 
 def show(prompt: str, pieces: Iterable[str], *, first: bool, silent: bool) -> None:
-    """Prints the prompt and its continuation, after a rule unless `first`.
+    """Prints the prompt and its continuation, after a line of dashes unless `first`.
 
     A terminal gets them piece by piece, anything else at once. A silent rank prints nothing but
     still consumes the pieces, because the other ranks wait for it.
@@ -173,7 +173,7 @@ def show(prompt: str, pieces: Iterable[str], *, first: bool, silent: bool) -> No
 def read_prompt(parallel: ParallelState) -> str:
     """Returns rank 0's standard input on every rank, without the final newline that a shell adds.
 
-    Two broadcasts over the TP group. Raises InputError unless the input is UTF-8.
+    Issues two broadcasts over the TP group. Raises InputError unless the input is UTF-8.
     """
     data = sys.stdin.buffer.read() if parallel.rank == 0 else b""
     size = int(broadcast_(torch.tensor([len(data)], device=parallel.device), parallel.tp_group))

@@ -1,11 +1,11 @@
 """Plans a training run before it starts:
 `python -m megatron_lite.tools.plan --model llama3-8b --gpus 8 --gpu h100-80gb`
 
-It searches tensor, pipeline, context and data parallelism, virtual stages, micro-batch sizes, loss
-chunks and recompute policies for the fastest plan that fits into memory, and prints the plans, what
-holds the peak, and the command that runs the best one. docs/planning.md explains the output. The
-exit status is 0 if a plan fits, 1 if one fits only in a part of the reserve, and 2 if none fits or
-if the input has a fault. It does not import torch.
+It searches for the fastest plan that fits into memory, over tensor, pipeline, context and data
+parallelism, virtual stages, micro-batch sizes, loss chunks and recompute policies. It prints the
+plans, the terms of the peak, and the command that runs the best plan. docs/planning.md explains the
+output. The exit status is 0 if a plan fits, and 1 if one fits only in a part of the reserve. It is
+2 if none fits or if the input has a fault. The tool does not import torch.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.command_line import flag_of
+from megatron_lite.config.help_format import help_columns, paragraph
 from megatron_lite.config.hf_file import read_hf_file
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.known_models import PRESETS, preset
@@ -84,9 +85,9 @@ def _plan(args: dict[str, Any], typed: Sequence[str]) -> int:
         _write(own["html"], _page(given, verdicts))
     if own["json"] != "-":
         for note in given.notes:
-            print(f"note: {note}")
+            print(paragraph(f"note: {note}"))
         for one in verdicts:
-            print("\n".join(["", *lines(one, problem.hardware)]))
+            print("\n".join(["", *lines(one, problem.hardware, help_columns())]))
         if own["gpus"] is not None:
             for line in more_gpus(problem, budget, verdicts, typed):
                 print(line)

@@ -69,6 +69,8 @@ DARK = """<style>@media (prefers-color-scheme: dark) {
 text { fill: #d1d7e0 !important } g[id="grid"] path { stroke: #3d444d !important }
 path[style*="stroke: #000000"], path[style*="stroke: #333333"], use[style*="stroke: #000000"]
 { stroke: #d1d7e0 !important } use[style*="stroke: #000000"] { fill: #d1d7e0 }
+[style*="fill: #bbbbbb"] { fill: #6e7681 !important; stroke: #6e7681 !important }
+[style*="fill: #dddddd"] { fill: #57606a !important; stroke: #57606a !important }
 }</style>"""
 PHASE_COLORS = {FORWARD: "#66CCEE", REPLAY: "#AA3377", BACKWARD: "#DDDDDD"}
 
@@ -144,7 +146,7 @@ def draw(timelines: Sequence[Timeline]) -> Any:
 
     columns = min(len(timelines), PANELS_IN_A_ROW)
     rows = -(-len(timelines) // columns)
-    figure = Figure(figsize=(1.2 + 3.6 * columns, 1.1 + 3.4 * rows), layout="constrained")
+    figure = Figure(figsize=(1.2 + 2.9 * columns, 1.1 + 3.1 * rows), layout="constrained")
     # A row of panels is three rows of axes: the bytes, the phase, the layer.
     axes = figure.subplots(
         3 * rows,
@@ -154,18 +156,21 @@ def draw(timelines: Sequence[Timeline]) -> Any:
         gridspec_kw=dict(height_ratios=[24, 1, 1] * rows),
     )
     unit = _Unit(max(timeline.peak.total_bytes for timeline in timelines))
+    longest = max(timeline.events[-1].number for timeline in timelines)
     for place in range(rows * columns):
         panel = [axes[3 * (place // columns) + part][place % columns] for part in range(3)]
         if place < len(timelines):
             _draw_panel(
                 panel, timelines[place], timelines[0], unit, first_in_row=place % columns == 0
             )
+            _draw_layers(panel[2], timelines[place], longest)
         else:
             for part in panel:
                 part.set_axis_off()
     handles: list[Any] = [
         Patch(color=CATEGORY_COLORS[category], label=CATEGORY_LABELS[category])
-        for category in CATEGORIES
+        for place, category in enumerate(CATEGORIES)
+        if any(_has(timeline.events, place) for timeline in timelines)
     ]
     handles += [Patch(color=PHASE_COLORS[phase], label=f"phase: {phase}") for phase in PHASES]
     if any(timeline.predicted for timeline in timelines):
@@ -177,16 +182,17 @@ def draw(timelines: Sequence[Timeline]) -> Any:
     return figure
 
 
+def _has(events: Sequence[Event], place: int) -> bool:
+    """Returns whether the category at this place of `live_bytes` has any bytes."""
+    return any(event.live_bytes[place] for event in events)
+
+
 def _draw_panel(
     panel: Sequence[Any], timeline: Timeline, first: Timeline, unit: _Unit, *, first_in_row: bool
 ) -> None:
     main, phases, layers = panel
     events = thinned(timeline.events)
-    shown = [
-        place
-        for place in range(len(CATEGORIES))
-        if place == 0 or any(event.live_bytes[place] for event in events)
-    ]
+    shown = [place for place in range(len(CATEGORIES)) if place == 0 or _has(events, place)]
     series = [[event.live_bytes[place] / unit.num_bytes for event in events] for place in shown]
     main.grid(axis="y", color="#DDDDDD", linewidth=0.6, gid="grid")
     main.stackplot(
@@ -212,7 +218,6 @@ def _draw_panel(
         phases.axvspan(start, stop, color=PHASE_COLORS[phase], linewidth=0)
         if phase == REPLAY:
             main.axvspan(start, stop, color=PHASE_COLORS[phase], linewidth=0, alpha=0.1)
-    _draw_layers(layers, timeline)
     layers.set_xlabel("operators run")
     for part in (main, phases):
         part.tick_params(bottom=False)
@@ -225,12 +230,15 @@ def _draw_panel(
     layers.tick_params(labelbottom=True)  # also where panels of the next row share the axis
 
 
-def _draw_layers(strip: Any, timeline: Timeline) -> None:
-    length = timeline.events[-1].number
+def _draw_layers(strip: Any, timeline: Timeline, length: int) -> None:
+    """Draws the layers that ran as a strip, with their numbers where these have room.
+
+    length: the number of operators that the axis shows.
+    """
     for start, stop, layer in _runs(timeline.events, lambda event: layer_of(event.module)):
         if layer is not None:
             strip.axvspan(start, stop, color="#555555" if layer % 2 else "#888888", linewidth=0)
-            if stop - start > 0.02 * length * len(str(layer)):
+            if stop - start > 0.024 * length * len(str(layer)):
                 strip.text(
                     (start + stop) / 2,
                     0.45,

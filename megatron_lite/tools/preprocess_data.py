@@ -141,7 +141,7 @@ def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None
                 )
     for prefix, writer in zip(prefixes.values(), writers, strict=True):
         print(
-            f"{prefix}.bin: {progress.documents} documents, {writer.num_tokens} tokens of "
+            f"{prefix}.bin: {progress.documents:,} documents, {writer.num_tokens:,} tokens of "
             f"{writer.dtype.name}",
             flush=True,
         )
@@ -156,6 +156,7 @@ def _line_blocks(
     partition come before the next one. Megatron's tool gives this order when it merges its
     partitions.
     """
+    # The file is read once for each partition, so that no partition is held in memory.
     for partition in range(partitions):
         block, size = [], 0
         for line in lines_of(path, max_line_bytes):

@@ -2,7 +2,7 @@
 
 They are the flags that `pretrain_gpt.py` has too (tests/config/test_command_line.py compares both).
 Megatron's other spellings are not among them: `pretrain_gpt.py --dump-config` prints a run as JSON,
-and `--config-json` takes it. Does not import torch.
+and `--config-json` takes it. This file does not import torch.
 """
 
 from __future__ import annotations

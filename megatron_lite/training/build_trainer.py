@@ -245,8 +245,9 @@ def _predicted_peak(
     if save is not None and save.num_bytes > most:
         most = save.num_bytes
         lines.append(
-            f"a save needs more than a step: at most {size(most)} ({save.moment}), of which "
-            f"{size(save.terms[-1].num_bytes)} are the copy that it writes"
+            f"a {'step during a save' if config.checkpoint.async_save else 'save'} needs up to "
+            f"{size(most)}, which is more than a step alone; {size(save.terms[-1].num_bytes)} of "
+            "it are the copy that is written"
         )
     return (*lines, *limit_notices(config, most, parallel.device))
 

@@ -4,8 +4,8 @@
     --reset-position-ids      learned positions begin at 0 again after such a token
     --reset-attention-mask    a token reads no token of an earlier document
 
-They are those of `_get_ltor_masks_and_position_ids` in megatron-core. Every pipeline stage reads
-the samples itself and computes them, so no stage sends them to another.
+The results are those of `_get_ltor_masks_and_position_ids` in megatron-core. Every pipeline stage
+reads the samples and computes them itself, so no stage sends them to another.
 """
 
 from __future__ import annotations
@@ -64,5 +64,7 @@ def document_starts(tokens: Tensor, eod: int) -> Tensor:
     """Returns for each token of [b, s] the place of the first token of its document, int64."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     begins = torch.zeros_like(tokens)
+    # The place of each token that begins a document, and 0 for all others. The largest number up
+    # to a token is then the start of its document.
     begins[:, 1:] = places[1:] * (tokens[:, :-1] == eod)
     return begins.cummax(1).values

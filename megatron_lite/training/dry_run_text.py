@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from megatron_lite.config.plural import plural
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import ByteUnit, size
 from megatron_lite.memory.measure.step_meter import (
@@ -44,7 +45,7 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
     parallel, world_size = config.parallel, ranks[0].world_size
     lines = [
         "Dry run of one optimizer step: the memory of a rank, counted on tensors without values",
-        f"{world_size} rank(s): tensor-parallel {parallel.tensor_model_parallel_size}, "
+        f"{plural(world_size, 'rank')}: tensor-parallel {parallel.tensor_model_parallel_size}, "
         f"context-parallel {parallel.context_parallel_size}, pipeline-parallel "
         f"{parallel.pipeline_model_parallel_size}, data-parallel "
         f"{parallel.data_parallel_size(world_size)}; on cpu",

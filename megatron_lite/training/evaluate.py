@@ -40,7 +40,7 @@ def evaluate(
 
     Every evaluation of a run sees the same samples. Dropout is off and no random number is drawn,
     so an evaluation does not change the training after it.
-    Two all-reduces of the 0-d sum: over `dp_cp_group` and over `pp_group`.
+    Issues two all-reduces of the 0-d sum: over `dp_cp_group` and over `pp_group`.
     order: the samples of a micro-batch.
     where: the beginning of messages about faults in the data.
     stops: called before each batch. It must return the same on all ranks; True ends the evaluation.
@@ -67,6 +67,7 @@ def evaluate(
         if masks:
             counted += sum(batches.counts())
         total += runner.evaluate(batches)
+    # Pipeline ranks without the last stage add 0.
     total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
     number = float(num_iterations * num_microbatches * parallel.dp_cp_size)
     if masks:

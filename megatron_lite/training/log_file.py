@@ -37,7 +37,7 @@ def log_file_path(config: RunConfig) -> LogFilePath | None:
 
 
 class LogFile:
-    """Appends lines to a file, each at once. A full disk ends no run: lines are lost then.
+    """Appends lines to a file, each at once. On a full disk lines are lost, and the run goes on.
 
     Raises InputError if the file cannot be opened.
     """

@@ -245,7 +245,7 @@ class RunLog:
             self._write(text)
 
     def _open_rows(self, path: str, iteration: int, *, flag: str) -> MetricsFile | None:
-        """Returns the file, or None with a warning if its disk is full, which ends no run.
+        """Returns the file, or None with a warning if its disk is full: the run then goes on.
 
         Raises InputError for any other reason why the file cannot be opened.
         """

@@ -215,10 +215,13 @@ class Trainer:
             if reason is not None and not due.end:
                 log.line(f"exiting at iteration {iteration}: {reason}")
                 return False
+            # The time of an evaluation or a save belongs to no iteration.
             if due.evaluation or due.save:
                 self._clock = time.perf_counter()
+            # The first iteration may compile kernels on some ranks, so it had the longer limit.
             if iteration == first and waits is not None:
                 set_timeout(waits)
+            # A step of a larger batch may take so many times as long as the one before.
             self.pulse.at(
                 f"iteration {iteration + 1}",
                 growth=max(1.0, self.batches.at(self.progress.consumed_samples) / batch),
@@ -314,6 +317,7 @@ class Trainer:
             step.extras(),
             peak=self.predictions.peak,
         )
+        # This may end the run, so it comes after the row of the step is in the log.
         if update is not None:
             self._skipped.check(update)
         self._watchers.log(log, step.iteration)

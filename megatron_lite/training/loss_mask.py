@@ -55,5 +55,6 @@ def masked_mean(counts: Sequence[int], parallel: ParallelState, *, per_token: bo
     total = all_reduce_(own.sum(), parallel.dp_group).clamp(min=1.0)
     if per_token:
         return MaskedMean(total.reciprocal().expand(len(counts)), total)
+    # the mean over a micro-batch's tokens, times its share of all micro-batches of all ranks
     shares = own.clamp(min=1.0) * (len(counts) * parallel.dp_size)
     return MaskedMean(shares.reciprocal(), total)

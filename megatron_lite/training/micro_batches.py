@@ -311,7 +311,7 @@ def _stage(
     inputs, labels, mask, documents = batches[number]
     inputs = inputs if hidden_states is None else hidden_states
     if not is_last:
-        del labels, mask
+        del labels, mask  # they would live on while the stage runs
         return chunk.run_stage(inputs, None, plan, documents)
     gradient = step_loss.gradient(labels, mask, number)
     losses = chunk.run_stage(inputs, labels, plan, documents, gradient)

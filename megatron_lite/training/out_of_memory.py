@@ -85,7 +85,7 @@ def told_where_memory_runs_out(config: RunConfig, parallel: ParallelState) -> It
 def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
     """Makes allocations beyond --memory-limit fail within the block.
 
-    On a CPU the limit counts from what the process has at the begin of the block. It holds for
+    On a CPU the limit counts from what the process has at the start of the block. It holds for
     private memory that can be written to, so neither for files in memory nor for code. On CUDA
     torch's allocator keeps the limit.
     Raises InputError if this system cannot limit a process.
@@ -101,6 +101,7 @@ def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
         return
     try:
         lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
+        # VmData counts the memory that RLIMIT_DATA limits, in KiB.
         now = int(lines["VmData"].split()[0]) << 10
         before = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (now + limit + LIBRARIES, before[1]))

@@ -1,4 +1,4 @@
-"""The peak FLOP/s that MFU and HFU divide by. A rate that nobody has stated or measured is None."""
+"""The peak FLOP/s that MFU and HFU divide by: None if it is neither stated nor measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PeakRate(NamedTuple):
     """The peak of one rank.
 
     flops: in FLOP/s, or None if it is not known.
-    source: where it is from, or what it is not known of, in words.
+    source: where the figure is from. If it is not known: the processor that has no figure.
     """
 
     flops: float | None

@@ -14,8 +14,8 @@ what it would have read. Two ways to share a permutation:
                              global batch has the same samples at every data-parallel size as long
                              as the sizes leave the same number of samples out of an epoch.
 
-Where an epoch's rest fills a micro-batch on some ranks and not on others, a Megatron run that is
-not interrupted reads it on those ranks, and one that is resumed there does not. Here both do not.
+The rest of an epoch may fill a micro-batch on some ranks and not on others. Megatron then reads it
+on those ranks, except in a run that is resumed at that place. Here no run reads it.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class CyclicOrder:
             start = place // dp_size
             taken = self._permuted(epoch, length)[start : start + micro_batch_size]
             return (taken.astype(np.int64) + dp_rank * length).tolist()
+        # Megatron permutes all whole micro-batches here, although an epoch reads whole steps.
         permuted = self._permuted(epoch, self._num_samples // micro_batch_size * micro_batch_size)
         return permuted[place + dp_rank : place + step : dp_size].tolist()
 

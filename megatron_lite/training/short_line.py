@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron_lite.config.plural import plural
 from megatron_lite.memory.explain.units import ByteUnit
 from megatron_lite.training.iteration_line import (
     RunFacts,
@@ -79,7 +80,10 @@ class ShortLines:
         skipped, nan = sum(one.skipped for one in records), sum(one.nan for one in records)
         if skipped or nan:
             iterations = "this iteration" if len(records) == 1 else f"these {len(records)}"
-            lines.append(f"  of {iterations}: {skipped} skipped updates, {nan} losses not finite")
+            losses = plural(nan, "loss", "losses")
+            lines.append(
+                f"  of {iterations}: {plural(skipped, 'skipped update')}, {losses} not finite"
+            )
         return lines
 
     def _values(self, records: list[IterationRecord], peak: PeakMemory | None) -> dict[str, str]:

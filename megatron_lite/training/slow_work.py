@@ -1,4 +1,4 @@
-"""Rank 0 tells the user that work before the training goes on (parallel/told_work.py)."""
+"""Rank 0 prints that long work before the training is still running (parallel/told_work.py)."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import dataclasses
 import shlex
 import textwrap
 
+from megatron_lite.config.plural import plural
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_settings import changed_settings
 from megatron_lite.parallel.state import ParallelState
@@ -40,8 +41,8 @@ def arguments_table(config: RunConfig) -> str:
 def ranks_line(parallel: ParallelState) -> str:
     """Returns the line with the sizes of the parallel groups."""
     return (
-        f"{parallel.world_size} rank(s): tensor-parallel {parallel.tp_size}, context-parallel "
-        f"{parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel "
+        f"{plural(parallel.world_size, 'rank')}: tensor-parallel {parallel.tp_size}, "
+        f"context-parallel {parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel "
         f"{parallel.dp_size}, on {parallel.device.type}"
     )
 

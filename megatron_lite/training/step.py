@@ -72,7 +72,7 @@ def train_step(
 
     The loss is the mean over micro-batches and over the ranks of `dp_cp_group`. These ranks hold
     equally many tokens, so the gradients are those of the global batch.
-    Two all-reduces of the 0-d loss: over `dp_cp_group` and over `pp_group`.
+    Issues two all-reduces of the 0-d loss: over `dp_cp_group` and over `pp_group`.
     decoupled_learning_rate: the rate of the word embedding and the output layer; None: the same.
     observer: looks at the first micro-batch.
     timed: times the two halves of the step, by the names of training/timers.py.
@@ -91,7 +91,8 @@ def train_step(
             loss_scale=scale,
             before_last=optimizer.sync_next_backward,
         )
-    own_loss = loss.clone()
+    own_loss = loss.clone()  # the sums below are in place
+    # Pipeline ranks without the last stage add 0.
     loss = all_reduce_(all_reduce_(loss, parallel.dp_cp_group), parallel.pp_group)
     if masked is not None:
         loss = loss / masked.num_tokens.to(loss.dtype)

@@ -1,11 +1,12 @@
 """Standard output of rank 0: lines, and a progress bar if it is a terminal.
 
-Standard output that is full or closed ends no run.
+Standard output that is full or closed does not end the run.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from rich.progress import Progress as ProgressBar
 
 BATCH_COLUMNS = 120  # of a file or a pipe
 LEAST_COLUMNS = 60
+LABEL = re.compile(r" {2,4}[a-z]+(?: [a-z]+){0,2} {2,16}(?=\S)")  # of a row of facts
 
 
 def terminal_columns() -> int:
@@ -100,9 +102,14 @@ class Terminal:
 
 
 def _wrapped(line: str, columns: int) -> str:
-    """Returns a line broken between words. Only a terminal breaks lines: programs read files."""
+    """Returns a line broken between words. Only a terminal breaks lines: programs read files.
+
+    The text of a row such as "  log          train.log" continues below its beginning.
+    """
     if len(line) <= columns:
         return line
+    label = LABEL.match(line)
+    indent = " " * (label.end() if label is not None else 4)
     return textwrap.fill(
-        line, columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )

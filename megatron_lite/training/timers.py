@@ -1,7 +1,7 @@
 """Timers of the parts of a step, in the form of Megatron's log: `--timing-log-level`.
 
 Level 1 times the parts of a step, level 2 also each micro-batch's parts. At level 0 nothing is
-timed. On a GPU a timer waits for the device at its begin and its end, so that it sees the work and
+timed. On a GPU a timer waits for the device at its start and its end, so that it sees the work and
 not its launch. This makes a step slower, which is why level 0 is the default.
 """
 

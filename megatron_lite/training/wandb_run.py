@@ -17,7 +17,7 @@ from megatron_lite.config.run import RunConfig
 
 
 class WandbRun:
-    """One run of Weights & Biases. A fault of the package ends no training.
+    """One run of Weights & Biases. A fault of the package does not end the run.
 
     Raises InputError if the package is not installed or the run cannot be begun.
     """

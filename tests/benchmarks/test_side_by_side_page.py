@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
 from benchmarks.side_by_side_page import groups_part, picture, read
+from benchmarks.side_by_side_report import PANELS, figure_of
 from benchmarks.side_by_side_targets import TARGETS, Figure, targets_table, verdict
 
 EAGER, COMPILED, BF16, TP2, PEAK, QUICKSTART = range(6)
@@ -145,6 +147,19 @@ def test_a_picture_has_every_row_and_is_the_same_again(kind: str) -> None:
     svg = picture(kind, report(rows))
     assert "plain torch, none" in svg and "wall time" in svg and svg.startswith("<?xml")
     assert svg == picture(kind, report(rows))
+
+
+def test_no_label_of_the_picture_covers_another_label_or_a_point() -> None:
+    rows = block(*(row(f"contestant number {one}", 1.0 + one / 100, 100.0) for one in range(5)))
+    figure = figure_of(report(rows), [rows], *PANELS["memory"], clock="wall")
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    boxes = [label.get_window_extent() for label in axis.texts]
+    points = [axis.transData.transform(label.xy) for label in axis.texts]
+    assert len(boxes) == 5
+    for one, two in itertools.combinations(boxes, 2):
+        assert not one.overlaps(two)
+    assert not any(box.contains(*point) for box in boxes for point in points)
 
 
 def test_a_result_that_does_not_exist_is_empty() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import replace
 
 import pytest
 
 from arguments import build_parser, parse_args, topics
-from megatron_lite.config.command_line import OFF_SWITCHES, flag_of, flags_of
+from megatron_lite.config.command_line import OFF_SWITCHES, flag_of, flags_of, shell_lines
 from megatron_lite.config.run import RunConfig
 from tests.plan.runs import preset_run, small_run
 
@@ -40,6 +41,23 @@ WINDOWS = dict(
     window_attn_skip_freq=(1, 0, 1, 1),
     no_rope_freq=2,
 )
+
+
+def test_the_lines_of_a_command_are_read_back_by_a_shell() -> None:
+    words = ["torchrun", "--node-rank", "$RANK", "pretrain_gpt.py", "--lr", "1", "--x", "a b; *:c"]
+    text = shell_lines(words)
+    assert text.splitlines() == [
+        "torchrun --node-rank $RANK \\",
+        "  pretrain_gpt.py \\",
+        "  --lr 1 \\",
+        "  --x 'a b; *:c'",
+    ]
+    assert shlex.split(text.replace("\\\n", "")) == words
+    assert shell_lines(["python", "run.py", "--lr", "1"]) == "python run.py \\\n  --lr 1"
+    assert shell_lines([]) == ""
+    long = ["torchrun", "--node-rank", "$RANK", "--master-addr", 50 * "a", "pretrain_gpt.py"]
+    assert shell_lines(long).splitlines()[:2] == ["torchrun \\", "  --node-rank $RANK \\"]
+    assert shlex.split(shell_lines(long).replace("\\\n", "")) == long
 
 
 @pytest.mark.parametrize(

@@ -282,7 +282,7 @@ def test_the_command_line_runs_it() -> None:
     done = run_program(*SMALL_RUN, *MOCK, *words.split(), ranks=2)
     assert done.returncode == 0, done.stderr
     assert (
-        "2 rank(s): tensor-parallel 1, context-parallel 2, pipeline-parallel 1, data-parallel "
+        "2 ranks: tensor-parallel 1, context-parallel 2, pipeline-parallel 1, data-parallel "
         "1, on cpu"
     ) in done.stdout
     assert " 4/4  " in done.stdout and "validation loss at iteration 4" in done.stdout

@@ -24,7 +24,9 @@ COLORS = {  # of the regions: Paul Tol's "bright" scheme
     "dropout": "#EE6677",
 }
 POLICIES = ("none", "pointwise", "mlp", "ops(matmul,attention)", "full")
-ROW, TOP, LEFT, COLUMN, NAMES = 30, 74, 240, 156, 96
+ROW, TOP, LEFT, NAMES = 30, 92, 226, 96
+COLUMNS = (152, 152, 152, 184, 100)  # the widths of the policies' columns
+BAR = 94  # the width of the largest bar
 STYLE = """<style>
 text { font: 13px sans-serif; fill: #1f2328 } .small { font-size: 11px; fill: #59636e }
 .line { stroke: #d1d9e0 } .bar { fill: #4477AA } .head { font: 12px monospace }
@@ -70,7 +72,7 @@ def layer_svg(config: RunConfig) -> str:
     rows = [one for one in layer.operations if not one.only_copies]
     columns = {policy: kept_by(layer, policy, sizes) for policy in POLICIES}
     most = max(kept.num_bytes for column in columns.values() for kept in column.values())
-    width, height = LEFT + COLUMN * len(POLICIES) + 10, TOP + ROW * len(rows) + 46
+    width, height = LEFT + sum(COLUMNS) + 10, TOP + ROW * len(rows) + 62
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
         "<title>One layer: its operations and regions, and what each policy keeps of it</title>",
@@ -86,14 +88,14 @@ def layer_svg(config: RunConfig) -> str:
         out.append(f'<line class="line" x1="{NAMES}" x2="{width - 8}" y1="{y}" y2="{y}"/>')
         out.append(f'<text x="{NAMES + 12}" y="{y + 20}">{one.name.replace("_", " ")}</text>')
     for number, (policy, column) in enumerate(columns.items()):
-        x = LEFT + COLUMN * number
+        x = LEFT + sum(COLUMNS[:number])
         total = sum(kept.num_bytes for kept in column.values())
         out.append(f'<text class="head" x="{x}" y="24">{policy}</text>')
         out.append(f'<text class="small" x="{x}" y="42">keeps {total / 2**20:.1f} MiB</text>')
         for place, one in enumerate(rows):
             kept = column.get(one.name)
             if kept is not None:
-                y, length = TOP + ROW * place, (COLUMN - 62) * kept.num_bytes / most
+                y, length = TOP + ROW * place, BAR * kept.num_bytes / most
                 size = f"{kept.num_bytes / 2**20:.1f}"
                 out.append(
                     f'<rect class="bar" x="{x}" y="{y + 8}" width="{max(length, 1):.1f}"'
@@ -101,12 +103,15 @@ def layer_svg(config: RunConfig) -> str:
                     f'<text class="small" x="{x + length + 5:.1f}" y="{y + 19}">{size}</text>'
                 )
     tokens = f"s {config.data.seq_length}, b {config.training.micro_batch_size}"
-    out.append(
-        f'<text class="small" x="{NAMES + 12}" y="{height - 14}">MiB on one GPU: hidden size '
-        f"{config.model.hidden_size:,}, {tokens}, tensor- and sequence-parallel {sizes.tp_size}, "
-        "bf16, hidden dropout 0.1, flash attention. A bar stands at the first operation that "
-        "keeps the tensor.</text>"
-    )
+    for y, text in (
+        (
+            height - 30,
+            f"MiB on one GPU: hidden size {config.model.hidden_size:,}, {tokens}, tensor- and "
+            f"sequence-parallel {sizes.tp_size}, bf16, hidden dropout 0.1, flash attention.",
+        ),
+        (height - 14, "A bar stands at the first operation that keeps the tensor."),
+    ):
+        out.append(f'<text class="small" x="{NAMES + 12}" y="{y}">{text}</text>')
     return "\n".join([*out, "</svg>", ""])
 
 
@@ -127,7 +132,7 @@ def _region(name: str, x: int, inside: list[bool]) -> list[str]:
         )
     middle = TOP - 6
     out.append(
-        f'<text class="small" transform="translate({x + 8} {middle}) rotate(-35)" '
-        f'style="font-size: 10px">{name}</text>'
+        f'<text class="small" transform="translate({x + 8} {middle}) rotate(-60)" '
+        f'style="font-size: 11px">{name}</text>'
     )
     return out

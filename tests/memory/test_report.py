@@ -164,6 +164,8 @@ def test_the_text_fits_its_columns_and_has_the_exact_totals(run: str, policy: st
     report = report_of(run + policy, "cpu")
     lines = report_text(report).split("\n")
     assert max(map(len, lines)) <= WIDTH == 100
+    narrow = report_text(report, 80).split("\n")
+    assert max(map(len, narrow)) <= 80 and all(line == line.rstrip() for line in narrow)
     assert all(line == line.rstrip() for line in lines) and "\n\n\n" not in "\n".join(lines)
     (total,) = [line for line in lines if line.startswith("  kept in all ")]
     assert total.split()[4] == f"{report.own.kept_bytes:,}"
@@ -620,7 +622,9 @@ def test_units() -> None:
 def test_the_text_has_the_parameters_of_the_model_and_of_a_rank(
     layout: str, parameters: str
 ) -> None:
-    lines = report_text(report_of(GPT_22B.replace("50303", "50256") + layout)).split("\n")
+    report = report_of(GPT_22B.replace("50303", "50256") + layout)
+    assert max(map(len, report_text(report, 80).split("\n"))) <= 80
+    lines = report_text(report).split("\n")
     assert f"    parameters  {parameters}" in lines
     # 24 ranks are more than are shown
     assert max(map(len, lines)) <= WIDTH and all(line == line.rstrip() for line in lines)

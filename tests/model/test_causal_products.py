@@ -195,7 +195,7 @@ def test_a_policy_keeps_the_result_of_the_operator() -> None:
     runs = []
     real = causal_products._parts
 
-    def parts(query: Tensor, key: Tensor) -> Iterator[causal_products._Part]:
+    def parts(query: Tensor, key: Tensor) -> Iterator[causal_products._HeadPart]:
         runs.append(is_recomputing())
         return real(query, key)
 

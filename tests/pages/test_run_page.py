@@ -19,7 +19,7 @@ from megatron_lite.config.run_settings import changed_settings
 from megatron_lite.pages.event_file import Scalar, SessionStart, read_events
 from megatron_lite.pages.figures import AxisRange, number
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
-from megatron_lite.pages.run_charts import running_mean
+from megatron_lite.pages.run_charts import charts_of, running_mean
 from megatron_lite.pages.run_files import find_run
 from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_predictions import predictions
@@ -281,7 +281,7 @@ def test_predictions_are_compared_with_what_was_measured(tmp_path: Path) -> None
     write_rows(tmp_path / "metrics.jsonl", rows)
     parsed = Parsed(run_page(read(tmp_path)))
     for text in (
-        "peak bytes",
+        "peak of a step",
         "iteration time",
         "2.999 GiB",
         "3 GiB",
@@ -312,7 +312,7 @@ def test_the_summary_of_a_run_gives_its_predictions(tmp_path: Path) -> None:
         "peak_bytes_measured": 299 * 2**20,
         "step_ms_measured": 12.5,
     }
-    (found,) = [one for one in predictions(run) if one.name == "peak bytes"]
+    (found,) = [one for one in predictions(run) if one.name == "peak of a step"]
     assert found.last == (300 * 2**20, 299 * 2**20)
     (tmp_path / "metrics.jsonl.summary.json").write_text('{"peak_bytes_predicted": NaN, ')
     assert "metrics.jsonl.summary.json is no summary of a run" in read(tmp_path).notices
@@ -435,6 +435,31 @@ def test_settings_that_follow_from_others_are_not_listed() -> None:
     assert flags["--swiglu"] == "yes" and flags["--hidden-size"] == "32"
     assert "--ffn-hidden-size" not in flags and "--kv-channels" not in flags
     assert "--attention-dropout" not in flags
+
+
+def test_numbers_that_equal_true_or_false_are_shown_as_numbers() -> None:
+    config = tiny_run(model=dict(hidden_dropout=0.0, norm_epsilon=1.0))
+    shown = {one.flag: (one.value, one.default) for one in changed_settings(config)}
+    assert shown["--hidden-dropout"] == ("0.0", "0.1")
+    assert shown["--norm-epsilon"] == ("1.0", "1e-05")
+    config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=2))
+    shown = {one.flag: (one.value, one.default) for one in changed_settings(config)}
+    assert shown["--tensor-model-parallel-size"] == ("2", "1")
+
+
+def test_a_difference_that_is_not_zero_does_not_read_as_zero(tmp_path: Path) -> None:
+    values = dict(peak_bytes_predicted=2**30 - 1, peak_bytes_measured=2**30)
+    write_rows(tmp_path / "metrics.jsonl", [row(number, **values) for number in (1, 2)])
+    assert "- under 0.01 %" in Parsed(run_page(read(tmp_path))).text
+
+
+def test_a_prediction_that_comes_true_stays_visible_under_the_measured_curve(
+    tmp_path: Path,
+) -> None:
+    rows = [row(one, peak_bytes_predicted=one, peak_bytes_measured=one) for one in (1, 2)]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    (chart,) = [one for one in charts_of(read(tmp_path)) if "peak" in one.title]
+    assert [series.style for series in chart.series] == ["wide", "line"]
 
 
 FAULTS = {

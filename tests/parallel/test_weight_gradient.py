@@ -340,7 +340,7 @@ def said(text: str) -> str:
             dict(fp16=True),
             dict(untie_embeddings_and_output_weights=True),
             9,
-            "weight gradients, added up in float32: 9 weights: NVIDIA apex's kernel",
+            "weight gradients are summed in float32: 9 weights: NVIDIA apex's kernel",
         ),
         ({}, dict(untie_embeddings_and_output_weights=True), 9, "9 weights: NVIDIA apex's kernel"),
         (
@@ -486,22 +486,21 @@ def test_the_summary_groups_weights_by_path_and_reason() -> None:
         "g": "it snows",
     }
     assert summary(paths, torch.bfloat16) == (
-        "weight gradients, added up in float32; autograd's are rounded to 16 bits in each "
-        "micro-batch: 3 weights: NVIDIA apex's "
-        "kernel; d: the kernel for the output projection, autograd (grad_dtype) for the "
-        "lookup; e, f: autograd (grad_dtype), "
-        "because it rains; g: autograd (grad_dtype), because it snows"
+        "weight gradients are summed in float32 (autograd rounds those of each micro-batch to 16 "
+        "bits first): 3 weights: NVIDIA apex's kernel; d: the kernel for the output projection, "
+        "autograd (grad_dtype) for the lookup; e, f: autograd (grad_dtype), because it rains; "
+        "g: autograd (grad_dtype), because it snows"
     )
     assert (
         summary({"a": FUSED}, torch.float32)
-        == "weight gradients, added up in float32: a: NVIDIA apex's kernel"
+        == "weight gradients are summed in float32: a: NVIDIA apex's kernel"
     )
 
 
 def test_without_apex_torch_sums_the_gradients_of_float32_weights() -> None:
     log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0)))
     assert said(log) == (
-        "weight gradients, added up in float32: 8 weights: torch's addmm; "
+        "weight gradients are summed in float32: 8 weights: torch's addmm; "
         "embedding.word_embeddings.weight: addmm for the output projection, autograd for the lookup"
     )
 

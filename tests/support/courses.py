@@ -4,7 +4,7 @@
 
 A stretch is a span of time in which one module's own code runs. In the forward the modules' hooks
 tell the module. In backward each node of the graph belongs to the module in which it was created,
-which its sequence number tells, and a hook before the node marks the begin of a stretch. What is
+which its sequence number tells, and a hook before the node marks the start of a stretch. What is
 freed between two stretches counts for the first one.
 """
 

@@ -14,7 +14,7 @@ from pathlib import Path
 HUGE_BYTES = 2**21
 MADV_COLLAPSE = 25  # since Linux 6.1
 MAPS = Path("/proc/self/maps")
-# A private, writable region that is no file's: its begin and end.
+# A private, writable region that is no file's: its start and end.
 OWN_REGION = re.compile(
     r"([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(\[heap\])?$", re.MULTILINE
 )

@@ -57,10 +57,14 @@ def test_llama_3_8b_on_8_h100_gets_a_plan_within_80_gb(capsys: pytest.CaptureFix
     assert len(rows) >= 3 and all(float(peak) <= 80 - 3.4 for peak, _ in rows)
 
 
-def test_no_line_is_longer_than_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("columns", [80, 100])
+def test_no_line_is_longer_than_the_terminal(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", f"{columns}")
     text = printed([*LLAMA, "--gpus", "16,1", *BATCH, "--fix", "context-parallel-size=1"], capsys)
     policy_rows = [line for line in text.splitlines() if "--recompute-policy" not in line]
-    assert max(map(len, policy_rows)) <= 100
+    assert max(map(len, policy_rows)) <= columns
 
 
 @pytest.mark.slow

@@ -322,4 +322,4 @@ def test_under_a_launcher_only_rank_0_runs(capsys: pytest.CaptureFixture[str]) -
         launch = Launch(launcher="torchrun", rank=rank, world_size=4)
         print_dry_run_memory(config, DryRunConfig(dry_run_ranks=(3,)), (), launch)
         text = capsys.readouterr().out
-        assert ("4 rank(s)" in text and "rank 3" in text) if rank == 0 else text == ""
+        assert ("4 ranks" in text and "rank 3" in text) if rank == 0 else text == ""

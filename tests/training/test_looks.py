@@ -101,7 +101,7 @@ def test_the_heading_is_repeated_and_skipped_updates_are_counted() -> None:
     rows = [short.lines([record()], None) for _ in range(2 * HEADING_EVERY)]
     assert [len(lines) for lines in rows] == ([2] + [1] * (HEADING_EVERY - 1)) * 2
     skipped = short.lines([record(skipped=1), record(skipped=1, nan=1, lm_loss=float("nan"))], None)
-    assert skipped[-1] == "  of these 2: 2 skipped updates, 1 losses not finite"
+    assert skipped[-1] == "  of these 2: 2 skipped updates, 1 loss not finite"
     assert " 1.5000 " in skipped[-2], "the mean of the finite losses"
 
 
@@ -168,7 +168,7 @@ def test_the_log_file_has_the_table_and_all_lines_and_the_terminal_the_short_one
     run_to_end(config)
     printed, filed = capsys.readouterr().out, (tmp_path / "saved" / "train.log").read_text()
     assert arguments_table(config) in filed and "end of arguments" not in printed
-    assert "1 rank(s): tensor-parallel 1" in filed
+    assert "1 rank: tensor-parallel 1" in filed
     assert re.search(r" iteration        4/       4 \| consumed samples: ", filed)
     assert "consumed samples:" not in printed and re.search("^ +4/4  +16  ", printed, re.MULTILINE)
     same = [line for line in filed.splitlines() if line in printed.splitlines()]
@@ -253,6 +253,13 @@ def test_a_terminal_gets_lines_that_fit_it(
     monkeypatch.undo()
     terminal.Terminal(total=9, done=0).line(notice)
     assert capsys.readouterr().out == notice + "\n"
+
+
+def test_a_row_of_facts_continues_below_its_text() -> None:
+    row = "  best loss    one two three"
+    assert terminal._wrapped(row, 22).split("\n") == ["  best loss    one two", 15 * " " + "three"]
+    assert terminal._wrapped("saving to a folder", 12).split("\n")[1:] == ["    folder"]
+    assert terminal._wrapped(row, len(row)) == row
 
 
 class _NoBar:

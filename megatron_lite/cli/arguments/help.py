@@ -23,7 +23,11 @@ HELP = ("-h", "--help")
 
 
 class Topic(NamedTuple):
-    """title: of the group of flags in the parser. help: what the flags are about."""
+    """One topic of the help.
+
+    title: the title of the topic's group of flags in the parser.
+    help: what the flags are about.
+    """
 
     title: str
     help: str

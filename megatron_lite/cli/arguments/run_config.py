@@ -41,7 +41,7 @@ def build_config(
 ) -> RunConfig | None:
     """Returns the RunConfig of the given fields, and of a file for all other fields.
 
-    config_json, hf_config: the path of the file, or None. preset_name: of a known model, or None.
+    config_json, hf_config: the path of the file, or None. preset_name: a known model, or None.
 
     Adds notices to `notices` and faults to `faults`. Each topic adds the first rule that it breaks;
     the rules between topics are checked if no topic breaks one. Returns None if there is a fault.

@@ -100,6 +100,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         elif field.default is MISSING:
             raise InputError(f"{where}: its args have no {name}, which the model needs")
     _use_older_switches(args, values)
+    # Megatron does not read the number of groups without this switch.
     if not values.get("group_query_attention"):
         values.pop("num_query_groups", None)
     if args.get("openai_gelu"):
@@ -154,7 +155,7 @@ def size_of(args: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _use_older_switches(args: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Arguments of older releases that have another name and another form today."""
+    """Adds values from arguments of older releases, which have other names and forms today."""
     if "add_bias_linear" not in values and "disable_bias_linear" in args:
         values["add_bias_linear"] = not args["disable_bias_linear"]
     if args.get("use_rotary_position_embeddings"):

@@ -63,8 +63,10 @@ class DistTensor:
 
         Raises InputError if the chunks do not cover it, or if one has another shape.
         """
+        # Rows [first, last) of the first dim are wanted. A tensor without dims counts as one row.
         first = 0 if index is None else index
         last = (self.shape[0] if self.shape else 1) if index is None else index + 1
+        # If one chunk is the whole tensor, its rows are read without a copy into another tensor.
         if self.shape and len(self.chunks) == 1 and self.chunks[0].sizes == self.shape:
             only = self._saved(self.chunks[0]).rows(first, last - first).read()
             return only if index is None else only[0]
@@ -167,6 +169,7 @@ def _index(key: Any) -> Index:
 def _window(folder: Path, place: Any) -> Window:
     found = _fields(place)
     name, start, length = (found[key] for key in ("relative_path", "offset", "length"))
+    # A name with folders could point at any file of this machine.
     if type(name) is not str or name != Path(name).name or name in ("", ".", ".."):
         raise ValueError("a chunk is outside of the folder")
     if type(start) is not int or type(length) is not int or min(start, length) < 0:

@@ -99,7 +99,7 @@ def _common(described: Described) -> dict[str, Any]:
 
 
 class _DistShards:
-    """The file of all chunks, and what .metadata says about them."""
+    """The file of all chunks, and their description in .metadata."""
 
     def __init__(self, file: BinaryIO, described: Described) -> None:
         self._file, self._described = file, described
@@ -117,7 +117,7 @@ class _DistShards:
         key = f"{prefix}{base}"
         shape: tuple[int, ...] = tuple(values.shape)
         offsets = (0,) * len(shape)
-        if layer is not None:
+        if layer is not None:  # all layers are one tensor there, and this one is a chunk of it
             values, offsets = values.unsqueeze(0), (layer, *offsets)
             shape = (self._described.model.num_layers, *shape)
         entry = self._tensors.setdefault(

@@ -70,6 +70,8 @@ def _starts(masters: StoredTensor, named: Sequence[Named]) -> Iterator[int]:
     """Yields where each parameter begins, from the last parameter to the first."""
     bucket = end = 0
     for name, weight in reversed(named):
+        # The parameter is in the bucket of the one before, at the next multiple of 64, or it begins
+        # a bucket of its own right behind.
         aligned = bucket + -(-(end - bucket) // ALIGNMENT) * ALIGNMENT
         start = next((one for one in (aligned, end) if _fits(masters, weight, one)), None)
         if start is None:

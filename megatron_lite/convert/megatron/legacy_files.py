@@ -63,6 +63,7 @@ class LegacyFiles:
         args = arguments_of(values[first], str(found[first]))
         tp_size = size_of(args, "tensor_model_parallel_size", "model_parallel_size")
         pp_size = size_of(args, "pipeline_model_parallel_size")
+        # Without the sizes in the arguments, the names of the folders show them.
         tp_size = tp_size or 1 + max(tp for tp, _ in found)
         pp_size = pp_size or 1 + max(pp for _, pp in found)
         wanted = {(tp, pp) for pp in range(pp_size) for tp in range(tp_size)}

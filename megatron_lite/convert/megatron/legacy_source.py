@@ -139,6 +139,7 @@ class LegacySource:
         width, rest = self.described.model.head_dim, part.shape[1:]
         if self._version == 0:  # [3, heads, d]
             return part.view(3, -1, width, *rest).transpose(0, 1).reshape(part.shape)
+        # version 1.0: [heads, d, 3]
         return part.view(-1, width, 3, *rest).transpose(1, 2).reshape(part.shape)
 
     def _num_bytes(self, keys: tuple[str, ...]) -> int:
@@ -146,6 +147,7 @@ class LegacySource:
             name: sum(_numel(one) * one.dtype.itemsize for one in tensors)
             for name, tensors in self._parts.items()
         }
+        # Optimizer states are float32, whatever the dtype of the weights.
         states = sum(4 * _numel(one) for parts in self._parts.values() for one in parts)
         return sum(sizes.values()) + len(keys) * states
 

@@ -135,6 +135,7 @@ def _members(groups: list[Any], named: Sequence[Named]) -> list[tuple[dict[str, 
         raise _Unmapped(f"it has {len(groups)} groups of parameters of its own choice")
     found = []
     for group, decay in zip(groups, decays, strict=True):
+        # Megatron's rule: biases and one-dimensional parameters do not decay.
         members = [
             (name, weight)
             for name, weight in named

@@ -137,6 +137,8 @@ class _Rank:
             folder += f"_{self._stage.rank:03d}"
         (step / folder).mkdir(parents=True)
         path = step / folder / MODEL_FILES[0]
+        # Fake tensors have sizes and no numbers, so the whole model is never in memory. The file
+        # gets room for each of them.
         with FakeTensorMode():
             value = self._value()
         with torch.serialization.skip_data(materialize_fake_tensors=True):

@@ -148,6 +148,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, data: bytes) -> Any:
+        # genops decodes the operations and carries none of them out.
         for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
             if count > MOST_OPCODES:
                 raise InputError(
@@ -254,7 +255,7 @@ class _Machine:
         arguments, function = self._pop(), self._pop()
         self._stack.append(self._called(function, arguments))
 
-    _op_newobj = _op_reduce
+    _op_newobj = _op_reduce  # of a class and its arguments, instead of a function and its own
 
     def _op_newobj_ex(self, _: None) -> None:
         if self._pop() != {}:

@@ -88,6 +88,7 @@ class StoredTensor:
 
     def read(self) -> Tensor:
         """Returns the tensor, on the CPU. Reads only the bytes that it spans."""
+        # the place of the last element behind the first one
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         length = 0 if 0 in self.shape else last + 1
         flat = self.file.read_storage(self.storage, self.offset, length)
@@ -103,6 +104,7 @@ class StoredTensor:
     def part(self, start: int, shape: tuple[int, ...]) -> StoredTensor:
         """Returns the elements of a contiguous row from `start` on as a tensor of a shape."""
         assert self.stride == (1,) and start + torch.Size(shape).numel() <= self.shape[0]
+        # the strides of a contiguous tensor of this shape
         stride = tuple(torch.Size(shape[dim + 1 :]).numel() for dim in range(len(shape)))
         return replace(self, offset=self.offset + start, shape=shape, stride=stride)
 
@@ -172,7 +174,7 @@ class TorchFile:
 
     def _open(self) -> BinaryIO:
         raw = open_regular(self._window.path)
-        return io.BufferedReader(_Part(raw, self._window.start, self._window.length))
+        return io.BufferedReader(_FilePart(raw, self._window.start, self._window.length))
 
     def _check_start(self, file: BinaryIO) -> None:
         start = file.read(4)
@@ -220,6 +222,8 @@ class TorchFile:
         signature, name_length, extra_length = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
         if signature != b"PK\x03\x04":
             raise OSError(f"{member.filename} is not where the archive says")
+        # The extra field here may be longer than the one in the archive's directory: torch fills it
+        # up so that the data are aligned.
         return member.header_offset + LOCAL_HEADER.size + name_length + extra_length
 
     def _storage(self, folder: str, found: Any) -> _Storage:
@@ -268,7 +272,7 @@ class TorchFile:
         return PickledObject(RETYPE, (function, kind, arguments, state))
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """The part of an open file from `start` that has `length` bytes. Closing it closes the file."""
 
     def __init__(self, raw: BinaryIO, start: int, length: int | None) -> None:

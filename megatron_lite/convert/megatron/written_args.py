@@ -110,6 +110,7 @@ def _place(name: str) -> tuple[int, int, int]:
     if found is None:
         return (0 if name.startswith("embedding.") else 2, 0, 0)
     module, _, part = found[2].rpartition(".")
+    # In each module the weight comes before the bias.
     return 1, int(found[1]), 2 * ORDER.index(module) + (part == "bias")
 
 

@@ -95,6 +95,7 @@ def difference(
         return _layer(term, first_layer) == one.layer
 
     missing, left = list(terms), list(saved)
+    # The surest pairs first: by module, by layer, several storages for one term, by size alone.
     for together in (exact, near):
         missing = [term for term in missing if not _take(term, left, together)]
     missing = [term for term in missing if not _take_several(term, left, first_layer)]
@@ -126,7 +127,7 @@ def _take(term: Term, left: list[Saved], together: Callable[[Term, Saved], bool]
 def _take_several(term: Term, left: list[Saved], first_layer: int) -> bool:
     """Removes several storages of different sizes in one layer that together make up the term.
 
-    Returns whether it found them. An example are the statistics of the norms of query and key.
+    Returns whether it found them. The statistics of the norms of query and key are an example.
     """
     # The number of combinations grows fast: with more than MOST_CANDIDATES it does not search.
     candidates = [

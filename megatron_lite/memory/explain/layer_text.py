@@ -9,25 +9,25 @@ from collections.abc import Iterator, Sequence
 from megatron_lite.description.operations import Collective, KeptTensor
 from megatron_lite.memory.explain.prices import region_names
 from megatron_lite.memory.explain.recompute_report import LayerRun, Report, ReportPart
-from megatron_lite.memory.explain.report_lines import WIDTH, field, run_name
+from megatron_lite.memory.explain.report_lines import Lines, run_name
 from megatron_lite.memory.explain.units import ByteUnit, flops, percent, size
 from megatron_lite.memory.predict.traffic import Traffic
 
 NAMED_TENSORS = 4
 
 
-def layer_lines(report: Report) -> Iterator[str]:
+def layer_lines(report: Report, lines: Lines) -> Iterator[str]:
     """Yields the lines about the embedding, each run of equal layers, and the head."""
     yield "Layer by layer" + (" (numbers count from 0 within a stage)" if report.ranks else "")
     if report.sizes.has_embedding:
-        yield from _part("embedding", report.embedding)
+        yield from _part("embedding", report.embedding, lines)
     if report.rotary_tables.kept:
         names = " and ".join(shared_tensors(report))
-        yield from _part(f"{names}, which all layers share", report.rotary_tables)
+        yield from _part(f"{names}, which all layers share", report.rotary_tables, lines)
     for run in report.runs:
-        yield from _run(run, report)
+        yield from _run(run, report, lines)
     if report.sizes.has_head:
-        yield from _part("head: final norm, logits, loss", report.head)
+        yield from _part("head: final norm, logits, loss", report.head, lines)
 
 
 def shared_tensors(report: Report) -> dict[str, int]:
@@ -41,33 +41,28 @@ def shared_tensors(report: Report) -> dict[str, int]:
     return dict(sorted(found.items(), reverse=True))
 
 
-def _part(name: str, part: ReportPart) -> Iterator[str]:
+def _part(name: str, part: ReportPart, lines: Lines) -> Iterator[str]:
     yield f"  {name}"
-    yield from field("keeps", _kept(part.kept))
-    yield from _traffic(part.traffic)
+    yield from lines.field("keeps", _kept(part.kept))
+    yield from _traffic(part.traffic, lines)
 
 
-def _run(run: LayerRun, report: Report) -> Iterator[str]:
+def _run(run: LayerRun, report: Report, lines: Lines) -> Iterator[str]:
     split = f", 1/{report.sizes.tp_size} of it on each rank" if run.segment.split else ""
     each = "unit" if run.segment.num_layers > 1 else "layer"
     peculiarity = f" ({run.peculiarity})" if run.peculiarity else ""
-    yield from textwrap.wrap(
-        f"{run_name(run)}{peculiarity}: {_treatment(run)}{split}",
-        WIDTH,
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-    )
-    yield from field(
+    heading = f"{run_name(run)}{peculiarity}: {_treatment(run)}{split}"
+    yield from lines.wrapped(heading, indent="    ", first="  ")
+    yield from lines.field(
         "keeps", _kept(run.kept, each=f" a {each}: ") if run.kept else "nothing on the device"
     )
     if run.moved:
-        yield from field("on the host", _kept(run.moved, each=f" a {each}: "))
+        yield from lines.field("on the host", _kept(run.moved, each=f" a {each}: "))
     if run.rebuilt:
         names = "all of it" if run.segment.unit else ", ".join(run.rebuilt)
         left_out = f"; {run.left_out} left out" if run.left_out else ""
         share = percent(run.count * run.replay_flops / report.own.model_flops)
-        yield from field(
+        yield from lines.field(
             "runs again",
             f"{flops(run.replay_flops)} a {each}: {names}{left_out}"
             if run.replay_flops
@@ -76,11 +71,11 @@ def _run(run: LayerRun, report: Report) -> Iterator[str]:
         if run.replay_flops:
             together = f", all such {each}s together" if run.count > 1 else ""
             of_all = " of all pipeline ranks" if report.ranks else ""
-            yield from field("", f"{share} of forward and backward{of_all}{together}")
-    yield from _traffic(run.traffic)
+            yield from lines.field("", f"{share} of forward and backward{of_all}{together}")
+    yield from _traffic(run.traffic, lines)
 
 
-def _traffic(traffic: Traffic) -> Iterator[str]:
+def _traffic(traffic: Traffic, lines: Lines) -> Iterator[str]:
     phases = (
         ("forward", traffic.forward),
         ("backward", traffic.backward),
@@ -88,7 +83,7 @@ def _traffic(traffic: Traffic) -> Iterator[str]:
     )
     sent = [f"{phase:10}{_sent(collectives)}" for phase, collectives in phases if collectives]
     for number, text in enumerate(sent):
-        yield from field("" if number else "sends", text)
+        yield from lines.field("" if number else "sends", text)
 
 
 def _treatment(run: LayerRun) -> str:

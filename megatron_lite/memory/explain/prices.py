@@ -53,7 +53,7 @@ class Priced(NamedTuple):
         the ranks that split a layer.
     replay_flops: the FLOPs of the replays, which come on top of model_flops.
     rank: the pipeline rank that has these bytes.
-    whole_bytes: the whole peak of a step, on the rank where it is highest; 0 if nobody asked.
+    whole_bytes: the whole peak of a step, on the rank where it is highest; 0 if not computed.
     loss_chunk_size: the tokens whose logits exist at a time; None if the loss is not in chunks.
     chunk_flops: the FLOPs of the logits that a loss in chunks computes a second time.
     given_name: the name of a setting that its flags do not name; "" if they do.

@@ -1,10 +1,11 @@
-"""Wrapped lines and names of layers for the report of `--explain-recompute`."""
+"""Lines that fit the terminal, and names of layers, for the report of `--explain-recompute`."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_lite.config.host_parts import parts_of
 from megatron_lite.memory.explain.prices import region_names
@@ -15,23 +16,41 @@ from megatron_lite.recompute.recompute_plan import Segment
 WIDTH = 100
 
 
-def field(name: str, text: str) -> Iterator[str]:
-    """Yields the lines of a named fact; those after the first are indented."""
-    indent = "    "
-    yield from textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{indent}{name:12}",
-        subsequent_indent=indent + 12 * " ",
-        break_on_hyphens=False,
-    )
+class Lines(NamedTuple):
+    """Makes lines of at most `width` columns. Tables are narrower below the full width."""
 
+    width: int = WIDTH
 
-def wrapped(text: str, indent: str = "  ") -> list[str]:
-    """Returns the lines of a paragraph."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
+    @property
+    def are_narrow(self) -> bool:
+        """Whether the tables have their narrow form, of at most 80 columns."""
+        return self.width < WIDTH
+
+    def either(self, wide: int, narrow: int) -> int:
+        """Returns the columns of a cell."""
+        return narrow if self.are_narrow else wide
+
+    def wrapped(self, text: str, indent: str = "  ", first: str | None = None) -> list[str]:
+        """Returns the lines of a paragraph. first: the indent of the first line, if it differs."""
+        return textwrap.wrap(
+            text,
+            self.width,
+            initial_indent=indent if first is None else first,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
+
+    def field(self, name: str, text: str) -> list[str]:
+        """Returns the lines of a named fact; those after the first are indented."""
+        indent = "    "
+        return self.wrapped(text, indent + 12 * " ", first=f"{indent}{name:12}")
+
+    def with_comment(self, row: str, comment: str) -> list[str]:
+        """Returns a row and its comment, which stands below it if it does not fit beside it."""
+        whole = f"{row}   {comment}".rstrip()
+        if len(whole) <= self.width:
+            return [whole]
+        return [row, *self.wrapped(comment, indent=8 * " ")]
 
 
 def column_unit(numbers: Iterable[int]) -> ByteUnit:

@@ -1,10 +1,10 @@
 """The bytes of every tensor storage that a block creates and that is still alive.
 
-It is the check of meter.py, since it counts a storage whoever keeps it. Weak references follow the
-storages, so that counting keeps nothing alive. A storage counts with its own size, without the
-allocator's rounding. Three kinds do not count: workspaces that live only within one operator,
-storages that existed before the block, and storages that no operator of torch creates. The state of
-a generator is of the last kind until it is copied.
+It checks meter.py, which sees only what autograd saves: here a storage counts for any reason that
+keeps it alive. Weak references follow the storages, so that counting keeps nothing alive. A storage
+counts with its own size, without the allocator's rounding. Three kinds do not count: workspaces
+that live only within one operator, storages that existed before the block, and storages that no
+operator of torch creates. The state of a generator is of the last kind until it is copied.
 
 The sum is kept up to date: each operator adds the storages that it creates, and a storage that dies
 is subtracted. An operator therefore costs the same time however many storages are alive.
@@ -141,6 +141,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         known = self._live.get(storage._cdata)
+        # Without the second comparison a new storage could pass for a dead one at its address.
         if known is not None and known() is storage:
             self._read(known)
             return

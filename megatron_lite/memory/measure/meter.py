@@ -48,7 +48,7 @@ class KeptForBackward(Generic[Label]):
         self._saved: WeakValueDictionary[int, SavedTensor[Label]] = WeakValueDictionary()
 
     def pack(self, tensor: Tensor) -> SavedTensor[Label]:
-        """The pack hook. Copies nothing."""
+        """The pack hook. It copies nothing."""
         saved = SavedTensor(tensor, self._label())
         self._saved[next(self._numbers)] = saved
         return saved

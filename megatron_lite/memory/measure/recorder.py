@@ -2,9 +2,9 @@
 
 A dispatch mode sees every operator, and saved-tensor hooks see every saved tensor. A backward
 operator belongs to the module that saved the tensor which backward read last. An operator during
-backward that runs inside a module's forward is part of a replay, whoever recomputes. Other
-saved-tensor hooks on top, such as those of torch.utils.checkpoint, hide saved tensors. The timeline
-then shows these as temporaries.
+backward that runs inside a module's forward is part of a replay, by any engine. Other saved-tensor
+hooks on top, such as those of torch.utils.checkpoint, hide saved tensors. The timeline then shows
+these as temporaries.
 
 Under the dispatch mode torch adds up gradients out of place, so at such points one more temporary
 is alive than in a plain run.

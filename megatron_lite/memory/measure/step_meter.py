@@ -103,6 +103,7 @@ class StepMeter(EngineStorages):
             storage = self.find(tensor)
             if storage is None or storage.category == category:
                 continue
+            # Only a storage that existed at the peak is among the peak's bytes.
             if self._peak_bytes and storage.number < self._peak_number:
                 self._peak_categories[storage.category] -= storage.num_bytes
                 self._peak_categories[category] += storage.num_bytes
@@ -149,6 +150,7 @@ class StepMeter(EngineStorages):
     def after(self, func: Any) -> None:
         """Compares the live bytes with the peak."""
         self.host_peak_bytes = max(self.host_peak_bytes, self.bytes_by_category[HOST])
+        # The sum is cheap and can only be too high. The sizes are read anew only if it is above.
         if not self._in_step or not self._is_above():
             return
         self.total_bytes()
@@ -196,7 +198,7 @@ class StepMeter(EngineStorages):
     def _mark(self) -> None:
         module = self._running[-1] if self._running else ""
         number = torch.autograd._get_sequence_nr()
-        if number == self._marks[-1]:
+        if number == self._marks[-1]:  # no node was created since the last mark
             self._modules[-1] = module
         else:
             self._marks.append(number)

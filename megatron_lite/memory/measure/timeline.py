@@ -179,6 +179,7 @@ def _timeline(document: Any) -> Timeline:
     ]
     events, last = [], -1
     for place, row in enumerate(rows):
+        # JSON's true and false are bool, which isinstance would take for int.
         _require(
             isinstance(row, list)
             and len(row) == len(limits)

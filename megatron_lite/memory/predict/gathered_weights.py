@@ -229,7 +229,9 @@ class GatheredWeights(NamedTuple):
 
     def _reduce(self, unit: FsdpUnit) -> Passage:
         where, staged = "reduction of gradients", self._staged(unit.buffer)
+        # The first micro-batch's rows stay as `.grad`. Later rows are added to them and freed.
         rows = 0 if self.accumulates else unit.rows
+        # The copy into the buffer; the copied gradients are freed; the sum arrives.
         return joined(
             change(unit.buffer, where),
             change(unit.last - unit.gradients),

@@ -47,6 +47,7 @@ def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[
         KeptPoint("forward", layer, layer, after[layer + 1]) for layer in range(plan.num_layers)
     ]
     points.append(KeptPoint("forward", -1, -1, sum(term.num_bytes for term in terms)))
+    # The moment at the end of the forward has the key None, which no segment asks for.
     fullest = {moment.first_layer: moment.held_bytes for moment in moments(model, plan, sizes)}
     for segment in reversed(plan.segments):
         first, last = segment.first_layer, segment.first_layer + segment.num_layers - 1

@@ -105,6 +105,7 @@ def layer_terms(
                 Term(number, operation.name, tensor, module=operation.module)
                 for tensor in operation.keeps
             ]
+        # Several operations may keep one storage. It counts with the first of them.
         for term in candidates:
             if term.tensor.name not in seen:
                 seen.add(term.tensor.name)

@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.regions import CORE_ATTENTION, DROPOUT, REGIONS
+from megatron_lite.config.regions import CORE_ATTENTION, REGIONS, Method
 from megatron_lite.description.dropout_workspace import drawn_mask
 from megatron_lite.description.operations import Course, LayerDescription, Operation, course
 from megatron_lite.description.self_attention import attention_output
@@ -102,6 +102,7 @@ def unit_passages(
     runs = [one.forward._replace(end=0, kept=0) for one in plain]
     last = _backward(model, layers[-1], frozenset(), sizes, skip_tail, ends_replay=True)
     backward = [last, *(one.backward for one in reversed(plain[:-1]))]
+    # A replay without its tail returns one element, expanded to the shape of the output.
     output = residual_element_bytes(model, sizes) if skip_tail else hidden
     whole = joined(
         _unit_replay(layers, sizes, skip_tail=skip_tail),
@@ -135,6 +136,7 @@ def ops_passages(
     }
     kept = _kept(layer, frozenset(), sizes)
     again = sum(size for name, size in kept.items() if name not in results) - hidden
+    # The layer's own backward frees the tensors that the layer saves, and not these.
     more = sum(size for name, size in results.items() if name not in kept) + states
     replay = _unit_replay((layer,), sizes, skip_tail=skip_tail)
     replay = replay._replace(most=max(again, replay.most - sum(results.values())), end=again)
@@ -176,7 +178,7 @@ def _forward(layer: LayerDescription, regions: Set[str], sizes: Sizes) -> Passag
     whole = Passage()
     for one in layer.operations:
         whole = whole.then(of_course(one.workspace.forward, f"forward of {one.name}"))
-        for region in _replayed(one, regions):
+        for region in _rebuilt_by("replay", one, regions):
             if one is list(layer.inside({region}))[-1]:
                 inside = _missing(list(layer.inside({region})), kept)
                 whole = whole.then(change(-sum(inside.values())))
@@ -199,6 +201,7 @@ def _backward(
     operations = layer.operations
     own = first_keepers(operations)
     held = _kept(layer, regions, sizes)
+    # by name: the number of the operation after whose backward the tensor is freed
     until = {name: own.get(name, 0) for name in held} | inputs_until(operations, regions, sizes)
     whole, rebuilt = Passage(), set[str]()
     later = [0] * len(operations)  # further bytes that are freed after the backward of each
@@ -220,6 +223,8 @@ def _backward(
             whole = whole.then(
                 of_course(rebuild.course._replace(end=end), rebuild.what, rebuilt=again)
             )
+        # Here the replay holds the gradient of its output, so this backward cannot free it or add
+        # to it in place.
         if gradient or (ends_replay and one.name == layer.absorbs):
             work = one.replayed or work
         # The workspace frees what no earlier operation keeps. Here other tensors may be freed.
@@ -258,9 +263,9 @@ def _rebuilds(
     """Yields what is rebuilt before the backward of operation `number`. held: what exists then."""
     operations = layer.operations
     one = operations[number]
-    for region in _replayed(one, regions):
+    for region in _rebuilt_by("replay", one, regions):
         inside = [n for n, other in enumerate(operations) if region in other.regions]
-        if number == inside[-1]:
+        if number == inside[-1]:  # the first one of the region that backward reaches
             tail = {name for name, _ in layer.tail(region)} if skip_tail else set()
             again = [operations[n] for n in inside]
             gradient, output = _ends(model, region, sizes)
@@ -278,7 +283,7 @@ def _rebuilds(
                 made = {tensor.name: tensor.num_bytes, **_missing([other], held)}
                 what = f"replay of {other.name}"
                 yield _Rebuild(other.workspace.forward, made, place, what, discarded=tensor.name)
-    if DROPOUT in one.regions and DROPOUT in regions:
+    if _rebuilt_by("redraw", one, regions):
         for name, size in _missing([one], held).items():
             yield _Rebuild(drawn_mask(size, sizes), {name: size}, number, f"redraw of the {name}")
 
@@ -291,6 +296,7 @@ def _ends(model: ModelConfig, region: str, sizes: Sizes) -> tuple[int, int]:
     """
     if region == CORE_ATTENTION:
         output = attention_output(model, sizes).num_bytes
+        # A flash kernel saves its output, so that counts among the rebuilt tensors.
         return output, output if model.builds_scores(sizes.device) else 0
     hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     return hidden if model.hidden_dropout or is_widened(model, sizes) else 0, hidden
@@ -302,9 +308,10 @@ def _discards(operation: Operation, regions: Set[str]) -> set[str]:
     }
 
 
-def _replayed(operation: Operation, regions: Set[str]) -> list[str]:
+def _rebuilt_by(method: Method, operation: Operation, regions: Set[str]) -> list[str]:
+    """Returns the recomputed regions of the operation that backward rebuilds by this method."""
     return [
-        name for name in operation.regions if name in regions and REGIONS[name].method == "replay"
+        name for name in operation.regions if name in regions and REGIONS[name].method == method
     ]
 
 

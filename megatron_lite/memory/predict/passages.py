@@ -15,7 +15,7 @@ class Moment(NamedTuple):
     """The fullest moment of a passage.
 
     where: the operation that runs, such as "backward of linear_fc2".
-    kept: how many more bytes are kept for backward than at the passage's begin. It is negative in
+    kept: how many more bytes are kept for backward than at the passage's start. It is negative in
         a backward.
     rebuilt: the bytes that a replay has rebuilt.
     """
@@ -39,6 +39,7 @@ class Passage(NamedTuple):
     def then(self, other: Passage) -> Passage:
         """Returns this passage, followed by another one."""
         most, fullest = self.most, self.fullest
+        # An allocation may have no name. The next passage then names the moment.
         if self.end + other.most > most or not fullest.where:
             most = max(most, self.end + other.most)
             fullest = other.fullest._replace(kept=self.kept + other.fullest.kept)
@@ -48,6 +49,7 @@ class Passage(NamedTuple):
         """Returns this passage, `number` times in a row."""
         if number == 0:
             return Passage()
+        # If each pass leaves more bytes than it found, the last one is the fullest, else the first.
         before = number - 1 if self.end > 0 else 0
         return Passage(
             before * self.end + self.most,

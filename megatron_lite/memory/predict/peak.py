@@ -1,6 +1,6 @@
 """The peak: the most bytes that one rank holds for a micro-batch's backward at any moment.
 
-Held are the tensors that are kept and not yet used, and those that a replay has rebuilt.
+It holds the tensors that are kept and not yet used, and those that a replay has rebuilt.
 
     the forward ends      all that is kept: activation_bytes
     a unit was replayed   what the layers before it keep, and all that the unit's layers save. Later
@@ -140,7 +140,7 @@ def _held_at_first_read(layer: LayerDescription, terms: list[Term]) -> int:
 def _returned_early(plan: RecomputePlan, moved: list[int]) -> list[int]:
     """Returns, for each segment, the bytes of earlier segments that are back on the device already.
 
-    The time is the begin of the segment's backward. The first read of a segment also starts the
+    The time is the start of the segment's backward. The first read of a segment also starts the
     copies of the last segment before it that moved something. The replay of a split unit reads the
     shard of the split unit before it, because it starts the gather of that shard.
     moved: by layer, the bytes moved to host memory.
@@ -167,6 +167,7 @@ def _returned_early(plan: RecomputePlan, moved: list[int]) -> list[int]:
         for read in (number, before):
             if read is not None and sizes[read]:
                 returned |= {one for one in (read, earlier(read)) if one is not None}
+        # A segment that came back is freed after its own backward, so later ones do not count.
         early[number] = sum(sizes[one] for one in returned if one < number)
     return early
 
@@ -215,7 +216,7 @@ def _replays(
 ) -> Iterator[dict[str, int]]:
     """Yields {name: bytes} of the held tensors, at each operation whose backward rebuilds a tensor.
 
-    Held are all tensors that the operations up to this one keep, and the rebuilt tensors.
+    The rank holds all tensors that the operations up to this one keep, and the rebuilt tensors.
     """
     # Backward rebuilds a tensor at an operation in two cases. Either the operation saved a
     # discarded output, or it lies in a rebuilt region and saves a tensor.

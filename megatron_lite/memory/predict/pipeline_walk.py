@@ -80,6 +80,8 @@ def fullest(
             found = Fullest(
                 action, passage.fullest, num_bytes, kept + passage.fullest.kept, arrived, sent
             )
+        # A passage ends without the tensor that the action sends. The tensor is counted here as
+        # long as it may be on its way.
         held += passage.end
         kept += passage.kept
         under_way.append(hidden_bytes if sends(action) else 0)

@@ -92,6 +92,7 @@ def _chosen(
     choice, tail = Choice(ops), layer.tail() if skip_tail else frozenset()
     for operation in layer.operations:
         for position, call in enumerate(operation.calls):
+            # `choice` counts the calls (matmul/2), so it is asked once for each, in order.
             kept = choice.keeps(call.operator)
             if (operation.name, position) not in tail:
                 yield (operation, call), kept

@@ -54,6 +54,7 @@ def stage_passages(
     ids = ID_BYTES * sizes.tokens
     layers = describe_layers(model, sizes, plan.num_layers)
     segments = list(_runs(model, plan, layers, sizes, gathers))
+    # Both lists are in the order of the forward. The end of this function reverses `backward`.
     forward, backward = [], []
     if sizes.has_embedding:
         operations = embedding_operations(model, sizes)
@@ -124,6 +125,8 @@ def _runs(
         forward, backward = [one.forward] * 3, [one.backward] * 3
         if group.segment.split:
             whole = change(group.layers[0].input.num_bytes)
+            # A replay gathers the input of the split unit before it (`ahead`), so its own input is
+            # there already. Only the last split unit gathers its own.
             ahead = [number != split[0], True, True]
             own = [False, False, number == split[-1]]
             if group.number == 1:
@@ -270,7 +273,7 @@ def _given(operations: tuple[Operation, ...]) -> int:
 def _of_operations(operations: tuple[Operation, ...]) -> Passages:
     forward, backward = Passage(), Passage()
     for one in operations:
-        # The tensors of the micro-batch count where it comes in.
+        # The tensors of the micro-batch count where the micro-batch comes in (`stage_passages`).
         kept = sum(tensor.num_bytes for tensor in one.keeps if not tensor.given)
         name = f"the {one.name.replace('_', ' ')}"
         forward = forward.then(of_course(one.workspace.forward, f"forward of {name}", kept=kept))

@@ -7,8 +7,8 @@
 
 n is the number of data-parallel and context-parallel ranks. Weights have the dtype of the run,
 except that FSDP2 keeps its rows in float32. Masters exist only beside 16-bit weights. All else is
-float32. Every figure is exact: buckets and pieces are those that training allocates. Not counted
-are AdamW's step counters, 4 bytes for each parameter. Standard library only.
+float32. Every figure is exact: buckets and pieces are those that training allocates. AdamW's step
+counters, 4 bytes for each parameter, are not counted. Standard library only.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank:
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
         shards=shards,
     )
+    # ZeRO-1's weights are views of buckets (optim/zero1.py), so their padding counts too.
     in_buckets = sum(bucket.num_elements for bucket in buckets)
     rank = dp_cp_rank if zero1 else 0
     matrices = {one.name for one in held if one.is_matrix}

@@ -71,14 +71,14 @@ class StepPeak:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _StateSettings:
     """A run, of which only the settings that decide the states count in comparisons."""
 
     key: tuple[Hashable, ...]
     config: RunConfig = field(compare=False)
 
     @classmethod
-    def of(cls, config: RunConfig) -> _Layout:
+    def of(cls, config: RunConfig) -> _StateSettings:
         training = config.training
         return cls(
             (
@@ -114,7 +114,7 @@ def step_peak(
     onednn: whether oneDNN computes the large products, which the processor of the run decides.
     """
     stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
-    states = _states(_Layout.of(config), pp_rank, dp_cp_size, dp_cp_rank)
+    states = _states(_StateSettings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
     run = PlacedRun(
@@ -132,7 +132,7 @@ def step_peak(
     # parallelism the prediction was seen up to 1.1% too low.
     cp_size = config.parallel.context_parallel_size
     sure = BOUND if device == "cpu" and not sharded and cp_size == 1 else ESTIMATE
-    if update.num_bytes > held.num_bytes:
+    if update.num_bytes > held.num_bytes:  # a small batch: the update holds more than any backward
         held = Fullest(held.action, Moment(update.where), update.num_bytes, 0)
         sure = EXACT if update.is_exact else ESTIMATE
     rest = held.num_bytes - held.kept - held.rebuilt - held.arrived - held.sent
@@ -276,5 +276,5 @@ def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _states(layout: _Layout, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
+def _states(layout: _StateSettings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
     return rank_states(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)

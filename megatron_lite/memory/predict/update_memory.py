@@ -63,6 +63,7 @@ def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
         _of_matrix(
             config,
             sizes,
+            # Before the first matrix (-1) comes the last one of the layer before.
             before=2 * FLOAT32 * shapes[number - 1][1][0] * shapes[number - 1][1][1],
             shape=(shape[0], shape[1]),
             parts=_qkv_rows(config, shape[0]) if name == "linear_qkv" else (shape[0],),
@@ -77,7 +78,7 @@ def _qkv_rows(config: RunConfig, rows: int) -> tuple[int, ...]:
     if not config.optimizer.muon_split_qkv:
         return (rows,)
     model = config.model
-    both = rows // (model.num_attention_heads + 2 * model.query_groups)
+    both = rows // (model.num_attention_heads + 2 * model.query_groups)  # rows = (a + 2g) d/t
     key = both * model.query_groups
     return rows - 2 * key, key, key
 
