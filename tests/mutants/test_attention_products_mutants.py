@@ -10,6 +10,7 @@ from megatron_lite.model import causal_products, core_attention
 from megatron_lite.recompute import ops
 from megatron_lite.recompute.phase import is_recomputing
 from tests.model import test_causal_products
+from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
 Patch = pytest.MonkeyPatch
@@ -21,9 +22,12 @@ def later_keys_are_read(scores, memory, queries, keys, scale, rows):
 
 
 def the_sums_of_a_part_go_on_from_those_before(patch: Patch) -> None:
-    patch.setattr(attention_products, "TILE_ELEMENTS", 1)
-    real = torch.Tensor.zero_
-    patch.setattr(torch.Tensor, "zero_", lambda x: x if x.dtype == torch.float32 else real(x))
+    @replaces("zero_", torch.Tensor)
+    def left_as_they_are(zero_, x):
+        return x if x.dtype == torch.float32 else zero_(x)
+
+    replaces("TILE_ELEMENTS", attention_products)(lambda _: 1)(patch)
+    left_as_they_are(patch)
 
 
 @replaces("by_head", causal_products._HeadPart)
@@ -38,7 +42,7 @@ def rows_are_weighted_twice(weighted_rows, memory, tile, keys):
 
 @replaces("of_keys", causal_products._HeadPart)
 def every_part_reads_the_first_sample(of_keys, part, x):
-    return of_keys(part._replace(sample=0), x)
+    return of_keys(with_fields(part, sample=0), x)
 
 
 @replaces("way_of_causal_attention", core_attention)
@@ -46,8 +50,9 @@ def a_replay_takes_torchs_kernel(way, query, *, onednn):
     return way(query, onednn=onednn and not is_recomputing())
 
 
-def a_policy_does_not_know_the_operator(patch: Patch) -> None:
-    patch.setattr(ops, "STAND_INS", {})
+@replaces("STAND_INS", ops)
+def a_policy_does_not_know_the_operator(_):
+    return {}
 
 
 @replaces("backward_bytes", attention_products.PartShape)
