@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite import __version__
+from megatron_lite.config.help_format import for_stream
 from megatron_lite.parallel.signals import dies_without_reader
 
 
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None, started: str | None = None) -> int:
     if words[0] not in SUBCOMMANDS:
         near = difflib.get_close_matches(words[0], SUBCOMMANDS, n=1)
         meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SUBCOMMANDS)}"
-        print(f"{command}: error: no subcommand {words[0][:80]!r}: {meant}", file=sys.stderr)
+        text = f"{command}: error: no subcommand {words[0][:80]!r}: {meant}"
+        print(for_stream(text, sys.stderr), file=sys.stderr)
         return 2
     if argv is None:
         # Prints a stack if a library crashes, or if a data file is truncated meanwhile (SIGBUS).

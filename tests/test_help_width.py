@@ -15,6 +15,7 @@ import pytest
 
 from megatron_lite import __main__ as command
 from megatron_lite.cli.arguments.help import LISTS, TOPICS
+from megatron_lite.config.help_format import for_stream
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,6 +90,23 @@ def test_long_choices_stand_behind_the_help(monkeypatch: pytest.MonkeyPatch) -> 
     text = " ".join(" ".join(help_of(command.main, ["train", "--help", "recompute"])).split())
     assert "--recompute-modules NAME [NAME ...]" in text
     assert "one of core_attn, layernorm, mlp, activation, dropout, pointwise" in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_message_is_broken_between_words_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "tool: error: 2 faults:\n  - " + "one-word two " * 5 + "\n" + " " * 50 + "^\n"
+    assert for_stream(text, None) == for_stream(text, io.StringIO()) == text
+    lines = for_stream(text, Terminal()).split("\n")
+    assert lines[0] == "tool: error: 2 faults:" and lines[1].startswith("  - one-word two one-word")
+    assert lines[2].startswith("    ") and max(map(len, lines[:-2])) <= 40
+    assert lines[-2:] == [" " * 50 + "^", ""]
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_lite.config.help_format import HelpLayout
+from megatron_lite.config.help_format import HelpLayout, for_stream
 
 
 class Read(NamedTuple):
@@ -106,7 +107,7 @@ class Parser(argparse.ArgumentParser):
 
         argparse would print the usage first. With Megatron's many flags it would hide the message.
         """
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, for_stream(f"{self.prog}: error: {message}\n", sys.stderr))
 
 
 def _without(words: Sequence[str], spellings: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ import argparse
 import shutil
 import textwrap
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
 
 WIDEST, NARROWEST = 100, 80
 VALUES: Mapping[Any, str] = {int: "N", float: "X"}
@@ -33,6 +33,25 @@ def paragraph(text: str, *, indent: str = "") -> str:
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
+    )
+
+
+def for_stream(text: str, stream: TextIO | None) -> str:
+    """Returns a message whose long lines are broken between words if the stream is a terminal.
+
+    A file, and a program that reads the stream, gets every line whole. Lines that are indented,
+    such as a policy with a mark below its fault, stay whole too, unless they are items of a list.
+    """
+    if stream is None or not stream.isatty():
+        return text
+    columns = max(40, shutil.get_terminal_size((WIDEST, 24)).columns)
+    return "\n".join(
+        line
+        if line.startswith(" ") and not line.startswith("  - ")
+        else textwrap.fill(
+            line, columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
     )
 
 

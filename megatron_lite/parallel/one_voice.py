@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 from megatron_lite.config.checks import PeerError
+from megatron_lite.config.help_format import for_stream
 
 
 def await_turn(rank: int, fault: BaseException, *, seconds: float) -> None:
@@ -58,4 +59,5 @@ def print_fault(
     Rank 0 is named only if `always_named` is true.
     """
     name = f"[rank {rank}] " if rank or always_named else ""
-    print(f"{program}{': ' if program else ''}{name}error: {message}", file=sys.stderr, flush=True)
+    text = f"{program}{': ' if program else ''}{name}error: {message}"
+    print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.findall(
-    r"`(\w+/test_\w+\.py)(?:::(test_\w+))?`", (ROOT / "docs" / "reliability.md").read_text()
+    r"`(\w+/test_\w+\.py)`(?: `(test_\w+)`)?", (ROOT / "docs" / "reliability.md").read_text()
 )
 
 
