@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import Setting, one_rank, our_model
+from benchmarks.engines import Setting, Shape, one_rank, our_model
 from benchmarks.harness import (
     Progress,
     benchmark_parser,
@@ -155,9 +155,13 @@ def first_step(name: str, setting: Setting) -> float:
 
 def figures(report: Mapping[str, Any]) -> str:
     """Returns the tables of the page."""
+    shape = Shape(**report["shape"])
     lines = [
         f"{report['device']}, {report['threads']} thread, torch {report['torch']}, processor time, "
-        f"medians of {report['rounds']} rounds, {report['shape']}.",
+        f"medians of {report['rounds']} rounds.",
+        f"{shape.num_layers} layers of hidden size {shape.hidden_size} with "
+        f"{shape.num_attention_heads} heads, {shape.batch_size} x {shape.seq_length} tokens, "
+        f"{shape.vocab_size:,} ids.",
         "",
         "A step without the optimizer. The columns of policies have its time over the time of "
         "`none` in the same mode.",
