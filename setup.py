@@ -39,7 +39,9 @@ setup(
         "megatron_lite.pages": ["*.css", "*.js"],
     },
     install_requires=[
-        "torch>=2.6",
+        # The oldest version that the tests have run with. torch 2.6 lacks functions that
+        # recomputation calls.
+        "torch>=2.13",
         "numpy",
         "safetensors",
         "tokenizers",

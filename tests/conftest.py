@@ -12,6 +12,10 @@ import signal
 # rank would wait for them for ever.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
+# From 3.14 on argparse colours its help where FORCE_COLOR is set, as some CI systems do. The tests
+# measure the width of a help.
+os.environ["PYTHON_COLORS"] = "0"
+
 import pytest
 import torch
 

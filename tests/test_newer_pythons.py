@@ -4,6 +4,7 @@ differs between versions. Only the versions at hand can run it; this reads the s
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,16 +68,19 @@ def found(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Try):
             # a SyntaxWarning from 3.14 on (PEP 765)
             for last in node.finalbody:
-                yield from ("return in finally" for _ in _leaving(last))
+                yield from (f"{name} in finally" for name in _leaving(last))
 
 
-def _leaving(node: ast.AST) -> Iterator[ast.AST]:
+def _leaving(node: ast.AST, *, in_loop: bool = False) -> Iterator[str]:
+    """The statements that leave a block: those of a loop in it end only that loop."""
     if isinstance(node, (ast.FunctionDef, ast.Lambda)):
         return
-    if isinstance(node, ast.Return):
-        yield node
+    if isinstance(node, ast.Return) or (
+        isinstance(node, (ast.Break, ast.Continue)) and not in_loop
+    ):
+        yield type(node).__name__.lower()
     for child in ast.iter_child_nodes(node):
-        yield from _leaving(child)
+        yield from _leaving(child, in_loop=in_loop or isinstance(node, (ast.For, ast.While)))
 
 
 @pytest.mark.parametrize("part", range(8))
@@ -103,7 +107,21 @@ def test_nothing_is_used_that_newer_pythons_lack(part: int) -> None:
         "ProcessPoolExecutor(2)",
         "get_context()",
         "def f():\n    try: pass\n    finally:\n        if 1: return",
+        "for _ in ():\n    try: pass\n    finally:\n        break",
+        "while True:\n    try: pass\n    finally:\n        if 1: continue",
     ],
 )
 def test_each_kind_is_found(text: str) -> None:
     assert len(list(found(ast.parse(text)))) == 1
+
+
+def test_a_loop_within_finally_may_end() -> None:
+    text = "try: pass\nfinally:\n    for _ in (): break"
+    assert list(found(ast.parse(text))) == []
+
+
+def test_the_oldest_torch_that_may_be_installed_is_the_one_that_the_tests_run_with() -> None:
+    """torch 2.6 was promised, and lacked a function that recomputation calls."""
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "setup.py").read_text())
+    (pinned,) = re.findall(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert f"{oldest}." in f"{pinned}."

@@ -8,6 +8,7 @@ with a time limit, and abandons the thread after that limit.
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -89,6 +90,8 @@ def join_store(
                 timeout=timedelta(seconds=seconds),
                 is_master=is_master,
                 wait_for_workers=False,
+                # torch asks users of a build without libuv to set the variable.
+                use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
             ),
         )
     except (OutOfTime, RuntimeError) as error:

@@ -156,6 +156,18 @@ def test_a_name_that_leads_nowhere_is_named_within_seconds(
     )
 
 
+@pytest.mark.parametrize(("value", "used"), [(None, True), ("1", True), ("0", False)])
+def test_use_libuv_chooses_the_server_of_the_store(
+    value: str | None, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Debian builds torch without libuv. There torch's message is to set the variable to 0."""
+    monkeypatch.delenv("USE_LIBUV", raising=False)
+    if value is not None:
+        monkeypatch.setenv("USE_LIBUV", value)
+    store = join_store(launch(free_port(), rank=0), timedelta(seconds=HANG_S))
+    assert store.libuvBackend is used
+
+
 def test_a_name_that_the_name_server_learns_a_little_later_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
