@@ -40,7 +40,7 @@ MODEL = (
 KINDS = {
     "data parallelism": "",
     "tensor parallelism": "--tensor-model-parallel-size 2",
-    "tensor and sequence parallelism": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "tensor, sequence parallelism": "--tensor-model-parallel-size 2 --sequence-parallel",
     "context parallelism": "--context-parallel-size 2",
     "pipeline parallelism": "--pipeline-model-parallel-size 2",
 }
@@ -63,16 +63,16 @@ def main() -> None:
         shapes = everywhere("\n".join(lines))
         if dist.get_rank() == 0:
             print(f"{kind}: {flags or 'no flag'}")
-            row("rank 0", "rank 1")
+            row(*(f"{f'rank {rank}':15s}{'output':13s}weight" for rank in range(2)))
             for left, right in zip_longest(*(text.splitlines() for text in shapes), fillvalue=""):
                 row(left, right)
-            print(f"    loss {loss:.4f}\n")
+            print(f"  loss {loss:.4f}\n")
     dist.destroy_process_group()
 
 
 def row(left: str, right: str) -> None:
     """Prints a line of both ranks."""
-    print(f"    {left:46s}{right}".rstrip())
+    print(f"  {left:39s}{right}".rstrip())
 
 
 def everywhere(text: str) -> list[str]:
@@ -111,8 +111,8 @@ def watch(model: nn.Module, seen: list[str]) -> None:
     def note(name: str, weight: Tensor | None, output: object) -> None:
         tensor = output[0] if isinstance(output, tuple) else output
         if isinstance(tensor, Tensor) and not any(line.startswith(f"{name} ") for line in seen):
-            shape = f"weight {list(weight.shape)}" if weight is not None else ""
-            seen.append(f"{name:15s}{list(tensor.shape)!s:14s}{shape}".rstrip())
+            shape = f"{list(weight.shape)}" if weight is not None else ""
+            seen.append(f"{name:15s}{list(tensor.shape)!s:13s}{shape}".rstrip())
 
     for path, module in model.named_modules():
         short = path.rpartition(".")[2]

@@ -110,7 +110,7 @@ def plans_tables(one: Mapping[str, Any]) -> Html:
                 str(sizes["chunk"] or "none"),
                 *_peak_and_seconds(plan),
                 f"{100 * plan['mfu']:.1f} %",
-                shortened(plan["recompute_policy"], 200),
+                shortened(plan["recompute_policy"], 120),
             ]
         )
     if not rows:

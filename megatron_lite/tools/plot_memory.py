@@ -146,7 +146,10 @@ def draw(timelines: Sequence[Timeline]) -> Any:
 
     columns = min(len(timelines), PANELS_IN_A_ROW)
     rows = -(-len(timelines) // columns)
-    figure = Figure(figsize=(1.2 + 2.9 * columns, 1.1 + 3.1 * rows), layout="constrained")
+    # A page shows three panels about 840 pixels wide, so a font of 8 points has 9 pixels there.
+    legend_columns = min(columns + 1, 4)
+    size = (max(6.4, 1.2 + 2.9 * columns), 0.5 + 2.4 / legend_columns + 3.1 * rows)
+    figure = Figure(figsize=size, layout="constrained")
     # A row of panels is three rows of axes: the bytes, the phase, the layer.
     axes = figure.subplots(
         3 * rows,
@@ -172,12 +175,15 @@ def draw(timelines: Sequence[Timeline]) -> Any:
         for place, category in enumerate(CATEGORIES)
         if any(_has(timeline.events, place) for timeline in timelines)
     ]
-    handles += [Patch(color=PHASE_COLORS[phase], label=f"phase: {phase}") for phase in PHASES]
+    ran = [
+        phase
+        for phase in PHASES
+        if any(event.phase == phase for timeline in timelines for event in timeline.events)
+    ]
+    handles += [Patch(color=PHASE_COLORS[phase], label=f"phase: {phase}") for phase in ran]
     if any(timeline.predicted for timeline in timelines):
         handles.append(Line2D([], [], color="black", lw=1.2, marker="o", ms=3, label=LINE_LABEL))
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=4 if columns > 1 else 2, frameon=False
-    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=legend_columns, frameon=False)
     figure.suptitle("Live memory of one forward and backward", fontsize=12, fontweight="bold")
     return figure
 

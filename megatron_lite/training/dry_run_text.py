@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from megatron_lite.config.help_format import paragraph
 from megatron_lite.config.plural import plural
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import ByteUnit, size
@@ -53,17 +54,17 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
     if device != "cpu":
         lines += [
             f"The run would use {device}. This torch cannot run kernels of {device} on tensors "
-            "without values, so",
-            "the operators are those of a CPU. The kernels of the run may keep or allocate other "
-            "tensors.",
+            "without values, so the operators are those of a CPU. The kernels of the run may keep "
+            "or allocate other tensors."
         ]
         if config.model.builds_scores("cpu") and not config.model.builds_scores(device):
             dropout = config.model.attention_dropout
             lines += [
-                f"WARNING: with --attention-dropout {dropout} a CPU builds and keeps the scores of",
+                f"WARNING: with --attention-dropout {dropout} a CPU builds and keeps the scores of "
                 f"attention, and {device} does not: these figures are too high. Add "
-                "--attention-dropout 0 here.",
+                "--attention-dropout 0 here."
             ]
+    lines = [paragraph(line) for line in lines]
     for first in range(0, len(ranks), RANKS_ABREAST):
         lines += ["", *_table(ranks[first : first + RANKS_ABREAST])]
     lines += ["", "The moment of the peak:"]
@@ -124,4 +125,5 @@ def _moment(rank: DryRank) -> Iterator[str]:
         if run < all_of_them
         else ""
     )
-    yield f"    {run} micro-batch(es){more}, in {rank.seconds:.0f} s"
+    batches = plural(run, "micro-batch", "micro-batches")
+    yield f"    {batches}{more}, in {rank.seconds:.0f} s"

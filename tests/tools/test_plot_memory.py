@@ -6,12 +6,14 @@ import builtins
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
 
-from megatron_lite.memory.measure.timeline import Event, Timeline, write_timeline
+from megatron_lite.memory.measure.timeline import Event, Predicted, Timeline, write_timeline
 from megatron_lite.tools import plot_memory
 
 ERROR = "python -m megatron_lite.tools.plot_memory: error: "
@@ -85,6 +87,20 @@ def test_panels_share_the_scale_of_bytes_and_of_operators() -> None:
     first, second = figure.axes[0], figure.axes[1]
     assert first.get_ylim() == second.get_ylim() == (0, 65.0)
     assert first.get_xlim() == second.get_xlim() == pytest.approx((0, 160))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_no_text_sticks_out_of_the_picture(count: int) -> None:
+    one = timeline("a", 50 * MIB)
+    one = replace(one, predicted=(Predicted("forward", 0, 1, MIB),))
+    with matplotlib.rc_context(plot_memory.STYLE):
+        figure = plot_memory.draw([one] * count)
+        figure.draw_without_rendering()
+    (legend,) = figure.legends
+    for text in (figure._suptitle, *legend.get_texts()):
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
 
 
 def test_the_stacks_reach_the_peak_and_the_areas_are_the_categories() -> None:
