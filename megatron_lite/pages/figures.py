@@ -51,7 +51,14 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def short(value: float, digits: int = 4) -> str:
-    """Returns a value for the tick of an axis: from a million on with M, G or T."""
+    """Returns a value for the tick of an axis: from a million on with M, G or T.
+
+    Values beyond these, and those below 1e-4, have a power of ten, such as "1e-5".
+    """
+    if value and math.isfinite(value) and not 1e-4 <= abs(value) < 1e15:
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+        return f"{mantissa}e{int(power)}"
     for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= size:
             return f"{number(value / size, digits)}{suffix}"

@@ -17,7 +17,7 @@ import pytest
 
 from megatron_lite.config.run_settings import changed_settings
 from megatron_lite.pages.event_file import Scalar, SessionStart, read_events
-from megatron_lite.pages.figures import AxisRange, number
+from megatron_lite.pages.figures import AxisRange, number, short
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
 from megatron_lite.pages.run_charts import charts_of, running_mean
 from megatron_lite.pages.run_files import find_run
@@ -417,6 +417,13 @@ def test_an_axis_has_a_few_round_ticks_within_it(low: float, high: float) -> Non
         assert 2 <= len(labels) <= 7 and len({text for _, text in labels}) == len(labels)
         assert all(low - 1e-9 <= tick <= high + 1e-9 for tick, _ in labels)
         assert [scale.place(low), scale.place(high)] == [0.0, 1.0]
+
+
+def test_the_ticks_of_very_large_and_very_small_values_are_short() -> None:
+    for low, high in ((1.0, 1e30), (1e-30, 1e-3), (0.0, 1e20), (0.0, 3e-6)):
+        texts = [text for _, text in AxisRange.around([low, high]).labels()]
+        assert len(texts) >= 2 and max(map(len, texts)) <= 7, texts
+    assert [short(value) for value in (1e18, -2.5e-5, 0.0, 1e6)] == ["1e18", "-2.5e-5", "0", "1M"]
 
 
 def test_the_report_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
