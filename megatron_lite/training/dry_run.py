@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,6 +118,8 @@ def dry_run(
     Raises InputError for a setting that a run without values cannot follow.
     """
     check_can_run_dry(config)
+    # The run may be on another processor, so nothing here follows from this one.
+    config = replace(config, training=replace(config.training, onednn_matmuls=False))
     began, fake = time.perf_counter(), SimulatedTensors()
     # The samples are made outside of the mode. The meter does not count them, nor does it count
     # those that a real run reads from its data.
