@@ -39,13 +39,15 @@ def split_workspace(model: ModelConfig, heads: Heads, *, grouped: bool, rotary: 
 
 
 def norms_workspace(
-    model: ModelConfig, sizes: Sizes, heads: Heads, *, grouped: bool, apart: bool
+    model: ModelConfig, sizes: Sizes, heads: Heads, *, grouped: bool, apart: bool, in_layout: bool
 ) -> Workspace:
     """Returns the workspace of the norms of query and key.
 
     The gradients have another layout than the heads, with these exceptions: the key's gradient of
     unfused attention if it is summed over a group, and both gradients of flash attention if there
-    is one sample.
+    is one sample or if they are computed by products.
+
+    in_layout: whether attention is computed by products.
     """
     d = model.head_dim
     queries, keys = (size // sizes.element_bytes // d for size in heads)
@@ -72,8 +74,9 @@ def norms_workspace(
             ),
         )
     unfused, samples = model.builds_scores(sizes.device), sizes.micro_batch_size
-    copies_query = unfused or samples > 1
-    copies_key = not grouped if unfused else samples > 1
+    flash_copies = samples > 1 and not in_layout
+    copies_query = unfused or flash_copies
+    copies_key = not grouped if unfused else flash_copies
     return Workspace(
         course(norm_forward(model, sizes, queries, d), norm_forward(model, sizes, keys, d)),
         course(

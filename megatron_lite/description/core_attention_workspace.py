@@ -27,7 +27,7 @@ def flash_workspace(
     if sizes.cp_size > 1:
         return _exchanging(model, sizes, results, freed)
     masked = windowed or sizes.resets_attention
-    if not masked and by_products(model, sizes):
+    if by_products(model, sizes, windowed=windowed):
         return _by_products(model, sizes, log_sum_exp, freed)
     if not masked and len(blocks := attention_blocks(model, sizes)) > 1:
         return _in_blocks(model, sizes, blocks, log_sum_exp, freed)
@@ -74,10 +74,12 @@ def attention_blocks(model: ModelConfig, sizes: Sizes) -> list[slice]:
     return query_blocks(sizes.seq_length, sizes.element_bytes, sizes.device)
 
 
-def by_products(model: ModelConfig, sizes: Sizes) -> bool:
-    """Returns whether causal flash attention without a mask is computed by products."""
+def by_products(model: ModelConfig, sizes: Sizes, *, windowed: bool) -> bool:
+    """Returns whether a layer's attention is computed by products."""
     return (
         sizes.onednn
+        and not (windowed or sizes.resets_attention or sizes.cp_size > 1)
+        and not model.builds_scores(sizes.device)
         and model.attention_dropout == 0.0
         and attends_by_products(sizes.seq_length, sizes.element_bytes, sizes.device)
     )
@@ -98,7 +100,7 @@ def _by_products(model: ModelConfig, sizes: Sizes, log_sum_exp: int, freed: int)
     )
     return Workspace(
         course(+query, +log_sum_exp, +forward, -forward),
-        course(+query, +2 * kv, +backward, -backward - query - log_sum_exp - freed),
+        course(+query, +2 * kv, +backward, -backward - 2 * query - log_sum_exp - freed),
     )
 
 

@@ -27,6 +27,7 @@ from megatron_lite.description.attention_workspace import (
 )
 from megatron_lite.description.core_attention_workspace import (
     attention_blocks,
+    by_products,
     flash_workspace,
     unfused_workspace,
 )
@@ -74,11 +75,19 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
         "self_attention",
         workspace=split_workspace(model, heads, grouped=grouped, rotary=rotary),
     )
+    windowed = model.layer_reach(layer, sizes.seq_length) is not None
     whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv, not normed)
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
         yield query_key_norms(model, sizes, raw)._replace(
-            workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart)
+            workspace=norms_workspace(
+                model,
+                sizes,
+                heads,
+                grouped=grouped,
+                apart=apart,
+                in_layout=by_products(model, sizes, windowed=windowed),
+            )
         )
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
@@ -103,7 +112,6 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
             KeptTensor(f"{prefix}key", heads.kv, True),
             value,
         )
-    windowed = model.layer_reach(layer, sizes.seq_length) is not None
     starts = (document_starts(sizes),) if sizes.resets_attention else ()
     # The norms keep linear_qkv's output too, and their backward frees it.
     held = {whole.name} if normed else set()

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from megatron_lite.config.large_products import LEAST_MULTIPLICATIONS
-from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.core_attention_workspace import by_products
 from megatron_lite.description.model_ends import head_operations
@@ -111,11 +110,14 @@ _ATTENTION = (
 
 def _attends_by_products(config: RunConfig) -> bool:
     sizes = replace(Sizes.of(config, device="cpu"), onednn=True)
-    if sizes.cp_size > 1 or sizes.resets_attention or config.model.builds_scores("cpu"):
-        return False
-    layers = range(config.model.num_layers)
-    windows = [reach(config.model.layer_window(one), sizes.seq_length) for one in layers]
-    return None in windows and by_products(config.model, sizes)
+    return any(
+        by_products(
+            config.model,
+            sizes,
+            windowed=config.model.layer_reach(layer, sizes.seq_length) is not None,
+        )
+        for layer in range(config.model.num_layers)
+    )
 
 
 def _largest_product(config: RunConfig) -> int:

@@ -74,6 +74,7 @@ def measured(config: ModelConfig, parallel: Any, sizes: Sizes, *, dtype: torch.d
         dtype=dtype,
         loss_chunk_size=sizes.loss_chunk_size,
         vocab_size=sizes.padded_vocab_size,
+        onednn=sizes.onednn,
     )
     batch = batch_of(sizes)
     sample = batch.tokens, batch.labels, batch.documents
@@ -208,4 +209,22 @@ def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_te
             )
             if differ := differences(config, parallel, sizes, dtype):
                 found[variant, dtype, chunk] = differ
+    assert not found
+
+
+def test_attention_by_products_holds_what_the_workspace_tells() -> None:
+    found = {}
+    with tp_state(1) as parallel:
+        for variant, length in product(VARIANTS, (128, 260)):
+            config = variant_config(variant, attention_backend="flash")
+            config = replace(config, max_position_embeddings=length)
+            sizes = Sizes(
+                micro_batch_size=2,
+                seq_length=length,
+                padded_vocab_size=64,
+                element_bytes=2,
+                onednn=True,
+            )
+            if differ := differences(config, parallel, sizes, torch.bfloat16):
+                found[variant, length] = differ
     assert not found

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.description import attention_products
+from megatron_lite.description import attention_products, core_attention_workspace
+from megatron_lite.description.operations import course
 from megatron_lite.model import causal_products, core_attention
 from megatron_lite.recompute import ops
 from megatron_lite.recompute.phase import is_recomputing
+from tests.description import test_workspace
 from tests.model import test_causal_products
 from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
@@ -60,6 +62,13 @@ def the_memory_of_the_second_tile_is_not_counted(backward_bytes, shape, element_
     return backward_bytes(shape, element_bytes) - 4 * shape.tile
 
 
+@replaces("_by_products", core_attention_workspace)
+def a_backward_leaves_the_output_behind(workspace, model, sizes, log_sum_exp, freed):
+    whole = workspace(model, sizes, log_sum_exp, freed)
+    output = core_attention_workspace.Heads.of(model, sizes).query
+    return whole._replace(backward=course(whole.backward, +output))
+
+
 FORMULA = test_causal_products.test_it_is_as_near_to_the_formula_as_torchs_kernel
 MUTANTS = [
     *(
@@ -85,6 +94,10 @@ MUTANTS = [
         the_memory_of_the_second_tile_is_not_counted,
         test_causal_products.test_it_takes_exactly_the_predicted_memory,
         dict(groups=2, seq_length=128),
+    ),
+    Mutant(
+        a_backward_leaves_the_output_behind,
+        test_workspace.test_attention_by_products_holds_what_the_workspace_tells,
     ),
 ]
 

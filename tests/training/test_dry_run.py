@@ -195,6 +195,17 @@ def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
     assert peaks[1].moment == peaks[0].moment
 
 
+def test_the_processor_of_this_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--bf16 --attention-dropout 0 --seq-length 256 --max-position-embeddings 256"
+    config = config_of(f"{flags} --recompute-policy *:full")  # its peak is in attention's backward
+    peaks = []
+    for gains in (False, True):
+        monkeypatch.setattr(processor, "GAINS", {"bf16": lambda _, gains=gains: gains})
+        assert processor.uses_onednn(config, "cpu") is gains
+        peaks.append(dry_run(config, 0, world_size=1, num_microbatches=1).measured.peak)
+    assert peaks[0] == peaks[1]
+
+
 def test_a_run_whose_last_batch_is_smaller_needs_the_memory_of_its_largest() -> None:
     """One micro-batch is in flight in the last steps, and two in the first."""
     shrinking, largest = (
