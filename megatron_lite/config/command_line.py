@@ -55,8 +55,10 @@ def flag_words(field: str, value: Any) -> list[str]:
     return [flag_of(field), *_words(field, value)]
 
 
-def shell_lines(words: Sequence[str], program: str = "pretrain_gpt.py") -> str:
+def shell_lines(words: Sequence[str], program: str = "-m") -> str:
     """Returns a command as lines of a shell, with one flag of the program a line.
+
+    program: the word with which the program begins, such as -m of `-m megatron_lite train`.
 
     The words before the program are the launcher's, and keep their shell variables, such as
     $NODE_RANK. They stand on one line if it has at most 78 columns.

@@ -23,6 +23,8 @@ from megatron_lite.recompute.schedule import plan_model
 
 GIB = 2**30
 WIDTH = 100
+PROGRAM = ("-m", "megatron_lite", "train")
+STATES = ("weights", "main weights", "gradients", "optimizer states")
 LEGEND = (
     "t p c d: tensor-, pipeline-, context- and data-parallel ranks; v: virtual stages; b: "
     "micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds"
@@ -57,14 +59,14 @@ def extra_flops(config: RunConfig, device: str) -> float:
 
 
 def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
-    """Returns the words of the command that runs a configuration."""
+    """Returns the words of the command that runs a configuration, in any directory."""
     per_node = math.gcd(num_ranks, hardware.ranks_per_node)
     nodes = num_ranks // per_node
     words = ["torchrun", "--nproc-per-node", str(per_node)]
     if nodes > 1:
         words += ["--nnodes", str(nodes), "--node-rank", "$NODE_RANK"]
         words += ["--master-addr", "$MASTER_ADDR"]
-    return [*words, "pretrain_gpt.py", *flags_of(config)]
+    return [*words, *PROGRAM, *flags_of(config)]
 
 
 def lines(one: FitVerdict, hardware: Hardware, width: int = WIDTH) -> Iterator[str]:
@@ -107,6 +109,14 @@ def _infeasible(one: FitVerdict, plan: Plan, hardware: Hardware, width: int) -> 
     yield from _rows([plan], one.budget.memory_bytes, hardware, width, numbered=False)
     yield ""
     yield from _held(plan.peak, width)
+    states = sum(term.num_bytes for term in plan.peak.terms if term.name in STATES)
+    if states > one.budget.plan_bytes:
+        yield ""
+        yield from _wrapped(
+            f"Weights, gradients and optimizer states alone take {gib(states)} GiB, so no "
+            "recompute policy, micro-batch or sequence length makes this layout fit.",
+            width,
+        )
 
 
 def _into_reserve(one: FitVerdict, plan: Plan) -> str:

@@ -20,9 +20,9 @@ MAX_LINE_BYTES = 8 << 20
 
 
 PLAIN_TEXT_ADVICE = (
-    '. Each line must be an object such as {"text": "..."}. A file of plain text becomes one '
-    'document by: python -c \'import json; print(json.dumps({"text": '
-    'open("FILE.txt").read()}))\' > FILE.jsonl'
+    '. Each line must be an object such as {"text": "..."}. The paragraphs of a plain text become '
+    'documents by: python -c \'import json, sys; [print(json.dumps({"text": one})) for one in '
+    'sys.stdin.read().split("\\n\\n") if one.strip()]\' < FILE.txt > FILE.jsonl'
 )
 
 

@@ -44,18 +44,18 @@ WINDOWS = dict(
 
 
 def test_the_lines_of_a_command_are_read_back_by_a_shell() -> None:
-    words = ["torchrun", "--node-rank", "$RANK", "pretrain_gpt.py", "--lr", "1", "--x", "a b; *:c"]
+    words = ["torchrun", "--node-rank", "$RANK", "-m", "a", "train", "--lr", "1", "--x", "b c; *:d"]
     text = shell_lines(words)
     assert text.splitlines() == [
         "torchrun --node-rank $RANK \\",
-        "  pretrain_gpt.py \\",
+        "  -m a train \\",
         "  --lr 1 \\",
-        "  --x 'a b; *:c'",
+        "  --x 'b c; *:d'",
     ]
     assert shlex.split(text.replace("\\\n", "")) == words
     assert shell_lines(["python", "run.py", "--lr", "1"]) == "python run.py \\\n  --lr 1"
     assert shell_lines([]) == ""
-    long = ["torchrun", "--node-rank", "$RANK", "--master-addr", 50 * "a", "pretrain_gpt.py"]
+    long = ["torchrun", "--node-rank", "$RANK", "--master-addr", 50 * "a", "-m", "megatron_lite"]
     assert shell_lines(long).splitlines()[:2] == ["torchrun \\", "  --node-rank $RANK \\"]
     assert shlex.split(shell_lines(long).replace("\\\n", "")) == long
 

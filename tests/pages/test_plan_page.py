@@ -34,7 +34,7 @@ def plan(**values: Any) -> dict[str, Any]:
         num_virtual_stages_per_pipeline_rank=None,
     )
     return {
-        "command": ["torchrun", "pretrain_gpt.py", "--recompute-policy", "0-3:full; *:none"],
+        "command": ["torchrun", "-m", "train", "--recompute-policy", "0-3:full; *:none"],
         "config": {
             "model": dict(num_layers=12),
             "parallel": parallel,

@@ -74,8 +74,9 @@ def test_the_printed_command_is_parsed_to_the_plan(capsys: pytest.CaptureFixture
     arguments = [*LLAMA, *fixed, *BATCH]
     best = as_json(arguments, capsys)["verdicts"][0]["plans"][0]
     config = RunConfig.from_json(json.dumps(best["config"]))
-    place = best["command"].index("pretrain_gpt.py")
-    assert parse_args(best["command"][place + 1 :]).config == config
+    place = best["command"].index("-m")  # runs in any directory, unlike the path of a script
+    assert best["command"][place:][:3] == ["-m", "megatron_lite", "train"]
+    assert parse_args(best["command"][place + 3 :]).config == config
     text = printed(arguments, capsys)
     command = text[text.index("torchrun") :].partition("\n(")[0]
     assert shlex.split(command.replace("\\\n", " ")) == best["command"]
@@ -105,6 +106,15 @@ def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak(
     text = printed([*LLAMA, "--gpus", "1", *BATCH], capsys, status=2)
     assert "does not fit" in text and "The smallest peak that was found is" in text
     assert "optimizer states" in text and "To run" not in text
+    states = 8_030_261_248 * 18 / 2**30  # bytes of a parameter: bf16, and four of float32
+    assert f"states alone take {states:.2f} GiB" in text.replace("\n", " ")
+
+
+def test_states_that_fit_are_not_said_to_be_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--gpus", "1", "--micro-batch-size", "8", "--recompute-policy", "*:none"]
+    sizes = ["--memory-budget", "4GiB", "--reserve", "0"]
+    text = printed([*SMALL, *one, *sizes], capsys, status=2)
+    assert "does not fit" in text and "states alone take" not in text
 
 
 @pytest.mark.long
