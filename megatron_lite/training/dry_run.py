@@ -118,8 +118,6 @@ def dry_run(
     Raises InputError for a setting that a run without values cannot follow.
     """
     check_can_run_dry(config)
-    # The run may be on another processor, so nothing here follows from this one.
-    config = replace(config, training=replace(config.training, onednn_matmuls=False))
     began, fake = time.perf_counter(), SimulatedTensors()
     # The samples are made outside of the mode. The meter does not count them, nor does it count
     # those that a real run reads from its data.

@@ -143,23 +143,6 @@ def test_each_rank_has_the_memory_of_a_real_one(
         assert set(peak.by_category) == {*HELD, *PHASES, HOST}
 
 
-@pytest.mark.parametrize("precision", ["", "--bf16"])
-def test_the_processor_of_this_machine_changes_nothing(
-    precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may lack the products of the run's processor, and a plan counts none of their memory."""
-    config = config_of(
-        f"--num-layers 2 --seq-length 256 --max-position-embeddings 256 --attention-dropout 0 "
-        f"--hidden-dropout 0 {precision}"
-    )
-    found = []
-    for gains in (lambda cpuinfo: False, lambda cpuinfo: True):
-        monkeypatch.setattr(processor, "GAINS", dict.fromkeys(("fp32", "bf16"), gains))
-        found.append(dry_run(config, 0, world_size=1))
-    assert found[0].measured == found[1].measured
-    assert found[0].peak_difference == found[1].peak_difference
-
-
 def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
     config = config_of("--bf16 --num-layers 2 --recompute-policy *:none@host")
     (whole, apart) = (
