@@ -201,7 +201,11 @@ class _Reader:
             if first >= step:
                 self._fail(f"the first layer of every-{step} must be below {step}")
             return Layers(first, None, step)
-        first = self._number("a layer: a number, a range such as 0-3, every-N or *")
+        wanted = "a layer: a number, a range such as 0-3, every-N or *"
+        action = re.compile(r"\w+").match(self.text, self.position)
+        if action is not None and action.group() in ("none", "full", *MODULES, ALIAS):
+            wanted += f" (all layers: *:{action.group()})"
+        first = self._number(wanted)
         start = self.position
         last = self._number("the last layer of the range") if self._taken("-") else first
         if last < first:

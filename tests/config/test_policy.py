@@ -150,6 +150,9 @@ def test_a_rule_of_a_stage_leaves_the_others_alone() -> None:
     ("text", "character", "message"),
     [
         ("", 1, "expected a layer"),
+        ("full", 1, "every-N or * (all layers: *:full)"),
+        ("0:full; mlp+layernorm", 9, "(all layers: *:mlp)"),
+        ("auto", 1, "every-N or *, at"),
         ("0-3", 4, "expected ':'"),
         ("0-3:", 5, "expected an action"),
         ("0-3:ful", 5, "expected an action: none, full, core_attn"),
