@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -33,19 +34,36 @@ from megatron_lite.description.attention_products import PartShape, query_rows
 LN_2 = math.log(2.0)
 
 
-@contextlib.contextmanager
-def _bf16_operands() -> Iterator[None]:
-    """Lets oneDNN round float32 operands of products to bf16, which changes no copy of bf16."""
-    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = products.fp32_precision
-    products.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
+class _Bf16Operands(contextlib.ContextDecorator):
+    """Lets oneDNN round float32 operands of products to bf16, which changes no copy of bf16.
+
+    The setting is one for all threads of a process. The last thread that leaves restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside, self._before = 0, ""
+
+    def __enter__(self) -> None:
+        products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        with self._lock:
+            if not self._inside:
+                self._before = products.fp32_precision
+                products.fp32_precision = "bf16"
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                products.fp32_precision = self._before
 
 
-@_bf16_operands()
+_BF16_OPERANDS = _Bf16Operands()
+
+
+@_BF16_OPERANDS
 def attend_by_products(
     query: Tensor, key: Tensor, value: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -72,7 +90,7 @@ def attend_by_products(
     return output, lse
 
 
-@_bf16_operands()
+@_BF16_OPERANDS
 def attend_by_products_backward(
     grad_output: Tensor,
     query: Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.schedule import plan_stage
+from tests.support.limits import HANG_S
 from tests.support.models import build_tiny_model, loss_and_grads, tiny_config, tp_state
 
 # The last block is shorter than the others. The scale is no power of two.
@@ -114,6 +116,33 @@ def test_float32_products_elsewhere_keep_their_precision() -> None:
     with pytest.raises(RuntimeError):
         attend_by_products(leaves[0], leaves[1][:3], leaves[2], SCALE)
     assert torch.equal(x @ x, before)
+
+
+def test_the_last_of_two_threads_restores_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins while the first is inside, and ends after it."""
+    products = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before, real = products.fp32_precision, causal_products._parts
+    turns = {name: threading.Event() for name in ("first is inside", "second is", "first has left")}
+
+    def parts(query: Tensor, key: Tensor) -> Iterator[causal_products._HeadPart]:
+        is_first = threading.current_thread() is not threading.main_thread()
+        turns["first is inside" if is_first else "second is"].set()
+        assert turns["second is" if is_first else "first has left"].wait(HANG_S)
+        assert products.fp32_precision == "bf16"
+        return real(query, key)
+
+    def attend() -> None:
+        attend_by_products(*leaves, SCALE)
+        turns["first has left"].set()
+
+    leaves = [x.detach() for x in heads(A)]
+    monkeypatch.setattr(causal_products, "_parts", parts)
+    first = threading.Thread(target=attend)
+    first.start()
+    assert turns["first is inside"].wait(HANG_S)
+    attend_by_products(*leaves, SCALE)
+    first.join()
+    assert products.fp32_precision == before
 
 
 @pytest.mark.usefixtures("parts")
