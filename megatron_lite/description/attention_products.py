@@ -77,6 +77,6 @@ class PartShape(NamedTuple):
 
     def backward_bytes(self, element_bytes: int) -> int:
         """Returns the bytes that a backward takes besides its results."""
-        wide = self.tile + 4 * self.keys + 2 * self.rows
+        wide = self.tile + 4 * self.keys + self.rows
         more = WIDE_BYTES * wide + element_bytes * (self.keys + self.rows)
         return self.forward_bytes(element_bytes) + more

@@ -9,7 +9,8 @@ each block of queries has one product with all of its keys (FlashAttention-2, 23
     P  = exp(S - lse)                   float32, rounded to bf16 for the next product
     O  = P V                            bf16 operands, as all that follow
     dV = sum of P^T dO                  the sum over the blocks is float32
-    dS = scale P * (dO V^T - D)         float32, with D = rowsum(dO * O)
+    dS = scale P * (dO V^T - D)         float32, with D = rowsum(P * dO V^T): that is rowsum(dO * O)
+                                        of an O that is not rounded
     dQ = dS K,  dK = sum of dS^T Q
 
 Query and output are [s, b, a/t, d], key and value [s, b, g/t, d]. A part is one sample's heads of
@@ -100,15 +101,16 @@ def attend_by_products_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of query, key and value, contiguous, in their shapes."""
+    """Returns the gradients of query, key and value, contiguous, in their shapes.
+
+    The output is not read.
+    """
     grad_query, grad_key, grad_value = (
         torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
     memory = _BackwardBlockMemory(query, key)
     for part in _parts(query, key):
-        queries, outputs, grads, grad_queries = (
-            part.by_group(x) for x in (query, output, grad_output, grad_query)
-        )
+        queries, grads, grad_queries = (part.by_group(x) for x in (query, grad_output, grad_query))
         log_sums = part.rows_of(lse)
         keys = memory.wide_keys.copy(part.of_keys(key))
         narrow_keys = memory.narrow_keys.copy(part.of_keys(key))
@@ -119,8 +121,6 @@ def attend_by_products_backward(
         for rows in query_rows(query.shape[0]):
             read = slice(0, rows.stop)
             own = memory.grad_rows.copy(grads[:, :, rows]).flatten(1, 2)
-            products = memory.output_rows.copy(outputs[:, :, rows]).flatten(1, 2).mul_(own)
-            delta = torch.sum(products, -1, out=memory.row_values.of(own.shape[:2]))  # D
             scores = memory.scores(queries[:, :, rows], keys, scale, rows)
             log_rows = memory.other_values.copy(log_sums[:, :, rows]).flatten(1).div_(LN_2)
             weights = scores.sub_(log_rows.unsqueeze(-1)).exp2_()
@@ -129,7 +129,11 @@ def attend_by_products_backward(
             grad_scores = torch.bmm(
                 own, values[:, read].transpose(1, 2), out=memory.second.of(scores.shape)
             )
-            grad_scores.sub_(delta.unsqueeze(-1)).mul_(weights).mul_(scale)
+            grad_scores.mul_(weights)
+            # D. The weights of large scores do not sum to 1: scores and lse are rounded.
+            sums = torch.sum(weights, -1, out=memory.other_values.of(own.shape[:2]))
+            delta = torch.sum(grad_scores, -1, out=memory.row_values.of(own.shape[:2])).div_(sums)
+            grad_scores.addcmul_(weights, delta.unsqueeze(-1), value=-1.0).mul_(scale)
             tile = memory.narrow_tile.copy(grad_scores)
             grad_queries[:, :, rows] = part.by_head(
                 memory.weighted_rows(tile, narrow_keys[:, read])
@@ -257,7 +261,7 @@ class _BackwardBlockMemory(_BlockMemory):
             self.wide(self.shape.keys) for _ in range(4)
         )
         self._narrow_product = self.narrow(self.shape.keys)
-        self.grad_rows, self.output_rows = (self.wide(self.shape.rows) for _ in range(2))
+        self.grad_rows = self.wide(self.shape.rows)
         self._factor_rows = self.narrow(self.shape.rows)
 
     def add_(self, total: Tensor, tile: Tensor, rows: Tensor) -> None:

@@ -233,8 +233,7 @@ def test_a_file_truncated_during_the_run_kills_with_a_stack_that_names_the_reade
     prefix = _write(tmp_path / "data")
     program = f"""if True:
         import os, runpy
-        from tests.support.forks import status_of_fork
-from tests.support.happenings import builds_second, happens
+        from tests.support.happenings import happens
         happens("step", lambda: os.truncate({str(_file(prefix, "bin"))!r}, 0), iteration=3)
         runpy.run_path("pretrain_gpt.py", run_name="__main__")
     """

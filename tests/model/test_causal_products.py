@@ -69,9 +69,13 @@ def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("groups", [A, 2, 1])
-def test_it_is_as_near_to_the_formula_as_torchs_kernel(groups: int, joined: bool) -> None:
-    leaves = heads(groups, joined=joined)
+@pytest.mark.parametrize(("groups", "size"), [(A, 1), (2, 1), (1, 1), (2, 30), (A, 100)])
+def test_it_is_as_near_to_the_formula_as_torchs_kernel(
+    groups: int, size: int, joined: bool
+) -> None:
+    """size: of queries and keys. Large ones make weights of almost 0 and 1."""
+    query, key, value = (x.detach() for x in heads(groups, joined=joined))
+    leaves = [x.requires_grad_() for x in (size * query, size * key, value)]
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
     output = causal_attention(*leaves, scale=SCALE, way=BY_PRODUCTS)
     exact, _ = formula(*exact_leaves)
@@ -88,8 +92,8 @@ def test_it_is_as_near_to_the_formula_as_torchs_kernel(groups: int, joined: bool
         ["output", "dq", "dk", "dv"], own, theirs, formulas, strict=True
     ):
         assert one.dtype == torch.bfloat16
-        # Rounding the output alone to bf16 costs 2e-3.
-        assert error(one, right) < max(1.3 * error(other, right), 3e-3), name
+        # Rounding to bf16 alone costs 2e-3.
+        assert error(one, right) < max(1.5 * error(other, right), 3e-3), name
 
 
 def test_the_log_sum_exp_is_the_formulas() -> None:
@@ -100,7 +104,7 @@ def test_the_log_sum_exp_is_the_formulas() -> None:
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
-    query, key, value = (x.detach() * 40 for x in heads(A))
+    query, key, value = (x.detach() * 1000 for x in heads(A))
     output, lse = attend_by_products(query, key, value, SCALE)
     exact, exact_lse = formula(query, key, value)
     grads = attend_by_products_backward(output, query, key, value, output, lse, SCALE)

@@ -72,7 +72,7 @@ def a_backward_leaves_the_output_behind(workspace, model, sizes, log_sum_exp, fr
 FORMULA = test_causal_products.test_it_is_as_near_to_the_formula_as_torchs_kernel
 MUTANTS = [
     *(
-        Mutant(fault, FORMULA, dict(groups=2, joined=True))
+        Mutant(fault, FORMULA, dict(groups=2, size=1, joined=True))
         for fault in (
             later_keys_are_read,
             the_sums_of_a_part_go_on_from_those_before,
