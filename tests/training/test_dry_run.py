@@ -302,7 +302,10 @@ def test_what_a_dry_run_cannot_follow_is_refused(flags: str, message: str) -> No
         dry_run(config_of(flags), 0, world_size=1)
 
 
-def test_the_report_has_every_figure_and_the_moment(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_every_figure_and_the_moment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     flags = "--bf16 --recompute-policy *:full@host --dry-run-memory --dry-run-device cuda"
     arguments = parse_args([*SMALL_MODEL, *FLAGS, *flags.split()])
     assert arguments.dry_run is not None
