@@ -87,8 +87,15 @@ def test_no_block_is_hidden_from_the_marks() -> None:
 RULES = (
     *("80GiB", "4GiB", "256 MiB", "64 MiB", "4 KiB", "1 GiB and 3%", "0.05%", "more than 10%"),
     *("0.2 ms for the start", "every 30 seconds", "after 15\nseconds"),
-    *("errors was 19.2%", "it was about 11.7%", "took 7 minutes", "14 minutes of", "53 minutes of"),
-    *("expect 35 minutes", "8 MiB for each group", "8 slots of 1 MiB", "0.1 ms", "0.3% of a step"),
+    *(
+        "errors was 19.2%",
+        "it was about 11.7%",
+        "than 5 minutes",
+        "9 minutes of",
+        "took 19 minutes",
+        "34 minutes of",
+    ),
+    *("8 MiB for each group", "8 slots of 1 MiB", "0.1 ms", "0.3% of a step"),
     *("for 16 KiB to 64 MiB", "12 MiB"),
 )
 
