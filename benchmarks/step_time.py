@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -33,13 +34,12 @@ from benchmarks.harness import (
     write_report,
 )
 from megatron_lite.memory.predict.flops import step_flops
-from megatron_lite.parallel.products import linear
 
 
 def model_gemms(setting: Setting) -> Callable[[], None]:
     """Returns a function that runs each linear layer's forward matmul once, on its own data.
 
-    The library computes them that computes ours: on some processors oneDNN instead of torch's BLAS.
+    torch's own library computes them, also where ours go to oneDNN (parallel/products.py).
     """
     shape, dtype = setting.shape, DTYPES[setting.dtype]
     h, tokens = shape.hidden_size, shape.batch_size * shape.seq_length
@@ -56,7 +56,7 @@ def model_gemms(setting: Setting) -> Callable[[], None]:
 
     def run() -> None:
         for size in sizes:
-            linear(*operands[size], None, onednn=setting.onednn)
+            F.linear(*operands[size])
 
     return run
 
