@@ -105,7 +105,10 @@ def figure_of(
         fontsize=9,
     )
     figure.draw_without_rendering()  # gives every panel its place
+    # The solver's last bits differ from call to call, and names in the file are hashes of places.
+    figure.set_layout_engine("none")
     for axis in axes.flat:
+        axis.set_position([round(value, 4) for value in axis.get_position().bounds])
         _spread_labels(axis, axis.texts)
     return figure
 
