@@ -11,7 +11,6 @@ table of one run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ from benchmarks.candidate_sides import (
 )
 from benchmarks.engines import PRESETS, Setting, our_step
 from benchmarks.harness import Clock, device_name
-from benchmarks.page_part import replace_part
+from benchmarks.page_part import publish
 
 BEGIN, END = "<!-- candidates -->\n", "<!-- /candidates -->"
 
@@ -225,21 +224,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     times = " and ".join(f"{ms:.0f} ms in {dtype}" for dtype, ms in step_ms.items())
     heading = f"{device_name(device)}, 1 thread, torch {torch.__version__}; a step takes {times}"
     print(heading, table(rows), sep="\n\n")
-    if args.json:
-        report = {
-            "device": device_name(device),
-            "torch": torch.__version__,
-            "step_ms": step_ms,
-            "rounds": args.repeats,
-            "rows": [row._asdict() for row in rows],
-        }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    if args.output:
-        try:
-            replace_part(Path(args.output), BEGIN, END, f"{heading}.\n\n{table(rows)}")
-        except ValueError as error:
-            parser.error(str(error))
+    report = {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "step_ms": step_ms,
+        "rounds": args.repeats,
+        "rows": [row._asdict() for row in rows],
+    }
+    publish(args, parser, report, (BEGIN, END), f"{heading}.\n\n{table(rows)}")
     return 0
 
 

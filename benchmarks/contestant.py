@@ -1,4 +1,4 @@
-"""What takes part in benchmarks/side_by_side.py: a way to train a model, whoever built it."""
+"""A contestant of benchmarks/side_by_side.py is a way to train a model, whoever built it."""
 
 from __future__ import annotations
 

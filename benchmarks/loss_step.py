@@ -13,7 +13,6 @@ is "medium" in float32. docs/performance.md has the table of one run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ if str(ROOT) not in sys.path:
 from arguments import parse_args
 from benchmarks.engines import PRESETS, SEED
 from benchmarks.harness import Clock, device_name, spread
-from benchmarks.page_part import replace_part
+from benchmarks.page_part import publish
 from benchmarks.step_peaks import measure
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
@@ -236,21 +235,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{library}, chunks of {args.chunk_size} tokens, medians of {args.repeats} rounds"
     )
     print(heading, table(found), sep="\n\n")
-    if args.json:
-        report = {
-            "device": device_name(torch.device("cpu")),
-            "torch": torch.__version__,
-            "rounds": args.repeats,
-            "chunk_size": args.chunk_size,
-            "rows": [row._asdict() for row in found],
-        }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    if args.output:
-        try:
-            replace_part(Path(args.output), BEGIN, END, f"{heading}.\n\n{table(found)}")
-        except ValueError as error:
-            parser.error(str(error))
+    report = {
+        "device": device_name(torch.device("cpu")),
+        "torch": torch.__version__,
+        "rounds": args.repeats,
+        "chunk_size": args.chunk_size,
+        "rows": [row._asdict() for row in found],
+    }
+    publish(args, parser, report, (BEGIN, END), f"{heading}.\n\n{table(found)}")
     return 0
 
 

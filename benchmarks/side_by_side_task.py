@@ -1,4 +1,4 @@
-"""What one block of benchmarks/side_by_side.py is, and who of its contestants failed."""
+"""The blocks of benchmarks/side_by_side.py, and the notes that tell which contestant failed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one start of a block does.
+    """The work of one start of a block.
 
     names: the contestants to measure beside ours; None: all. without: contestants and libraries
     that failed before. minutes: the time limit; None: no limit. The rounds end early at the limit,

@@ -17,18 +17,10 @@ from benchmarks.side_by_side import is_meant, joined, main, parse, run_block
 from benchmarks.side_by_side_engines import GLOO, OURS
 from benchmarks.side_by_side_report import table
 from benchmarks.side_by_side_task import Block, Notes, Task
+from tests.benchmarks import test_side_by_side
 from tests.support.forks import leave, status_of_fork
 
-BLOCK = Block(
-    family="gpt",
-    shape="tiny",
-    dtype="float32",
-    threads=1,
-    tp_size=1,
-    sequence_parallel=False,
-    rounds=2,
-    compiled=False,
-)
+BLOCK = replace(test_side_by_side.BLOCK, rounds=2)
 PLAIN, STOCK = "plain torch, none", "megatron-core stock, none"
 NAMES = (OURS, "ours, full", PLAIN)
 

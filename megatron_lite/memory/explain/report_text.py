@@ -267,7 +267,8 @@ def _policies(report: Report, lines: Lines) -> Iterator[str]:
         rank = f"{policy.rank:>{rank_}}" if report.ranks else ""
         yield (
             f"{mark} {name:{name_ + 1}}{unit.number(policy.kept_bytes):>{each}}"
-            f"{unit.number(policy.whole_bytes):>{whole}}{percent(policy.added_flops):>{share}}{rank}"
+            f"{unit.number(policy.whole_bytes):>{whole}}"
+            f"{percent(policy.added_flops):>{share}}{rank}"
         )
     tail = "" if report.own.plan.skip_tail else ", without the tail skip"
     holder = " on rank: the pipeline rank that would hold most; the bytes are its own."
