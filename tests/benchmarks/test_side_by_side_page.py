@@ -164,3 +164,9 @@ def test_no_label_of_the_picture_covers_another_label_or_a_point() -> None:
 
 def test_a_result_that_does_not_exist_is_empty() -> None:
     assert read("no such result") == {}
+
+
+@pytest.mark.parametrize("kind", PANELS)
+def test_a_picture_has_the_same_bytes_each_time(kind: str) -> None:
+    """Else tests.docs.generate --check would call it stale now and then."""
+    assert len({picture(kind) for _ in range(6)}) == 1
