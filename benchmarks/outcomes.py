@@ -103,7 +103,7 @@ SHORT = {
     r"modified by an inplace operation|modified in-place since": "a tensor was written in place",
     r"is being (modified inplace|used in an in-place)": "an argument must not be written in place",
     r"does not require grad and does not have a grad_fn": "the loss has no gradient",
-    r"checkpoint is incompatible with": "not with torch.autograd.grad",
+    r"checkpoint is incompatible with": "only with backward(), not autograd.grad()",
     r"has been marked as ready twice|mark a variable ready only once": "DDP gets a gradient twice",
     r"'tuple' object has no attribute": "the output came back as a plain tuple",
     r"during backward but not found|invocation index": "the replay runs another operator",

@@ -2,8 +2,9 @@
 
 A setting is an environment variable, or the core of each rank, so it needs processes of its own.
 Those of all settings live at the same time and take turns in rounds; the others wait and use no
-processor time. The settings of glibc's heap are those of `man mallopt`. On another C library their
-rows only show the noise. docs/performance.md has the table of one run.
+processor time. The settings of glibc's heap are those of `man mallopt`, and the variable for huge
+pages is torch's own. On another C library the rows of the heap only show the noise.
+docs/performance.md has the table of one run.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ SETTINGS = (
     ProcessSetting(
         "`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: asks for huge pages",
         {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
+    ),
+    ProcessSetting(
+        "`THP_MEM_ALLOC_ENABLE=1`: torch asks for huge pages, for tensors from 2 MiB on",
+        {"THP_MEM_ALLOC_ENABLE": "1"},
     ),
     ProcessSetting("each rank pinned to a core", {}, pinned=True),
 )

@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import Setting, Shape, one_rank, our_model
+from benchmarks.engines import Setting, one_rank, our_model
 from benchmarks.harness import (
     Progress,
     benchmark_parser,
@@ -35,14 +35,13 @@ from benchmarks.harness import (
     write_report,
 )
 from benchmarks.kernel_cost import cpu_ms, kernels
-from benchmarks.page_part import replace_part
+from benchmarks.recompute_cost_page import figures
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.schedule import plan_stage
 
 POLICIES = {"none": "*:none", "pointwise": "*:pointwise", "full": "*:full"}
-BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 START = "start"
 
 
@@ -153,64 +152,11 @@ def first_step(name: str, setting: Setting) -> float:
     return sum(after[:4]) - sum(before[:4])
 
 
-def figures(report: Mapping[str, Any]) -> str:
-    """Returns the tables of the page."""
-    shape = Shape(**report["shape"])
-    lines = [
-        f"{report['device']}, {report['threads']} thread, torch {report['torch']}, processor time, "
-        f"medians of {report['rounds']} rounds.",
-        f"{shape.num_layers} layers of hidden size {shape.hidden_size} with "
-        f"{shape.num_attention_heads} heads, {shape.batch_size} x {shape.seq_length} tokens, "
-        f"{shape.vocab_size:,} ids.",
-        "",
-        "A step without the optimizer. The columns of policies have its time over the time of "
-        "`none` in the same mode.",
-        "",
-        "| dtype | dropout | none, ms | pointwise | full | compiled none over eager none "
-        "| pointwise, compiled | full, compiled |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in report["steps"]:
-        ratio = {name: f"{values[0]:.3f}" for name, values in row["ratios"].items()}
-        lines.append(
-            f"| {row['dtype']} | {row['dropout']} | {row['ms']['eager none']:.0f} | "
-            f"{ratio['eager pointwise']} | {ratio['eager full']} | "
-            f"{ratio['compiled over eager']} | "
-            f"{ratio['compiled pointwise']} | {ratio['compiled full']} |"
-        )
-    lines += [
-        "",
-        "One call of a kernel, in ms.",
-        "",
-        "| dtype | kernel | torch's operators | compiled |",
-        "|---|---|---|---|",
-        *(
-            f"| {row['dtype']} | {row['kernel']} | {row['eager_ms']:.2f} | "
-            f"{row['compiled_ms']:.2f} |"
-            for row in report["kernels"]
-        ),
-        "",
-        "The Python of one region, forward and backward, in us of processor time: "
-        + ", ".join(f"{name} {us:.0f}" for name, us in report["regions"].items())
-        + ".",
-        "",
-    ]
-    if "starts" in report:  # a run that was cut short lacks them
-        lines += [
-            "The first step of a process, in seconds of processor time, the compiler's included: "
-            + ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["starts"].items())
-            + ".",
-            "",
-        ]
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0."""
     argv = list(sys.argv[1:] if argv is None else argv)
     start = argv[1] if argv[:1] == [START] else None
     parser = benchmark_parser("recompute_cost.py", (__doc__ or "").partition("\n")[0], repeats=9)
-    parser.add_argument("--output", type=Path, metavar="PAGE", help="write the tables into PAGE")
     parser.set_defaults(threads=1, clock="cpu", device="cpu")
     args = parse_benchmark(parser, argv if start is None else argv[2:])
     settings = [
@@ -237,20 +183,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     write_report(report, args.json)
     progress("kernels are done")
-    report["starts"] = starts(_without_output(argv))
+    report["starts"] = starts(_without_json(argv))
     write_report(report, args.json)
-    text = figures(report)
-    print(text)
-    if args.output is not None:
-        replace_part(args.output, BEGIN, END, text)
+    print(figures(report))
     return 0
 
 
-def _without_output(argv: Sequence[str]) -> list[str]:
+def _without_json(argv: Sequence[str]) -> list[str]:
     words = iter(argv)
     kept = []
     for word in words:
-        if word in ("--output", "--json"):
+        if word == "--json":
             next(words)
         else:
             kept.append(word)

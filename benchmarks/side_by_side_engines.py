@@ -21,13 +21,14 @@ from benchmarks.contestant import Contestant, peer
 from benchmarks.engines import Setting, our_model, our_optimizer, transformers_gpt2
 from benchmarks.megatron_engines import engine_names, megatron_engines
 from benchmarks.recompute_engines import Place, policies
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.shared_memory import CHANNELS
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
 
@@ -137,7 +138,7 @@ def build_contestants(
         note(library)
         try:
             built = _built(library, family, setting, place, weights, own)
-        except (ImportError, torch.OutOfMemoryError) as reason:
+        except (ImportError, InputError, torch.OutOfMemoryError) as reason:
             skipped[library] = str(reason).splitlines()[0]
             continue
         found += [one for one in built if one.name in own]
@@ -203,11 +204,14 @@ def _through_gloo(place: Place, act: Callable[[], Tensor]) -> Tensor:
 
 
 def _ours_otherwise(name: str, setting: Setting, place: Place) -> list[Contestant]:
-    """Returns a model of ours whose layers are compiled, or one with --no-onednn-matmuls."""
-    model = our_model(
-        setting, place.parallel, sequence_parallel=place.sequence_parallel, onednn=False
-    )
+    """Returns a model of ours with --torch-compile, or one with --no-onednn-matmuls."""
     if name == COMPILED:
-        compile_layers_(model)
+        setting = replace(setting, kernels=CompiledKernels(setting.device))
+    model = our_model(
+        setting,
+        place.parallel,
+        sequence_parallel=place.sequence_parallel,
+        onednn=False if name == NO_ONEDNN else None,
+    )
     (one,) = _ours(model, setting, place, names=[OURS])
     return [replace(one, name=name, is_compiled=name == COMPILED)]

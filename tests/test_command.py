@@ -118,11 +118,12 @@ def test_a_fault_begins_with_the_command_as_typed(
 
 def test_train_and_explain_are_pretrain_gpt(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL_RUN, *MOCK]
+    module = partial(command.main, started="/x/megatron_lite/__main__.py")
     printed = []
     for main, line in (
-        (command.main, ["train", *words, "--dump-config"]),
+        (module, ["train", *words, "--dump-config"]),
         (pretrain.main, [*words, "--dump-config"]),
-        (command.main, ["explain", *words]),
+        (module, ["explain", *words]),
         (pretrain.main, [*words, "--explain-recompute"]),
     ):
         assert main(line) == 0
@@ -132,7 +133,7 @@ def test_train_and_explain_are_pretrain_gpt(capsys: pytest.CaptureFixture[str]) 
 
 def test_help_the_planner_and_explanations_import_no_torch() -> None:
     lines = [
-        *([name, "--help"] for name in ("train", "plan", "explain")),
+        *([name, "--help"] for name in command.SUBCOMMANDS),
         ["train", "--help", "all"],
         ["train", *SMALL_RUN, *MOCK, "--dump-config"],
         ["explain", *SMALL_RUN, *MOCK],
@@ -151,6 +152,28 @@ def test_help_the_planner_and_explanations_import_no_torch() -> None:
             assert status == 0, (line, status)
     """
     run(sys.executable, "-c", program)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", *SMALL_RUN, *MOCK],
+        ["convert", *["--from", "hf", "--to", "hf", "--load", "nowhere", "--save", "x"]],
+        ["generate", *["--load", "nowhere", "--prompt", "1"]],
+    ],
+)
+def test_without_torch_a_subcommand_that_needs_it_says_how_to_install_it(words: list[str]) -> None:
+    program = f"""if True:
+        import sys
+        sys.modules["torch"] = None  # importing it fails
+        from megatron_lite.__main__ import main
+        sys.exit(main({words!r}))
+    """
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    (line,) = ended.stderr.splitlines()[-1:]
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert line.startswith(f"megatron-lite {words[0]}: error: it needs PyTorch")
+    assert line.endswith("-m pip install torch`")
 
 
 def test_the_advice_for_a_missing_package_names_a_checkout_or_the_file_of_a_wheel(

@@ -171,18 +171,31 @@ PLANNED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("program", "started"),
+    [
+        ("pretrain_gpt.py", "python -m megatron_lite plan --gpus"),
+        ("python -m megatron_lite explain", "python -m megatron_lite plan --gpus"),
+        ("megatron-lite explain", "megatron-lite plan --gpus"),
+    ],
+)
+def test_the_planners_command_is_one_that_the_user_has(program: str, started: str) -> None:
+    lines = explanation(parse_args(EXPLAIN).config, (), program=program)
+    assert lines[-1].startswith(started)
+
+
 @pytest.mark.parametrize("words", PLANNED, ids=" ".join)
 def test_the_last_lines_are_a_command_that_the_planner_accepts(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parsed = parse_args([*EXPLAIN, *words])
     lines = "\n".join(explanation(parsed.config, ())).splitlines()
-    place = next(number for number, line in enumerate(lines) if "megatron_lite.tools.plan" in line)
+    place = next(number for number, line in enumerate(lines) if "megatron_lite plan" in line)
     assert all(len(line) <= 100 for line in lines)
     command = shlex.split("\n".join(lines[place:]).replace("\\\n", " "))
-    assert command[:3] == ["python", "-m", "megatron_lite.tools.plan"]
+    assert command[:4] == ["python", "-m", "megatron_lite", "plan"]
     found = tmp_path / "plan.json"
-    assert plan.main([*command[3:], "--json", str(found)]) == 0
+    assert plan.main([*command[4:], "--json", str(found)]) == 0
     assert capsys.readouterr().err == ""
     (verdict,) = json.loads(found.read_text())["verdicts"]
     own = json.loads(parsed.config.to_json())

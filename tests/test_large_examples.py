@@ -204,8 +204,8 @@ def test_a_script_recomputes_the_least_that_fits(name: str) -> None:
 
 
 @pytest.mark.long
-def test_the_readme_has_a_row_for_every_script() -> None:
-    expected = []
+def test_the_readme_has_a_row_of_both_tables_for_every_script() -> None:
+    layouts, memory = [], []
     for name in PUBLISHED:
         facts = facts_of(name)
         parallel, training = facts.config.parallel, facts.config.training
@@ -224,17 +224,17 @@ def test_the_readme_has_a_row_for_every_script() -> None:
         parameters = count(
             parameter_count(facts.config.model, facts.config.tokenizer.true_vocab_size)
         )
-        expected.append(
+        layouts.append(
             f"| `{name}.sh` | {parameters} | {facts.ranks} | {layout} | "
-            f"{training.micro_batch_size}, "
-            f"{training.global_batch_size} | {facts.bubble:.1%} | {' | '.join(peaks)} |"
+            f"{training.micro_batch_size}, {training.global_batch_size} | {facts.bubble:.1%} |"
         )
+        memory.append(f"| `{name}.sh` | {' | '.join(peaks)} |")
     written = [
         line
         for line in (LARGE / "README.md").read_text().splitlines()
         if re.match(r"\| `\w+\.sh`", line)
     ]
-    assert written == expected
+    assert written == layouts + memory
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -41,7 +41,10 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
         if name not in free and mine[name] != theirs[name]
     }
     if differing:
-        raise InputError(f"{where} holds another model:{_table(differing)}")
+        raise InputError(
+            f"{where} holds another model. Give the flags of its model, or another --load, or none "
+            f"to start from scratch:{_table(differing)}"
+        )
 
 
 def check_same_update_rule(ours: RunConfig, saved: RunConfig, *, where: str) -> None:

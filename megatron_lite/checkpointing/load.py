@@ -36,10 +36,14 @@ from megatron_lite.parallel.state import ParallelState
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The progress of the loaded run, and notices for its log."""
+    """The progress of the loaded run, and notices for its log.
+
+    computed_on: what computed the step (checkpointing/metadata.py); "" if that is not known.
+    """
 
     progress: Progress
     notices: tuple[str, ...] = ()
+    computed_on: str = ""
 
 
 def load_checkpoint(
@@ -97,7 +101,7 @@ def load_checkpoint(
         )
     elif not options.no_load_rng:
         notices += _load_rng(step, metadata, parallel)
-    return Loaded(progress=start.progress, notices=tuple(notices))
+    return Loaded(progress=start.progress, notices=tuple(notices), computed_on=metadata.computed_on)
 
 
 @torch.no_grad()

@@ -49,6 +49,8 @@ class Metadata:
     loss_scale, mean_loss: the states of the loss scale and of the spike detection; None without.
     data: the identity of the data (data/identity.py).
     schedule: the learning-rate schedule of the run; None in a checkpoint of an older version.
+    computed_on: the processor of rank 0 and its libraries, which decide the low bits of the results
+        (training/processor.py); "" in a converted checkpoint, or one of an older version.
     missing: what a converted step does not hold, of "optimizer" (the optimizer states) and "rng"
         (the random-number streams). A run that loads it starts these anew.
     """
@@ -64,6 +66,7 @@ class Metadata:
     mean_loss: MeanLossState | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
     schedule: LrSchedule | None = None
+    computed_on: str = ""
     missing: tuple[str, ...] = ()
 
     def to_json(self) -> str:
@@ -81,6 +84,7 @@ class Metadata:
                 "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss),
                 "data": self.data,
                 "schedule": None if self.schedule is None else asdict(self.schedule),
+                **({"computed_on": self.computed_on} if self.computed_on else {}),
                 **({"missing": list(self.missing)} if self.missing else {}),
             },
             indent=1,
@@ -134,6 +138,7 @@ class Metadata:
                 loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
                 mean_loss=MeanLossState.from_plain(values.get("mean_loss")),
                 schedule=LrSchedule.from_plain(values.get("schedule")),
+                computed_on=plain.as_line(values.get("computed_on", ""), "computed_on"),
                 missing=_missing(values.get("missing", [])),
             )
             parameters: dict[str, SavedLayout] = {}
@@ -152,7 +157,7 @@ class Metadata:
 
 _FIELDS = (
     *("format", "progress", *AXES, "num_updates"),
-    *("loss_scale", "mean_loss", "data", "schedule", "missing"),
+    *("loss_scale", "mean_loss", "data", "schedule", "computed_on", "missing"),
 )
 PARTS = ("optimizer", "rng")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_lite.checkpointing.manifest import MANIFEST
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.invocation import subcommand
 
 ITERATION = re.compile(r"iter_\d{7,9}|release")
 RANK_FOLDER = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
@@ -19,15 +20,18 @@ RANK_FOLDER = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 DIST_METADATA = ".metadata"
 
 
-def check_ours(root: Path) -> None:
-    """Raises InputError with the command that converts it if `root` is one of Megatron-LM."""
+def check_ours(root: Path, program: str) -> None:
+    """Raises InputError with the command that converts it if `root` is one of Megatron-LM.
+
+    program: the name of the program that the user started.
+    """
     found = megatron_format(root)
     if found is None:
         return
     load, save = shlex.quote(str(root)), shlex.quote(f"{str(root).rstrip('/')}-converted")
     raise InputError(
         f"--load {root}: is a checkpoint of Megatron-LM, which needs a conversion first. Run\n"
-        f"  python -m megatron_lite.tools.convert --from {found} --to megatron-lite "
+        f"  {shlex.join(subcommand(program, 'convert'))} --from {found} --to megatron-lite "
         f"--load {load} --save {save}\n"
         f"and then --load {save}"
     )

@@ -61,6 +61,7 @@ def take_snapshot(
     data: Mapping[str, Any],
     copy: bool,
     schedule: LrSchedule | None = None,
+    computed_on: str = "",
     tokenizer: Mapping[str, bytes] | None = None,
 ) -> Snapshot:
     """Returns the files that this rank writes for a step.
@@ -72,6 +73,7 @@ def take_snapshot(
     Otherwise tensors on a CPU are the model's own tensors, and the caller must write them before
     the next step.
     schedule: the learning-rate schedule of the run.
+    computed_on: the processor of rank 0 and its libraries; "" if a reader need not know.
     tokenizer: the contents of the tokenizer's files, which rank 0 writes; None: none.
     """
     metadata = Metadata(
@@ -84,6 +86,7 @@ def take_snapshot(
         parameters=layouts_of(model),
         data=data,
         schedule=schedule,
+        computed_on=computed_on,
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
         mean_loss=None if optimizer.spikes is None else optimizer.spikes.state(),
     )

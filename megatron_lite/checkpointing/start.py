@@ -30,6 +30,7 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.checkpointing.wrong_load import load_advice
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
 
@@ -78,9 +79,10 @@ class FoundStep(NamedTuple):
     notices: tuple[str, ...]
 
 
-def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
+def find_start(options: CheckpointConfig, parallel: ParallelState, program: str = SCRIPT) -> Start:
     """Returns the point that --load asks for. Every rank must call this.
 
+    program: the name of the program that the user started, for advice.
     Each rank reads a part of the files of every step that is tried, and compares their checksums.
     Raises InputError on every rank in three cases: the directory holds no step and
     --allow-fresh-start is not given; no step is good; the first step is damaged and
@@ -90,11 +92,12 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
         return Start()
     root = Path(options.load)
     listed = parallel.together(
-        "--load", lambda: json.dumps(candidates(root)).encode() if parallel.rank == 0 else b""
+        "--load",
+        lambda: json.dumps(candidates(root, program)).encode() if parallel.rank == 0 else b"",
     )
     there = Candidates(*json.loads(all_gather_bytes(listed, parallel.world_group)[0]))
     if not there.steps:
-        return Start(notices=(_nothing_there(options, there),))
+        return Start(notices=(_nothing_there(options, there, program),))
 
     def fault_of(step: Path) -> str | None:
         found = step_fault(step, rank=parallel.rank, size=parallel.world_size)
@@ -123,12 +126,12 @@ def find_start(options: CheckpointConfig, parallel: ParallelState) -> Start:
     )
 
 
-def candidates(root: Path) -> Candidates:
+def candidates(root: Path, program: str = SCRIPT) -> Candidates:
     """Returns the steps under `root`, in the order in which a run tries them.
 
     Raises InputError if the checkpoint there is one of Megatron-LM.
     """
-    check_ours(root)
+    check_ours(root, program)
     steps = saved_steps(root)
     if not steps and not (root / LATEST).exists():
         return Candidates(None, [], [], [], None)
@@ -291,7 +294,7 @@ def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
     return None
 
 
-def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
+def _nothing_there(options: CheckpointConfig, there: Candidates, program: str) -> str:
     if there.fault is not None:
         raise InputError(
             f"--load {options.load}: {there.fault}, and there is no checkpoint to use instead. "
@@ -300,8 +303,9 @@ def _nothing_there(options: CheckpointConfig, there: Candidates) -> str:
     if options.allow_fresh_start or options.continues:
         return f"--load {options.load}: no checkpoint there, starting from scratch"
     raise InputError(
-        f"--load {options.load}: no checkpoint there (no {LATEST}). Add --allow-fresh-start to "
-        f"begin without one, or correct the path: {load_advice(options.load or '')}"
+        f"--load {options.load}: no checkpoint there (no {LATEST}): "
+        f"{load_advice(options.load or '', program)}. To begin without a checkpoint add "
+        "--allow-fresh-start"
     )
 
 

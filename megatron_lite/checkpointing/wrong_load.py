@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from megatron_lite.checkpointing.step_files import LATEST, STEP_NAME
+from megatron_lite.config.invocation import subcommand
 
 NAMED = 3  # folders that a message lists
 
 
-def load_advice(load: str) -> str:
-    """Returns what to do about a folder without a checkpoint, as the end of a message."""
+def load_advice(load: str, program: str) -> str:
+    """Returns what to do about a folder without a checkpoint, as the end of a message.
+
+    program: the name of the program that the user started.
+    """
     root = Path(load)
     if not root.exists():
         return "no such folder: give the folder that --save of the run named"
@@ -24,8 +29,9 @@ def load_advice(load: str) -> str:
         more = ", ..." if len(inside) > NAMED else ""
         return f"did you mean --load {' or '.join(map(str, inside[:NAMED]))}{more}?"
     if (root / "config.json").is_file():
+        words = ("--from", "hf", "--to", "megatron-lite", "--load", load, "--save", "NEW_FOLDER")
         return (
-            "it looks like a model of Hugging Face, which this command converts: megatron-lite "
-            f"convert --from hf --to megatron-lite --load {root} --save NEW_FOLDER"
+            "it looks like a model of Hugging Face, which this command converts: "
+            f"{shlex.join([*subcommand(program, 'convert'), *words])}"
         )
     return "give the folder that --save of the run named"

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from megatron_lite.cli import pretrain
+from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.parallel.signals import dies_without_reader
 
@@ -32,8 +33,8 @@ FLAGS are the flags of the run. Only those of sizes and layout are needed:
 {names}.
 It assumes --bf16, --micro-batch-size 1 and a --seq-length, and says so.
 
-`megatron-lite train --help` has the topics of all flags, and `--help recompute`
-those of recomputation.
+`{train} --help` has the topics of all flags, and
+`--help recompute` those of recomputation.
 """
 
 
@@ -42,8 +43,9 @@ def main(argv: Sequence[str], program: str = "megatron-lite explain") -> int:
     position = next((at for at, word in enumerate(argv) if word in ("-h", "--help")), None)
     if not argv or position == len(argv) - 1:
         with dies_without_reader():
+            train = subcommand(program, "train")
             names = textwrap.fill(", ".join(PRESETS), WIDTH)
-            print(HELP.format(program=program, names=names), end="")
+            print(HELP.format(program=program, names=names, train=" ".join(train)), end="")
         return 0 if argv else 2
     assumed = assumed_words(argv)
     if assumed:

@@ -14,6 +14,7 @@ from megatron_lite.cli.planner_command import auto_settings, planner_lines
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.help_format import help_columns
+from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
@@ -26,9 +27,16 @@ from megatron_lite.plan.machine_choice import machine_for_policy
 
 
 def print_dry_run(
-    config: RunConfig, notices: Sequence[str], launch: Launch, *, explain_recompute: bool
+    config: RunConfig,
+    notices: Sequence[str],
+    launch: Launch,
+    program: str = SCRIPT,
+    *,
+    explain_recompute: bool,
 ) -> None:
     """Prints the explanation, on rank 0 only, or else the configuration as JSON on every rank.
+
+    program: the name of the program that the user started.
 
     The notices are a part of the explanation. Beside JSON they go to stderr, on rank 0 only.
     """
@@ -37,16 +45,20 @@ def print_dry_run(
             print(*notices, sep="\n", file=sys.stderr)
         print(config.to_json())
     elif launch.rank == 0:
-        print(*explanation(config, notices, launch.world_size), sep="\n")
+        print(*explanation(config, notices, launch.world_size, program), sep="\n")
 
 
-def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) -> list[str]:
+def explanation(
+    config: RunConfig, notices: Sequence[str], world_size: int = 1, program: str = SCRIPT
+) -> list[str]:
     """Returns the lines that `--explain-recompute` prints.
 
     The configuration needs only the fields that decide sizes, not those that training needs.
 
     world_size: the number of ranks that the launcher started. 1: the explanation is for one
         data-parallel rank, since no launcher started more.
+    program: the name of the program that the user started. The last lines have the command that
+        starts the planner beside it.
 
     Raises InputError for a fault in the tokenizer's files, and for a batch or a number of ranks
     that the run would refuse.
@@ -69,7 +81,7 @@ def explanation(config: RunConfig, notices: Sequence[str], world_size: int = 1) 
     return [
         *(notice for notice in notices if notice not in told_in_report),
         report_text(report, help_columns()),
-        *planner_lines(config, device, num_ranks, help_columns()),
+        *planner_lines(config, device, num_ranks, help_columns(), program),
     ]
 
 
@@ -105,7 +117,10 @@ def print_dry_run_memory(
         config.batch_schedule(config.parallel.data_parallel_size(world_size))
     except ValueError as error:
         raise InputError(str(error)) from error
-    device = settings.dry_run_device or likely_device(config.parallel.distributed_backend)
+    backend = config.parallel.distributed_backend
+    device = settings.dry_run_device or likely_device(backend)
+    if settings.dry_run_device is None and device == "cpu" and backend == "auto":
+        notices = [*notices, "no GPU is here: add --dry-run-device cuda if the run will have GPUs"]
     # Imported late: these modules import torch.
     from megatron_lite.training.dry_run import dry_run
     from megatron_lite.training.dry_run_text import dry_run_text

@@ -1,7 +1,8 @@
 """The error messages of the program.
 
 One rank prints one line on standard error, however many ranks meet the fault. The line begins with
-the name of the program as the user typed it, such as `megatron-lite train`; PROGRAM is the default.
+the name of the program as the user typed it, such as `megatron-lite train`;
+config/invocation.py has the names.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from megatron_lite.parallel.one_voice import await_turn, print_fault
 # The seconds that each other rank waits before it reports a fault. Rank 0 reports at once and ends,
 # and the launcher ends the waiting ranks. So only one message appears.
 SPEAKS_BEFORE_S = 2.0
-
-PROGRAM = "pretrain_gpt.py"
 
 
 def report_before_joining(error: InputError, rank: int, program: str) -> None:

@@ -6,13 +6,13 @@ It is one policy beside those of the report, and the command line that searches 
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import textwrap
 
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.command_line import flags_of
+from megatron_lite.config.command_line import filled_lines, flags_of
 from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.invocation import SCRIPT, subcommand
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -26,7 +26,6 @@ from megatron_lite.plan.layouts import KEPT_RECOMPUTE, SEARCHED
 from megatron_lite.plan.machine_choice import CPU_MACHINE, machine_for_policy
 
 WIDTH = 100
-COMMAND_WIDTH = 80  # columns of a command's line
 KEPT_SHARDING = ("grad_reduce_in_bf16",)
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
@@ -62,17 +61,20 @@ def _rounded_up(num_bytes: int) -> str:
     return f"{-(-num_bytes * 1000 // unit.num_bytes) / 1000:.3f}{unit.name}"
 
 
-def planner_command(config: RunConfig, device: str, num_ranks: int) -> list[str]:
+def planner_command(
+    config: RunConfig, device: str, num_ranks: int, program: str = SCRIPT
+) -> list[str]:
     """Returns the words of the command that plans a run: its own flags without layout and policy.
 
     The dimensions that the planner searches are left out, so it searches all of them. The
     vocabulary size must be known.
+    program: the name of the program that the user started.
     """
     training = config.training
     batch = training.global_batch_size
     if batch is None:
         batch = training.micro_batch_size * config.parallel.data_parallel_size(num_ranks)
-    words = ["python", "-m", "megatron_lite.tools.plan", "--gpus", str(num_ranks)]
+    words = [*subcommand(program, "plan"), "--gpus", str(num_ranks)]
     words += _machine_words(config, device)
     if training.memory_limit is not None:
         words += ["--memory-budget", training.memory_limit, "--reserve", "0"]
@@ -82,7 +84,9 @@ def planner_command(config: RunConfig, device: str, num_ranks: int) -> list[str]
     return words
 
 
-def planner_lines(config: RunConfig, device: str, num_ranks: int, width: int = WIDTH) -> list[str]:
+def planner_lines(
+    config: RunConfig, device: str, num_ranks: int, width: int = WIDTH, program: str = SCRIPT
+) -> list[str]:
     """Returns the last lines of the report: the planner's command, as lines of a shell."""
     stand_in = ""
     if device == "cuda" and config.logging.machine is None:
@@ -91,19 +95,8 @@ def planner_lines(config: RunConfig, device: str, num_ranks: int, width: int = W
         "The fastest layout, micro-batch and policy of this run that fit into memory are printed "
         f"by this command.{stand_in}"
     )
-    items: list[str] = []  # a flag with its values
-    for word in planner_command(config, device, num_ranks):
-        if word.startswith("--") or not items:
-            items.append(shlex.quote(word))
-        else:
-            items[-1] += f" {shlex.quote(word)}"
-    rows = items[:1]
-    for item in items[1:]:
-        if len(rows[-1]) + len(item) + len("  \\") > COMMAND_WIDTH:
-            rows.append(f"    {item}")
-        else:
-            rows[-1] += f" {item}"
-    return ["", *textwrap.wrap(intro, width), " \\\n".join(rows)]
+    words = planner_command(config, device, num_ranks, program)
+    return ["", *textwrap.wrap(intro, width), filled_lines(words)]
 
 
 def _left_out() -> set[str]:

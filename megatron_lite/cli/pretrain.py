@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 from megatron_lite.cli.arguments.parse import parse_args
 from megatron_lite.cli.explanation import print_dry_run, print_dry_run_memory
-from megatron_lite.cli.messages import PROGRAM
 from megatron_lite.cli.status import exit_status
+from megatron_lite.config.invocation import SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.one_voice import silent_unless
 
 
-def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
+def main(argv: Sequence[str] | None = None, program: str = SCRIPT) -> int:
     """Runs the command line and returns the exit status.
 
     program: the name of the program in its help and in its messages.
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     return exit_status(lambda launch: run(words, launch, program), program)
 
 
-def run(argv: Sequence[str], launch: Launch, program: str = PROGRAM) -> int:
+def run(argv: Sequence[str], launch: Launch, program: str = SCRIPT) -> int:
     """Prints the configuration or the explanation if a flag asks for it, or else trains."""
     # Every rank meets the same faults and exits with status 2. Only rank 0 prints them.
     with silent_unless(launch.rank == 0):
@@ -46,6 +46,7 @@ def run(argv: Sequence[str], launch: Launch, program: str = PROGRAM) -> int:
             arguments.config,
             arguments.notices,
             launch,
+            program,
             explain_recompute=arguments.explain_recompute,
         )
         return 0
@@ -53,7 +54,7 @@ def run(argv: Sequence[str], launch: Launch, program: str = PROGRAM) -> int:
     return train(arguments.config, arguments.notices, launch, program)
 
 
-def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: str = PROGRAM) -> int:
+def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: str = SCRIPT) -> int:
     """Trains and returns the exit status.
 
     Raises InputError for a fault that is found before the ranks join the process groups.
@@ -77,7 +78,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
         supervised(config, parallel, launch, program) as supervision,
         memory_limited(config, parallel.device),
     ):
-        printed = supervision.start(notices)
-        trainer = build_trainer(config, parallel, pulse=supervision.pulse, printed=printed)
+        invocation = Invocation(program, supervision.start(notices))
+        trainer = build_trainer(config, parallel, pulse=supervision.pulse, invocation=invocation)
         trainer.run(supervision.exits)
     return supervision.status

@@ -8,14 +8,15 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from megatron_lite.cli.messages import PROGRAM, report_before_joining
+from megatron_lite.cli.messages import report_before_joining
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.parallel.launch import Launch, read_launch
 from megatron_lite.parallel.one_voice import print_fault
 from megatron_lite.parallel.signals import die_of, dies_without_reader
 
 
-def exit_status(run: Callable[[Launch], int], program: str = PROGRAM) -> int:
+def exit_status(run: Callable[[Launch], int], program: str = SCRIPT) -> int:
     """Returns `run(launch)`, or 2 after an InputError.
 
     program: the name with which each message begins.

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_lite.cli.messages import PROGRAM
 from megatron_lite.cli.preparation import start_lines
 from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.one_voice import print_fault
@@ -74,7 +74,7 @@ class Supervision:
 
 @contextmanager
 def supervised(
-    config: RunConfig, parallel: ParallelState, launch: Launch, program: str = PROGRAM
+    config: RunConfig, parallel: ParallelState, launch: Launch, program: str = SCRIPT
 ) -> Iterator[Supervision]:
     """Watches over the ranks during the block.
 

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_lite.config.checks import flag
 from megatron_lite.config.run import RunConfig
 
+COMMAND_WIDTH = 80  # columns of a line
 OFF_SWITCHES: Mapping[str, str] = {
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
     "log_loss_scale_to_tensorboard": "--no-log-loss-scale-to-tensorboard",
@@ -74,6 +75,23 @@ def shell_lines(words: Sequence[str], program: str = "-m") -> str:
         else:
             rows[-1] += f" {shlex.quote(word)}"
     return " \\\n  ".join(rows)
+
+
+def filled_lines(words: Sequence[str]) -> str:
+    """Returns a command as lines of a shell, with as many flags a line as fit COMMAND_WIDTH."""
+    items: list[str] = []  # a flag with its values
+    for word in words:
+        if word.startswith("--") or not items:
+            items.append(shlex.quote(word))
+        else:
+            items[-1] += f" {shlex.quote(word)}"
+    rows = items[:1]
+    for item in items[1:]:
+        if len(rows[-1]) + len(item) + len("  \\") > COMMAND_WIDTH:
+            rows.append(f"    {item}")
+        else:
+            rows[-1] += f" {item}"
+    return " \\\n".join(rows)
 
 
 def _words(field: str, value: Any) -> list[str]:

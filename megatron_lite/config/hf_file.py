@@ -26,9 +26,20 @@ def read_hf_file(path: Path) -> HfModel:
             raise ValueError(f"longer than {LARGEST_TEXT} characters, which no config is")
         return from_hf(parse_json(text))
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror})") from error
+        advice = "" if path.exists() else _download_advice(path)
+        raise InputError(f"{file}: cannot be read ({error.strerror}){advice}") from error
     except ValueError as error:
         raise InputError(f"{file}: {error}") from error
+
+
+def _download_advice(path: Path) -> str:
+    """Returns what to do about a path that does not exist and may name a model of the Hub."""
+    advice = (
+        ". Give a config.json on this machine, or the folder that has it; nothing is downloaded"
+    )
+    if path.is_absolute() or len(path.parts) != 2:
+        return advice
+    return f"{advice}. From the Hub it comes with: hf download {path} {CONFIG} --local-dir {path}"
 
 
 def exact_fields(mapped: HfModel, path: Path) -> dict[str, Any]:

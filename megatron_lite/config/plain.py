@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 LONGEST_SHOWN = 60
+LONGEST_LINE = 400
 # A reader builds something for each layer that a file names. No model has more layers than this.
 MOST_LAYERS = 2**16
 
@@ -93,6 +94,16 @@ def boolean(values: Mapping[str, Any], name: str) -> bool:
     value = field(values, name)
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false (got {shown(value)})")
+    return value
+
+
+def as_line(value: object, name: str) -> str:
+    """Returns the value if it is a text of one line that a terminal can show.
+
+    Raises ValueError otherwise, and if it is longer than LONGEST_LINE.
+    """
+    if not isinstance(value, str) or len(value) > LONGEST_LINE or not (value + " ").isprintable():
+        raise ValueError(f"{name} must be one line of text (got {shown(value)})")
     return value
 
 

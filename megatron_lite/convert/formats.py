@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_lite.convert.format_names import HF, MEGATRON, MEGATRON_DIST, NATIVE
 from megatron_lite.convert.hf_source import HfSource
 from megatron_lite.convert.hf_target import HfTarget
 from megatron_lite.convert.megatron.dist_source import DistSource
@@ -34,13 +35,11 @@ class TargetOptions:
 class Format(NamedTuple):
     """One format.
 
-    help: a line for --help.
     source: opens weights of this format. It raises InputError if they are of another format.
     target: a place for weights of this format, which does not exist yet.
     is_split: whether the format's files can be split over ranks.
     """
 
-    help: str
     source: Callable[[Path], WeightSource]
     target: Callable[[Path, TargetOptions], WeightTarget]
     is_split: bool = True
@@ -63,20 +62,8 @@ def _megatron_dist(path: Path, options: TargetOptions) -> WeightTarget:
 
 
 FORMATS: dict[str, Format] = {
-    "hf": Format(
-        "a folder of Hugging Face: config.json, safetensors, tokenizer",
-        HfSource,
-        _hf,
-        is_split=False,
-    ),
-    "megatron-lite": Format("a checkpoint directory of pretrain_gpt.py", NativeSource, _native),
-    "megatron": Format(
-        "a checkpoint of Megatron-LM with --ckpt-format torch", LegacySource, _megatron
-    ),
-    "megatron-dist": Format(
-        "a checkpoint of Megatron-LM with --ckpt-format torch_dist",
-        DistSource,
-        _megatron_dist,
-        is_split=False,
-    ),
+    HF: Format(HfSource, _hf, is_split=False),
+    NATIVE: Format(NativeSource, _native),
+    MEGATRON: Format(LegacySource, _megatron),
+    MEGATRON_DIST: Format(DistSource, _megatron_dist, is_split=False),
 }

@@ -27,7 +27,7 @@ class NativeSource:
         if not path.is_dir():
             raise InputError(
                 f"--load {path}: no such directory (the format megatron-lite is a directory that "
-                "pretrain_gpt.py --save has written)"
+                "a training run with --save has written)"
             )
         self._step, notices = find_step(str(path))
         self._metadata = Metadata.read(self._step)

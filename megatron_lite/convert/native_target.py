@@ -1,4 +1,4 @@
-"""Writes weights as a checkpoint of this project, which `pretrain_gpt.py --load` continues.
+"""Writes weights as a checkpoint of this project, which a run with --load continues.
 
 Without optimizer states in the source, the step holds the weights alone. Its metadata says so, and
 a run that loads it starts the states from zero at iteration 0. With states the run continues where
@@ -55,9 +55,7 @@ class NativeTarget:
         check_absent(path)
         self._path = path
         self._parallel = ParallelConfig(
-            tensor_model_parallel_size=tp_size,
-            pipeline_model_parallel_size=pp_size,
-            distributed_backend="gloo",
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
         )
 
     def write(self, source: WeightSource, advance: Callable[[int], None]) -> None:

@@ -25,8 +25,7 @@ def prefix_advice(prefix: str) -> str:
     commands, lines = [], prefix
     if ending not in JSON_LINES:
         lines = f"{stem}.jsonl"
-        program = f"import json; print(json.dumps({{'text': open({prefix!r}).read()}}))"
-        commands.append(f"python -c {_quoted(program)} > {shlex.quote(lines)}")
+        commands.append(paragraphs_command(prefix, lines))
     tokenizer = shlex.quote(f"{stem}-tokenizer")
     read = f"--input {shlex.quote(lines)}"
     flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}/tokenizer.json"
@@ -43,7 +42,13 @@ def prefix_advice(prefix: str) -> str:
     )
 
 
-def _quoted(program: str) -> str:
-    """Returns a program of one line as a word of a shell, in double quotes if possible."""
-    plain = not set(program) & set('"$`\\!')
-    return f'"{program}"' if plain else shlex.quote(program)
+def paragraphs_command(text: str, lines: str) -> str:
+    """Returns the command that writes each paragraph of the file `text` as a document to `lines`.
+
+    The whole file as one document would be in a single split, and has no limit of its length.
+    """
+    program = (
+        'import json, sys; [print(json.dumps({"text": one})) for one in '
+        'sys.stdin.read().split("\\n\\n") if one.strip()]'
+    )
+    return f"python -c '{program}' < {shlex.quote(text)} > {shlex.quote(lines)}"

@@ -223,7 +223,7 @@ def column_weight_product(weight: Parameter, sizes: Sizes) -> Course:
 
     On one rank torch computes the gradient if autograd sums it.
     """
-    if sizes.tp_size == 1 and not sizes.adds_in_matmul:
+    if sizes.tp_size == 1 and not sizes.adds_by_itself:
         sizes = replace(sizes, onednn=False)
     return weight_product(weight, sizes)
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from megatron_lite.config.large_products import is_large
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.operations import Course, Workspace, course
-from megatron_lite.description.sizes import Sizes, rows_at_a_time
-from megatron_lite.description.weight_gradients import product_parts
+from megatron_lite.config.row_blocks import rows_at_a_time
+from megatron_lite.description.operations import Course, Parameter, Workspace, course
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.weight_gradients import chunk_product, product_parts
 
 
 def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
@@ -63,11 +64,13 @@ def linear_loss_workspace(
         _combined(sizes, tokens),
         -3 * row - 3 * row - gathered,
     )
-    # A 16-bit weight's gradient is summed in float32, a few rows at a time, and cast in the end.
-    apart = element != accumulate
+    # A 16-bit weight's gradient for autograd is summed in float32, a few rows at a time, and then
+    # cast.
+    apart = sizes.is_rounded and not sizes.adds_by_itself
     total, cast = columns * h * accumulate, columns * h * element
-    if sizes.adds_in_matmul:
-        apart, total, cast = False, 0, 0
+    if sizes.adds_by_itself:
+        total, cast = 0, 0
+    weight = Parameter("weight", (columns, h))
     rows = min(columns, rows_at_a_time(h, sizes.device))
     product = rows * h * element if apart else 0
     scattered = own if gathered else 0
@@ -78,7 +81,7 @@ def linear_loss_workspace(
             _write_gradient(sizes, chunk, columns),
             _input_gradient(sizes, chunk, columns, h),
             +last,
-            *((+product, -product) if apart else (product_parts(sizes, chunk, columns, h),)),
+            *((+product, -product) if apart else (chunk_product(weight, sizes, chunk),)),
         ]
     # Without sequence parallelism the whole gradient of the input is the result.
     backward = course(

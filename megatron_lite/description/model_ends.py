@@ -44,7 +44,14 @@ from megatron_lite.description.operations import (
     course,
 )
 from megatron_lite.description.sizes import Sizes, is_widened, residual_bytes
-from megatron_lite.description.weight_gradients import added_up, apart, cast, gradient_bytes
+from megatron_lite.description.weight_gradients import (
+    added_rounded,
+    added_up,
+    adds_rounded,
+    apart,
+    cast,
+    gradient_bytes,
+)
 
 
 def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
@@ -141,14 +148,17 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
     if several:  # the rows of ids that are elsewhere become zeros
         changes += [+whole, -whole - tokens]
     gradient = gradient_bytes((words,), sizes)
-    changes += [+gradient, -whole - (8 * tokens if several else 0)]
+    used = whole + (8 * tokens if several else 0)
+    if adds_rounded(sizes):
+        return course(*changes, +gradient, added_rounded(words, sizes), -used)
+    changes += [+gradient, -used]
     if _waits_for_lookup(model, sizes):
         # The head's gradient of the tied weight waits here for this one. Autograd adds them up in
         # place, unless the head's gradient is a view, which it is for torch's own linear layer.
         if sizes.sums_gradients:
             changes += [cast(words, sizes)]
             gradient = words.num_elements * sizes.accumulate_bytes
-        is_cast = sizes.sums_gradients and sizes.element_bytes != sizes.accumulate_bytes
+        is_cast = sizes.sums_gradients and sizes.is_rounded
         is_view = not several and sizes.loss_chunk_size is None and not is_cast
         changes += [+gradient, -2 * gradient] if is_view else [-gradient]
         return course(*changes, -gradient if sizes.sums_gradients else 0)
@@ -159,7 +169,7 @@ def _waits_for_lookup(model: ModelConfig, sizes: Sizes) -> bool:
     """Returns whether the head's gradient of a tied weight waits for that of the embedding."""
     untied = model.untie_embeddings_and_output_weights
     both = sizes.has_embedding and sizes.has_head
-    return both and not untied and not sizes.adds_in_matmul
+    return both and not untied and not sizes.adds_by_itself
 
 
 def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:

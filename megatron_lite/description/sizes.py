@@ -41,8 +41,8 @@ class Sizes:
     first_layer: the number of the stage's first layer in the whole model, counted from 0.
     sums_gradients: whether the gradient of a parameter is added to the rank's sum of gradients and
         freed as soon as it is complete, as in training. If not, it stays alive.
-    adds_in_matmul: whether the matmul of a weight's gradient adds it to that sum by itself, so that
-        no tensor of the gradient exists.
+    adds_by_itself: whether the backward of a linear layer adds its weight's gradient to that sum by
+        itself, so that autograd gets none.
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
     onednn: whether oneDNN computes large float32 products (parallel/products.py) and the products
@@ -71,7 +71,7 @@ class Sizes:
     has_head: bool = True
     first_layer: int = 0
     sums_gradients: bool = False
-    adds_in_matmul: bool = False
+    adds_by_itself: bool = False
     inside_operators: bool = False
     onednn: bool = False
     has_padding: bool = False
@@ -121,10 +121,7 @@ class Sizes:
         return replace(
             sizes,
             sums_gradients=True,
-            # training/apex_kernels.py chooses addmm for float32 weights
-            adds_in_matmul=training.gradient_accumulation_fusion
-            and training.precision == "fp32"
-            and not config.compiles_layers,
+            adds_by_itself=training.gradient_accumulation_fusion and not config.compiles_layers,
             inside_operators=True,
             onednn=onednn,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
@@ -134,6 +131,11 @@ class Sizes:
     def onednn_linears(self) -> bool:
         """Whether oneDNN computes the large products of linear layers. They are float32."""
         return self.onednn and self.element_bytes == ELEMENT_BYTES["fp32"]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether gradients have 16 bits, and their sums 32."""
+        return self.element_bytes != self.accumulate_bytes
 
     @property
     def tokens(self) -> int:
@@ -212,15 +214,6 @@ class Heads(NamedTuple):
             per_channel * (model.num_attention_heads * model.head_dim // sizes.tp_size),
             per_channel * (model.query_groups * model.head_dim // sizes.tp_size),
         )
-
-
-def rows_at_a_time(width: int, device: str) -> int:
-    """Returns how many rows are computed in float32 at a time by the loss and its weight gradient.
-
-    The float32 copy of these rows fits in a CPU core's cache (1 MiB). On a GPU it takes at most
-    256 MiB.
-    """
-    return max(1, (2**20 if device == "cpu" else 2**28) // (4 * max(1, width)))
 
 
 def query_blocks(seq_length: int, element_bytes: int, device: str) -> list[slice]:

@@ -2,8 +2,10 @@
 
                             computed          then
     matmul, float32 run     -                 (the matmul adds it to the float32 sum)
+    matmul, 16-bit run      16 bits           added to the float32 sum, on a CPU a few rows at a
+                                              time, and freed
     other, float32 run      float32           added to the float32 sum, and freed
-    16-bit run              16 bits           cast to float32, added to the float32 sum, and freed
+    other, 16-bit run       16 bits           cast to float32, added to the float32 sum, and freed
 
 Standard library only.
 """
@@ -11,6 +13,7 @@ Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.large_products import gradient_parts, is_large
+from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.description.operations import Course, Parameter, course
 from megatron_lite.description.sizes import Sizes
 
@@ -21,8 +24,8 @@ def gradient_bytes(parameters: tuple[Parameter, ...], sizes: Sizes) -> int:
 
 
 def apart(parameters: tuple[Parameter, ...], sizes: Sizes) -> tuple[Parameter, ...]:
-    """Returns the parameters of a linear layer whose gradients are tensors of their own."""
-    if not sizes.adds_in_matmul:
+    """Returns the parameters of a linear layer whose gradients autograd gets."""
+    if not sizes.adds_by_itself:
         return parameters
     return tuple(one for one in parameters if len(one.shape) == 1)
 
@@ -30,11 +33,36 @@ def apart(parameters: tuple[Parameter, ...], sizes: Sizes) -> tuple[Parameter, .
 def weight_product(weight: Parameter, sizes: Sizes) -> Course:
     """Returns the course of the product that computes a weight's gradient.
 
-    It ends with the gradient, if that is a tensor of its own.
+    It ends with the gradient, if autograd gets it.
     """
     outputs, inputs = weight.shape
+    if adds_rounded(sizes):
+        return course(+gradient_bytes((weight,), sizes), added_rounded(weight, sizes))
     own = gradient_bytes(apart((weight,), sizes), sizes)
     return course(+own, product_parts(sizes, sizes.tokens, outputs, inputs))
+
+
+def chunk_product(weight: Parameter, sizes: Sizes, tokens: int) -> Course:
+    """Returns the course of a product for some of the tokens, which is added to a float32 sum."""
+    if adds_rounded(sizes):
+        return weight_product(weight, sizes)
+    return product_parts(sizes, tokens, *weight.shape)
+
+
+def adds_rounded(sizes: Sizes) -> bool:
+    """Whether a layer's backward adds 16-bit gradients to the float32 sum by itself."""
+    return sizes.adds_by_itself and sizes.is_rounded
+
+
+def added_rounded(weight: Parameter, sizes: Sizes) -> Course:
+    """Returns the course of such a gradient until it is freed. On a CPU some rows are cast at a
+    time."""
+    outputs, inputs = weight.shape
+    wide = 0
+    if sizes.device == "cpu":
+        rows = min(outputs, rows_at_a_time(inputs, sizes.device))
+        wide = rows * inputs * sizes.accumulate_bytes
+    return course(+wide, -wide, -gradient_bytes((weight,), sizes))
 
 
 def product_parts(sizes: Sizes, tokens: int, outputs: int, inputs: int) -> Course:
@@ -66,7 +94,7 @@ def added_up(parameters: tuple[Parameter, ...], sizes: Sizes) -> Course:
 
 def cast(parameter: Parameter, sizes: Sizes) -> Course:
     """Returns the course of the cast of a complete gradient to the dtype of the sum."""
-    if sizes.element_bytes == sizes.accumulate_bytes:
+    if not sizes.is_rounded:
         return Course()
     wide = parameter.num_elements * sizes.accumulate_bytes
     return course(+wide, -parameter.num_elements * sizes.element_bytes)

@@ -139,9 +139,9 @@ class LrSchedule:
     def changed_from(self, saved: LrSchedule) -> list[str]:
         """Returns each value that differs, such as "max_lr 0.1 -> 0.2"."""
         return [
-            f"{field.name} {getattr(saved, field.name)} -> {getattr(self, field.name)}"
+            f"{field.name} {_shown(theirs)} -> {_shown(mine)}"
             for field in fields(self)
-            if getattr(saved, field.name) != getattr(self, field.name)
+            if (theirs := getattr(saved, field.name)) != (mine := getattr(self, field.name))
         ]
 
     def decoupled_at(self, consumed_samples: int) -> float | None:
@@ -184,6 +184,11 @@ class LrSchedule:
             self.style,
             (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples),
         )
+
+
+def _shown(value: object) -> str:
+    """Returns a value for a message. 4.800000000000001 samples of a warm-up are shown as 4.8."""
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def _rate(values: dict[str, object], name: str) -> float:

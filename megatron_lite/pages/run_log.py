@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from megatron_lite.config.invocation import TRAINING
 from megatron_lite.pages.markup import shortened
 
 ITERATION = re.compile(r"\] iteration +(\d{1,9})/ *(\d{1,9}) \|")
@@ -24,7 +25,8 @@ EVALUATION = re.compile(
 LOADED = re.compile(r"loaded the checkpoint of iteration (\d{1,9}) ")
 SAVING = re.compile(r"saving checkpoint at iteration +(\d{1,9}) to ")
 EXITING = re.compile(r"exiting at iteration (\d{1,9}): (.*)")
-FAULT = re.compile(r"(?:\[rank \d+\] )?(?:warning: |error: |pretrain_gpt\.py: (?:error: )?)(.*)")
+PROGRAM = "|".join(map(re.escape, TRAINING))
+FAULT = re.compile(rf"(?:\[rank \d+\] )?(?:warning: |error: |(?:{PROGRAM}): (?:error: )?)(.*)")
 MOST_FAULTS = 100
 
 

@@ -1,7 +1,7 @@
 """The float32 matrix products of linear layers, by torch's BLAS library or by oneDNN.
 
 torch sends float32 products on an x86 processor to MKL. On AMD processors with AVX-512, oneDNN is
-about twice as fast for large products (docs/performance.md). torch contains both.
+up to twice as fast for large products (docs/performance.md). torch contains both.
 
     product           operands                     by oneDNN
     y = x A^T + b     x [.., k], A [n, k], b [n]   in one call
@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron_lite.config.large_products import COLUMNS, LEAST_MULTIPLICATIONS, ROWS, TOKENS
+from megatron_lite.config.row_blocks import rows_at_a_time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:
@@ -65,13 +66,34 @@ def add_weight_product_(
 ) -> None:
     """Adds dy^T x to `total` [n, k], or overwrites it if `first`.
 
-    rows: x [m, k]. grad_rows: dy [m, n].
+    rows: x [m, k]. grad_rows: dy [m, n]. A 16-bit product is rounded once and then added to the
+    float32 total.
     """
+    if rows.dtype != total.dtype:
+        add_rounded_(total, weight_product(rows, grad_rows, onednn=onednn), first=first)
+        return
     if not by_onednn(grad_rows.t(), rows.t(), onednn):
         # with beta 0 the matmul does not read the total
         torch.addmm(total, grad_rows.t(), rows, beta=0 if first else 1, out=total)
         return
     torch.ops.megatron_lite.onednn_add_weight_gradient_(total, rows, grad_rows, first)
+
+
+def add_rounded_(total: Tensor, product: Tensor, *, first: bool) -> None:
+    """Adds a 16-bit product [n, k] to the float32 total, or overwrites it if `first`.
+
+    On a CPU an addition of two dtypes casts all of its second operand to a tensor of its own.
+    Therefore a few rows are cast at a time.
+    """
+    if total.device.type != "cpu":
+        (total.copy_ if first else total.add_)(product)
+        return
+    count = rows_at_a_time(product.shape[1], "cpu")
+    for start in range(0, product.shape[0], count):
+        part = total[start : start + count]
+        wide = product[start : start + count].to(total.dtype)
+        (part.copy_ if first else part.add_)(wide)
+        del wide
 
 
 def by_onednn(left: Tensor, right: Tensor, onednn: bool) -> bool:

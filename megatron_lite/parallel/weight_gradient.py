@@ -3,15 +3,20 @@
     path         who adds dy^T x to the sum                                needs
     apex         a kernel of NVIDIA apex adds it unrounded                 CUDA and apex
     addmm        torch's matmul or oneDNN's adds it (products.py)          a float32 weight
-    grad_dtype   autograd rounds it to 16 bits and adds it                 torch with
+    rounded      the layer's backward rounds it to 16 bits and adds it     torch with
                                                                            Tensor.grad_dtype
+    grad_dtype   autograd rounds it to 16 bits and adds it                 the same
     hook         a hook of optim/grad_buffer.py adds the rounded one       any torch
 
-On the first two paths no tensor of the gradient's size exists besides the sum. Each weight has its
-own path. training/apex_kernels.py chooses it, and `summary` returns the log's line about it. The
-kernel writes while backward is in the layer. Autograd runs a parameter's hooks after its whole
-gradient has arrived. A hook that sends the sum to other ranks (--overlap-grad-reduce) therefore
-sends the kernel's result.
+On the first two paths no tensor of the gradient's size exists besides the sum. On the third one the
+16-bit gradient is freed before backward leaves the layer. Autograd would cast it to float32, and
+would keep that of a tied embedding until the lookup's gradient has arrived. The lookup of a 16-bit
+embedding takes the third path too, whoever adds the gradient of the output projection.
+
+Each weight has its own path. training/apex_kernels.py chooses it, and `summary` returns the log's
+line about it. The kernel writes while backward is in the layer. Autograd runs a parameter's hooks
+after its whole gradient has arrived. A hook that sends the sum to other ranks
+(--overlap-grad-reduce) therefore sends the kernel's result.
 """
 
 from __future__ import annotations
@@ -23,14 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.products import add_weight_product_, weight_product
+from megatron_lite.parallel.products import add_rounded_, add_weight_product_, weight_product
 
 # (x [n, in], dy [n, out], total [out, in] float32): total += dy^T x. All tensors are contiguous; x
 # and dy have the same dtype.
 AccumulatingKernel = Callable[[Tensor, Tensor, Tensor], Any]
 ATTRIBUTE = "add_weight_gradient_"
+LOOKUP_ATTRIBUTE = "add_lookup_gradient_"
 FUSED, FUSED_PROJECTION = "fused", "fused projection"
 ADDMM, ADDMM_PROJECTION = "addmm", "addmm projection"
+ROUNDED = "rounded"
+BACKWARD = "the layer's backward"
 # By path: the kernel as the log names it alone, and beside the lookup of a tied weight.
 KERNELS = {
     FUSED: ("NVIDIA apex's kernel", FUSED_PROJECTION, "the kernel"),
@@ -44,7 +52,7 @@ def accumulate_with_(
 ) -> None:
     """Makes backward add the gradient of each of these linear weights to its float32 total.
 
-    kernel: None for torch's addmm, which needs weights of the total's dtype.
+    kernel: None for torch's addmm. It rounds the gradients of 16-bit weights to 16 bits first.
 
     The kernel writes into the total, which becomes the parameter's `.grad`. If `.grad` is None, the
     total holds an earlier step's gradient, which does not count. Hooks that wait for a gradient run
@@ -54,11 +62,25 @@ def accumulate_with_(
     """
     for parameter, total in totals:
         assert total.is_contiguous()
-        if kernel is None:
-            assert total.dtype == parameter.dtype, parameter.dtype
-        else:
-            assert total.dtype == torch.float32 and can_be_summed(parameter.dtype), parameter.dtype
+        assert (kernel is None and total.dtype == parameter.dtype) or (
+            total.dtype == torch.float32 and can_be_summed(parameter.dtype)
+        ), parameter.dtype
         setattr(parameter, ATTRIBUTE, partial(_add, kernel, total))
+
+
+def accumulate_lookups_(totals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Makes the backward of a lookup add the gradient of each of these 16-bit tables to its float32
+    total, which becomes the table's `.grad`."""
+    for parameter, total in totals:
+        assert total.dtype == torch.float32 and can_be_summed(parameter.dtype), parameter.dtype
+        setattr(parameter, LOOKUP_ATTRIBUTE, partial(_add_whole, total))
+
+
+def own_lookup_sum(weight: Tensor) -> Callable[[Tensor], None] | None:
+    """Returns f(gradient) that adds the gradient of a lookup to the table's float32 sum, or None if
+    autograd accumulates."""
+    add = getattr(weight, LOOKUP_ATTRIBUTE, None)
+    return None if add is None else partial(add, weight)
 
 
 def can_be_summed(dtype: torch.dtype) -> bool:
@@ -100,11 +122,12 @@ def weight_gradient(
     return None
 
 
-def summary(paths: Mapping[str, str], dtype: torch.dtype) -> str:
+def summary(paths: Mapping[str, str], dtype: torch.dtype, no_kernel: str = "") -> str:
     """Returns the log's line about the paths of the weight gradients.
 
     paths: for each weight's name a path of KERNELS, its projection, or the reason why autograd sums
         the weight's gradient.
+    no_kernel: why there is no kernel of apex, for a line about gradients that are rounded.
     """
     groups: dict[str, list[str]] = {}
     for name, path in paths.items():
@@ -114,15 +137,23 @@ def summary(paths: Mapping[str, str], dtype: torch.dtype) -> str:
         if path in groups:
             by_kernel.append(f"{_named(groups.pop(path))}: {alone}")
         if projection in groups:
+            lookup = "autograd" if dtype == torch.float32 else BACKWARD
             by_kernel.append(
                 f"{_named(groups.pop(projection))}: {kernel} for the output projection, "
-                f"{_autograd(dtype)} for the lookup"
+                f"{lookup} for the lookup"
             )
+    if ROUNDED in groups:
+        by_kernel.append(
+            f"{_named(groups.pop(ROUNDED))}: {BACKWARD}"
+            + (f", because {no_kernel}" * bool(no_kernel))
+        )
     by_autograd = [
         f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()
     ]
-    is_rounded = dtype.itemsize == 2 and set(paths.values()) != {FUSED}
-    rounded = " (autograd rounds those of each micro-batch to 16 bits first)" if is_rounded else ""
+    rounded = ""
+    if dtype.itemsize == 2 and set(paths.values()) != {FUSED}:
+        others = " by other means" if {FUSED, FUSED_PROJECTION} & set(paths.values()) else ""
+        rounded = f" (those of each micro-batch{others} are rounded to 16 bits first)"
     groups_text = "; ".join([*by_kernel, *by_autograd])
     return f"weight gradients are summed in float32{rounded}: {groups_text}"
 
@@ -135,6 +166,13 @@ def _autograd(dtype: torch.dtype) -> str:
     if dtype.itemsize != 2:
         return "autograd"
     return "autograd (grad_dtype)" if hasattr(Tensor, "grad_dtype") else "autograd and a hook"
+
+
+def _add_whole(total: Tensor, parameter: nn.Parameter, gradient: Tensor) -> None:
+    is_first = parameter.grad is None
+    if is_first:
+        parameter.grad = total
+    add_rounded_(total, gradient, first=is_first)
 
 
 def _add(

@@ -3,8 +3,8 @@
     apply_policy_(model, layers_fqn="transformer.h", policy="every-2:full")
     remove_policy_(model)
 
-The layers of a torch.nn.ModuleList or ModuleDict are counted in order. Each layer keeps its
-parameters and its name in the model; only its `forward` is wrapped. A model of another library
+The layers of a torch.nn.ModuleList, ModuleDict or Sequential are counted in order. Each layer keeps
+its parameters and its name in the model; only its `forward` is wrapped. A model of another library
 calls its layers one by one, so a unit is one layer. Named regions are refused, because only the
 layers of this project have them. `docs/any-model.md` lists what is supported and what is refused.
 """
@@ -61,7 +61,7 @@ def apply_policy_(
         torch's default generators of all devices in use.
 
     ValueError, before anything is changed, if
-        the model has no such module, or it is neither a ModuleList nor a ModuleDict, or is empty;
+        the model has no such module, or it is no ModuleList, ModuleDict or Sequential, or is empty;
         the policy cannot be parsed, or one of its rules never applies;
         the policy names regions, units of several layers, a split over ranks, or operators that
         torch does not have;
@@ -273,19 +273,19 @@ def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
     try:
         found = model.get_submodule(layers_fqn)
     except AttributeError:
-        lists = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        ]
+        lists: list[str] = []
+        for name, module in model.named_modules():
+            inside = any(name.startswith(f"{one}.") for one in lists)
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not inside:
+                lists.append(name)
         raise ValueError(
             f"the model has no module {layers_fqn!r}; its lists of modules are "
             f"{', '.join(lists) or 'none'}"
         ) from None
-    if not isinstance(found, (nn.ModuleList, nn.ModuleDict)):
+    if not isinstance(found, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         raise ValueError(
-            f"{layers_fqn!r} is a {type(found).__name__}: a policy needs a ModuleList or a "
-            "ModuleDict of layers"
+            f"{layers_fqn!r} is a {type(found).__name__}: a policy needs a ModuleList, a "
+            "ModuleDict or a Sequential of layers"
         )
     layers = list(found.values() if isinstance(found, nn.ModuleDict) else found)
     if not layers:

@@ -6,13 +6,15 @@ explains it read the same object. Equal plans compare equal. Standard library on
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_lite.config.host_parts import is_on_host, modules_of
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 
 Store = str  # of config/policy.py
+MOST_NAMED = 3  # spans of layers in a rule that `str(plan)` writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,8 @@ class RecomputePlan:
 
     def __str__(self) -> str:
         """Returns a policy that gives this plan, such as "0-3:full/2@split; 4-5:none"."""
-        return str(Policy(tuple(_rules(self.segments))))
+        rules = tuple(_rules(self.segments))
+        return str(Policy(_joined(rules, self.num_layers) or rules))
 
 
 def keep_everything(num_layers: int) -> RecomputePlan:
@@ -133,6 +136,41 @@ def _rules(segments: tuple[Segment, ...]) -> Iterator[Rule]:
         layers = Layers(first.first_layer, last.first_layer + last.num_layers - 1)
         yield Rule(layers=(layers,), action=first.action, store=first.store)
         start = stop
+
+
+def _joined(rules: tuple[Rule, ...], num_layers: int) -> tuple[Rule, ...]:
+    """Returns fewer rules with the same effect, such as "every-2:full; *:none", if there are any.
+
+    Rules with equal actions become one, although other layers lie between theirs.
+    """
+    found: dict[tuple[LayerAction, Store], list[Layers]] = {}
+    for rule in rules:
+        found.setdefault((rule.action, rule.store), []).extend(rule.layers)
+    if len(found) == len(rules) or any(
+        # As one rule, these neighbours would be cut into units from the first layer on.
+        (one.action, one.store) == (other.action, other.store)
+        for one, other in itertools.pairwise(rules)
+    ):
+        return ()
+    joined = [
+        Rule(layers=_every_nth(layers, num_layers), action=action, store=store)
+        for (action, store), layers in found.items()
+    ]
+    longest = max(joined, key=lambda rule: len(rule.layers))
+    if len(longest.layers) > MOST_NAMED:
+        # The last rule may name all layers, since the first rule that names a layer decides.
+        joined.remove(longest)
+        joined.append(replace(longest, layers=(Layers(),)))
+    return tuple(joined)
+
+
+def _every_nth(layers: list[Layers], num_layers: int) -> tuple[Layers, ...]:
+    """Returns these layers as every n-th layer, if they are, else as they are."""
+    numbers = [one.first for one in layers if one.first == one.last]
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 0
+    if len(numbers) == len(layers) > 2 and numbers == [*range(numbers[0], num_layers, step)]:
+        return (Layers(first=numbers[0], step=step),)
+    return tuple(layers)
 
 
 def _alike(one: Segment, other: Segment) -> bool:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from megatron_lite.parallel.rank_names import ranks_text
 
+# The signals on which --exit-signal-handler saves even without --exit-signal.
+SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 LEFT = "left"
 
 
@@ -89,8 +91,12 @@ def judge(
 
 
 def stopped_by(number: int, rank: int) -> Verdict:
-    """Returns the verdict of a rank that a signal has reached."""
-    return Verdict(rank, 128 + number, f"{signal.Signals(number).name}; no checkpoint is written")
+    """Returns the verdict of a rank that a signal has reached. It names the flags that save."""
+    name = signal.Signals(number).name
+    flags = "--exit-signal-handler" + ("" if number in SAVING else f" --exit-signal {name}")
+    return Verdict(
+        rank, 128 + number, f"{name}; no checkpoint is written (with --save, {flags} writes one)"
+    )
 
 
 def _interrupts(number: int) -> bool:

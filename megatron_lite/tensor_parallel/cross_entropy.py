@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.description.sizes import rows_at_a_time
+from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 from megatron_lite.parallel.fake_tensors import unlike_parts
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
+from megatron_lite.tensor_parallel.lookup import token_rows
 from megatron_lite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -199,13 +199,13 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens.t()
         if self.context.group is None:
-            return F.embedding(tokens, self.weight)
+            return token_rows(tokens, self.weight)
         rows = self.weight.shape[0]
         local = tokens - self.context.rank * rows
         elsewhere = (local < 0) | (local >= rows)
-        # F.embedding refuses an id without a row, so row 0 stands in for it. The second fill makes
+        # The lookup refuses an id without a row, so row 0 stands in for it. The second fill makes
         # its output 0, and in backward the gradient of row 0 too.
-        partial = F.embedding(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
+        partial = token_rows(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
             elsewhere.unsqueeze(-1), 0.0
         )
         return leave_row_parallel(partial, self.context)

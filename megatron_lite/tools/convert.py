@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.help_format import RawHelpLayout
-from megatron_lite.convert.formats import FORMATS, TargetOptions
+from megatron_lite.convert.format_names import FORMAT_HELP, HF, NATIVE
 from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.convert"
@@ -25,8 +25,16 @@ PROGRAM = "python -m megatron_lite.tools.convert"
 SECONDS_A_LINE = 5.0  # for progress in a log
 
 
-def convert(args: argparse.Namespace) -> None:
-    """Converts. Raises InputError for a fault in the flags, in the source or in the target."""
+def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
+    """Converts, and prints what to run next.
+
+    program: the name of the program that the user started.
+    Raises InputError for a fault in the flags, in the source or in the target.
+    """
+    # Imported late: the modules import torch, which --help does not need.
+    from megatron_lite.convert.formats import FORMATS, TargetOptions
+    from megatron_lite.convert.next_commands import next_lines
+
     target_format = FORMATS[args.target]
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
     for name, size in zip(("tensor", "pipeline"), sizes, strict=True):
@@ -37,7 +45,7 @@ def convert(args: argparse.Namespace) -> None:
                 f"--{name}-model-parallel-size {size} does not apply to --to {args.target}, whose "
                 "files are not split over ranks: leave it out"
             )
-    if args.hf_family is not None and args.target != "hf":
+    if args.hf_family is not None and args.target != HF:
         raise InputError("--hf-family names the family of --to hf: leave it out")
     options = TargetOptions(tp_size=sizes[0], pp_size=sizes[1], hf_family=args.hf_family)
     target = target_format.target(Path(args.save), options)
@@ -47,6 +55,8 @@ def convert(args: argparse.Namespace) -> None:
     with progress_bar(source.described.num_bytes) as advance:
         target.write(source, advance)
     print(f"{args.save}: converted from {args.load} ({args.source} -> {args.target})", flush=True)
+    if args.target == NATIVE:
+        print(*next_lines(Path(args.save), program), sep="\n", flush=True)
 
 
 @contextlib.contextmanager
@@ -108,7 +118,7 @@ def _lines(total: int | None, clock: Callable[[], float]) -> Callable[[int], Non
 
 def parser(program: str = PROGRAM) -> Parser:
     """Returns the parser of the command line."""
-    formats = "\n".join(f"  {name:16} {one.help}" for name, one in FORMATS.items())
+    formats = "\n".join(f"  {name:16} {text}" for name, text in FORMAT_HELP.items())
     found = Parser(
         prog=program,
         allow_abbrev=False,
@@ -117,8 +127,8 @@ def parser(program: str = PROGRAM) -> Parser:
         formatter_class=RawHelpLayout,
     )
     add = found.add_argument
-    add("--from", dest="source", required=True, choices=FORMATS, help="the format of --load")
-    add("--to", dest="target", required=True, choices=FORMATS, help="the format to write")
+    add("--from", dest="source", required=True, choices=FORMAT_HELP, help="the format of --load")
+    add("--to", dest="target", required=True, choices=FORMAT_HELP, help="the format to write")
     add("--load", required=True, metavar="SRC", help="what to read; it is not changed")
     add("--save", required=True, metavar="DST", help="the directory to write; it must not exist")
     for name in ("tensor", "pipeline"):
@@ -141,7 +151,7 @@ def parser(program: str = PROGRAM) -> Parser:
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
     args = parser(program).parse_args(argv)
-    return exit_status(lambda: convert(args), program)
+    return exit_status(lambda: convert(args, program), program)
 
 
 if __name__ == "__main__":

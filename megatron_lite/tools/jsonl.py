@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.data.tokenizers import check_encodes
+from megatron_lite.data.wrong_prefix import paragraphs_command
 
 # A tokenizer takes about 170 bytes of memory for each byte of one text: 1.4 GiB for a line of this
 # length. Measured with tokenizers 0.23: 1.0 GiB for 6 MiB. Two thirds of it are the positions of
@@ -21,8 +22,7 @@ MAX_LINE_BYTES = 8 << 20
 
 PLAIN_TEXT_ADVICE = (
     '. Each line must be an object such as {"text": "..."}. The paragraphs of a plain text become '
-    'documents by: python -c \'import json, sys; [print(json.dumps({"text": one})) for one in '
-    'sys.stdin.read().split("\\n\\n") if one.strip()]\' < FILE.txt > FILE.jsonl'
+    f"documents by: {paragraphs_command('FILE.txt', 'FILE.jsonl')}"
 )
 
 

@@ -31,8 +31,8 @@ def plan_parser(program: str) -> argparse.ArgumentParser:
         prog=program,
         allow_abbrev=False,
         description=(
-            "Finds the fastest plan of a training run that fits into memory. A flag of "
-            "pretrain_gpt.py fixes that setting."
+            "Finds the fastest plan of a training run that fits into memory. A flag of the run "
+            "fixes that setting."
         ),
         epilog="Exit status: 0 a plan fits, 1 only in a part of the reserve, 2 none fits or bad "
         "input.",
@@ -40,7 +40,7 @@ def plan_parser(program: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", "--preset", metavar="NAME", help=", ".join(PRESETS))
     add("--hf-config", metavar="FILE", help="a config.json of Hugging Face")
-    add("--config-json", metavar="FILE", help="a run as pretrain_gpt.py --dump-config prints it")
+    add("--config-json", metavar="FILE", help="a run as `train --dump-config` prints it")
     add("--gpus", metavar="N,..", help="numbers of GPUs (default: the fewest on which it trains)")
     names = [*machine_names(), *sorted(ALIASES)]
     add("--gpu", metavar="NAME", help=", ".join(names))

@@ -47,7 +47,7 @@ def add_run_flags(parser: argparse.ArgumentParser, *, without: Collection[str] =
     without: the fields whose flags mean something else in this tool.
     """
     group = parser.add_argument_group(
-        "the run", "the flags of pretrain_gpt.py; see its --help for their meaning"
+        "the run", "the flags of `megatron-lite train`; see its --help for their meaning"
     )
     for field in run_fields():
         if field.name in without:

@@ -23,6 +23,8 @@ from megatron_lite.parallel.weight_gradient import (
     ADDMM_PROJECTION,
     FUSED,
     FUSED_PROJECTION,
+    ROUNDED,
+    accumulate_lookups_,
     accumulate_with_,
     can_be_summed,
     summary,
@@ -85,7 +87,7 @@ def fuse_weight_gradients_(
     if isinstance(gradients, GradBuffer):
         for function, own in (
             (kernel.value, (FUSED, FUSED_PROJECTION)),
-            (None, (ADDMM, ADDMM_PROJECTION)),
+            (None, (ADDMM, ADDMM_PROJECTION, ROUNDED)),
         ):
             accumulate_with_(
                 function,
@@ -95,8 +97,13 @@ def fuse_weight_gradients_(
                     if paths.get(name) in own
                 ],
             )
+        if not _reason_for_all(training, optimizer):
+            accumulate_lookups_(
+                (weight, gradients.grads[name]) for name, weight in _lookup_weights(model)
+            )
     dtype = next(iter(model)).context.params_dtype
-    return summary(paths, dtype) + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
+    line = summary(paths, dtype, kernel.reason)
+    return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 
 
 def weight_paths(
@@ -108,8 +115,8 @@ def weight_paths(
 ) -> dict[str, str]:
     """Returns, by the name of each weight of a matmul, who sums its gradient.
 
-    FUSED and FUSED_PROJECTION mean apex's kernel, ADDMM and ADDMM_PROJECTION torch's addmm. Any
-    other text is why autograd sums it.
+    FUSED and FUSED_PROJECTION mean apex's kernel, ADDMM and ADDMM_PROJECTION torch's addmm, ROUNDED
+    the layer's backward. Any other text is why autograd sums it.
     """
     reason = _reason_for_all(training, optimizer)
     paths = {}
@@ -118,14 +125,14 @@ def weight_paths(
             paths[name] = reason or "the graph of a compiled layer cannot call the kernel"
         elif kernel.value is None and weight.dtype == torch.float32:
             paths[name] = ADDMM_PROJECTION if has_lookup else ADDMM
-        elif kernel.value is None:
-            paths[name] = kernel.reason
         elif not can_be_summed(weight.dtype):
             paths[name] = (
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
             )
-        else:
+        elif kernel.value is not None:
             paths[name] = FUSED_PROJECTION if has_lookup else FUSED
+        else:
+            paths[name] = ROUNDED
     return paths
 
 
@@ -158,6 +165,20 @@ def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:
         (name, parameter, tied.get(parameter, False))
         for name, parameter in model.named_parameters()
         if parameter in linear or parameter in tied
+    ]
+
+
+def _lookup_weights(model: ModelStages) -> list[tuple[str, nn.Parameter]]:
+    """Returns the name and weight of a 16-bit token embedding that this rank looks up in."""
+    tables = {
+        chunk.embedding.word_embeddings.weight
+        for chunk in model
+        if chunk.stage.is_first and chunk.embedding is not None
+    }
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter in tables and parameter.dtype.itemsize == 2 and can_be_summed(parameter.dtype)
     ]
 
 

@@ -11,6 +11,7 @@ from megatron_lite.checkpointing.saver import Claim, Saver, claim_directory
 from megatron_lite.checkpointing.start import find_start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.data.datasets import build_datasets
@@ -115,14 +116,14 @@ def build_trainer(
     parallel: ParallelState,
     *,
     pulse: Pulse | None = None,
-    printed: Sequence[str] = (),
+    invocation: Invocation = BY_SCRIPT,
 ) -> Trainer:
     """Returns a trainer with the model, optimizer, schedule and data of a run at iteration 0.
 
     This function chooses the checkpoint to start from, and `Trainer.run` loads it. It also takes
     the lock of the `--save` directory, which `Trainer.run` releases.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
-    printed: notices that the terminal has already. The log file gets them too.
+    invocation: how a command line started the run. The log file gets the notices that were printed.
     Raises InputError for missing data, a missing length or learning rate, a batch that does not
     divide, and faults in the data files, the checkpoint or the directories.
     """
@@ -130,19 +131,19 @@ def build_trainer(
     claim = claim_directory(config.checkpoint, parallel)
     try:
         with told_where_memory_runs_out(config, parallel):
-            return _build(config, parallel, claim, pulse or Pulse(), tuple(printed))
+            return _build(config, parallel, claim, pulse or Pulse(), invocation)
     except BaseException:
         claim.release()
         raise
 
 
 def _build(
-    config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Pulse, printed: tuple[str, ...]
+    config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Pulse, invocation: Invocation
 ) -> Trainer:
     training = config.training
     if training.deterministic_mode:
         use_deterministic_algorithms()
-    start = find_start(config.checkpoint, parallel)
+    start = find_start(config.checkpoint, parallel, invocation.program)
     done = start.progress
     try:
         batches = config.batch_schedule(parallel.dp_size)
@@ -207,7 +208,7 @@ def _build(
             *notices.in_log,
             *followed,
         ),
-        printed=printed,
+        invocation=invocation,
         pulse=pulse,
     )
 

@@ -52,7 +52,8 @@ class Evaluations:
             without = (
                 "no data is given for it"
                 if data.is_per_split
-                else f"--split {data.split!r} leaves no documents for it"
+                else f"--split {data.split!r} leaves no documents for it: give it a larger "
+                "share, or more documents"
             )
             log.line(f"no {name} loss: {without}")
             return None

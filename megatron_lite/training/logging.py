@@ -20,6 +20,7 @@ from types import TracebackType
 
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.iteration_line import (
@@ -49,6 +50,7 @@ class RunLog:
     """The log of one run. A log that can no longer be written does not end the run.
 
     start: the progress at the start. Rows and points that an earlier run wrote past it are dropped.
+    program: the name of the program that the user started.
     shows_peak: whether the run measures the peak of a step, so that the rows show it.
     opening: lines with which the log file begins.
     wandb: gets the same scalars as TensorBoard; the log closes it.
@@ -61,6 +63,7 @@ class RunLog:
         *,
         enabled: bool,
         start: Progress,
+        program: str = SCRIPT,
         shows_peak: bool = False,
         opening: Sequence[str] = (),
         wandb: WandbRun | None = None,
@@ -69,7 +72,7 @@ class RunLog:
         self._facts, self._enabled, self._start = facts, enabled, start
         self._consumed = start.consumed_samples
         self._interval: list[IterationRecord] = []
-        self._totals = RunTotals(facts)
+        self._totals = RunTotals(facts, program)
         self._stack = ExitStack()
         self._metrics: MetricsFile | None = None
         self._file: LogFile | None = None

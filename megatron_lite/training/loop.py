@@ -16,6 +16,7 @@ from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import Datasets
 from megatron_lite.model.stage_models import ModelStages
@@ -54,11 +55,10 @@ class Trainer:
     start: the checkpoint that `run` loads.
     rules: what the ends of documents mean; None: nothing.
     notices: lines for the log, about kernels and about checks that compare nothing.
-    printed: notices that the terminal has already; only the log file gets them.
+    invocation: how a command line started the run.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
-    progress: the iterations and samples so far.
-    predictions: the predicted and measured peak of a step.
+    progress: the iterations and samples so far. predictions: the peak of a step, and the measured.
     """
 
     config: RunConfig
@@ -73,7 +73,7 @@ class Trainer:
     start: Start = field(default_factory=Start)
     rules: DocumentRules | None = None
     notices: tuple[str, ...] = ()
-    printed: tuple[str, ...] = ()
+    invocation: Invocation = BY_SCRIPT
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     pulse: Pulse = field(default_factory=Pulse)
     progress: Progress = field(default_factory=Progress)
@@ -346,5 +346,5 @@ class Trainer:
             self.progress,
             num_iterations=self.num_iterations,
             shows_peak=self.predictions.measures_peak,
-            printed=self.printed,
+            invocation=self.invocation,
         )

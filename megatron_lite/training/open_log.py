@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.logging import RunLog
@@ -25,12 +26,12 @@ def open_log(
     *,
     num_iterations: int,
     shows_peak: bool,
-    printed: Sequence[str] = (),
+    invocation: Invocation = BY_SCRIPT,
 ) -> RunLog:
     """Returns the log of a run that goes on from `progress`. Its first line is about MFU.
 
     shows_peak: whether the run measures the peak of a step.
-    printed: notices that the terminal has already, and the log file has not.
+    invocation: how a command line started the run. The log file gets the notices that were printed.
     Raises InputError on rank 0 if a file of the log cannot be opened.
     """
     writes = parallel.rank == 0
@@ -49,8 +50,9 @@ def open_log(
         facts,
         enabled=writes,
         start=progress,
+        program=invocation.program,
         shows_peak=shows_peak,
-        opening=[*_opening(config, parallel), *printed] if writes else (),
+        opening=[*_opening(config, parallel), *invocation.printed] if writes else (),
         wandb=WandbRun(config) if config.logging.wandb_project and writes else None,
     )
     log.line(peak.line())

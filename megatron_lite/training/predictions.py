@@ -87,7 +87,7 @@ class Predictions:
         """Returns the line about the peak, right after the step that was measured, else None."""
         if self._steps != MEASURED_STEP or self.peak is None:
             return None
-        return f"peak of a step, on the rank that holds most: {self.peak}"
+        return f"peak of a step, highest of all ranks: {self.peak}"
 
     def summary(self) -> RunSummary:
         """Returns the predicted and measured figures of the run.

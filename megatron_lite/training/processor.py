@@ -1,7 +1,7 @@
 """Chooses whether a run on a CPU takes oneDNN's products where torch would take other code.
 
     float32 products of linear layers    torch for x86 sends them to Intel's MKL. On AMD processors
-                                         with AVX-512, oneDNN computes large ones faster.
+                                         with AVX-512, oneDNN computes large ones at least as fast.
     bf16 attention                       torch's flash kernel. On processors that multiply bf16
                                          vectors (avx512_bf16) and no tiles (AMX), products of whole
                                          blocks are faster (model/causal_products.py).
@@ -12,6 +12,7 @@ Linux's /proc/cpuinfo. Elsewhere, and if the file cannot be read, torch's own ch
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -96,15 +97,46 @@ def products_notices(config: RunConfig, *, onednn: bool) -> tuple[str, ...]:
     return (
         (
             f"float32 products of linear layers: oneDNN from 2^{power} multiplications on, which "
-            "is faster than MKL on this processor and rounds differently"
+            "is up to twice as fast as MKL on processors like this one and rounds differently"
             f"{exception} (--no-onednn-matmuls)"
         ),
     )
 
 
+def described(device: torch.device, *, onednn: bool) -> str:
+    """Returns one line about what computes, for a reader who compares it with another run's.
+
+    Runs with different lines can differ in their low bits. Equal lines promise nothing.
+    onednn: the choice of the run (`uses_onednn`).
+    """
+    if device.type != "cpu":
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return f"{name}, torch {torch.__version__}"
+    vendor, _ = _vendor_and_flags(CPUINFO)
+    threads = torch.get_num_threads()
+    return (
+        f"{vendor or platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}, "
+        f"{threads} {'thread' if threads == 1 else 'threads'} a rank, products by "
+        f"{'oneDNN' if onednn else 'torch'}, torch {torch.__version__}"
+    )
+
+
+def moved_notices(computed_on: str, computes_on: str) -> tuple[str, ...]:
+    """Returns the log's line about a checkpoint that something else computed; none if it did not.
+
+    computed_on: what computed the checkpoint (`described`); "" if that is not known.
+    """
+    if computed_on in ("", computes_on):
+        return ()
+    return (
+        f"the checkpoint was computed on {computed_on}; this run computes on {computes_on}, so its "
+        "results can have other low bits than those of a run that stayed there",
+    )
+
+
 _ATTENTION = (
     "bf16 attention: by oneDNN's matrix products, which are faster than torch's flash kernel on "
-    "this processor and round differently (--no-onednn-matmuls)"
+    "processors like this one and round differently (--no-onednn-matmuls)"
 )
 
 

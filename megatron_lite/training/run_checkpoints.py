@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from megatron_lite.checkpointing.load import Loaded, load_checkpoint
 from megatron_lite.checkpointing.progress import Progress
@@ -20,6 +20,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.training.logging import RunLog
+from megatron_lite.training.processor import described, moved_notices
 from megatron_lite.training.step import TrainingError
 
 
@@ -31,6 +32,7 @@ class RunCheckpoints:
     compare_replicas: called with the iteration. It raises TrainingError if ranks no longer hold the
         same weights.
     saved_at: the iteration of the last checkpoint, or -1.
+    computes_on: this rank's processor and libraries, which decide the low bits of the results.
     """
 
     config: RunConfig
@@ -44,6 +46,11 @@ class RunCheckpoints:
     pulse: Pulse
     compare_replicas: Callable[[int], None]
     saved_at: int = -1
+    computes_on: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        onednn = next(iter(self.model)).context.onednn
+        self.computes_on = described(self.parallel.device, onednn=onednn)
 
     def load(self, start: Start) -> Loaded | None:
         """Loads the step that `--load` chose. Returns its progress, or None without `--load`."""
@@ -59,6 +66,8 @@ class RunCheckpoints:
         )
         if self.config.checkpoint.continues:
             self.saved_at = loaded.progress.iteration
+            notices = moved_notices(loaded.computed_on, self.computes_on)
+            return replace(loaded, notices=(*loaded.notices, *notices))
         return loaded
 
     def save(self, progress: Progress, log: RunLog) -> None:
@@ -89,6 +98,7 @@ class RunCheckpoints:
                 data=self.datasets.identity,
                 copy=self.saver.copies,
                 schedule=self.schedule,
+                computed_on=self.computes_on,
                 tokenizer=self.tokenizer,
             )
             self.saver.save(snapshot, log.line)

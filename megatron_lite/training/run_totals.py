@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.step_files import step_directory
+from megatron_lite.config.invocation import SCRIPT, subcommand
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import size
 from megatron_lite.training.evaluate import Evaluation
@@ -28,10 +29,12 @@ LAST = 10  # iterations over which the last loss is a mean
 class RunTotals:
     """Adds up the iterations of one start, and notes its evaluations.
 
+    program: the name of the program that the user started.
     best: the iteration and the result of the lowest validation loss.
     """
 
     facts: RunFacts
+    program: str = SCRIPT
     began: float = field(default_factory=time.monotonic)
     iterations: int = 0
     samples: int = 0
@@ -116,7 +119,7 @@ class RunTotals:
             own = log.path if log is not None and log.flag == "--log-file" else None
             others = [path for path in (logging.tensorboard_dir, save, own) if path is not None]
             words = _paths_of_report(logging.metrics_jsonl, others)
-            yield "report", f"python -m megatron_lite.tools.report {shlex.join(words)}"
+            yield "report", shlex.join([*subcommand(self.program, "report"), *words])
 
 
 def _paths_of_report(metrics: str, others: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """The short iteration line of the terminal: a row of a table that fits its columns.
 
-    iteration  samples   ms/step    tokens/s    loss   norm        lr  kept predicted/measured
-       10/100      160     325.4       6,295  4.9146  2.791  5.78e-04        14.332/14.332 MiB
+    iteration  samples  ms/step    tokens/s    loss   norm        lr   kept pred./measured
+       10/100      160    325.4       6,295  4.9146  2.791  5.78e-04     14.332/14.332 MiB
 
 The other columns are MFU, if the peak is known, and the time left. `samples` counts all samples so
 far, and `tokens/s` the tokens of all ranks. `norm` is the gradient norm before clipping. A narrow
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.plural import plural
-from megatron_lite.memory.explain.units import ByteUnit
+from megatron_lite.memory.explain.units import MIB, ByteUnit
 from megatron_lite.training.iteration_line import (
     RunFacts,
     eta,
@@ -28,8 +28,8 @@ from megatron_lite.training.peak_memory import PeakMemory
 
 MOST_COLUMNS = 120
 HEADING_EVERY = 25
-KEPT = "kept predicted/measured"
-PEAK = "peak predicted/measured"
+KEPT = "kept pred./measured"
+PEAK = "peak pred./measured"
 # The columns that a narrow terminal does without, in this order.
 DISPENSABLE = ("samples", KEPT, PEAK, "lr", "norm", "MFU")
 
@@ -54,13 +54,13 @@ class ShortLines:
             [
                 _Column("iteration", max(9, counts)),
                 _Column("samples", max(7, len(str(facts.num_samples)))),
-                _Column("ms/step", 8),
+                _Column("ms/step", 7),
                 _Column("tokens/s", 10),
                 *([] if facts.peak_flops is None else [_Column("MFU", 6)]),
                 _Column("loss", 7),
                 _Column("norm", 8),
                 _Column("lr", 8),
-                _Column(memory, len(memory)),
+                _Column(memory, 20),
                 _Column("ETA", 8),
             ],
             min(columns, MOST_COLUMNS),
@@ -130,5 +130,6 @@ def _pair(predicted: int | None, measured: int | None) -> str:
     """Returns "14.332/14.332 MiB", or "-" if a figure is not known yet."""
     if predicted is None or measured is None:
         return "-"
-    unit = ByteUnit.of(max(predicted, measured))
+    # GiB from 1000 MiB on, so that no pair below 1000 GiB is longer than 19 characters.
+    unit = ByteUnit.of(max(predicted, measured), gib_from=1000 * MIB)
     return f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"

@@ -61,6 +61,7 @@ def test_only_known_variables_are_set_and_the_default_sets_none() -> None:
         "MALLOC_MMAP_MAX",
         "MALLOC_MMAP_THRESHOLD",
         "MALLOC_TRIM_THRESHOLD",
+        "THP_MEM_ALLOC_ENABLE",
     }
 
 

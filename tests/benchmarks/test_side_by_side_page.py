@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side_page import groups_part, picture, read
+from benchmarks.side_by_side_page import groups_part, of_all_machines, picture, read
 from benchmarks.side_by_side_report import PANELS, figure_of
 from benchmarks.side_by_side_targets import TARGETS, Figure, targets_table, verdict
 
@@ -121,6 +121,14 @@ def test_the_worst_figure_decides() -> None:
     slow = block(row("ours, none", 1.0), row("plain torch, none", 0.97))
     table = targets_table(report(fast, slow), {}).splitlines()
     assert "| 1.03, the worst of 2; the best is 0.80 |" in table[2 + EAGER]
+
+
+def test_the_targets_are_those_of_all_machines_and_each_block_names_its_own() -> None:
+    fast = block(row("ours, none", 1.0), row("plain torch, none", 1.25))
+    slow = block(row("ours, none", 1.0), row("plain torch, none", 0.97))
+    both = of_all_machines({"AVX-512": report(fast), "AVX2": report(slow), "no results": {}})
+    assert f"AVX2, {slow['title']}; plain torch, none | missed by" in targets_table(both, {})
+    assert [one.value for one in TARGETS[EAGER].find(both, {})] == [1 / 1.25, 1 / 0.97]
 
 
 def test_every_row_failure_and_absence_is_in_the_tables() -> None:

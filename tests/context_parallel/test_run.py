@@ -19,7 +19,7 @@ from megatron_lite.data.mock import MockDataset
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tools.generate import config_for_ranks
+from megatron_lite.tools.generation import config_for_ranks
 from megatron_lite.training.batches import fetch
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.evaluate import evaluate
@@ -243,7 +243,7 @@ def test_the_report_announces_what_training_measures() -> None:
 def test_each_rank_does_half_of_the_flops_and_keeps_half_of_the_bytes_of_a_layer() -> None:
     one, two = (explain(shared(run_of(NO_DROPOUT), cp_size), "cuda") for cp_size in (1, 2))
     assert one.own.model_flops == 2 * two.own.model_flops
-    assert one.runs[0].kept_bytes == 2 * two.runs[0].kept_bytes
+    assert one.layer_groups[0].kept_bytes == 2 * two.layer_groups[0].kept_bytes
 
 
 def test_text_is_generated_without_it() -> None:

@@ -16,7 +16,7 @@ from megatron_lite.checkpointing.metadata import read_config
 from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tools import generate
+from megatron_lite.tools import generate, generation
 from tests.support.conversions import converted, same_weights, weights_in
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
@@ -62,9 +62,9 @@ def ids_of(folder: Path, text: str) -> list[int]:
 def logits(folder: Path, tokens: list[int], ranks: int) -> torch.Tensor:
     """Returns our logits [s, V] of a text, on one rank of `ranks`."""
     step = find_step(str(folder)).step
-    config = generate.config_for_ranks(read_config(step), ranks, "gloo")
+    config = generation.config_for_ranks(read_config(step), ranks, "gloo")
     with parallel_state(config.parallel, seed=1) as parallel, torch.no_grad():
-        model = generate.load_model(step, config, parallel)
+        model = generation.load_model(step, config, parallel)
         return model(torch.tensor([tokens]))[0].clone()
 
 

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("data.idx", "", "leave the ending out: --data-path data"),
         ("data", "data_text_document.idx", "did you mean --data-path data_text_document?"),
         ("data", "", "--data-path takes the prefix of a .bin and .idx pair"),
-        ("a.txt", "a.txt", "open('a.txt').read()}))\" > a.jsonl\n"),
+        ("a.txt", "a.txt", "if one.strip()]' < a.txt > a.jsonl\n"),
         ("a.json", "a.json", "preprocess_data --input a.json --output-prefix a "),
         ("a b.jsonl", "a b.jsonl", "preprocess_data --input 'a b.jsonl' --output-prefix 'a b' "),
         ("play", "play", "--data-path play_text_document"),
@@ -48,11 +48,12 @@ def test_the_answer_has_what_to_give(folder: Path, prefix: str, file: str, answe
 @pytest.mark.parametrize("name", ["a.txt", "it's $one.txt", "b.jsonl"])
 def test_the_commands_make_the_token_files(folder: Path, name: str) -> None:
     text = "once upon a time " * 200
-    (folder / name).write_text(text if name.endswith(".txt") else f'{{"text": "{text}"}}\n')
+    plain = name.endswith(".txt")
+    (folder / name).write_text(f"{text}\n\n{text}" if plain else f'{{"text": "{text}"}}\n')
     commands, _, flags = prefix_advice(name).partition("\n")[2].partition("\nand then train with\n")
     subprocess.run(
         ["bash", "-euc", commands], env=environment(), cwd=folder, timeout=HANG_S, check=True
     )
     name, prefix, *_, tokenizer = shlex.split(flags)
-    assert name == "--data-path" and len(IndexedDataset(prefix)) == 1
+    assert name == "--data-path" and len(IndexedDataset(prefix)) == (2 if plain else 1)
     assert (folder / tokenizer).is_file()

@@ -18,6 +18,8 @@ from typing import Any
 
 from arguments import build_parser
 from benchmarks import side_by_side_page as peers
+from benchmarks.collectives_page import collectives_part
+from benchmarks.recompute_cost_page import recompute_cost_part
 from megatron_lite.config import policy
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.known_models import preset
@@ -52,7 +54,7 @@ def result(name: str) -> Any:
 
 @lru_cache
 def outcomes() -> dict[str, dict[str, int]]:
-    """Returns {outcome: {engine: rows}} of the first table of docs/who-is-right.md."""
+    """Returns {engine: {outcome: rows}} of the first table of docs/who-is-right.md."""
     page = (ROOT / "docs" / "who-is-right.md").read_text(encoding="utf-8")
     lines = page.split("Rows by outcome:\n\n")[1].split("\n\n")[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
@@ -63,18 +65,18 @@ def outcomes() -> dict[str, dict[str, int]]:
 
 def right(engine: str) -> str:
     """Returns how many rows of who-is-right.md an engine trains exactly, or up to rounding."""
-    found = outcomes()
-    return str(found["equal to the bit"][engine] + found["equal up to rounding"][engine])
+    found = outcomes()[engine]
+    return str(found["equal to the bit"] + found["equal up to rounding"])
 
 
 def wrong(engine: str) -> str:
     """Returns how many rows an engine trains in another way, without an error."""
-    return str(outcomes()["silently other"][engine])
+    return str(outcomes()[engine]["silently other"])
 
 
 def situations() -> str:
     """Returns the number of rows."""
-    return str(sum(row["ours, `full`"] for row in outcomes().values()))
+    return str(sum(outcomes()["ours, `full`"].values()))
 
 
 # What a policy keeps and costs
@@ -366,7 +368,7 @@ def terminal_row() -> str:
         activation_bytes_predicted=round(14.332 * 2**20),
         activation_bytes_measured=round(14.332 * 2**20),
     )
-    lines = ShortLines(facts, columns=120, shows_peak=False).lines([record], None)
+    lines = ShortLines(facts, columns=100, shows_peak=False).lines([record], None)
     return "\n".join(lines)
 
 
@@ -390,8 +392,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     **{f"any-model.{what}": partial(any_model, what) for what in ("least", "none", "ratios")},
 }
 PARTS: dict[str, Callable[[], str]] = {
+    "collectives": collectives_part,
+    "recompute-cost": partial(recompute_cost_part, "recompute_cost"),
+    "recompute-cost-zen4": partial(recompute_cost_part, "recompute_cost_zen4"),
     "peers-targets": peers.targets_part,
     "peers-groups": peers.groups_part,
+    "peers-groups-zen4": partial(peers.groups_part, machine="Zen 4"),
+    "peers-groups-avx2": partial(peers.groups_part, machine="AVX2"),
 }
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,

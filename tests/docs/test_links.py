@@ -31,7 +31,7 @@ def anchors(page: Path) -> frozenset[str]:
 
 def links(page: Path) -> Iterator[str]:
     text = re.sub(r"`[^`\n]*`", "", without_code(page.read_text()))
-    yield from re.findall(r"\]\(([^)\s]+)\)", text)
+    yield from re.findall(r'\]\(([^)\s]+)(?: "[^"]*")?\)', text)
 
 
 @pytest.mark.parametrize("page", CHECKED, ids=lambda path: str(path.relative_to(ROOT)))

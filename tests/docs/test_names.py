@@ -33,7 +33,10 @@ SEARCHED = """
 
 
 class Row(NamedTuple):
-    """theirs, ours: what stands in backticks. flags: of the launcher, anywhere in the row."""
+    """theirs: the names in the first column. ours: dotted names, with their module.
+
+    flags: those of the launcher in the second column.
+    """
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
@@ -43,14 +46,26 @@ class Row(NamedTuple):
 def rows() -> Iterator[Row]:
     for line in PAGE.splitlines():
         if line.startswith("| ") and not line.startswith("| theirs"):
-            theirs, ours, differs = (cell.strip() for cell in line.strip("|").split("|"))
-            names, mentioned = re.findall(r"`([^`]+)`", ours), re.findall(r"`([^`]+)`", differs)
-            assert names or ours == "none", line
+            theirs, ours = (cell.strip() for cell in line.strip("|").split("|"))
+            places = re.findall(r"((?:`[\w.]+` and )?`[\w.]+`) in `([\w/]+)\.py`", ours)
+            # Every file on our side belongs to a name, and every row has a name or "none".
+            assert len(places) == len(re.findall(r"\.py`", ours)), line
+            assert places or ours.split(":")[0] == "none", line
             yield Row(
                 tuple(re.findall(r"`([^`]+)`", theirs)),
-                (*names, *(name for name in mentioned if name.startswith("megatron_lite."))),
-                tuple(name for name in mentioned if name.startswith("--")),
+                tuple(
+                    f"{module_of(file)}.{name}"
+                    for names, file in places
+                    for name in re.findall(r"`([^`]+)`", names)
+                ),
+                tuple(re.findall(r"`(--[^`]+)`", ours)),
             )
+
+
+def module_of(file: str) -> str:
+    """The module of a file without its suffix, in megatron_lite/ or beside it."""
+    inside = (ROOT / "megatron_lite" / file).with_suffix(".py").exists()
+    return (f"megatron_lite/{file}" if inside else file).replace("/", ".")
 
 
 ROWS = list(rows())

@@ -56,6 +56,11 @@ def test_a_misspelt_setting_is_named() -> None:
         api.run_config(**SMALL, hiden_size=3)
 
 
+def test_every_missing_setting_is_in_one_message() -> None:
+    with pytest.raises(TypeError, match="missing settings of a run: micro_batch_size, seq_length$"):
+        api.run_config(preset="llama3-8b")
+
+
 def test_a_preset_gives_the_model_and_settings_override_it() -> None:
     config = api.run_config(preset="gpt2", seq_length=64, micro_batch_size=1, num_layers=3)
     assert config.model.num_layers == 3 and config.model.hidden_size == 768

@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMED = re.findall(
-    r"`(\w+/test_\w+\.py)`(?: `(test_\w+)`)?", (ROOT / "docs" / "reliability.md").read_text()
+# Links such as [`faults/test_a.py`](../tests/faults/test_a.py "test_one, test_two").
+LINKS = re.findall(
+    r"\[`(\w+/test_\w+\.py)`\]\(\.\./tests/([\w/]+\.py)(?: \"([\w, ]+)\")?\)",
+    (ROOT / "docs" / "reliability.md").read_text(),
 )
+NAMED = [(path, name) for path, _, names in LINKS for name in names.split(", ")]
+
+
+def test_a_link_leads_to_the_file_that_it_shows() -> None:
+    assert LINKS and all(shown == target for shown, target, _ in LINKS)
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    assert len(LINKS) == len(re.findall(r"\[`[^`]*test_", text))
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED)

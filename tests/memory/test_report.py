@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import shlex
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -64,6 +65,9 @@ POLICIES = [
     SELECTIVE + "core_attn pointwise",
     "--recompute-policy 0-1:full/2;2:core_attn+pointwise;3:mlp",
     "--recompute-policy 4:none;*:full/2",
+    "--recompute-policy every-2:full",
+    "--recompute-policy every-2:mlp@host;every-2+1:full@host",
+    "--recompute-policy 2:none@host;*:full/2",
     (
         "--recompute-policy "
         "0-1:ops(matmul,attention);2-3:ops(matmul/2,collective,max,aten.baddbmm.default);4:full"
@@ -141,22 +145,25 @@ def test_fp16_is_as_large_as_bf16(policy: str) -> None:
 def test_the_parts_add_up_to_the_whole(run: str, policy: str, device: str) -> None:
     report = report_of(run + policy, device)
     config, sizes, plan = report.config, report.sizes, plan_stage(report.config.recompute, 5)
-    assert [
-        layer for one in report.runs for layer in range(one.segment.first_layer, one.last_layer + 1)
-    ] == [0, 1, 2, 3, 4]
+    assert sorted(layer for one in report.layer_groups for layer in one.layers) == [0, 1, 2, 3, 4]
     parts = report.embedding.kept_bytes + report.rotary_tables.kept_bytes + report.head.kept_bytes
-    assert parts + sum(one.count * one.kept_bytes for one in report.runs) == activation_bytes(
-        config.model, plan, sizes
-    )
-    moved = sum(one.count * tensor.num_bytes for one in report.runs for tensor in one.moved)
+    assert parts + sum(
+        one.count * one.kept_bytes for one in report.layer_groups
+    ) == activation_bytes(config.model, plan, sizes)
+    moved = sum(one.count * tensor.num_bytes for one in report.layer_groups for tensor in one.moved)
     assert moved == report.own.host_bytes == host_bytes(config.model, plan, sizes)
     again = replay_flops(config.model, plan, batch=3, seq_length=12, device=device)
-    assert sizes.num_ranks * sum(one.count * one.replay_flops for one in report.runs) == again
+    assert (
+        sizes.num_ranks * sum(one.count * one.replay_flops for one in report.layer_groups) == again
+    )
     sent = report.embedding.traffic
-    for one in report.runs:
+    for one in report.layer_groups:
         for _ in range(one.count):
             sent += one.traffic
-    assert sent + report.head.traffic == plan_collectives(config.model, plan, sizes)
+    # The order differs: the layers of a group need not be neighbours.
+    sent, expected = sent + report.head.traffic, plan_collectives(config.model, plan, sizes)
+    for phase in ("forward", "backward", "replay"):
+        assert Counter(getattr(sent, phase)) == Counter(getattr(expected, phase))
 
 
 @pytest.mark.parametrize(("run", "policy"), thirds(CASES))
@@ -186,21 +193,20 @@ def test_the_flags_of_a_policy_give_it_again(policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "runs"),
+    ("policy", "groups"),
     [
-        ("", [(0, 4, 5)]),
-        (FULL + "uniform --recompute-num-layers 2", [(0, 3, 2), (4, 4, 1)]),
-        (FULL + "block --recompute-num-layers 2", [(0, 1, 2), (2, 4, 3)]),
-        (SELECTIVE + "mlp", [(0, 4, 5)]),
+        ("", [((0, 1, 2, 3, 4), 5)]),
+        (FULL + "uniform --recompute-num-layers 2", [((0, 1, 2, 3), 2), ((4,), 1)]),
+        (FULL + "block --recompute-num-layers 2", [((0, 1), 2), ((2, 3, 4), 3)]),
+        (SELECTIVE + "mlp", [((0, 1, 2, 3, 4), 5)]),
+        ("--recompute-policy every-2:full", [((0, 2, 4), 3), ((1, 3), 2)]),
+        ("--recompute-policy 2:none;*:full/2", [((0, 1, 3, 4), 2), ((2,), 1)]),
     ],
 )
-def test_neighbours_that_are_treated_alike_are_one_row(
-    policy: str, runs: list[tuple[int, int, int]]
+def test_layers_that_are_treated_alike_are_one_group(
+    policy: str, groups: list[tuple[tuple[int, ...], int]]
 ) -> None:
-    assert [
-        (one.segment.first_layer, one.last_layer, one.count)
-        for one in report_of(TINY + policy).runs
-    ] == runs
+    assert [(one.layers, one.count) for one in report_of(TINY + policy).layer_groups] == groups
 
 
 NORMS, MLP = ("input_layernorm", "pre_mlp_layernorm"), ("linear_fc1", "activation")
@@ -261,7 +267,7 @@ BETWEEN_MATMULS = ("attention dropout", "pre_mlp_layernorm", "activation", "mlp 
 def test_what_runs_again_is_named(
     policy: str, device: str, rebuilt: tuple[str, ...], left_out: str | None
 ) -> None:
-    run = report_of(TINY + policy, device).runs[0]
+    run = report_of(TINY + policy, device).layer_groups[0]
     assert (run.rebuilt, run.left_out) == (rebuilt, left_out)
 
 
@@ -272,7 +278,7 @@ def test_a_unit_split_over_two_ranks_by_hand() -> None:
         TINY + "--tensor-model-parallel-size 2 " + FULL + "uniform --recompute-num-layers 5 "
         "--distribute-saved-activations",
         "cpu",
-    ).runs
+    ).layer_groups
     hidden, states = 36 * 32 * 4, 2 * 5056
     total, gather = Collective("all-reduce", hidden), Collective("all-gather", hidden)
     assert run.traffic == Traffic((total,) * 10, (total,) * 10, (gather, *(total,) * 9))
@@ -525,7 +531,7 @@ def test_a_head_larger_than_all_layers_is_pointed_out() -> None:
     wide = TINY.replace("--vocab-size 98", "--vocab-size 50000")
     for words, larger in ((wide, True), (TINY, False)):
         report = report_of(words)
-        layers = sum(run.count * run.kept_bytes for run in report.runs)
+        layers = sum(group.count * group.kept_bytes for group in report.layer_groups)
         assert (report.head.kept_bytes > layers) == larger == ("head" in topics(report))
     assert f"The head keeps {size(report_of(wide).head.kept_bytes)}, and" in note(
         report_of(wide), "head"

@@ -53,6 +53,16 @@ def test_the_peak_of_a_real_step_is_predicted_within_two_per_cent(case: Case) ->
         assert abs(row.ratio - 1.0) < 2 * PER_CENT, row
 
 
+@pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
+def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops: str) -> None:
+    # Attention's backward is the peak, after that of the linear layers whose results are kept.
+    flags = "--seq-length 256 --max-position-embeddings 256 --vocab-size 255"
+    chosen = f"--attention-backend unfused --recompute-policy *:ops({ops})"
+    (row,) = rows(Case(ops, f"{flags} --loss-chunk-size 64 {chosen}"))
+    assert row.moment.startswith("backward of core_attention")
+    assert abs(row.ratio - 1.0) < PER_CENT / 10, row
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_backward_frees_what_the_forward_left(case: Case) -> None:
     config = case.config

@@ -18,7 +18,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.tools.generate import config_for_ranks, load_model
+from megatron_lite.tools.generation import config_for_ranks, load_model
 from tests.memory import test_activations
 from tests.recompute import test_equality
 from tests.support import apex

@@ -219,7 +219,7 @@ MUTANTS = [
             training=dict(bf16=True),
             model={},
             num_calls=9,
-            expected="autograd (grad_dtype) for the lookup",
+            expected="the layer's backward for the lookup",
         ),
     ),
     Mutant(fused_adam_is_not_told_to_skip, *SKIPS),

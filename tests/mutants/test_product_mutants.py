@@ -48,6 +48,11 @@ def the_first_micro_batch_reads_the_total(add, total, rows, grad_rows, *, first,
     add(total, rows, grad_rows, first=False, onednn=onednn)
 
 
+@replaces("add_rounded_", products)
+def the_first_rounded_product_reads_the_total(add, total, product, *, first):
+    add(total, product, first=False)
+
+
 @replaces("gradient_parts", large_products)
 def the_workspace_forgets_the_transposed_copy(parts, tokens, outputs, inputs):
     return with_fields(parts(tokens, outputs, inputs), transposed=0)
@@ -83,6 +88,11 @@ MUTANTS = [
         the_first_micro_batch_reads_the_total,
         test_products.test_each_product_is_the_exact_one_up_to_rounding,
         dict(n=7, k=5, with_bias=False),
+    ),
+    Mutant(
+        the_first_rounded_product_reads_the_total,
+        test_products.test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum,
+        dict(rows=4, first=True),
     ),
     Mutant(
         the_workspace_forgets_the_transposed_copy,

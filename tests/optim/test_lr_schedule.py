@@ -289,6 +289,14 @@ def test_lengths_given_in_samples_are_taken_as_they_are():
     assert (wsd.decay_samples, wsd.wsd_samples) == (40, 7)
 
 
+def test_a_changed_length_is_shown_without_rounding_errors():
+    before, after = (
+        schedule(lr_warmup_fraction=0.1, num_iterations=n, batch_size=8) for n in (6, 8)
+    )
+    assert before.warmup_samples == 4.800000000000001
+    assert "warmup_samples 4.8 -> 6.4" in after.changed_from(before)
+
+
 def test_the_rate_depends_on_consumed_samples_only():
     """Twice the batch in half the iterations: the same rates at the same samples."""
     config = LrScheduleConfig(lr=1.0, lr_decay_style="cosine", lr_warmup_fraction=0.1)

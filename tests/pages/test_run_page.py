@@ -21,6 +21,7 @@ from megatron_lite.pages.figures import AxisRange, number, short
 from megatron_lite.pages.line_chart import MOST_POINTS, LineChart, Series
 from megatron_lite.pages.run_charts import charts_of, running_mean
 from megatron_lite.pages.run_files import find_run
+from megatron_lite.pages.run_log import LogFacts
 from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_predictions import predictions
 from megatron_lite.pages.run_record import RunRecord, read_run
@@ -581,3 +582,12 @@ def test_the_look_at_a_page_sees_overflow_and_errors_in_the_console(tmp_path: Pa
     bad = "<!doctype html><div style='width:900px'>x</div><script>throw Error('no')</script>"
     seen = look(bad, tmp_path)
     assert seen.width >= 900 and len(seen.wide) == 1 and "no" in seen.console[0]
+
+
+@pytest.mark.parametrize(
+    "program", ["pretrain_gpt.py", "megatron-lite train", "python -m megatron_lite train"]
+)
+def test_an_error_in_a_log_is_found_whatever_the_program_was_called(program: str) -> None:
+    facts = LogFacts()
+    facts.read([f"{program}: error: the disk is full".encode(), f"{program} is no fault".encode()])
+    assert facts.faults == [(0, "the disk is full")]

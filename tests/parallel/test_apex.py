@@ -183,7 +183,7 @@ def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(
     packages({EXTENSION: text})
     assert reason in weight_gradient_kernel("cpu").reason
     (line,) = (line for line in log_of_a_run() if line.startswith("weight gradients"))
-    assert ": 9 weights: autograd (grad_dtype), because" in line and reason in line
+    assert ": 9 weights: the layer's backward, because" in line and reason in line
 
 
 def test_an_import_of_apex_that_raises_is_a_reason(packages: Packages) -> None:

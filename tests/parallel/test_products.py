@@ -17,6 +17,7 @@ import torch
 # dispatch modes import it when first entered: 3 s, here once for all forked ranks
 import torch._dynamo
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -114,6 +115,21 @@ def test_each_product_is_the_exact_one_up_to_rounding(
         assert total._version > version  # autograd sees the write
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("rows", [4, 33, 2**16])
+@torch.no_grad()
+def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(
+    rows: int, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "rows_at_a_time", lambda width, device: rows)
+    x, dy = torch.randn(7, 20).bfloat16(), torch.randn(7, 33).bfloat16()
+    start = torch.randn(33, 20)
+    total = torch.full_like(start, torch.nan) if first else start.clone()
+    products.add_weight_product_(total, x, dy, first=first, onednn=True)
+    rounded = (dy.t() @ x).float()
+    assert torch.equal(total, rounded if first else start + rounded)
+
+
 @torch.no_grad()
 def test_operands_may_have_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     every_product_is_large(monkeypatch)
@@ -165,10 +181,12 @@ def test_the_three_products_of_a_layer_take_the_same_path(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_other_formats_stay_with_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without values: not every processor has oneDNN's products in these formats."""
     every_product_is_large(monkeypatch)
-    x, weight = torch.randn(5, 4, dtype=dtype), torch.randn(6, 4, dtype=dtype)
-    with Seen() as seen, torch.no_grad():
+    with FakeTensorMode(), Seen() as seen, torch.no_grad():
+        x, weight = torch.randn(5, 4, dtype=dtype), torch.randn(6, 4, dtype=dtype)
         products.linear(x, weight, None, onednn=True)
+    assert seen.counts["mm"] == 1
     assert not any(seen.counts[name] for name in LINEAR)
 
 

@@ -332,8 +332,12 @@ def test_the_report_of_a_pipeline_fits_its_columns_and_has_every_rank(words):
     assert f"on pipeline rank {fullest.rank}, which holds most of {len(report.ranks)}\n" in text
     assert f"Notes, on pipeline rank {fullest.rank}\n" in text or not report.notes
     parts = sum(part.kept_bytes for part in (report.embedding, report.rotary_tables, report.head))
-    assert report.own.kept_bytes == parts + sum(run.count * run.kept_bytes for run in report.runs)
-    assert {run.stage for run in report.runs} == {stage.number for stage in fullest.stages}
+    assert report.own.kept_bytes == parts + sum(
+        group.count * group.kept_bytes for group in report.layer_groups
+    )
+    assert {stage for group in report.layer_groups for stage in group.stages} == {
+        stage.number for stage in fullest.stages
+    }
     assert bool(report.embedding.kept) == (fullest.rank == 0)
     assert bool(report.head.kept) == (fullest.rank == len(report.ranks) - 1)
     layers = [

@@ -148,11 +148,7 @@ def test_the_layers_of_a_dictionary_are_counted_in_its_order() -> None:
             "*:full",
             "no module 'transformer.layers'; its lists of modules are transformer.h",
         ),
-        (
-            "transformer.h.0",
-            "*:full",
-            "is a GPT2Block: a policy needs a ModuleList or a ModuleDict",
-        ),
+        ("transformer.h.0", "*:full", "is a GPT2Block: a policy needs a ModuleList, a ModuleDict"),
         ("transformer.h", "*:mlp", "mlp are regions, and this model's layers name none"),
         ("transformer.h", "*:full/2", "one by one"),
         ("transformer.h", "*:full@split", "needs tensor-parallel layers"),
@@ -176,3 +172,30 @@ def test_a_second_policy_is_refused() -> None:
     apply_policy_(model, layers_fqn="transformer.h", policy="*:full")
     with pytest.raises(ValueError, match="already"):
         apply_policy_(model, layers_fqn="transformer.h", policy="*:full")
+
+
+def test_the_layers_of_a_sequential_have_a_policy() -> None:
+    def step(policy: str | None) -> tuple[int, list[Tensor]]:
+        torch.manual_seed(3)
+        layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.Linear(24, 6)) for _ in range(3))
+        )
+        model = nn.ModuleDict({"body": layers})
+        if policy is not None:
+            apply_policy_(model, layers_fqn="body", policy=policy)
+        with kept_for_backward(exclude=model.parameters()) as meter:
+            loss = layers(torch.randn(90, 6)).square().mean()
+        num_bytes = meter.total_bytes()
+        loss.backward()
+        return num_bytes, [one.grad for one in model.parameters() if one.grad is not None]
+
+    (plain_bytes, plain), (num_bytes, grads) = step(None), step("every-2:full")
+    assert num_bytes < plain_bytes and len(grads) == 12
+    assert all(map(torch.equal, plain, grads))
+
+
+def test_the_error_lists_only_the_outermost_lists() -> None:
+    model = nn.Module()
+    model.body = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    with pytest.raises(ValueError, match="its lists of modules are body$"):
+        apply_policy_(model, layers_fqn="h", policy="*:full")

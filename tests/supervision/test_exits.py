@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,9 +66,8 @@ def test_without_the_handler_the_signal_kills() -> None:
 def test_a_run_ends_after_its_duration_and_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = time.monotonic()
-    # the start, then the end of each iteration
-    times = iter([now, now + 59.0, now + 60.0, now + 61.0])
+    # the start, then the end of each iteration; whole numbers, so that no difference is rounded
+    times = iter([1000.0, 1059.0, 1060.0, 1061.0])
     monkeypatch.setattr(
         exits, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(times))})
     )

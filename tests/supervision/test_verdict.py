@@ -11,6 +11,7 @@ from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge
 
 MOVES = {1: "5 3 iteration 2", 2: "7 4 iteration 3"}  # BEATS MOVES WHERE
 OWN = "6 4 iteration 3"
+SAVES = "with --save, --exit-signal-handler"
 
 
 def judged(
@@ -61,7 +62,8 @@ def test_a_rank_that_had_ended_before_is_not_silent() -> None:
 
 @pytest.mark.parametrize("graceful", [False, True])
 def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(graceful: bool) -> None:
-    stop = Verdict(0, 128 + signal.SIGTERM, "SIGTERM; no checkpoint is written")
+    text = f"SIGTERM; no checkpoint is written ({SAVES} writes one)"
+    stop = Verdict(0, 128 + signal.SIGTERM, text)
     assert judged("signal", ALIVE, number=signal.SIGTERM, graceful=graceful) == (
         None if graceful else stop
     )
@@ -79,4 +81,5 @@ def test_ctrl_c_ends_a_run_that_takes_care_of_other_signals() -> None:
         verdict = judged("signal", ALIVE, number=signal.SIGINT, graceful=True)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert verdict == Verdict(0, 128 + signal.SIGINT, "SIGINT; no checkpoint is written")
+    text = f"SIGINT; no checkpoint is written ({SAVES} --exit-signal SIGINT writes one)"
+    assert verdict == Verdict(0, 128 + signal.SIGINT, text)

@@ -25,11 +25,11 @@ from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tools.generate import (
+from megatron_lite.tools.generate import main
+from megatron_lite.tools.generation import (
     config_for_ranks,
     find_step,
     load_model,
-    main,
     tokenizer_with_files,
 )
 from megatron_lite.tools.sampling import (
@@ -641,7 +641,7 @@ def test_a_tokenizer_of_more_ids_than_the_model_is_refused(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "megatron_lite.tools.generate.build_tokenizer", lambda config: ByteTokenizer()
+        "megatron_lite.tools.generation.build_tokenizer", lambda config: ByteTokenizer()
     )
     output = run_main("--load", checkpoint, "--prompt", "a")
     assert (output.status, output.stderr) == (

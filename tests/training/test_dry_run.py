@@ -144,7 +144,7 @@ def test_each_rank_has_the_memory_of_a_real_one(
 
 
 def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
-    config = config_of("--bf16 --num-layers 2 --recompute-policy *:none@host")
+    config = config_of("--num-layers 2 --recompute-policy *:none@host")
     (whole, apart) = (
         dry_run(config, 0, world_size=1, device=device, num_microbatches=1).measured
         for device in ("cpu", "cuda")
@@ -329,6 +329,24 @@ def test_the_report_has_every_figure_and_the_moment(
     assert [value for name, value in rows if name == "difference"] == ["+0", f"{share:+.2%}"]
     assert dict(rows)["host memory, at most"] == f"{rank.measured.host_bytes / 2**10:,.3f}"
     assert f": {peak.moment.phase} of {peak.moment.module}, {peak.moment.operator}" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--distributed-backend auto", True),
+        ("--distributed-backend gloo", False),
+        ("--distributed-backend auto --dry-run-device cpu", False),
+    ],
+)
+def test_a_machine_without_a_gpu_names_the_flag_for_one(
+    flags: str, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = parse_args([*SMALL_MODEL, *FLAGS, "--dry-run-memory", *flags.split()])
+    assert arguments.dry_run is not None
+    print_dry_run_memory(arguments.config, arguments.dry_run, (), Launch(launcher="single"))
+    assert ("no GPU is here: add --dry-run-device cuda" in capsys.readouterr().out) == told
 
 
 def test_under_a_launcher_only_rank_0_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,12 +50,12 @@ def overflow_in(
                 handle.remove()
                 return torch.where(torch.arange(grad.numel()).view_as(grad) == 3, math.inf, grad)
 
-            weight = next(
+            bias = next(
                 value
                 for name, value in self.named_parameters()
-                if name.endswith("mlp.linear_fc1.weight")
+                if name.endswith("mlp.linear_fc1.bias")
             )
-            handle = weight.register_hook(overflow)
+            handle = bias.register_hook(overflow)
         return true_hidden_states(self, *inputs)
 
     monkeypatch.setattr(GPTModel, "hidden_states", hidden_states)

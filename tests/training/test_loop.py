@@ -341,7 +341,7 @@ def test_a_split_without_documents_is_said(
             ),
         )
     )
-    assert "no test loss: --split '90,10,0' leaves no documents for it" in capsys.readouterr().out
+    assert "no test loss: --split '90,10,0' leaves no documents for it: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["metrics_jsonl", "tensorboard_dir"])

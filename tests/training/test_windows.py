@@ -93,7 +93,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_another_window_is_refused
         ("no_rope_freq", None),
     ):
         other = replace(resumed, model=replace(config.model, **{field: value}))
-        with pytest.raises(InputError, match=rf"holds another model:[^$]*{field}"):
+        with pytest.raises(InputError, match=rf"holds another model\..*:[^$]*{field}"):
             run_to_end(other)
     run_to_end(resumed)
     assert step_bytes(parts, 4) == step_bytes(whole, 4)

@@ -17,6 +17,7 @@ from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.flag_help import fate_of, help_on
 from megatron_lite.config.flags import refused_flags
 from megatron_lite.config.help_format import HelpLayout, paragraph
+from megatron_lite.config.invocation import as_typed
 from megatron_lite.config.json_text import shown
 
 HELP = ("-h", "--help")
@@ -136,7 +137,7 @@ def _overview(parser: Parser, program: str) -> str:
     return (
         f"usage: {program} FLAGS\n\n"
         "Trains a GPT. Flags have Megatron-LM's names, defaults and meaning.\n\n"
-        f"  {program} {EXAMPLE}\n\n"
+        f"  {as_typed(program)} {EXAMPLE}\n\n"
         "Add --explain-recompute to see the memory of the run instead of training.\n\n"
         f"{_flags('the flags used most', used)}\n"
         f"--help TOPIC has the flags of a topic (their number):\n{topics}\n{lists}\n\n"

@@ -18,6 +18,7 @@ from megatron_lite.cli.arguments.run_config import build_config
 from megatron_lite.config import flags
 from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
+from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.notices import setting_notices
 from megatron_lite.config.run import RunConfig
@@ -44,7 +45,7 @@ class ParsedArguments:
     local_rank: int | None = None
 
 
-def parse_args(argv: Sequence[str], program: str = "pretrain_gpt.py") -> ParsedArguments:
+def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     """Parses a command line, given without the name of the program.
 
     program: its name in messages, and in the text of --help, which is printed if the words ask for

@@ -26,10 +26,11 @@ from megatron_lite.cli.arguments.recompute_flags import add_recompute_flags
 from megatron_lite.cli.arguments.training_flags import add_training_flags
 from megatron_lite.config import flags
 from megatron_lite.config.all_faults import Parser
+from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.known_models import PRESETS
 
 
-def build_parser(program: str = "pretrain_gpt.py") -> Parser:
+def build_parser(program: str = SCRIPT) -> Parser:
     """Returns the parser of the whole command line.
 
     program: the name with which its messages begin.

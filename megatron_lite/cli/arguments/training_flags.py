@@ -40,8 +40,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.off_switch(
         "--no-gradient-accumulation-fusion",
         "gradient_accumulation_fusion",
-        "do not use NVIDIA apex's kernel for weight gradients on CUDA, even where it is installed "
-        "(docs/apex.md)",
+        "let autograd add up the gradients of linear weights, not NVIDIA apex's kernel or the "
+        "backward of the layers (docs/apex.md)",
     )
     group.off_switch(
         "--no-onednn-matmuls",

@@ -122,7 +122,11 @@ def tensors_of(folder: Path) -> dict[str, DistTensor]:
     """
     path = folder / DIST_METADATA
     if not path.exists():
-        raise InputError(f"{folder}: holds no {DIST_METADATA}: it is no torch_dist checkpoint")
+        legacy = any(folder.glob("mp_rank_*"))
+        hint = "; its mp_rank_* folders have the format --from megatron" if legacy else ""
+        raise InputError(
+            f"{folder}: holds no {DIST_METADATA}: it is no torch_dist checkpoint{hint}"
+        )
     value = read_pickle(
         read_bounded(path, MOST_BYTES),
         str(path),

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from megatron_lite.description.operations import Collective, KeptTensor
+from megatron_lite.memory.explain.layer_groups import LayerGroup
 from megatron_lite.memory.explain.prices import region_names
-from megatron_lite.memory.explain.recompute_report import LayerRun, Report, ReportPart
-from megatron_lite.memory.explain.report_lines import Lines, run_name
+from megatron_lite.memory.explain.recompute_report import Report, ReportPart
+from megatron_lite.memory.explain.report_lines import Lines, are_neighbours, group_name
 from megatron_lite.memory.explain.units import ByteUnit, flops, percent, size
 from megatron_lite.memory.predict.traffic import Traffic
 
@@ -17,15 +18,15 @@ NAMED_TENSORS = 4
 
 
 def layer_lines(report: Report, lines: Lines) -> Iterator[str]:
-    """Yields the lines about the embedding, each run of equal layers, and the head."""
+    """Yields the lines about the embedding, each group of equal layers, and the head."""
     yield "Layer by layer" + (" (numbers count from 0 within a stage)" if report.ranks else "")
     if report.sizes.has_embedding:
         yield from _part("embedding", report.embedding, lines)
     if report.rotary_tables.kept:
         names = " and ".join(shared_tensors(report))
         yield from _part(f"{names}, which all layers share", report.rotary_tables, lines)
-    for run in report.runs:
-        yield from _run(run, report, lines)
+    for group in report.layer_groups:
+        yield from _group(group, report, lines)
     if report.sizes.has_head:
         yield from _part("head: final norm, logits, loss", report.head, lines)
 
@@ -47,32 +48,35 @@ def _part(name: str, part: ReportPart, lines: Lines) -> Iterator[str]:
     yield from _traffic(part.traffic, lines)
 
 
-def _run(run: LayerRun, report: Report, lines: Lines) -> Iterator[str]:
-    split = f", 1/{report.sizes.tp_size} of it on each rank" if run.segment.split else ""
-    each = "unit" if run.segment.num_layers > 1 else "layer"
-    peculiarity = f" ({run.peculiarity})" if run.peculiarity else ""
-    heading = f"{run_name(run)}{peculiarity}: {_treatment(run)}{split}"
+def _group(group: LayerGroup, report: Report, lines: Lines) -> Iterator[str]:
+    split = f", 1/{report.sizes.tp_size} of it on each rank" if group.segment.split else ""
+    each = "unit" if group.segment.num_layers > 1 else "layer"
+    peculiarity = f" ({group.peculiarity})" if group.peculiarity else ""
+    number = len(group.layers) * max(1, len(group.stages))
+    # A unit's treatment has the number of layers, and of a span the reader sees it.
+    counted = "" if group.segment.unit or are_neighbours(group.layers) else f" ({number} layers)"
+    heading = f"{group_name(group)}{counted}{peculiarity}: {_treatment(group)}{split}"
     yield from lines.wrapped(heading, indent="    ", first="  ")
     yield from lines.field(
-        "keeps", _kept(run.kept, each=f" a {each}: ") if run.kept else "nothing on the device"
+        "keeps", _kept(group.kept, each=f" a {each}: ") if group.kept else "nothing on the device"
     )
-    if run.moved:
-        yield from lines.field("on the host", _kept(run.moved, each=f" a {each}: "))
-    if run.rebuilt:
-        names = "all of it" if run.segment.unit else ", ".join(run.rebuilt)
-        left_out = f"; {run.left_out} left out" if run.left_out else ""
-        share = percent(run.count * run.replay_flops / report.own.model_flops)
+    if group.moved:
+        yield from lines.field("on the host", _kept(group.moved, each=f" a {each}: "))
+    if group.rebuilt:
+        names = "all of it" if group.segment.unit else ", ".join(group.rebuilt)
+        left_out = f"; {group.left_out} left out" if group.left_out else ""
+        share = percent(group.count * group.replay_flops / report.own.model_flops)
         yield from lines.field(
             "runs again",
-            f"{flops(run.replay_flops)} a {each}: {names}{left_out}"
-            if run.replay_flops
+            f"{flops(group.replay_flops)} a {each}: {names}{left_out}"
+            if group.replay_flops
             else f"no matmul: {names}",
         )
-        if run.replay_flops:
-            together = f", all such {each}s together" if run.count > 1 else ""
+        if group.replay_flops:
+            together = f", all such {each}s together" if group.count > 1 else ""
             of_all = " of all pipeline ranks" if report.ranks else ""
             yield from lines.field("", f"{share} of forward and backward{of_all}{together}")
-    yield from _traffic(run.traffic, lines)
+    yield from _traffic(group.traffic, lines)
 
 
 def _traffic(traffic: Traffic, lines: Lines) -> Iterator[str]:
@@ -86,14 +90,14 @@ def _traffic(traffic: Traffic, lines: Lines) -> Iterator[str]:
         yield from lines.field("" if number else "sends", text)
 
 
-def _treatment(run: LayerRun) -> str:
-    segment = run.segment
+def _treatment(group: LayerGroup) -> str:
+    segment = group.segment
     if segment.unit:
         units = (
-            f"{run.count} unit{'s' * (run.count > 1)} of {segment.num_layers} "
+            f"{group.count} unit{'s' * (group.count > 1)} of {segment.num_layers} "
             f"layer{'s' * (segment.num_layers > 1)}"
         )
-        return f"{units}; only the input of {'each' if run.count > 1 else 'it'} is kept"
+        return f"{units}; only the input of {'each' if group.count > 1 else 'it'} is kept"
     if segment.ops:
         named = textwrap.shorten(", ".join(segment.ops), 45, placeholder=" ...")
         return f"results of {named} kept, all else rebuilt in backward"

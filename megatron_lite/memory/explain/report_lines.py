@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_lite.config.host_parts import parts_of
+from megatron_lite.memory.explain.layer_groups import LayerGroup
 from megatron_lite.memory.explain.prices import region_names
-from megatron_lite.memory.explain.recompute_report import LayerRun
 from megatron_lite.memory.explain.units import GIB, ByteUnit
 from megatron_lite.recompute.recompute_plan import Segment
 
 WIDTH = 100
+MOST_SPANS = 4  # of layers, that a name spells out
 
 
 class Lines(NamedTuple):
@@ -58,15 +59,56 @@ def column_unit(numbers: Iterable[int]) -> ByteUnit:
     return ByteUnit.of(max(numbers), gib_from=10 * GIB)
 
 
-def run_name(run: LayerRun) -> str:
-    """Returns the layers of a run of equal layers, with their stage if there are several."""
-    stage = "" if run.stage is None else f"stage {run.stage} "
-    return stage + layers_name(run.segment.first_layer, run.last_layer)
+def group_name(group: LayerGroup) -> str:
+    """Returns the layers of a group, with their stages if the model has several."""
+    stages = ", ".join(map(str, group.stages))
+    place = f" of stage{'s' * (len(group.stages) > 1)} {stages}" if stages else ""
+    return layers_name(group.layers) + place
 
 
-def layers_name(first: int, last: int) -> str:
-    """Returns the name of the layers from the first to the last."""
-    return f"layer {first}" if first == last else f"layers {first}-{last}"
+def layers_name(layers: Sequence[int]) -> str:
+    """Returns the name of some layers from their numbers in order, such as "layers 0-3, 8".
+
+    Four or fewer spans are all named. More of them at equal distances are named by the first two
+    and the last: "layers 0, 2, .. 78".
+    """
+    spans, texts = _spans(layers), []
+    while spans:
+        alike = _at_equal_distances(spans)
+        named = [f"{one[0]}-{one[-1]}" if len(one) > 1 else f"{one[0]}" for one in spans[:alike]]
+        texts += named if alike <= MOST_SPANS else [*named[:2], f".. {named[-1]}"]
+        spans = spans[alike:]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(texts)}"
+
+
+def are_neighbours(layers: Sequence[int]) -> bool:
+    """Returns whether layers, given by their numbers in order, have no other layer between them."""
+    return len(_spans(layers)) == 1
+
+
+def _spans(layers: Sequence[int]) -> list[range]:
+    """Returns the spans of neighbouring layers."""
+    starts = [at for at in range(len(layers)) if not at or layers[at] != layers[at - 1] + 1]
+    stops = [*starts[1:], len(layers)]
+    return [
+        range(layers[start], layers[stop - 1] + 1)
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+
+
+def _at_equal_distances(spans: Sequence[range]) -> int:
+    """Returns how many of the first spans are equally long and follow at equal distances."""
+    if len(spans) == 1:
+        return 1
+    step = spans[1].start - spans[0].start
+    return next(
+        (
+            number
+            for number, span in enumerate(spans)
+            if span != range(spans[0].start + number * step, spans[0].stop + number * step)
+        ),
+        len(spans),
+    )
 
 
 def segment_name(segment: Segment) -> str:

@@ -12,8 +12,8 @@ from megatron_lite.memory.explain.report_lines import (
     WIDTH,
     Lines,
     column_unit,
+    group_name,
     layers_name,
-    run_name,
     segment_name,
 )
 from megatron_lite.memory.explain.units import count, percent, size
@@ -92,12 +92,12 @@ def _totals(report: Report, lines: Lines) -> Iterator[str]:
     ]
     rows = [("embedding", report.embedding.kept_bytes, "")] if report.sizes.has_embedding else []
     rows += [(name, num_bytes, "") for name, num_bytes in shared_tensors(report).items()]
-    for run in report.runs:
+    for group in report.layer_groups:
         rows.append(
             (
-                run_name(run),
-                run.count * run.kept_bytes,
-                f"{run.count} x {run.kept_bytes:,}" if run.count > 1 else "",
+                textwrap.shorten(group_name(group), 24, placeholder=" .."),
+                group.count * group.kept_bytes,
+                f"{group.count} x {group.kept_bytes:,}" if group.count > 1 else "",
             )
         )
     rows += [("head", report.head.kept_bytes, "".join(logits))] if report.sizes.has_head else []
@@ -301,6 +301,7 @@ def _when(priced: Priced) -> str:
     if first is None or last is None:
         return "when the forward ends"
     segment = next(segment for segment in priced.plan.segments if segment.first_layer == first)
+    name = layers_name(range(first, last + 1))
     if not (segment.unit or segment.regions or segment.ops):
-        return f"when {layers_name(first, last)} has come back"
-    return f"when {layers_name(first, last)} {'is' if first == last else 'are'} rebuilt"
+        return f"when {name} has come back"
+    return f"when {name} {'is' if first == last else 'are'} rebuilt"

@@ -140,7 +140,9 @@ def ops_passages(
     more = sum(size for name, size in results.items() if name not in kept) + states
     replay = _unit_replay((layer,), sizes, skip_tail=skip_tail)
     replay = replay._replace(most=max(again, replay.most - sum(results.values())), end=again)
-    whole = joined(replay, plain.backward, change(-more))
+    # The layer holds its kept results until its backward has ended, because it may run twice.
+    backward = _backward(model, layer, frozenset(), sizes, False, lasting=results.keys())
+    whole = joined(replay, backward, change(-more))
     total = hidden + states + sum(results.values())
     return Passages(
         plain.forward._replace(end=total, kept=total),
@@ -196,13 +198,19 @@ def _backward(
     *,
     ends_replay: bool = False,
     returned: tuple[int, int] | None = None,
+    lasting: Set[str] = frozenset(),
 ) -> Passage:
-    """Returns the backward of a layer. ends_replay: whether it is the last one of a unit."""
+    """Returns the backward of a layer.
+
+    ends_replay: whether it is the last one of a unit.
+    lasting: the names of the kept tensors that are freed only when the backward ends.
+    """
     operations = layer.operations
     own = first_keepers(operations)
     held = _kept(layer, regions, sizes)
     # by name: the number of the operation after whose backward the tensor is freed
     until = {name: own.get(name, 0) for name in held} | inputs_until(operations, regions, sizes)
+    until |= dict.fromkeys(lasting & until.keys(), 0)
     whole, rebuilt = Passage(), set[str]()
     later = [0] * len(operations)  # further bytes that are freed after the backward of each
     for number in reversed(range(len(operations))):

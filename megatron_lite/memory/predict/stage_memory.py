@@ -77,7 +77,7 @@ def stage_memory(run: PlacedRun, stage: Stage, keeps_all: bool) -> StageMemory:
     gathers = None
     if run.shards > 1:
         # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
-        sizes = replace(sizes, sums_gradients=False, adds_in_matmul=False)
+        sizes = replace(sizes, sums_gradients=False, adds_by_itself=False)
         gathers = GatheredWeights.of(
             config, sizes, dp_cp_size=run.shards, accumulates=run.accumulates
         )

@@ -118,6 +118,12 @@ def test_a_damaged_or_malicious_metadata_is_one_clear_error(kind: str, tmp_path:
             source.read(name)
 
 
+def test_a_legacy_checkpoint_is_sent_to_its_own_format(tmp_path: Path) -> None:
+    (tmp_path / "mp_rank_00").mkdir()
+    with pytest.raises(InputError, match=r"holds no \.metadata: .* --from megatron$"):
+        DistSource(tmp_path)
+
+
 def test_missing_and_cut_files_are_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"holds no \.metadata"):
         DistSource(tmp_path)

@@ -1,0 +1,110 @@
+"""The commands that a conversion prints at its end run as they are printed."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite import __main__ as command
+from megatron_lite.checkpointing.chosen_step import find_step
+from megatron_lite.checkpointing.metadata import read_config
+from tests.support.conversions import converted, save_tokenizer
+from tests.support.hf import PEERS
+from tests.support.programs import run_program
+from tests.support.runs import run_to_end, tiny_run
+
+main = partial(command.main, started="/usr/bin/megatron-lite")
+SHORT = ["--train-iters", "2", "--eval-iters", "0", "--distributed-backend", "gloo"]
+LAUNCHED = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_lite"]
+
+
+def printed_commands(output: str) -> list[list[str]]:
+    """Returns the words of the three commands at the end of a conversion's output."""
+    lines = output.replace(" \\\n", " ").splitlines()
+    place = next(number for number, line in enumerate(lines) if line.startswith("To train further"))
+    commands = [shlex.split(line) for line in lines[place + 1 :]]
+    assert len(commands) == 3
+    return commands
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small Llama in bfloat16, as save_pretrained writes it, and a text beside it."""
+    pytest.importorskip("transformers")
+    folder = tmp_path / "theirs"
+    PEERS["llama"].build().to(torch.bfloat16).save_pretrained(folder)  # type: ignore[operator]
+    text = {"text": "to be or not to be " * 40}
+    (tmp_path / "text.jsonl").write_text(f"{json.dumps(text)}\n" * 20)
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
+    source: Path, ranks: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers")
+    save_tokenizer(source)
+    capsys.readouterr()
+    way = ["--from", "hf", "--to", "megatron-lite", "--load", "theirs", "--save", "ours"]
+    assert main(["convert", *way, "--tensor-model-parallel-size", str(ranks)]) == 0
+    preprocess, train, generate = printed_commands(capsys.readouterr().out)
+
+    assert preprocess[:2] == ["megatron-lite", "preprocess"] and "--append-eod" in preprocess
+    assert main(preprocess[1:]) == 0
+
+    launcher = ["megatron-lite"] if ranks == 1 else LAUNCHED
+    assert train[: len(launcher)] == launcher and "--bf16" in train
+    trained = run_program(*train[len(launcher) :], *SHORT, ranks=ranks, main=main)
+    assert trained.returncode == 0, trained.stderr
+    assert "finished at iteration 2 of 2" in trained.stdout
+    config = read_config(find_step("ours-trained").step)
+    assert config.training.bf16 and config.model == read_config(find_step("ours").step).model
+    assert config.data.seq_length == config.model.max_position_embeddings
+
+    few = ["--max-new-tokens", "2", "--distributed-backend", "gloo"]
+    generated = run_program(*generate[1:], *few, main=main)
+    assert generated.returncode == 0, generated.stderr
+    assert generated.stdout.startswith("Once upon a time")
+
+
+def test_without_a_tokenizer_the_text_is_token_ids(
+    source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.jsonl").write_text(f"{json.dumps({'text': '1 2 3 4 5 6 7 8'})}\n" * 200)
+    capsys.readouterr()
+    way = ["--from", "hf", "--to", "megatron-lite", "--load", "theirs", "--save", "ours"]
+    assert main(["convert", *way]) == 0
+    output = capsys.readouterr().out
+    assert "The source has no tokenizer." in output
+    preprocess, train, generate = printed_commands(output)
+    assert main(preprocess[1:]) == 0
+    trained = run_program(*train[1:], *SHORT, main=main)
+    assert trained.returncode == 0, trained.stderr
+    few = ["--max-new-tokens", "2", "--distributed-backend", "gloo"]
+    generated = run_program(*generate[1:], *few, main=main)
+    assert generated.returncode == 0 and generated.stdout.startswith("1 2 3")
+
+
+def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_to_end(tiny_run(checkpoint=dict(save=str(tmp_path / "run")), training=dict(train_iters=3)))
+    capsys.readouterr()
+    assert converted(tmp_path / "run", tmp_path / "split", "megatron-lite megatron-lite") == 0
+    _, train, generate = printed_commands(capsys.readouterr().out)
+    assert train[:4] == ["python", "-m", "megatron_lite", "train"] == [*generate[:3], "train"]
+    assert train[train.index("--train-iters") + 1] == "1003" and "--bf16" not in train
+
+
+def test_other_targets_are_no_checkpoints_of_this_project(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert converted(source, tmp_path / "new", "hf hf") == 0
+    assert "To train further" not in capsys.readouterr().out

@@ -1,0 +1,86 @@
+"""A run that continues on another kind of processor is told that its low bits can change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.checkpointing.metadata import Metadata
+from megatron_lite.checkpointing.step_files import METADATA, step_directory
+from megatron_lite.config.checks import InputError
+from megatron_lite.training import processor, run_checkpoints
+from tests.support.runs import run_to_end, tiny_run
+
+ELSEWHERE = "GenuineIntel CPU with AVX2, 1 thread a rank, products by torch, torch 2.13.0"
+
+
+def _run(folder: Path, *, iterations: int = 2, load: bool = False, **checkpoint: Any) -> None:
+    chosen = dict(save=str(folder), load=str(folder) if load else None, **checkpoint)
+    run_to_end(tiny_run(training=dict(train_iters=iterations, eval_iters=0), checkpoint=chosen))
+
+
+def _told(output: str) -> list[str]:
+    return [line for line in output.splitlines() if "the checkpoint was computed on" in line]
+
+
+def test_a_run_on_the_same_processor_is_told_nothing_and_one_on_another_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(tmp_path)
+    here = processor.described(torch.device("cpu"), onednn=False)
+    kept = Metadata.read(step_directory(tmp_path, 2)).computed_on
+    assert kept.partition(", products")[0] == here.partition(", products")[0]
+    _run(tmp_path, iterations=3, load=True)
+    assert _told(capsys.readouterr().out) == []
+    monkeypatch.setattr(run_checkpoints, "described", lambda *_, **__: ELSEWHERE)
+    _run(tmp_path, iterations=4, load=True)
+    (line,) = _told(capsys.readouterr().out)
+    assert kept in line and ELSEWHERE in line
+    assert Metadata.read(step_directory(tmp_path, 4)).computed_on == ELSEWHERE
+
+
+def test_a_run_that_starts_anew_from_the_weights_is_told_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(tmp_path)
+    monkeypatch.setattr(run_checkpoints, "described", lambda *_, **__: ELSEWHERE)
+    _run(tmp_path, load=True, finetune=True)
+    assert _told(capsys.readouterr().out) == []
+
+
+def test_the_description_has_the_choice_of_the_library_and_the_threads() -> None:
+    """It also is one line that a checkpoint can hold."""
+    cpu = torch.device("cpu")
+    texts = {onednn: processor.described(cpu, onednn=onednn) for onednn in (False, True)}
+    assert "products by oneDNN" in texts[True] and "products by torch" in texts[False]
+    assert texts[False].endswith(f", torch {torch.__version__}")
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert ", 3 threads a rank, " in processor.described(cpu, onednn=False)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("stored", [None, 3, "two\nlines", "\x1b[2J", "x" * 401])
+def test_a_damaged_description_is_refused(tmp_path: Path, stored: object) -> None:
+    _run(tmp_path)
+    step = step_directory(tmp_path, 2)
+    values = json.loads((step / METADATA).read_text())
+    (step / METADATA).write_text(json.dumps({**values, "computed_on": stored}))
+    with pytest.raises(InputError, match="computed_on must be one line of text"):
+        Metadata.read(step)
+
+
+def test_a_checkpoint_without_a_description_is_loaded_in_silence(tmp_path: Path) -> None:
+    _run(tmp_path)
+    step = step_directory(tmp_path, 2)
+    values = json.loads((step / METADATA).read_text())
+    del values["computed_on"]
+    (step / METADATA).write_text(json.dumps(values))
+    assert Metadata.read(step).computed_on == ""
+    assert processor.moved_notices("", ELSEWHERE) == ()
