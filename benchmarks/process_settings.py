@@ -1,10 +1,10 @@
 """Times training steps of processes with other heap settings or pinned threads, beside the default.
 
-A setting is an environment variable, or the core of each rank, so it needs processes of its own.
-Those of all settings live at the same time and take turns in rounds; the others wait and use no
-processor time. The settings of glibc's heap are those of `man mallopt`, and the variable for huge
-pages is torch's own. On another C library the rows of the heap only show the noise.
-docs/performance.md has the table of one run.
+A setting holds for a whole process, so it needs processes of its own. Those of all settings live
+at the same time and take turns in rounds; the others wait and use no processor time. The settings
+of glibc's heap are those of `man mallopt`, and the variable for huge pages is torch's own. On
+another C library the rows of the heap only show the noise. docs/performance.md has the table of one
+run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
 from benchmarks.page_part import replace_part
+from megatron_lite.parallel.heap import keep_freed_memory
 
 BEGIN, END = "<!-- begin: process settings -->\n", "<!-- end: process settings -->"
-DEFAULT = "default"
+DEFAULT = "glibc's own rules"
 MARK = "@ "  # begins a worker's answer: other lines of its output are ignored
 HUGE = str(2**32)
 
@@ -36,11 +37,13 @@ HUGE = str(2**32)
 class ProcessSetting(NamedTuple):
     """A way to start the ranks.
 
-    variables: added to the environment. pinned: whether each rank has a core of its own.
+    variables: added to the environment. keeps: whether the process keeps what it frees, as a run
+    does (parallel/heap.py). pinned: whether each rank has a core of its own.
     """
 
     name: str
     variables: Mapping[str, str]
+    keeps: bool = False
     pinned: bool = False
 
 
@@ -48,26 +51,21 @@ class ProcessSetting(NamedTuple):
 # threshold at 128 KiB.
 SETTINGS = (
     ProcessSetting(DEFAULT, {}),
-    ProcessSetting("`MALLOC_ARENA_MAX=1`", {"MALLOC_ARENA_MAX": "1"}),
-    ProcessSetting("`MALLOC_MMAP_THRESHOLD_` 1 MiB", {"MALLOC_MMAP_THRESHOLD_": str(2**20)}),
-    ProcessSetting("`MALLOC_TRIM_THRESHOLD_` 4 GiB", {"MALLOC_TRIM_THRESHOLD_": HUGE}),
+    ProcessSetting("as a run: the process keeps what it frees", {}, keeps=True),
+    ProcessSetting("the same, and each rank is pinned to a core", {}, keeps=True, pinned=True),
     ProcessSetting(
-        "`MALLOC_TRIM_THRESHOLD_` 4 GiB, `MALLOC_MMAP_THRESHOLD_` 32 MiB",
-        {"MALLOC_TRIM_THRESHOLD_": HUGE, "MALLOC_MMAP_THRESHOLD_": str(2**25)},
-    ),
-    ProcessSetting(
-        "`MALLOC_TRIM_THRESHOLD_` 4 GiB, `MALLOC_MMAP_MAX_=0`: frees nothing",
+        "nothing is ever returned: `MALLOC_TRIM_THRESHOLD_` 4 GiB, `MALLOC_MMAP_MAX_=0`",
         {"MALLOC_TRIM_THRESHOLD_": HUGE, "MALLOC_MMAP_MAX_": "0"},
     ),
+    ProcessSetting("`MALLOC_TRIM_THRESHOLD_` 4 GiB alone", {"MALLOC_TRIM_THRESHOLD_": HUGE}),
     ProcessSetting(
-        "`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`: asks for huge pages",
+        "huge pages for the heap: `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`",
         {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"},
     ),
     ProcessSetting(
-        "`THP_MEM_ALLOC_ENABLE=1`: torch asks for huge pages, for tensors from 2 MiB on",
+        "huge pages for tensors from 2 MiB on: `THP_MEM_ALLOC_ENABLE=1`",
         {"THP_MEM_ALLOC_ENABLE": "1"},
     ),
-    ProcessSetting("each rank pinned to a core", {}, pinned=True),
 )
 OURS = sorted({name for setting in SETTINGS for name in setting.variables})
 
@@ -88,6 +86,7 @@ class Worker:
                 "ranks": ranks,
                 "folder": self._folder.name,
                 "core": cores[rank],
+                "keeps": setting.keeps,
                 "preset": args.preset,
                 "dtype": args.dtype,
                 "steps": args.steps,
@@ -134,6 +133,8 @@ def work(task: Mapping[str, Any]) -> int:
     """Runs one rank: a training step for each "step" that it reads. "end" ends it."""
     if task["core"] is not None:
         os.sched_setaffinity(0, {task["core"]})
+    if task["keeps"]:
+        keep_freed_memory()
     import resource
     import time
 
