@@ -398,7 +398,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "peers-targets": peers.targets_part,
     "peers-groups": peers.groups_part,
     "peers-groups-zen4": partial(peers.groups_part, machine="Zen 4"),
-    "peers-groups-avx2": partial(peers.groups_part, machine="AVX2"),
 }
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,
