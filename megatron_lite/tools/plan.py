@@ -268,6 +268,11 @@ def problem_of(
     _drop_searched(values, topics)
     _complete(values, chosen, notes)
     base = build_run(values)
+    if base.tokenizer.vocab_size is None:
+        raise InputError(
+            f"missing --vocab-size: give the number of ids of the {base.tokenizer.tokenizer_type}, "
+            "since a plan reads no file of a tokenizer"
+        )
     recompute = None
     if policy or base.training.torch_compile:
         kept = {name: getattr(base.recompute, name) for name in KEPT_RECOMPUTE}

@@ -24,6 +24,10 @@ ERROR = "python -m megatron_lite.tools.plan: error: "
 SMALL = ("--model", "gpt2", "--gpu", "h100", "--global-batch-size", "64")
 LLAMA = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--seq-length", "8192")
 BATCH = ("--global-batch-size", "64")
+SIZES = (
+    *("--gpu", "h100", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "32"),
+)
 
 
 def printed(arguments: list[str], capsys: pytest.CaptureFixture[str], *, status: int = 0) -> str:
@@ -207,6 +211,10 @@ def test_the_flags_of_a_model_are_planned(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--gpu", "h100"], "missing --seq-length"),
         (["--gpu", "h100", "--seq-length", "8"], "missing --num-layers.*give a model"),
+        (
+            [*SIZES, "--vocab-file", "vocab.json", "--merge-file", "merges.txt"],
+            "missing --vocab-size: give the number of ids of the GPT2BPETokenizer",
+        ),
         (["--model", "gpt2"], "give the machine once: --gpu NAME"),
         (["--model", "gpt2", "--gpu", "h900"], "no machine is called 'h900': give one of a100"),
         (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: did you mean gpt2"),
