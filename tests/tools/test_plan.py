@@ -177,6 +177,24 @@ def test_without_a_number_the_smallest_machine_is_found(capsys: pytest.CaptureFi
     as_json([*arguments, "--gpus", str(count // 2)], capsys, status=2)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "nodes"),
+    [
+        (3, "--nproc-per-node 3 -m"),
+        (8, "--nproc-per-node 8 -m"),
+        (12, "--nproc-per-node 4 --nnodes 3"),
+        (16, "--nproc-per-node 8 --nnodes 2"),
+    ],
+)
+def test_the_command_starts_no_more_nodes_than_the_ranks_need(
+    gpus: int, nodes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ["--micro-batch-size", "1", "--tensor-model-parallel-size", "1"]
+    fixed += ["--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
+    text = printed([*SMALL[:4], "--global-batch-size", "48", *fixed, "--gpus", str(gpus)], capsys)
+    assert f"torchrun {nodes}" in text.replace("\\\n  ", "")
+
+
 def test_a_config_of_hugging_face_is_planned_like_the_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
