@@ -165,7 +165,7 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
     if reserve >= memory:
         raise InputError(
             f"a reserve of {reserve} bytes leaves nothing of the {memory} bytes of memory: give "
-            "more --memory-budget or less --reserve"
+            "more --memory-budget or less --reserve, with a unit such as 40GiB"
         )
     host_bytes = _bytes_of(own, "host_memory")
     problem = problem_of(values, chosen, notes)

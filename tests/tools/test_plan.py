@@ -243,6 +243,7 @@ def test_the_flags_of_a_model_are_planned(capsys: pytest.CaptureFixture[str]) ->
         ([*SMALL, "--gpus", "8", "--fix", "bf16=maybe"], "--bf16: give true or false"),
         ([*SMALL, "--gpus", "8", "--tensor-model-parallel-size", "5"], "8 GPUs: .*5"),
         ([*SMALL, "--gpus", "8", "--reserve", "90GiB"], "leaves nothing"),
+        ([*SMALL, "--gpus", "8", "--memory-budget", "40"], "40 bytes .* a unit such as 40GiB"),
         ([*SMALL, "--gpus", "8", "--memory-budget", "big"], "--memory-budget 'big': give a number"),
         ([*SMALL, "--gpus", "1", "--recompute-granularity", "all"], "must be one of full, select"),
         ([*SMALL, "--hf-config", "nowhere.json"], "each describe the run: give one"),
