@@ -266,6 +266,25 @@ def test_a_fault_in_the_input_is_one_line(
     assert re.search(reason, fault(arguments, capsys))
 
 
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (
+            "--seq-lenght 3 --micro-batchsize=2",
+            ": did you mean --seq-length and --micro-batch-size?",
+        ),
+        ("--use-mcore-models", ""),
+        ("4096", ""),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_nearest_one(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan.main([*SMALL, *words.split()])
+    assert capsys.readouterr().err == f"{ERROR}unrecognized arguments: {words}{meant}\n"
+
+
 def test_a_fault_in_a_policy_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*SMALL, "--gpus", "1", "--recompute-policy", "*:all"]) == 2
     message, text, mark = capsys.readouterr().err.splitlines()
