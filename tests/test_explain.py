@@ -85,8 +85,8 @@ def test_under_a_launcher_only_rank_0_prints() -> None:
             "--distribute-saved-activations needs --recompute-granularity",
         ),
         (
-            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model nowhere",
-            "--tokenizer-model nowhere: no such file",
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model setup.py",
+            "setup.py: not a tokenizer that can be read",
         ),
         (
             "--dump-config",
@@ -117,6 +117,16 @@ def test_the_vocabulary_comes_from_the_tokenizers_files(tmp_path: Path) -> None:
         *run, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)
     )
     assert "V 256, fp32" in done.stdout  # 200 ids, rounded up to a multiple of 128
+
+
+def test_with_a_vocabulary_size_the_tokenizers_files_may_be_missing() -> None:
+    missing = ("--vocab-file", "nowhere.json", "--merge-file", "nowhere.txt")
+    done = run_command(*EXPLAIN, *missing)
+    assert done.returncode == 0 and "V 128, fp32" in done.stdout  # 98 ids, rounded up
+    done = run_command(*[word for word in EXPLAIN if word not in ("--vocab-size", "98")], *missing)
+    assert done.returncode == 2
+    assert "--vocab-file nowhere.json: no such file" in done.stderr
+    assert done.stderr.endswith("With --vocab-size N it is not needed here\n")
 
 
 def test_help_mentions_it() -> None:

@@ -6,6 +6,7 @@ which takes seconds, for the last one only.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,7 +64,7 @@ def explanation(
     Raises InputError for a fault in the tokenizer's files, and for a batch or a number of ranks
     that the run would refuse.
     """
-    config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
+    config = _with_vocabulary(config)
     config, chosen = _with_policy(config, world_size)
     notices = [*notices, *chosen]
     device = likely_device(config.parallel.distributed_backend)
@@ -108,7 +109,7 @@ def print_dry_run_memory(
     """
     if launch.rank != 0:
         return
-    config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
+    config = _with_vocabulary(config)
     try:
         world_size = settings.world_size(config.parallel, launched=launch.world_size)
         config, chosen = _with_policy(config, world_size)
@@ -130,3 +131,20 @@ def print_dry_run_memory(
         with told_on_terminal(f"dry run of rank {rank} (number {place} of {len(ranks)})"):
             measured.append(dry_run(config, rank, world_size=world_size, device=device))
     print(*notices, dry_run_text(config, measured, device=device), sep="\n")
+
+
+def _with_vocabulary(config: RunConfig) -> RunConfig:
+    """Returns the run with the size of its vocabulary.
+
+    With `--vocab-size` the files of the tokenizer may be missing: nothing else is read of them.
+    """
+    tokenizer = config.tokenizer
+    files = (tokenizer.vocab_file, tokenizer.merge_file, tokenizer.tokenizer_model)
+    if all(path is None or os.path.exists(path) for path in files):
+        return replace(config, tokenizer=resolve_vocabulary(tokenizer))
+    if tokenizer.vocab_size is not None:
+        return config
+    try:
+        return replace(config, tokenizer=resolve_vocabulary(tokenizer))
+    except InputError as error:
+        raise InputError(f"{error}. With --vocab-size N it is not needed here") from None

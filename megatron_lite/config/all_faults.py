@@ -8,6 +8,7 @@ all steps of parsing. Standard library only.
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -72,6 +73,20 @@ class Parser(argparse.ArgumentParser):
     def groups(self) -> dict[str, list[argparse.Action]]:
         """Returns the actions by the title of their group."""
         return {group.title or "": group._group_actions for group in self._action_groups}
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        """Reads the words. The message about a word that no flag takes names the nearest flag."""
+        found, unread = self.parse_known_args(args, namespace)
+        if unread:
+            own = [name for action in self.actions for name in action.option_strings]
+            names = [word.partition("=")[0] for word in unread if word.startswith("--")]
+            near = [difflib.get_close_matches(one, own, n=1, cutoff=0.75) for one in names]
+            meant = " and ".join(dict.fromkeys(match for matches in near for match in matches))
+            meant = f": did you mean {meant}?" if meant else ""
+            self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
+        return found
 
     def read(self, argv: Sequence[str]) -> Read:
         """Reads the words. A flag whose value cannot be read counts as not given."""

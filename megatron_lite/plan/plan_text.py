@@ -60,7 +60,9 @@ def extra_flops(config: RunConfig, device: str) -> float:
 
 def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
     """Returns the words of the command that runs a configuration, in any directory."""
-    per_node = math.gcd(num_ranks, hardware.ranks_per_node)
+    per_node = num_ranks
+    if num_ranks > hardware.ranks_per_node:  # torchrun starts equally many ranks on each node
+        per_node = math.gcd(num_ranks, hardware.ranks_per_node)
     nodes = num_ranks // per_node
     words = ["torchrun", "--nproc-per-node", str(per_node)]
     if nodes > 1:

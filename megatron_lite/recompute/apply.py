@@ -273,19 +273,11 @@ def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
     try:
         found = model.get_submodule(layers_fqn)
     except AttributeError:
-        lists: list[str] = []
-        for name, module in model.named_modules():
-            inside = any(name.startswith(f"{one}.") for one in lists)
-            if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not inside:
-                lists.append(name)
-        raise ValueError(
-            f"the model has no module {layers_fqn!r}; its lists of modules are "
-            f"{', '.join(lists) or 'none'}"
-        ) from None
+        raise ValueError(f"the model has no module {layers_fqn!r}; {_lists(model)}") from None
     if not isinstance(found, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         raise ValueError(
             f"{layers_fqn!r} is a {type(found).__name__}: a policy needs a ModuleList, a "
-            "ModuleDict or a Sequential of layers"
+            f"ModuleDict or a Sequential of layers; {_lists(model)}"
         )
     layers = list(found.values() if isinstance(found, nn.ModuleDict) else found)
     if not layers:
@@ -293,12 +285,24 @@ def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
     return layers
 
 
+def _lists(model: nn.Module) -> str:
+    """Returns the names of the outermost lists of modules, and of those inside a root that is one,
+    as part of a message."""
+    lists: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{one}.") for one in lists)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not inside:
+            lists.append(name)
+    names = (name or "'' (the model itself)" for name in lists)
+    return f"its lists of modules are {', '.join(names) or 'none'}"
+
+
 def _check(segment: Segment, setting: str) -> None:
     where = f"{setting}, layer {segment.first_layer}"
     if segment.regions:
         raise ValueError(
-            f"{where}: {'+'.join(sorted(segment.regions))} are regions, and this model's layers "
-            "name none: use full, none or ops(...)"
+            f"{where}: {'+'.join(sorted(segment.regions))} names regions, and this model's layers "
+            "have none: use full, none or ops(...)"
         )
     if segment.unit and segment.num_layers > 1:
         raise ValueError(

@@ -123,7 +123,7 @@ def parser(program: str = PROGRAM) -> Parser:
         prog=program,
         allow_abbrev=False,
         description="Converts weights between formats, one tensor at a time.",
-        epilog=f"formats:\n{formats}",
+        epilog=f"formats:\n{formats}\n",
         formatter_class=RawHelpLayout,
     )
     add = found.add_argument

@@ -165,7 +165,7 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
     if reserve >= memory:
         raise InputError(
             f"a reserve of {reserve} bytes leaves nothing of the {memory} bytes of memory: give "
-            "more --memory-budget or less --reserve"
+            "more --memory-budget or less --reserve, with a unit such as 40GiB"
         )
     host_bytes = _bytes_of(own, "host_memory")
     problem = problem_of(values, chosen, notes)
@@ -268,6 +268,11 @@ def problem_of(
     _drop_searched(values, topics)
     _complete(values, chosen, notes)
     base = build_run(values)
+    if base.tokenizer.vocab_size is None:
+        raise InputError(
+            f"missing --vocab-size: give the number of ids of the {base.tokenizer.tokenizer_type}, "
+            "since a plan reads no file of a tokenizer"
+        )
     recompute = None
     if policy or base.training.torch_compile:
         kept = {name: getattr(base.recompute, name) for name in KEPT_RECOMPUTE}

@@ -86,6 +86,9 @@ def main(
     what.add_argument("--record", choices=[*outputs.COMMANDS, "memory"], help="run a long command")
     parser.add_argument("pages", nargs="*", type=Path, help="some pages only")
     args = parser.parse_args(argv)
+    for page in args.pages:
+        if not page.is_file():
+            parser.error(f"{page}: no such page")
     if args.record == "memory":
         outputs.write_memory(records, run)
         return 0

@@ -149,7 +149,8 @@ def test_the_layers_of_a_dictionary_are_counted_in_its_order() -> None:
             "no module 'transformer.layers'; its lists of modules are transformer.h",
         ),
         ("transformer.h.0", "*:full", "is a GPT2Block: a policy needs a ModuleList, a ModuleDict"),
-        ("transformer.h", "*:mlp", "mlp are regions, and this model's layers name none"),
+        ("transformer", "*:full", "a Sequential of layers; its lists of modules are transformer.h"),
+        ("transformer.h", "*:mlp", "mlp names regions, and this model's layers have none"),
         ("transformer.h", "*:full/2", "one by one"),
         ("transformer.h", "*:full@split", "needs tensor-parallel layers"),
         ("transformer.h", "*:ops()", "expected an operator"),
@@ -199,3 +200,7 @@ def test_the_error_lists_only_the_outermost_lists() -> None:
     model.body = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
     with pytest.raises(ValueError, match="its lists of modules are body$"):
         apply_policy_(model, layers_fqn="h", policy="*:full")
+    with pytest.raises(ValueError, match=r"modules are '' \(the model itself\), 0, 1.body$"):
+        apply_policy_(
+            nn.Sequential(nn.Sequential(nn.ReLU()), model), layers_fqn="h", policy="*:full"
+        )

@@ -24,6 +24,10 @@ ERROR = "python -m megatron_lite.tools.plan: error: "
 SMALL = ("--model", "gpt2", "--gpu", "h100", "--global-batch-size", "64")
 LLAMA = ("--model", "llama3-8b", "--gpu", "h100-80gb", "--seq-length", "8192")
 BATCH = ("--global-batch-size", "64")
+SIZES = (
+    *("--gpu", "h100", "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "32"),
+)
 
 
 def printed(arguments: list[str], capsys: pytest.CaptureFixture[str], *, status: int = 0) -> str:
@@ -173,6 +177,24 @@ def test_without_a_number_the_smallest_machine_is_found(capsys: pytest.CaptureFi
     as_json([*arguments, "--gpus", str(count // 2)], capsys, status=2)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "nodes"),
+    [
+        (3, "--nproc-per-node 3 -m"),
+        (8, "--nproc-per-node 8 -m"),
+        (12, "--nproc-per-node 4 --nnodes 3"),
+        (16, "--nproc-per-node 8 --nnodes 2"),
+    ],
+)
+def test_the_command_starts_no_more_nodes_than_the_ranks_need(
+    gpus: int, nodes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = ["--micro-batch-size", "1", "--tensor-model-parallel-size", "1"]
+    fixed += ["--pipeline-model-parallel-size", "1", "--context-parallel-size", "1"]
+    text = printed([*SMALL[:4], "--global-batch-size", "48", *fixed, "--gpus", str(gpus)], capsys)
+    assert f"torchrun {nodes}" in text.replace("\\\n  ", "")
+
+
 def test_a_config_of_hugging_face_is_planned_like_the_preset(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +229,10 @@ def test_the_flags_of_a_model_are_planned(capsys: pytest.CaptureFixture[str]) ->
     [
         (["--gpu", "h100"], "missing --seq-length"),
         (["--gpu", "h100", "--seq-length", "8"], "missing --num-layers.*give a model"),
+        (
+            [*SIZES, "--vocab-file", "vocab.json", "--merge-file", "merges.txt"],
+            "missing --vocab-size: give the number of ids of the GPT2BPETokenizer",
+        ),
         (["--model", "gpt2"], "give the machine once: --gpu NAME"),
         (["--model", "gpt2", "--gpu", "h900"], "no machine is called 'h900': give one of a100"),
         (["--model", "gpt9", "--gpu", "h100"], "'gpt9' is not known: did you mean gpt2"),
@@ -217,6 +243,7 @@ def test_the_flags_of_a_model_are_planned(capsys: pytest.CaptureFixture[str]) ->
         ([*SMALL, "--gpus", "8", "--fix", "bf16=maybe"], "--bf16: give true or false"),
         ([*SMALL, "--gpus", "8", "--tensor-model-parallel-size", "5"], "8 GPUs: .*5"),
         ([*SMALL, "--gpus", "8", "--reserve", "90GiB"], "leaves nothing"),
+        ([*SMALL, "--gpus", "8", "--memory-budget", "40"], "40 bytes .* a unit such as 40GiB"),
         ([*SMALL, "--gpus", "8", "--memory-budget", "big"], "--memory-budget 'big': give a number"),
         ([*SMALL, "--gpus", "1", "--recompute-granularity", "all"], "must be one of full, select"),
         ([*SMALL, "--hf-config", "nowhere.json"], "each describe the run: give one"),
@@ -237,6 +264,25 @@ def test_a_fault_in_the_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert re.search(reason, fault(arguments, capsys))
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (
+            "--seq-lenght 3 --micro-batchsize=2",
+            ": did you mean --seq-length and --micro-batch-size?",
+        ),
+        ("--use-mcore-models", ""),
+        ("4096", ""),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_nearest_one(
+    words: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan.main([*SMALL, *words.split()])
+    assert capsys.readouterr().err == f"{ERROR}unrecognized arguments: {words}{meant}\n"
 
 
 def test_a_fault_in_a_policy_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
