@@ -168,7 +168,11 @@ def _every_nth(layers: list[Layers], num_layers: int) -> tuple[Layers, ...]:
     """Returns these layers as every n-th layer, if they are, else as they are."""
     numbers = [one.first for one in layers if one.first == one.last]
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 0
-    if len(numbers) == len(layers) > 2 and numbers == [*range(numbers[0], num_layers, step)]:
+    if (
+        len(numbers) == len(layers) > 2
+        and numbers[0] < step  # the language knows no first layer beyond: every-2+3 cannot be read
+        and numbers == [*range(numbers[0], num_layers, step)]
+    ):
         return (Layers(first=numbers[0], step=step),)
     return tuple(layers)
 

@@ -94,6 +94,8 @@ def test_a_plan_reads_as_runs_of_layers() -> None:
         ("every-2:mlp@host", 3, "0,2:mlp@host; 1:none"),
         ("0:full; 7:full", 8, "0,7:full; 1-6:none"),
         ("0-3:full/2; 8-11:full/2", 12, "0-3,8-11:full/2; 4-7:none"),
+        # every-2+3 is no text of the language
+        ("1:mlp; every-2+1:full; *:none", 8, "every-2:none; 1:mlp; 3,5,7:full"),
         # as one rule, the layers 0-6 would have the units 0-1, 2-3, 4-5 and 6
         ("0-2:full/2; 3-6:full/2", 8, "0-2:full/2; 3-6:full/2; 7:none"),
     ],
