@@ -220,7 +220,7 @@ class _Reader:
             self._expect(")", "after the operators")
             return LayerAction(ops=ops)
         start = self.position
-        name = self._word(("none", "full", *MODULES, ALIAS), "an action")
+        name = self._word(("none", "full", *MODULES, ALIAS), "an action", other="ops(...)")
         if name == "none":
             return LayerAction()
         if name == "full":
@@ -267,12 +267,15 @@ class _Reader:
             items.append(item())
         return tuple(items)
 
-    def _word(self, allowed: tuple[str, ...], what: str, extra: str = "") -> str:
+    def _word(
+        self, allowed: tuple[str, ...], what: str, extra: str = "", other: str | None = None
+    ) -> str:
         self._skip_spaces()
         match = re.compile(rf"[\w{extra}]+").match(self.text, self.position)
         if match is None or match.group() not in allowed:
             found = "" if match is None else f" (got {match.group()})"
-            self._fail(f"expected {what}: {', '.join(allowed)}{found}")
+            choices = allowed if other is None else (*allowed, other)
+            self._fail(f"expected {what}: {', '.join(choices)}{found}")
         self.position = match.end()
         return match.group()
 

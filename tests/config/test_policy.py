@@ -156,6 +156,7 @@ def test_a_rule_of_a_stage_leaves_the_others_alone() -> None:
         ("0-3", 4, "expected ':'"),
         ("0-3:", 5, "expected an action"),
         ("0-3:ful", 5, "expected an action: none, full, core_attn"),
+        ("*:op(matmul)", 3, "pointwise, ops(...) (got op)"),
         ("3-1:full", 2, "the range ends before it begins (3-1)"),
         ("*:full/0", 8, "of at least 1"),
         ("*:full@moon", 8, "expected a place: device, split, host, split+host (got moon)"),
