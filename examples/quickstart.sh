@@ -38,7 +38,7 @@ run-002 and so on), and changes no earlier one.
 USAGE
 }
 
-: "${CORPUS:=auto}" "${STEPS:=400}" "${TP:=2}" "${OUTPUT:=$root/runs/quickstart}"
+: "${CORPUS:=auto}" "${STEPS:=320}" "${TP:=2}" "${OUTPUT:=$root/runs/quickstart}"
 
 usage_error() {
     echo "quickstart.sh: error: $* (see --help)" >&2
@@ -110,7 +110,7 @@ define_command() {
         --log-interval 20
         --log-file "$RUN/train.log"
         --log-peak-memory
-        --eval-interval 200
+        --eval-interval 160
         --eval-iters 20
         --save "$RUN/checkpoint"
         --metrics-jsonl "$RUN/metrics.jsonl"
