@@ -293,7 +293,8 @@ FAULTS = [
     ),
     ("--xyz 1", "unknown flag --xyz: --help lists the flags"),
     ("--moe-router-top-k 2", "unknown flag --moe-router-top-k: did you mean --moe-router-topk?"),
-    ("--lr-warmup 2", "unknown flag --lr-warmup: did you mean --lr-warmup-init?"),
+    ("--lr-warmup 2", "unknown flag --lr-warmup: did you mean --lr-warmup-iters?"),
+    ("--learning_rate 2", "unknown flag --learning_rate: did you mean --lr?"),
     (
         "--config-json /nowhere/run.json",
         "--config-json /nowhere/run.json: cannot be read (No such file or directory)",

@@ -576,3 +576,13 @@ def megatron_flags() -> dict[str, int | str]:
     """
     path = Path(__file__).parent / "command_lines" / "megatron_flags.json"
     return {flag: nargs for flag, (nargs, *_) in json.loads(path.read_text()).items()}
+
+
+def test_the_flags_of_other_programs_are_answered_with_flags_of_this_one() -> None:
+    supported = supported_flags(build_parser())
+    known = {*flags.ignored_flags(), *flags.refused_flags(), *supported}
+    assert set(flags.OTHER_NAMES.values()) <= set(supported)
+    assert set(flags.OTHER_NAMES).isdisjoint(known)
+    assert flags.closest_flag("--learning-rate", supported) == "--lr"
+    # a tool without such a flag is not told of it
+    assert flags.closest_flag("--learning-rate", ["--gpus"]) != "--lr"

@@ -224,13 +224,43 @@ def refused_flags() -> list[str]:
     return [f"--{name}" for _, names in REFUSED_FAMILIES for name in names.split()]
 
 
-def closest_flag(name: str, supported: Iterable[str]) -> str | None:
-    """Returns the known flag whose spelling is nearest to `name`, or None if none is near.
+# What other training programs call a flag of this one.
+OTHER_NAMES: Mapping[str, str] = {
+    "--learning-rate": "--lr",
+    "--max-steps": "--train-iters",
+    "--num-steps": "--train-iters",
+    "--steps": "--train-iters",
+    "--epochs": "--train-samples",
+    "--num-epochs": "--train-samples",
+    "--num-train-epochs": "--train-samples",
+    "--per-device-train-batch-size": "--micro-batch-size",
+    "--gradient-accumulation-steps": "--global-batch-size",
+    "--lr-warmup": "--lr-warmup-iters",
+    "--warmup-steps": "--lr-warmup-iters",
+    "--max-grad-norm": "--clip-grad",
+    "--max-seq-length": "--seq-length",
+    "--block-size": "--seq-length",
+    "--output-dir": "--save",
+    "--resume": "--load",
+    "--resume-from-checkpoint": "--load",
+    "--gradient-checkpointing": "--recompute-policy",
+    "--activation-checkpointing": "--recompute-policy",
+    "--tp": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--cp": "--context-parallel-size",
+}
 
-    The order is: supported flags with a close spelling, other flags of Megatron, and last the
-    supported flags with a loosely similar spelling.
+
+def closest_flag(name: str, supported: Iterable[str]) -> str | None:
+    """Returns the known flag that `name` was probably meant to be, or None if none is near.
+
+    The order is: the flag of this name in other programs, supported flags with a close spelling,
+    other flags of Megatron, and last the supported flags with a loosely similar spelling.
     """
     supported = list(supported)
+    other = OTHER_NAMES.get(name.replace("_", "-"))
+    if other in supported:
+        return other
     others = [*ignored_flags(), *refused_flags()]
     for known, cutoff in ((supported, 0.75), (others, 0.8), (supported, 0.62)):
         if matches := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
