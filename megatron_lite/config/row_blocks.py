@@ -13,3 +13,12 @@ def rows_at_a_time(width: int, device: str) -> int:
     256 MiB.
     """
     return max(1, (2**20 if device == "cpu" else 2**28) // (4 * max(1, width)))
+
+
+def product_rows(width: int, device: str) -> int:
+    """Returns how many rows of a 16-bit weight's gradient are computed at a time.
+
+    They take 8 MiB on a CPU: larger tensors come from the kernel in each step, filled with zeros.
+    On a GPU they take 256 MiB, so that only the products of large vocabularies have parts.
+    """
+    return max(1, (2**23 if device == "cpu" else 2**28) // (2 * max(1, width)))

@@ -51,6 +51,7 @@ from megatron_lite.description.weight_gradients import (
     apart,
     cast,
     gradient_bytes,
+    widened_rows,
 )
 
 
@@ -149,6 +150,9 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
         changes += [+whole, -whole - tokens]
     gradient = gradient_bytes((words,), sizes)
     used = whole + (8 * tokens if several else 0)
+    if sizes.adds_by_itself and sizes.device == "cpu":
+        wide = widened_rows(tokens, model.hidden_size, sizes)
+        return course(*changes, +wide, -wide, -used)
     if adds_rounded(sizes):
         return course(*changes, +gradient, added_rounded(words, sizes), -used)
     changes += [+gradient, -used]

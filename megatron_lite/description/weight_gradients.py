@@ -2,8 +2,9 @@
 
                             computed          then
     matmul, float32 run     -                 (the matmul adds it to the float32 sum)
-    matmul, 16-bit run      16 bits           added to the float32 sum, on a CPU a few rows at a
-                                              time, and freed
+    matmul, 16-bit run      16 bits, some     added to the float32 sum, on a CPU a few rows at a
+                            rows at a time    time, and freed
+    lookup, on a CPU        -                 (each token's row is added to the float32 sum)
     other, float32 run      float32           added to the float32 sum, and freed
     other, 16-bit run       16 bits           cast to float32, added to the float32 sum, and freed
 
@@ -13,7 +14,7 @@ Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.large_products import gradient_parts, is_large
-from megatron_lite.config.row_blocks import rows_at_a_time
+from megatron_lite.config.row_blocks import product_rows, rows_at_a_time
 from megatron_lite.description.operations import Course, Parameter, course
 from megatron_lite.description.sizes import Sizes
 
@@ -37,7 +38,9 @@ def weight_product(weight: Parameter, sizes: Sizes) -> Course:
     """
     outputs, inputs = weight.shape
     if adds_rounded(sizes):
-        return course(+gradient_bytes((weight,), sizes), added_rounded(weight, sizes))
+        rows = min(outputs, product_rows(inputs, sizes.device))
+        part = weight._replace(shape=(rows, inputs))  # the others follow in the same memory
+        return course(+gradient_bytes((part,), sizes), added_rounded(part, sizes))
     own = gradient_bytes(apart((weight,), sizes), sizes)
     return course(+own, product_parts(sizes, sizes.tokens, outputs, inputs))
 
@@ -58,11 +61,15 @@ def added_rounded(weight: Parameter, sizes: Sizes) -> Course:
     """Returns the course of such a gradient until it is freed. On a CPU some rows are cast at a
     time."""
     outputs, inputs = weight.shape
-    wide = 0
-    if sizes.device == "cpu":
-        rows = min(outputs, rows_at_a_time(inputs, sizes.device))
-        wide = rows * inputs * sizes.accumulate_bytes
+    wide = widened_rows(outputs, inputs, sizes) if sizes.device == "cpu" else 0
     return course(+wide, -wide, -gradient_bytes((weight,), sizes))
+
+
+def widened_rows(rows: int, width: int, sizes: Sizes) -> int:
+    """Returns the bytes of the rows that are cast to float32 at a time, of so many rows."""
+    if not sizes.is_rounded:
+        return 0
+    return min(rows, rows_at_a_time(width, sizes.device)) * width * sizes.accumulate_bytes
 
 
 def product_parts(sizes: Sizes, tokens: int, outputs: int, inputs: int) -> Course:

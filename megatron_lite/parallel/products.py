@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from megatron_lite.config.large_products import COLUMNS, LEAST_MULTIPLICATIONS, ROWS, TOKENS
-from megatron_lite.config.row_blocks import rows_at_a_time
+from megatron_lite.config.row_blocks import product_rows, rows_at_a_time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:
@@ -67,10 +67,15 @@ def add_weight_product_(
     """Adds dy^T x to `total` [n, k], or overwrites it if `first`.
 
     rows: x [m, k]. grad_rows: dy [m, n]. A 16-bit product is rounded once and then added to the
-    float32 total.
+    float32 total, some rows at a time, so that no tensor of a large weight's size exists.
     """
     if rows.dtype != total.dtype:
-        add_rounded_(total, weight_product(rows, grad_rows, onednn=onednn), first=first)
+        count = product_rows(total.shape[1], total.device.type)
+        for start in range(0, total.shape[0], count):
+            part = slice(start, start + count)
+            product = weight_product(rows, grad_rows[:, part], onednn=onednn)
+            add_rounded_(total[part], product, first=first)
+            del product
         return
     if not by_onednn(grad_rows.t(), rows.t(), onednn):
         # with beta 0 the matmul does not read the total
@@ -94,6 +99,20 @@ def add_rounded_(total: Tensor, product: Tensor, *, first: bool) -> None:
         wide = product[start : start + count].to(total.dtype)
         (part.copy_ if first else part.add_)(wide)
         del wide
+
+
+def add_rows_(total: Tensor, ids: Tensor, rows: Tensor, *, first: bool) -> None:
+    """Adds each row of `rows` [m, k] to the row of the float32 total [n, k] at its id of `ids` [m].
+
+    The total is overwritten if `first`. The rows are added in their order, which on a CPU does not
+    depend on the number of threads. Of 16-bit rows some are cast at a time.
+    """
+    if first:
+        total.zero_()
+    count = rows_at_a_time(rows.shape[1], "cpu")
+    for start in range(0, rows.shape[0], count):
+        part = slice(start, start + count)
+        total.index_add_(0, ids[part], rows[part].to(total.dtype))
 
 
 def by_onednn(left: Tensor, right: Tensor, onednn: bool) -> bool:

@@ -8,10 +8,14 @@
     grad_dtype   autograd rounds it to 16 bits and adds it                 the same
     hook         a hook of optim/grad_buffer.py adds the rounded one       any torch
 
-On the first two paths no tensor of the gradient's size exists besides the sum. On the third one the
-16-bit gradient is freed before backward leaves the layer. Autograd would cast it to float32, and
-would keep that of a tied embedding until the lookup's gradient has arrived. The lookup of a 16-bit
-embedding takes the third path too, whoever adds the gradient of the output projection.
+On the first three paths no tensor of a large gradient's size exists besides the sum. Autograd would
+cast a 16-bit gradient to float32, and would keep that of a tied embedding until the gradient of the
+lookup has arrived.
+
+The lookup of an embedding adds to the sum by itself too, whoever adds the gradient of the output
+projection. On a CPU it adds one row for each token, in their order. On CUDA such a sum would have
+another order each time. There the lookup of a 16-bit embedding adds a rounded tensor of the table's
+size, and autograd adds that of a float32 one.
 
 Each weight has its own path. training/apex_kernels.py chooses it, and `summary` returns the log's
 line about it. The kernel writes while backward is in the layer. Autograd runs a parameter's hooks
@@ -28,7 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.products import add_rounded_, add_weight_product_, weight_product
+from megatron_lite.parallel.products import (
+    add_rounded_,
+    add_rows_,
+    add_weight_product_,
+    weight_product,
+)
 
 # (x [n, in], dy [n, out], total [out, in] float32): total += dy^T x. All tensors are contiguous; x
 # and dy have the same dtype.
@@ -38,6 +47,7 @@ LOOKUP_ATTRIBUTE = "add_lookup_gradient_"
 FUSED, FUSED_PROJECTION = "fused", "fused projection"
 ADDMM, ADDMM_PROJECTION = "addmm", "addmm projection"
 ROUNDED = "rounded"
+ANY_ID = -1  # no id stands for padding
 BACKWARD = "the layer's backward"
 # By path: the kernel as the log names it alone, and beside the lookup of a tied weight.
 KERNELS = {
@@ -69,16 +79,26 @@ def accumulate_with_(
 
 
 def accumulate_lookups_(totals: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Makes the backward of a lookup add the gradient of each of these 16-bit tables to its float32
-    total, which becomes the table's `.grad`."""
+    """Makes the backward of a lookup add the gradient of each of these tables to its float32 total,
+    which becomes the table's `.grad`. On CUDA the tables must have 16 bits."""
     for parameter, total in totals:
         assert total.dtype == torch.float32 and can_be_summed(parameter.dtype), parameter.dtype
-        setattr(parameter, LOOKUP_ATTRIBUTE, partial(_add_whole, total))
+        setattr(parameter, LOOKUP_ATTRIBUTE, partial(_add_lookup, total))
 
 
-def own_lookup_sum(weight: Tensor) -> Callable[[Tensor], None] | None:
-    """Returns f(gradient) that adds the gradient of a lookup to the table's float32 sum, or None if
-    autograd accumulates."""
+def lookup_adds(weight: Tensor) -> bool:
+    """Returns whether the lookup of a table can add its gradient to the float32 sum by itself."""
+    return can_be_summed(weight.dtype) and (
+        weight.device.type == "cpu" or weight.dtype != torch.float32
+    )
+
+
+def own_lookup_sum(weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
+    """Returns f(ids, dy) that adds the gradient of a lookup to the table's float32 sum, or None if
+    autograd accumulates.
+
+    ids [..]: rows of the table. dy: the gradients of the rows that were looked up, [.., h].
+    """
     add = getattr(weight, LOOKUP_ATTRIBUTE, None)
     return None if add is None else partial(add, weight)
 
@@ -122,7 +142,9 @@ def weight_gradient(
     return None
 
 
-def summary(paths: Mapping[str, str], dtype: torch.dtype, no_kernel: str = "") -> str:
+def summary(
+    paths: Mapping[str, str], dtype: torch.dtype, no_kernel: str = "", *, device_type: str = "cpu"
+) -> str:
     """Returns the log's line about the paths of the weight gradients.
 
     paths: for each weight's name a path of KERNELS, its projection, or the reason why autograd sums
@@ -137,7 +159,8 @@ def summary(paths: Mapping[str, str], dtype: torch.dtype, no_kernel: str = "") -
         if path in groups:
             by_kernel.append(f"{_named(groups.pop(path))}: {alone}")
         if projection in groups:
-            lookup = "autograd" if dtype == torch.float32 else BACKWARD
+            own = device_type == "cpu" or dtype != torch.float32  # as in `lookup_adds`
+            lookup = BACKWARD if own else "autograd"
             by_kernel.append(
                 f"{_named(groups.pop(projection))}: {kernel} for the output projection, "
                 f"{lookup} for the lookup"
@@ -168,11 +191,17 @@ def _autograd(dtype: torch.dtype) -> str:
     return "autograd (grad_dtype)" if hasattr(Tensor, "grad_dtype") else "autograd and a hook"
 
 
-def _add_whole(total: Tensor, parameter: nn.Parameter, gradient: Tensor) -> None:
+def _add_lookup(total: Tensor, parameter: nn.Parameter, ids: Tensor, grad_output: Tensor) -> None:
     is_first = parameter.grad is None
     if is_first:
         parameter.grad = total
-    add_rounded_(total, gradient, first=is_first)
+    if total.device.type == "cpu":
+        add_rows_(total, ids.flatten(), grad_output.flatten(0, -2), first=is_first)
+        return
+    table = torch.ops.aten.embedding_dense_backward(
+        grad_output, ids, parameter.shape[0], ANY_ID, False
+    )
+    add_rounded_(total, table, first=is_first)
 
 
 def _add(

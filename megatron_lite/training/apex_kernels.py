@@ -27,6 +27,7 @@ from megatron_lite.parallel.weight_gradient import (
     accumulate_lookups_,
     accumulate_with_,
     can_be_summed,
+    lookup_adds,
     summary,
 )
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -102,7 +103,7 @@ def fuse_weight_gradients_(
                 (weight, gradients.grads[name]) for name, weight in _lookup_weights(model)
             )
     dtype = next(iter(model)).context.params_dtype
-    line = summary(paths, dtype, kernel.reason)
+    line = summary(paths, dtype, kernel.reason, device_type=parallel.device.type)
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 
 
@@ -169,7 +170,8 @@ def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:
 
 
 def _lookup_weights(model: ModelStages) -> list[tuple[str, nn.Parameter]]:
-    """Returns the name and weight of a 16-bit token embedding that this rank looks up in."""
+    """Returns the name and weight of the token embedding that this rank looks up in, if the lookup
+    can add its gradient by itself."""
     tables = {
         chunk.embedding.word_embeddings.weight
         for chunk in model
@@ -178,7 +180,7 @@ def _lookup_weights(model: ModelStages) -> list[tuple[str, nn.Parameter]]:
     return [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if parameter in tables and parameter.dtype.itemsize == 2 and can_be_summed(parameter.dtype)
+        if parameter in tables and lookup_adds(parameter)
     ]
 
 

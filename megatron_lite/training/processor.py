@@ -75,7 +75,9 @@ def _vendor_and_flags(cpuinfo: Path) -> tuple[str, frozenset[str]]:
     for line in text.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")
         facts[name.strip()] = value.strip()
-    return facts.get("vendor_id", ""), frozenset(facts.get("flags", "").split())
+    vendor = facts.get("vendor_id", "")
+    # A checkpoint stores the name, and its reader takes printable text only.
+    return vendor if vendor.isprintable() else "", frozenset(facts.get("flags", "").split())
 
 
 def products_notices(config: RunConfig, *, onednn: bool) -> tuple[str, ...]:
