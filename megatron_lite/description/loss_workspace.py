@@ -73,6 +73,9 @@ def linear_loss_workspace(
     weight = Parameter("weight", (columns, h))
     rows = min(columns, rows_at_a_time(h, sizes.device))
     product = rows * h * element if apart else 0
+    # On a CPU an addition of two dtypes casts its second operand. The first chunk alone only copies.
+    inside = apart and sizes.inside_operators and sizes.device == "cpu"
+    wide = rows * h * accumulate if inside else 0
     scattered = own if gathered else 0
     steps: list[int | Course] = []
     for number, chunk in enumerate(chunks):
@@ -81,7 +84,11 @@ def linear_loss_workspace(
             _write_gradient(sizes, chunk, columns),
             _input_gradient(sizes, chunk, columns, h),
             +last,
-            *((+product, -product) if apart else (chunk_product(weight, sizes, chunk),)),
+            *(
+                (+product, *((+wide, -wide) if number or full > 1 else ()), -product)
+                if apart
+                else (chunk_product(weight, sizes, chunk),)
+            ),
         ]
     # Without sequence parallelism the whole gradient of the input is the result.
     backward = course(

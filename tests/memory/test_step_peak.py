@@ -63,6 +63,16 @@ def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops: str) -> Non
     assert abs(row.ratio - 1.0) < PER_CENT / 10, row
 
 
+@pytest.mark.parametrize("chunk_size", [32, 48])
+def test_the_sum_over_chunks_casts_each_product(chunk_size: int) -> None:
+    # 32 divides the 64 tokens, and 48 leaves a shorter last chunk.
+    flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 2047"
+    untied = "--no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
+    (row,) = rows(Case("chunks", f"{flags} {untied} --loss-chunk-size {chunk_size}", 1, 1))
+    assert row.moment.startswith("backward of the output layer")
+    assert abs(row.ratio - 1.0) < PER_CENT / 10, row
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_backward_frees_what_the_forward_left(case: Case) -> None:
     config = case.config
