@@ -14,10 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.engines import PRESETS
+from benchmarks.engines import PRESETS, Shape
 from megatron_lite.model.attention import _SplitHeads
 from megatron_lite.model.causal_attention import BY_PRODUCTS, causal_attention
-from megatron_lite.parallel.products import add_weight_product_, input_gradient, linear
+from megatron_lite.parallel.products import (
+    add_rounded_,
+    add_rows_,
+    add_weight_product_,
+    input_gradient,
+    linear,
+)
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 SHAPE = PRESETS["medium"]
@@ -174,14 +180,32 @@ def bias_gradients() -> Sides:
     return (lambda: [grad.sum(0) for grad in grads], lambda: [ones.mm(grad) for grad in grads])
 
 
-def embedding_gradient() -> Sides:
+def embedding_gradient(shape: Shape = SHAPE, dtype: torch.dtype = torch.float32) -> Sides:
     """The lookup's gradient of a tied weight, added to the gradient of the head."""
-    ids, grad = torch.randint(0, V, (TOKENS,)), torch.randn(TOKENS, H)
-    total = torch.zeros(V, H)
-    return (
-        lambda: total.add_(aten.embedding_dense_backward(grad, ids, V, -1, False)),
-        lambda: total.index_add_(0, ids, grad),
-    )
+    tokens, rows = shape.batch_size * shape.seq_length, shape.vocab_size
+    ids, grad = torch.randint(0, rows, (tokens,)), torch.randn(tokens, shape.hidden_size).to(dtype)
+    total = torch.zeros(rows, shape.hidden_size)
+
+    def dense() -> None:
+        table = aten.embedding_dense_backward(grad, ids, rows, -1, False)
+        if dtype == torch.float32:
+            total.add_(table)
+        else:
+            add_rounded_(total, table, first=False)
+
+    return dense, lambda: add_rows_(total, ids, grad, first=False)
+
+
+def gradient_in_parts(shape: Shape) -> Sides:
+    """The bf16 gradient of the output projection, added to the float32 sum."""
+    tokens, rows = shape.batch_size * shape.seq_length, shape.vocab_size
+    x, grad = (torch.randn(tokens, size).bfloat16() for size in (shape.hidden_size, rows))
+    total = torch.zeros(rows, shape.hidden_size)
+
+    def whole() -> None:
+        add_rounded_(total, grad.t() @ x, first=False)
+
+    return whole, lambda: add_weight_product_(total, x, grad, first=False, onednn=False)
 
 
 def loss_in_one_pass() -> Sides:

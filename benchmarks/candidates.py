@@ -4,8 +4,9 @@
 
 The two sides of a candidate take turns in one process, on one thread, on tensors of the shape
 "medium" in float32. Clock: processor time, which other programs hardly disturb. The share is the
-saved time over the time of a whole step, measured in the same process. docs/performance.md has the
-table of one run.
+saved time over the time of a whole step, measured in the same process. With --vocabulary the
+candidates are those of a large vocabulary, in a shape of their own. docs/performance.md has the
+tables.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,17 +32,19 @@ from benchmarks.candidate_sides import (
     contiguous_heads,
     embedding_gradient,
     gelu_backward,
+    gradient_in_parts,
     loss_in_one_pass,
     products_by_onednn,
     residual_and_norm,
     split_heads,
     weight_gradients,
 )
-from benchmarks.engines import PRESETS, Setting, our_step
+from benchmarks.engines import PRESETS, Setting, Shape, our_step
 from benchmarks.harness import Clock, device_name
 from benchmarks.page_part import publish
 
 BEGIN, END = "<!-- candidates -->\n", "<!-- /candidates -->"
+OTHER_MARKS = "<!-- candidates of a vocabulary -->\n", "<!-- /candidates of a vocabulary -->"
 
 
 class Candidate(NamedTuple):
@@ -142,7 +146,7 @@ CANDIDATES = (
         "0.3 %",
         embedding_gradient,
         False,
-        "not yet: it changes the order of the sum",
+        "yes",
     ),
     Candidate(
         "loss and both gradients of the head in one pass over chunks of 512 tokens",
@@ -150,6 +154,39 @@ CANDIDATES = (
         loss_in_one_pass,
         False,
         "yes, with `--loss-chunk-size`",
+    ),
+)
+
+VOCABULARY = Shape(
+    num_layers=12,
+    hidden_size=768,
+    num_attention_heads=12,
+    seq_length=256,
+    batch_size=1,
+    vocab_size=50304,
+)
+OF_VOCABULARY = (
+    *(
+        Candidate(
+            f"{words} embedding gradient added into the buffer, without a dense tensor",
+            "2 %",
+            partial(embedding_gradient, VOCABULARY, dtype),
+            False,
+            "yes",
+            name,
+        )
+        for words, name, dtype in (
+            ("float32", "float32", torch.float32),
+            ("bf16", "bf16", torch.bfloat16),
+        )
+    ),
+    Candidate(
+        "bf16 gradient of the output projection in parts of 8 MiB",
+        "1 %, and no tensor of the gradient",
+        partial(gradient_in_parts, VOCABULARY),
+        False,
+        "yes, for its memory",
+        "bf16",
     ),
 )
 
@@ -179,9 +216,9 @@ def measure(candidate: Candidate, step_ms: float, clock: Clock, *, rounds: int) 
     return Row(candidate.name, candidate.predicted, without, changed, ratio, share, candidate.kept)
 
 
-def measure_step(dtype: str, clock: Clock, *, rounds: int) -> float:
-    """Returns the milliseconds of our step in this dtype."""
-    setting = Setting(shape=PRESETS["medium"], device=clock.device, dtype=dtype, dropout=0.0)
+def measure_step(shape: Shape, dtype: str, clock: Clock, *, rounds: int) -> float:
+    """Returns the milliseconds of our step of this shape in this dtype."""
+    setting = Setting(shape=shape, device=clock.device, dtype=dtype, dropout=0.0)
     step = our_step(setting, setting.batch())
     step()
     return statistics.median(clock.ms(step) for _ in range(rounds))
@@ -201,29 +238,39 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def part_of(report: Mapping[str, Any]) -> str:
+    """Returns what a page has of a report: the machine, the step and the table."""
+    times = " and ".join(f"{ms:.0f} ms in {dtype}" for dtype, ms in report["step_ms"].items())
+    heading = f"{report['device']}, 1 thread, torch {report['torch']}; a step takes {times}"
+    return f"{heading}.\n\n{table([Row(**row) for row in report['rows']])}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table. Returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="only candidates with this text in their names")
     parser.add_argument("--repeats", type=int, default=15, help="rounds; default: 15")
+    parser.add_argument(
+        "--vocabulary", action="store_true", help="those of a large vocabulary, in a small batch"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the rows")
     parser.add_argument("--output", metavar="PAGE", help="a page with the marks of the table")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     device = torch.device("cpu")
     clock = Clock(device=device, kind="cpu")
-    chosen = [candidate for candidate in CANDIDATES if args.only in candidate.name]
+    shape, every = PRESETS["medium"], CANDIDATES
+    if args.vocabulary:
+        shape, every = VOCABULARY, OF_VOCABULARY
+    chosen = [candidate for candidate in every if args.only in candidate.name]
     step_ms = {
-        dtype: measure_step(dtype, clock, rounds=max(1, args.repeats // 5))
+        dtype: measure_step(shape, dtype, clock, rounds=max(1, args.repeats // 5))
         for dtype in dict.fromkeys(candidate.dtype for candidate in chosen)
     }
     rows = [
         measure(candidate, step_ms[candidate.dtype], clock, rounds=args.repeats)
         for candidate in chosen
     ]
-    times = " and ".join(f"{ms:.0f} ms in {dtype}" for dtype, ms in step_ms.items())
-    heading = f"{device_name(device)}, 1 thread, torch {torch.__version__}; a step takes {times}"
-    print(heading, table(rows), sep="\n\n")
     report = {
         "device": device_name(device),
         "torch": torch.__version__,
@@ -231,7 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": args.repeats,
         "rows": [row._asdict() for row in rows],
     }
-    publish(args, parser, report, (BEGIN, END), f"{heading}.\n\n{table(rows)}")
+    print(part_of(report))
+    publish(args, parser, report, OTHER_MARKS if args.vocabulary else (BEGIN, END), part_of(report))
     return 0
 
 

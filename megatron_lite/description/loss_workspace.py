@@ -73,7 +73,7 @@ def linear_loss_workspace(
     weight = Parameter("weight", (columns, h))
     rows = min(columns, rows_at_a_time(h, sizes.device))
     product = rows * h * element if apart else 0
-    # On a CPU an addition of two dtypes casts its second operand. The first chunk alone only copies.
+    # On a CPU an addition of two dtypes casts its second operand. A first chunk is only copied.
     inside = apart and sizes.inside_operators and sizes.device == "cpu"
     wide = rows * h * accumulate if inside else 0
     scattered = own if gathered else 0

@@ -93,12 +93,13 @@ def vocab_parallel_linear_cross_entropy(
     dA is summed over the chunks in float32 (float64). A bf16 weight has each chunk's part rounded
     to bf16 before the sum. The sum is a [V/t, h] float32 tensor that lives until autograd has added
     it to the weight's gradient. If the weight has a float32 sum (parallel/weight_gradient.py), each
-    chunk's part is added to it unrounded, and that tensor does not exist.
+    chunk's part is added to it at once, and that tensor does not exist. NVIDIA apex's kernel alone
+    adds it unrounded.
 
     In bf16, chunks change nothing else: the losses and the gradient of hidden_states have the same
-    bits as without chunks. Without a float32 sum of the weight, dA differs from the unchunked dA by
-    less than 2^-8 of its norm (seen 3e-3). Its norm differs by less than 2^-9 (seen 8e-4). Both
-    bounds are tested on a grid. An unrounded product would need a float32 matmul, which takes six
+    bits as without chunks. Where the parts are rounded, dA differs from the unchunked dA by less
+    than 2^-8 of its norm (seen 3e-3). Its norm differs by less than 2^-9 (seen 8e-4). Both bounds
+    are tested on a grid. An unrounded product would need a float32 matmul, which takes six
     times as long on a CPU.
     """
     operands = autocast_operands(hidden_states, weight, None)

@@ -73,6 +73,14 @@ def test_the_sum_over_chunks_casts_each_product(chunk_size: int) -> None:
     assert abs(row.ratio - 1.0) < PER_CENT / 10, row
 
 
+@pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
+def test_a_large_16_bit_gradient_never_exists_whole(untied: str) -> None:
+    flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 39999"
+    (row,) = rows(Case("large", f"{flags} {untied}", 1, 1))
+    assert row.moment.startswith("backward of the output layer")
+    assert abs(row.ratio - 1.0) < PER_CENT / 10, row
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_backward_frees_what_the_forward_left(case: Case) -> None:
     config = case.config

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from megatron_lite.config import large_products
-from megatron_lite.parallel import products
+from megatron_lite.parallel import products, weight_gradient
 from megatron_lite.recompute import ops
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.tensor_parallel import column_linear, row_linear
+from tests.memory import test_step_peak
 from tests.parallel import test_products
 from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.tensor_parallel import test_lookup
 
 Patch = pytest.MonkeyPatch
 
@@ -51,6 +53,21 @@ def the_first_micro_batch_reads_the_total(add, total, rows, grad_rows, *, first,
 @replaces("add_rounded_", products)
 def the_first_rounded_product_reads_the_total(add, total, product, *, first):
     add(total, product, first=False)
+
+
+@replaces("add_rows_", weight_gradient)
+def a_lookup_adds_to_the_sum_of_an_earlier_step(add, total, ids, rows, *, first):
+    add(total, ids, rows, first=False)
+
+
+@replaces("index_add_", torch.Tensor)
+def of_equal_ids_the_last_one_counts(_, total, dim, ids, rows):
+    return total.index_copy_(dim, ids, rows)
+
+
+@replaces("product_rows", products)
+def every_part_of_a_product_is_the_whole(_, width, device):
+    return 2**31
 
 
 @replaces("gradient_parts", large_products)
@@ -93,6 +110,21 @@ MUTANTS = [
         the_first_rounded_product_reads_the_total,
         test_products.test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum,
         dict(rows=4, first=True),
+    ),
+    Mutant(
+        a_lookup_adds_to_the_sum_of_an_earlier_step,
+        test_lookup.test_gradients_of_lookups_are_added_to_the_sum_of_a_step,
+        dict(dtype=torch.bfloat16),
+    ),
+    Mutant(
+        of_equal_ids_the_last_one_counts,
+        test_products.test_rows_are_added_one_after_the_other,
+        dict(dtype=torch.float32, first=False),
+    ),
+    Mutant(
+        every_part_of_a_product_is_the_whole,
+        test_step_peak.test_a_large_16_bit_gradient_never_exists_whole,
+        dict(untied=""),
     ),
     Mutant(
         the_workspace_forgets_the_transposed_copy,

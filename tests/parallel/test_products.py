@@ -130,6 +130,38 @@ def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(
     assert torch.equal(total, rounded if first else start + rounded)
 
 
+@pytest.mark.parametrize("first", [False, True])
+@torch.no_grad()
+def test_a_large_16_bit_product_is_computed_in_parts(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "product_rows", lambda width, device: 10)
+    # whole numbers, whose sums are exact in any order
+    x, dy = (torch.randint(-3, 4, (7, size)).bfloat16() for size in (20, 33))
+    start = torch.randn(33, 20)
+    total = torch.full_like(start, torch.nan) if first else start.clone()
+    products.add_weight_product_(total, x, dy, first=first, onednn=True)
+    whole = (dy.double().t() @ x.double()).float()
+    assert torch.equal(total, whole if first else start + whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [False, True])
+@torch.no_grad()
+def test_rows_are_added_one_after_the_other(
+    dtype: torch.dtype, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "rows_at_a_time", lambda width, device: 3)
+    ids, rows = torch.tensor([2, 0, 2, 2, 5, 0, 2]), torch.randn(7, 4).to(dtype)
+    start = torch.randn(6, 4)
+    total = torch.full_like(start, torch.nan) if first else start.clone()
+    products.add_rows_(total, ids, rows, first=first)
+    expected = torch.zeros_like(start) if first else start.clone()
+    for number, row in zip(ids.tolist(), rows.float(), strict=True):
+        expected[number] += row
+    assert torch.equal(total, expected)
+
+
 @torch.no_grad()
 def test_operands_may_have_any_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     every_product_is_large(monkeypatch)

@@ -501,7 +501,8 @@ def test_without_apex_torch_sums_the_gradients_of_float32_weights() -> None:
     log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0)))
     assert said(log) == (
         "weight gradients are summed in float32: 8 weights: torch's addmm; "
-        "embedding.word_embeddings.weight: addmm for the output projection, the layer's backward for the lookup"
+        "embedding.word_embeddings.weight: addmm for the output projection, the layer's backward "
+        "for the lookup"
     )
 
 
