@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from megatron_lite.config.regions import DROPOUT
 from megatron_lite.model.compiled_dropout import drop, drop_and_add, drop_gradient
@@ -89,9 +90,16 @@ def draw_keep_mask(shape: torch.Size, probability: float) -> KeepMask:
 
 def _draw_numbers(shape: torch.Size) -> Tensor:
     """Draws a 16-bit number for each element from the CPU generator, flattened."""
+    if torch.compiler.is_compiling():
+        # A graph ends at the draw. The next one would take the view below for 64-bit numbers.
+        return _draw_between_graphs(shape)
     # An end of None means the whole range of int64, so all 64 bits of a draw are random.
     numbers = torch.empty(-(-shape.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     return numbers.view(torch.int16)[: shape.numel()]
+
+
+# The decorator imports the compiler at the first call. So eager runs must not call this function.
+_draw_between_graphs = _disable_dynamo(_draw_numbers)
 
 
 def _bound_and_scale(probability: float) -> tuple[int, float]:

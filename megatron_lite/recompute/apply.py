@@ -11,9 +11,11 @@ layers of this project have them. `docs/any-model.md` lists what is supported an
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -207,7 +209,7 @@ class _Shared:
         """Warns with `text`, but only the first time."""
         if text not in self._notified:
             self._notified.add(text)
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=_level_outside_libraries())
 
     def streams(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -267,6 +269,19 @@ class DefaultGenerators:
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+
+
+def _level_outside_libraries() -> int:
+    """Returns the `stacklevel` with which the caller warns at the line of the user's program.
+
+    Libraries lie in the folder of torch, or are this package. Without another frame it is the
+    outermost one.
+    """
+    libraries = tuple(f"{Path(file).parents[1]}/" for file in (torch.__file__, __file__))
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:

@@ -204,3 +204,11 @@ def test_the_error_lists_only_the_outermost_lists() -> None:
         apply_policy_(
             nn.Sequential(nn.Sequential(nn.ReLU()), model), layers_fqn="h", policy="*:full"
         )
+
+
+def test_a_warning_shows_the_line_of_the_users_program() -> None:
+    model = gpt2()
+    apply_policy_(model, layers_fqn="transformer.h", policy="*:full")
+    with pytest.warns(UserWarning, match="keep no keys and values") as caught:
+        model(input_ids=TOKENS, labels=TOKENS)
+    assert [warning.filename for warning in caught] == [__file__]

@@ -58,6 +58,27 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients(
     assert kept[0] > kept[1] > kept[2]
 
 
+def test_layers_with_dropout_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks are drawn as in eager layers, so the losses are equal up to rounding."""
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        functools.partialmethod(torch.nn.Module.compile, backend="aot_eager"),
+    )
+    losses = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        with tp_state(1) as parallel:
+            config = tiny_config(num_layers=1, hidden_dropout=0.3, attention_dropout=0.3)
+            model = build_tiny_model(config, parallel, dtype=torch.float64).train()
+            if compiled:
+                compile_layers_(model)
+            loss = model.loss(*sample_tokens()).mean()
+            loss.backward()
+            losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @NEEDS_COMPILER
