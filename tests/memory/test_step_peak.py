@@ -73,6 +73,13 @@ def test_the_sum_over_chunks_casts_each_product(chunk_size: int) -> None:
     assert abs(row.ratio - 1.0) < PER_CENT / 10, row
 
 
+def test_fsdp2_holds_the_cast_sum_over_chunks_while_it_reduces() -> None:
+    flags = "--bf16 --use-torch-fsdp2 --loss-chunk-size 64 --untie-embeddings-and-output-weights"
+    (row,) = rows(Case("FSDP 2, chunks, untied", flags, 2, 1))
+    assert row.moment.startswith("reduction of gradients")
+    assert abs(row.ratio - 1.0) < PER_CENT / 10, row
+
+
 @pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
 def test_a_large_16_bit_gradient_never_exists_whole(untied: str) -> None:
     flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 39999"

@@ -101,13 +101,15 @@ class GatheredWeights(NamedTuple):
                 padded // dp_cp_size * FLOAT32,
             )
 
-        # torch's loop variable holds the last gradient, and that of torch's own linear layer is a
-        # view, which parallel/fsdp_buffers.py does not free.
+        # torch's loop variable holds the last gradient. parallel/fsdp_buffers.py does not free a
+        # view, which that of torch's own linear layer is, nor a sum over chunks that autograd has
+        # cast to 16 bits (seen in torch 2.13).
         untied = config.model.untie_embeddings_and_output_weights
-        is_view = sizes.tp_size == 1 and sizes.loss_chunk_size is None
+        chunks = sizes.loss_chunk_size is not None
+        stays = sizes.is_rounded if chunks else sizes.tp_size == 1
         head = (
             sizes.padded_vocab_size * config.model.hidden_size * sent
-            if sizes.has_head and untied and is_view
+            if sizes.has_head and untied and stays
             else 0
         )
         words, logits = _largest(_parameters(first)), _largest(_parameters(last_ones))
