@@ -37,8 +37,8 @@ IN_EVERY_RUN = (
     "CP 2, unfused, ZeRO-1",
 )
 PER_CENT = 0.01
-# The update of Muon under ZeRO-1 takes 3.3 MB more than predicted. It is the peak here, because on a
-# CPU no gradient of the size of the vocabulary exists.
+# The update of Muon under ZeRO-1 takes 3.3 MB more than predicted. It is the peak here, because on
+# a CPU no gradient of the size of the vocabulary exists.
 LARGER_ERROR = {"few tokens, muon, ZeRO-1": 4 * PER_CENT}
 
 
