@@ -162,6 +162,11 @@ TWO_RANKS = (
         2,
     ),
     Case("few tokens, muon, ZeRO-1", f"{FEW_TOKENS} {ZERO1} --optimizer muon", 2),
+    Case(
+        "few tokens, muon with Nesterov, ZeRO-1",
+        f"{FEW_TOKENS} {ZERO1} --optimizer muon --muon-nesterov",
+        2,
+    ),
     Case("CP 2", CP, 2),
     Case("CP 2, chunks, full/1", f"{CP} {CHUNKS} {policy('*:full/1')}", 2),
     Case("CP 2, all-gather", f"{CP} {CHUNKS} --cp-comm-type allgather {policy('*:full/1')}", 2),

@@ -82,30 +82,36 @@ class Muon:
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
         """Implements UpdateRule.step. The matrices are those of layers, so they have the rate of
         all."""
-        learning_rate = rates.every
         self._adam.step(rates, skipped)
         stays = skipped.bool()
-        for name, spec in self._matrices.items():
-            piece = self._pieces.get(name)
-            direction = self._layout.whole(
-                name, None if piece is None else self._direction(piece, stays)
-            )
-            if piece is None:  # nor has any rank of the TP group one: all cut their shards alike
-                continue
-            update = (
-                self._update(direction, spec)
-                .reshape(-1)[piece.start : piece.stop]
-                .view(piece.master.shape)
-            )
-            # `where` decides on the device; to read `skipped` would make the host wait.
-            moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(
-                update, alpha=-learning_rate
-            )
-            torch.where(stays, piece.master, moved, out=piece.master)
+        for name in self._matrices:
+            self._move(name, rates.every, stays)
 
     def set_num_updates(self, number: int) -> None:
         """Implements UpdateRule.set_num_updates. The number matters to AdamW alone."""
         self._adam.set_num_updates(number)
+
+    def _move(self, name: str, learning_rate: float, stays: Tensor) -> None:
+        """Moves this rank's piece of a parameter, unless the step is skipped.
+
+        The tensors of one parameter are gone before those of the next one are made.
+        """
+        piece = self._pieces.get(name)
+        direction = self._layout.whole(
+            name, None if piece is None else self._direction(piece, stays)
+        )
+        if piece is None:  # nor has any rank of the TP group one: all cut their shards alike
+            return
+        update = (
+            self._update(direction, self._matrices[name])
+            .reshape(-1)[piece.start : piece.stop]
+            .view(piece.master.shape)
+        )
+        # `where` decides on the device; to read `skipped` would make the host wait.
+        moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(
+            update, alpha=-learning_rate
+        )
+        torch.where(stays, piece.master, moved, out=piece.master)
 
     def _direction(self, piece: Piece, stays: Tensor) -> Tensor:
         """Moves the momentum, unless the step is skipped. Returns this piece's direction."""

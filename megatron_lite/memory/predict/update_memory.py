@@ -46,11 +46,7 @@ def update_memory(
 
 
 def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
-    """Returns the bytes of Muon's temporaries for the matrix that needs most.
-
-    The update and the new weights of the matrix before are still alive. The matrices of a layer
-    follow in the order of its operations, and those of the next layer follow them.
-    """
+    """Returns the bytes of Muon's temporaries for the matrix that needs most."""
     sizes = Sizes.of(config, device="cpu", stage=stage)
     layer = describe_layer(config.model, sizes, stage.first_layer)
     shapes = [
@@ -63,13 +59,11 @@ def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
         _of_matrix(
             config,
             sizes,
-            # Before the first matrix (-1) comes the last one of the layer before.
-            before=2 * FLOAT32 * shapes[number - 1][1][0] * shapes[number - 1][1][1],
             shape=(shape[0], shape[1]),
             parts=_qkv_rows(config, shape[0]) if name == "linear_qkv" else (shape[0],),
             dp_cp_size=dp_cp_size,
         )
-        for number, (name, shape) in enumerate(shapes)
+        for name, shape in shapes
     )
 
 
@@ -87,15 +81,14 @@ def _of_matrix(
     config: RunConfig,
     sizes: Sizes,
     *,
-    before: int,
     shape: tuple[int, int],
     parts: tuple[int, ...],
     dp_cp_size: int,
 ) -> int:
     """Returns the bytes of the temporaries for one matrix.
 
-    On top of `before` come the iterates in bfloat16 and the result, first unscaled and then scaled,
-    in float32, of each part after the other. Several parts are joined at the end.
+    They are the iterates in bfloat16 and the result, first unscaled and then scaled, in float32, of
+    each part after the other. Several parts are joined at the end.
     """
     rows, columns = shape
     whole, optimizer = FLOAT32 * rows * columns, config.optimizer
@@ -113,11 +106,11 @@ def _of_matrix(
     if len(parts) > 1:
         most = max(most, 2 * whole)
     direction = whole if optimizer.muon_nesterov else 0
-    alone = before + most + direction
+    alone = most + direction
     sharding = config.data_parallel
     if dp_cp_size == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
         return alone
     # The direction is gathered: padded, as a part for every rank, and joined.
     part_bytes = whole // dp_cp_size if sharding.use_torch_fsdp2 else whole
-    gather = before + before // 2 + part_bytes + dp_cp_size * part_bytes + whole + direction
+    gather = part_bytes + dp_cp_size * part_bytes + whole + direction
     return max(gather, alone + whole)
