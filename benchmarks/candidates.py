@@ -153,7 +153,7 @@ CANDIDATES = (
         "0.5 %, and 44 MiB less at the peak",
         loss_in_one_pass,
         False,
-        "yes, with `--loss-chunk-size`",
+        "yes, in float32 runs",
     ),
 )
 

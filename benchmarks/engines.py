@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.loss_chunks import DEFAULT_TOKENS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.stages import Stage
@@ -115,6 +116,22 @@ class Setting:
         gains = is_amd_with_avx512 if self.dtype == "float32" else multiplies_bf16_vectors
         return self.device.type == "cpu" and gains()
 
+    @property
+    def tokens(self) -> int:
+        """The tokens of the batch."""
+        return self.shape.batch_size * self.shape.seq_length
+
+    @property
+    def loss_in_one_pass(self) -> bool:
+        """Whether a loss in chunks computes its gradients in forward, as in a run."""
+        return self.dtype == "float32"
+
+    @property
+    def loss_chunk_size(self) -> int | None:
+        """The tokens of a loss chunk, as in a run without --loss-chunk-size."""
+        chunked = self.loss_in_one_pass and self.tokens > DEFAULT_TOKENS
+        return DEFAULT_TOKENS if chunked else None
+
     def model_config(self) -> ModelConfig:
         """Returns the shape as a config of megatron_lite."""
         shape = self.shape
@@ -184,8 +201,10 @@ def one_rank(setting: Setting) -> ParallelState:
 def our_step(setting: Setting, batch: MicroBatch) -> Step:
     """Returns megatron_lite's own train_step on one rank."""
     parallel = one_rank(setting)
-    model = ModelStages([our_model(setting, parallel)])
-    runner = StageRunner(model, parallel)
+    own = our_model(setting, parallel)
+    own.loss_chunk_size = setting.loss_chunk_size
+    model = ModelStages([own])
+    runner = StageRunner(model, parallel, loss_in_one_pass=setting.loss_in_one_pass)
     optimizer = our_optimizer(model, parallel, DataParallelConfig())
 
     def step() -> Tensor:

@@ -162,8 +162,8 @@ def passes(name: str) -> Iterator[None]:
 
 def peaks(args: argparse.Namespace, name: str) -> tuple[float, float]:
     """Returns the measured and the predicted peak of a step of two micro-batches, in MiB."""
-    chunks = "" if name == WHOLE else f" --loss-chunk-size {args.chunk_size}"
-    config = parse_args((flags(args) + chunks).split()).config
+    chunk_size = 0 if name == WHOLE else args.chunk_size
+    config = parse_args(f"{flags(args)} --loss-chunk-size {chunk_size}".split()).config
     with passes(name), parallel_state(config.parallel, seed=SEED) as parallel:
         measured = measure(config, parallel, num_microbatches=2).num_bytes
         predicted = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=2).num_bytes

@@ -127,6 +127,7 @@ ONE_RANK = (
         f"{FEW_TOKENS} --ffn-hidden-size 256 --optimizer muon",
     ),
     Case("few tokens, AdamW", FEW_TOKENS),
+    Case("loss chunks of 512 tokens by default", "--micro-batch-size 5"),
 )
 TP, SEQUENCE = "--tensor-model-parallel-size 2", "--sequence-parallel"
 PP, VIRTUAL = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"

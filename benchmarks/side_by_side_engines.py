@@ -33,7 +33,8 @@ from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import Observer
 
 OURS = "ours, none"
-LOSS_CHUNKS, GLOO = "ours, none, loss chunks", "ours, none, gloo"
+LOSS_CHUNKS, WHOLE_LOGITS = "ours, none, loss chunks", "ours, none, whole logits"
+GLOO = "ours, none, gloo"
 COMPILED, NO_ONEDNN = "ours, compiled", "ours, none, no oneDNN"
 PEERS = ("megatron-core", "plain", "transformers", "litgpt", NO_ONEDNN, COMPILED)
 OUR_POLICIES = {
@@ -43,7 +44,7 @@ OUR_POLICIES = {
     "pointwise": "*:pointwise",
     "distributed": "uniform 1, distribute",
 }
-CHUNKS = 4  # of the tokens of a micro-batch, in the row with --loss-chunk-size
+CHUNKS = 4  # of the tokens of a micro-batch, in the row LOSS_CHUNKS
 
 
 class LlamaSetting(Setting):
@@ -67,16 +68,19 @@ class LlamaSetting(Setting):
 
 
 def libraries_of(
-    family: str, *, tp_size: int, sequence_parallel: bool, compiled: bool
+    family: str, *, tp_size: int, sequence_parallel: bool, compiled: bool, has_chunks: bool
 ) -> dict[str, str]:
-    """Returns the name of every contestant of a setting, and the library that builds it."""
+    """Returns the name of every contestant of a setting, and the library that builds it.
+
+    has_chunks: whether a run of ours computes the loss in chunks by default.
+    """
     several = tp_size > 1
     names = {
         f"ours, {name}": "ours"
         for name in OUR_POLICIES
         if name != "distributed" or (several and not sequence_parallel)
     }
-    names[LOSS_CHUNKS] = "ours"
+    names[WHOLE_LOGITS if has_chunks else LOSS_CHUNKS] = "ours"
     if several:
         names[GLOO] = "ours"
     names[NO_ONEDNN] = NO_ONEDNN
@@ -117,6 +121,7 @@ def build_contestants(
         tp_size=place.parallel.tp_size,
         sequence_parallel=place.sequence_parallel,
         compiled=compiled,
+        has_chunks=setting.loss_chunk_size is not None,
     )
     names: dict[str, list[str]] = {}
     for name, library in libraries.items():
@@ -175,9 +180,9 @@ def _ours(
     """Yields our contestants. They share one model and the gradient buffer of its optimizer."""
     stages = ModelStages([model])
     optimizer = our_optimizer(stages, place.parallel, DataParallelConfig())
-    runner = StageRunner(stages, place.parallel)
+    runner = StageRunner(stages, place.parallel, loss_in_one_pass=setting.loss_in_one_pass)
     batch, shape = setting.batch(), setting.shape
-    chunk = max(1, shape.batch_size * shape.seq_length // CHUNKS)
+    chunks = {LOSS_CHUNKS: max(1, setting.tokens // CHUNKS), WHOLE_LOGITS: None}
     table = policies(
         shape.num_layers, tp_size=place.parallel.tp_size, sequence_parallel=place.sequence_parallel
     )
@@ -191,7 +196,8 @@ def _ours(
     for name in names:
         policy = OUR_POLICIES[name.split(", ")[1]]
         plan = plan_stage(RecomputeConfig(**table[policy]), shape.num_layers)
-        act: Any = partial(run, plan, chunk if name == LOSS_CHUNKS else None)
+        chunk = chunks.get(name, setting.loss_chunk_size)
+        act: Any = partial(run, plan, chunk)
         if name == GLOO:
             act = partial(_through_gloo, place, act)
         yield Contestant(name, optimizer.zero_grad, act, list(model.parameters()))

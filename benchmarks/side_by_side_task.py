@@ -65,6 +65,7 @@ class Block:
             tp_size=self.tp_size,
             sequence_parallel=self.sequence_parallel,
             compiled=self.compiled,
+            has_chunks=self.setting().loss_chunk_size is not None,
         )
 
     def setting(self) -> Setting:

@@ -83,7 +83,7 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         config.data.seq_length // parallel.context_parallel_size * config.training.micro_batch_size
     )
     loss_chunk_size = config.training.loss_chunk_size
-    if loss_chunk_size is not None and loss_chunk_size >= tokens:
+    if loss_chunk_size and loss_chunk_size >= tokens:
         notices.append(
             f"--loss-chunk-size {loss_chunk_size} takes all {tokens} tokens of a micro-batch at "
             "once: their logits are not kept, but exist"

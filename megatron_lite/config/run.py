@@ -10,6 +10,7 @@ import json
 import typing
 from dataclasses import dataclass, field
 
+from megatron_lite.config import loss_chunks
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.compiler_rules import check_compiler
@@ -260,25 +261,21 @@ class RunConfig:
         return self.recompute.activation_memory_budget is not None
 
     @property
+    def loss_chunk_size(self) -> int | None:
+        """The number of tokens of a micro-batch that have logits at a time.
+
+        None: all tokens have logits at once, and the logits are kept for backward.
+        """
+        return loss_chunks.loss_chunk_size(self)
+
+    @property
     def loss_in_one_pass(self) -> bool:
         """Whether training computes the gradients of a loss chunk right after its losses.
 
-        The logits of a chunk are then computed once. If not, backward computes them again:
-
-        - 16-bit weights: their losses may be scaled, and their gradients are rounded to 16 bits.
-        - --use-torch-fsdp2: no rank has a sum of the whole output weight's gradient.
-        - --no-gradient-accumulation-fusion: autograd adds to the sum, in backward.
-        - layers that are graphs of the compiler: what it keeps is not predicted.
-
-        An evaluation computes losses only.
+        The logits of a chunk are then computed once. If not, backward computes them again. An
+        evaluation computes losses only.
         """
-        return (
-            self.training.loss_chunk_size is not None
-            and self.training.precision == "fp32"
-            and self.training.gradient_accumulation_fusion
-            and not self.data_parallel.use_torch_fsdp2
-            and not self.compiles_layers
-        )
+        return self.loss_chunk_size is not None and loss_chunks.can_be_in_one_pass(self)
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:

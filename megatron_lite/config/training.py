@@ -30,8 +30,9 @@ class TrainingConfig:
         products of bf16 attention. It does so on processors that gain (training/processor.py).
     memory_limit: an amount such as 4GiB. A rank that allocates more stops the run, as if its
         device had no more memory. None: no limit but the device's.
-    loss_chunk_size: how many tokens of a micro-batch have logits at a time. None: all tokens have
-        logits at once, and the logits are kept for backward.
+    loss_chunk_size: how many tokens of a micro-batch have logits at a time. 0: all tokens have
+        logits at once, and the logits are kept for backward. None: the default of the run
+        (config/loss_chunks.py). Read RunConfig.loss_chunk_size instead.
     calculate_per_token_loss: whether each token that counts has the same weight in the gradients
         of a step. If not, each micro-batch has the same weight (training/loss_mask.py).
     max_skipped_updates: the number of skipped updates in a row that stops the run. None: 10 spikes
@@ -78,7 +79,6 @@ class TrainingConfig:
             "eval_interval",
             "exit_interval",
             "exit_duration_in_mins",
-            "loss_chunk_size",
             "max_skipped_updates",
             "check_weight_hash_across_dp_replicas_interval",
         )
@@ -94,7 +94,7 @@ class TrainingConfig:
         require_one_of(self, "exit_signal", EXIT_SIGNALS)
         if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
             raise ValueError(f"--exit-signal {self.exit_signal} needs --exit-signal-handler")
-        require_at_least(self, 0, "eval_iters", "train_iters")
+        require_at_least(self, 0, "eval_iters", "train_iters", "loss_chunk_size")
         require_within(self, 0, 2**32, "seed")
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: set one")

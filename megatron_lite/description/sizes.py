@@ -97,7 +97,7 @@ class Sizes:
             cp_comm_type=config.parallel.cp_comm_type,
             device=device,
             element_bytes=chosen("the precision", config.training.precision, ELEMENT_BYTES),
-            loss_chunk_size=config.training.loss_chunk_size,
+            loss_chunk_size=config.loss_chunk_size,
             loss_in_one_pass=config.loss_in_one_pass,
             has_embedding=stage is None or stage.is_first,
             has_head=stage is None or stage.is_last,

@@ -76,12 +76,14 @@ def _changes(search: Search, plan: Plan) -> Iterator[tuple[str, RunConfig, int]]
         if (config := _changed(base, micro_batch_size=size)) is not None:
             yield change, config, ranks
     changes: list[tuple[str, int | None]] = []
-    if training.loss_chunk_size is None:
+    if base.loss_chunk_size is None:
         chunk = next(one for one in LOSS_CHUNKS if one is not None)
         changes.append((f"--loss-chunk-size {chunk}", chunk))
     else:
-        half = training.loss_chunk_size // 2
-        changes += [("no --loss-chunk-size", None), (f"--loss-chunk-size {half}", half)]
+        if training.loss_chunk_size is not None:
+            changes.append(("no --loss-chunk-size", None))
+        if half := base.loss_chunk_size // 2:
+            changes.append((f"--loss-chunk-size {half}", half))
     for change, chunk_size in changes:
         if (config := _changed(base, loss_chunk_size=chunk_size)) is not None:
             yield change, config, ranks

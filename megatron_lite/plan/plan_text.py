@@ -49,7 +49,7 @@ def extra_flops(config: RunConfig, device: str) -> float:
     own = hardware_flops(
         config.model,
         plan_model(config),
-        loss_chunk_size=config.training.loss_chunk_size,
+        loss_chunk_size=config.loss_chunk_size,
         loss_in_one_pass=config.loss_in_one_pass,
         **shape,
         **ranks,
@@ -150,7 +150,7 @@ def _rows(
 def _row(number: str, plan: Plan, memory_bytes: int, hardware: Hardware) -> str:
     config, parallel = plan.config, plan.config.parallel
     virtual = _virtual(config)
-    chunk = config.training.loss_chunk_size
+    chunk = config.loss_chunk_size
     free = (memory_bytes - plan.peak.num_bytes) / GIB
     kind = kind_of(config)
     return (
@@ -228,8 +228,8 @@ def _layout(plan: Plan) -> str:
         kind_of(config),
         f"b {config.training.micro_batch_size}",
     ]
-    if config.training.loss_chunk_size is not None:
-        words.append(f"chunks of {config.training.loss_chunk_size}")
+    if config.loss_chunk_size is not None:
+        words.append(f"chunks of {config.loss_chunk_size}")
     return ", ".join(words)
 
 

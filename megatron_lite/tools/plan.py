@@ -34,7 +34,7 @@ from megatron_lite.plan.budget import Budget, default_reserve
 from megatron_lite.plan.details import MOST_LAYOUTS, details
 from megatron_lite.plan.fit_verdict import MOST_RANKS, FitVerdict, smallest_machine, status, verdict
 from megatron_lite.plan.hardware import load_hardware, machine_names
-from megatron_lite.plan.layouts import DATA_PARALLEL, KEPT_RECOMPUTE, SEARCHED, Problem
+from megatron_lite.plan.layouts import DATA_PARALLEL, KEPT_RECOMPUTE, LOSS_CHUNK, SEARCHED, Problem
 from megatron_lite.plan.plan_text import lines, to_json
 from megatron_lite.plan.search import Search
 from megatron_lite.tools.command import exit_status
@@ -188,8 +188,9 @@ def _chosen(own: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
             raise InputError(f"--fix {shown(text)} contradicts the flag of the same name")
         chosen[name] = value
     for name in SEARCHED & chosen.keys():
-        if type(chosen[name]) is int and chosen[name] < 1:
-            raise InputError(f"{flag_of(name)} must be at least 1 (got {chosen[name]})")
+        least = 0 if name == LOSS_CHUNK else 1  # 0: no chunks
+        if type(chosen[name]) is int and chosen[name] < least:
+            raise InputError(f"{flag_of(name)} must be at least {least} (got {chosen[name]})")
     if chosen.get("recompute_policy") == AUTO:
         del chosen["recompute_policy"]
     return chosen

@@ -60,7 +60,7 @@ def run_facts(
             seq_length=seq_length,
             padded_vocab_size=vocabulary,
             device=device.type,
-            loss_chunk_size=config.training.loss_chunk_size,
+            loss_chunk_size=config.loss_chunk_size,
             loss_in_one_pass=config.loss_in_one_pass,
             tp_size=parallel.tensor_model_parallel_size,
             cp_size=parallel.context_parallel_size,

@@ -326,7 +326,7 @@ def test_the_planner_does_not_import_torch() -> None:
         ("--fix tensor-model-parallel-size=0", "--tensor-model-parallel-size must be at least 1"),
         ("--fix micro-batch-size=-2", "--micro-batch-size must be at least 1 (got -2)"),
         ("--context-parallel-size 0", "--context-parallel-size must be at least 1 (got 0)"),
-        ("--loss-chunk-size 0", "--loss-chunk-size must be at least 1 (got 0)"),
+        ("--loss-chunk-size -1", "--loss-chunk-size must be at least 0 (got -1)"),
         ("--memory-budget 0", "give more --memory-budget or less --reserve"),
     ],
 )

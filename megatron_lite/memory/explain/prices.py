@@ -113,7 +113,7 @@ def price(config: RunConfig, device: str, *, rank: int | None = None) -> Priced:
         moved += host_bytes(config.model, plan, own_sizes)
     shape["padded_vocab_size"] = sizes.padded_vocab_size
     model_flops = step_flops(config.model, **shape)
-    chunk = config.training.loss_chunk_size
+    chunk = config.loss_chunk_size
     in_two_passes = chunk is not None and not config.loss_in_one_pass
     again = logits_flops(config.model, **shape) if in_two_passes else 0
     return Priced(
@@ -264,7 +264,7 @@ def _in_chunks(config: RunConfig) -> Iterator[ComparedRun]:
     """Yields the run with its loss in chunks, if it has more tokens than one chunk."""
     training = config.training
     sequence = config.data.seq_length or 0
-    if training.loss_chunk_size is None and sequence * training.micro_batch_size > LOSS_CHUNK:
+    if config.loss_chunk_size is None and sequence * training.micro_batch_size > LOSS_CHUNK:
         chunked = replace(training, loss_chunk_size=LOSS_CHUNK)
         yield ComparedRun(
             f"this run with --loss-chunk-size {LOSS_CHUNK}", replace(config, training=chunked)
