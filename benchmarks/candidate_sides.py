@@ -208,6 +208,39 @@ def gradient_in_parts(shape: Shape) -> Sides:
     return whole, lambda: add_weight_product_(total, x, grad, first=False, onednn=False)
 
 
+def clipping_in_update(shape: Shape) -> Sides:
+    """Clipping and AdamW over the layers' and the embedding's weights, in two passes or in one."""
+    hidden = shape.hidden_size
+    sizes = [(12 * hidden, hidden)] * shape.num_layers + [(shape.vocab_size, hidden)]
+    masters, grads, means, squares = ([torch.rand(one) for one in sizes] for _ in range(4))
+    steps = [torch.zeros(()) for _ in sizes]
+    factor = torch.tensor(0.999)
+
+    def update(grad_scale: Tensor | None) -> None:
+        torch._fused_adamw_(
+            masters,
+            grads,
+            means,
+            squares,
+            [],
+            steps,
+            lr=1e-4,
+            beta1=0.9,
+            beta2=0.999,
+            weight_decay=0.01,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+        )
+
+    def apart() -> None:
+        torch._foreach_mul_(grads, factor)
+        update(None)
+
+    return apart, lambda: update(1.0 / factor)
+
+
 def loss_in_one_pass() -> Sides:
     """Projection, loss and both gradients: with all logits, and in chunks during the forward.
 

@@ -29,6 +29,7 @@ from benchmarks.candidate_sides import (
     attention_in_blocks,
     bf16_attention,
     bias_gradients,
+    clipping_in_update,
     contiguous_heads,
     embedding_gradient,
     gelu_backward,
@@ -187,6 +188,13 @@ OF_VOCABULARY = (
         False,
         "yes, for its memory",
         "bf16",
+    ),
+    Candidate(
+        "clipping inside torch's fused AdamW, which divides by a factor",
+        "2 %",
+        partial(clipping_in_update, VOCABULARY),
+        False,
+        "no: every update rule would have to divide, for little",
     ),
 )
 

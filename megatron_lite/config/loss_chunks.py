@@ -3,8 +3,9 @@
     float32, where forward can compute the gradients too    512 tokens
     all other runs                                          all tokens, whose logits are kept
 
-In one pass, chunks save the memory of the logits and cost no time (docs/performance.md). In two
-passes backward computes the logits again, which a user has to ask for.
+In one pass, chunks save the memory of the logits and take about the same time
+(docs/performance.md). In two passes backward computes the logits again, so a user has to ask for
+them.
 """
 
 from __future__ import annotations
@@ -43,3 +44,14 @@ def loss_chunk_size(config: RunConfig) -> int | None:
     sequence = config.data.seq_length // config.parallel.context_parallel_size
     tokens = sequence * config.training.micro_batch_size
     return DEFAULT_TOKENS if tokens > DEFAULT_TOKENS and can_be_in_one_pass(config) else None
+
+
+def default_notices(config: RunConfig) -> tuple[str, ...]:
+    """Returns the log's line about chunks that no flag asks for; none without them."""
+    chunk_size = loss_chunk_size(config)
+    if chunk_size is None or config.training.loss_chunk_size is not None:
+        return ()
+    return (
+        f"loss: {chunk_size} tokens have logits at a time, which takes less memory and about the "
+        "same time (--loss-chunk-size 0: all at once)",
+    )
