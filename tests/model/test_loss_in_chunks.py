@@ -44,9 +44,9 @@ def test_a_chunk_that_takes_the_whole_micro_batch_is_told_to_the_user():
         )
 
 
-def test_a_chunk_has_at_least_one_token():
-    with pytest.raises(ValueError, match=r"--loss-chunk-size must be at least 1 \(got 0\)"):
-        TrainingConfig(micro_batch_size=1, loss_chunk_size=0)
+def test_a_chunk_has_no_negative_size():
+    with pytest.raises(ValueError, match=r"--loss-chunk-size must be at least 0 \(got -1\)"):
+        TrainingConfig(micro_batch_size=1, loss_chunk_size=-1)
 
 
 @pytest.mark.parametrize(
