@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.loss_chunks import DEFAULT_TOKENS
+from megatron_lite.config.loss_chunks import default_chunk_size
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.stages import Stage
@@ -129,8 +129,7 @@ class Setting:
     @property
     def loss_chunk_size(self) -> int | None:
         """The tokens of a loss chunk, as in a run without --loss-chunk-size."""
-        chunked = self.loss_in_one_pass and self.tokens > DEFAULT_TOKENS
-        return DEFAULT_TOKENS if chunked else None
+        return default_chunk_size(self.tokens, in_one_pass=self.loss_in_one_pass)
 
     def model_config(self) -> ModelConfig:
         """Returns the shape as a config of megatron_lite."""

@@ -36,6 +36,14 @@ def can_be_in_one_pass(config: RunConfig) -> bool:
     )
 
 
+def default_chunk_size(tokens: int, *, in_one_pass: bool) -> int | None:
+    """Returns the default for a micro-batch of so many tokens on a rank. None: no chunks.
+
+    in_one_pass: whether forward can compute the gradients too.
+    """
+    return DEFAULT_TOKENS if in_one_pass and tokens > DEFAULT_TOKENS else None
+
+
 def loss_chunk_size(config: RunConfig) -> int | None:
     """Returns the number of tokens that have logits at a time. None: all of them, and kept."""
     chosen = config.training.loss_chunk_size
@@ -43,7 +51,7 @@ def loss_chunk_size(config: RunConfig) -> int | None:
         return chosen or None
     sequence = config.data.seq_length // config.parallel.context_parallel_size
     tokens = sequence * config.training.micro_batch_size
-    return DEFAULT_TOKENS if tokens > DEFAULT_TOKENS and can_be_in_one_pass(config) else None
+    return default_chunk_size(tokens, in_one_pass=can_be_in_one_pass(config))
 
 
 def default_notices(config: RunConfig) -> tuple[str, ...]:

@@ -13,6 +13,14 @@ BASE = (
     "--vocab-size 127 --mock-data --train-iters 1 --lr 1e-3 --hidden-dropout 0 "
     "--attention-dropout 0"
 )
+# With each of these backward has to compute the logits of a chunk again.
+TWO_PASSES = (
+    "--bf16",
+    "--fp16",
+    "--use-torch-fsdp2",
+    "--no-gradient-accumulation-fusion",
+    "--torch-compile --activation-memory-budget 0.5",
+)
 
 
 def config_of(flags: str) -> RunConfig:
@@ -42,17 +50,7 @@ def test_a_float32_run_with_more_than_512_tokens_has_chunks(
     assert len(default_notices(config)) == (chunk_size is not None)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--bf16",
-        "--fp16",
-        "--use-torch-fsdp2",
-        "--no-gradient-accumulation-fusion",
-        "--torch-compile --activation-memory-budget 0.5",
-        "--loss-chunk-size 0",
-    ],
-)
+@pytest.mark.parametrize("flags", [*TWO_PASSES, "--loss-chunk-size 0"])
 def test_a_run_whose_chunks_would_cost_something_has_whole_logits(flags: str) -> None:
     config = config_of(f"--seq-length 1024 --micro-batch-size 1 {flags}")
     assert config.loss_chunk_size is None

@@ -42,6 +42,7 @@ from megatron_lite.training.micro_batch_loss import MicroBatchLoss
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer
 from megatron_lite.training.step import StepResult, train_step
+from tests.config.test_loss_chunks import TWO_PASSES
 from tests.description.test_workspace import described, joined, mean
 from tests.memory.test_collectives import TORCH_NAMES
 from tests.support.collectives import recorded_collectives
@@ -206,16 +207,7 @@ def single(flags: str = "") -> RunConfig:
     return config_of(f"{UNTIED} --loss-chunk-size 5 {flags}")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--bf16",
-        "--fp16",
-        "--use-torch-fsdp2",
-        "--no-gradient-accumulation-fusion",
-        "--torch-compile --activation-memory-budget 0.5",
-    ],
-)
+@pytest.mark.parametrize("flags", TWO_PASSES)
 def test_some_settings_take_two_passes(flags):
     assert single().loss_in_one_pass and not single(flags).loss_in_one_pass
     assert not config_of(UNTIED).loss_in_one_pass
