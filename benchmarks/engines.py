@@ -39,7 +39,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.processor import is_amd_with_avx512, multiplies_bf16_vectors
+from megatron_lite.training.processor import multiplies_bf16_vectors, multiplies_faster_by_onednn
 from megatron_lite.training.step import train_step
 
 SEED = 1234
@@ -113,7 +113,7 @@ class Setting:
     @property
     def onednn(self) -> bool:
         """Whether our model takes oneDNN's products, as a run on this machine does."""
-        gains = is_amd_with_avx512 if self.dtype == "float32" else multiplies_bf16_vectors
+        gains = multiplies_faster_by_onednn if self.dtype == "float32" else multiplies_bf16_vectors
         return self.device.type == "cpu" and gains()
 
     @property

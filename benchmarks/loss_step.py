@@ -41,7 +41,7 @@ from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
-from megatron_lite.training.processor import is_amd_with_avx512
+from megatron_lite.training.processor import multiplies_faster_by_onednn
 
 BEGIN, END = "<!-- loss step -->\n", "<!-- /loss step -->"
 WHOLE, TWO_PASSES, ONE_PASS = "whole logits", "two passes", "one pass"
@@ -177,7 +177,7 @@ def rows(args: argparse.Namespace) -> list[Row]:
         args.hidden_size,
         args.vocab_size,
         args.chunk_size,
-        onednn=is_amd_with_avx512(),
+        onednn=multiplies_faster_by_onednn(),
     )
     sides = {WHOLE: head.whole_logits, TWO_PASSES: head.two_passes, ONE_PASS: head.one_pass}
     clock = Clock(device=torch.device("cpu"), kind="cpu")
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = rows(args)
-    library = "oneDNN" if is_amd_with_avx512() else "torch's BLAS library"
+    library = "oneDNN" if multiplies_faster_by_onednn() else "torch's BLAS library"
     heading = (
         f"{device_name(torch.device('cpu'))}, 1 thread, torch {torch.__version__}, products by "
         f"{library}, chunks of {args.chunk_size} tokens, medians of {args.repeats} rounds"

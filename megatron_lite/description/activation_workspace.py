@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import Workspace, course
-from megatron_lite.description.sizes import CPU_BLOCK, Sizes
+from megatron_lite.description.sizes import Sizes
 
 
 def activation_workspace(
@@ -25,7 +25,7 @@ def _gelu(model: ModelConfig, sizes: Sizes, intermediate: int, output: int) -> W
         return Workspace(course(+output), backward)
     # tanh_gelu computes blocks in float32. A 16-bit input is copied. The copy lives on until the
     # next block's copy exists.
-    block = min(CPU_BLOCK, output // sizes.element_bytes) * sizes.accumulate_bytes
+    block = min(sizes.cpu_block, output // sizes.element_bytes) * sizes.accumulate_bytes
     copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else block
     return Workspace(course(+output, +copy, +block, -block - copy), backward)
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import Course, KeptTensor, Parameter, course
-from megatron_lite.description.sizes import CPU_BLOCK, Sizes, is_widened
+from megatron_lite.description.sizes import Sizes, is_widened
 
 
 def norm_statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> KeptTensor:
@@ -139,7 +139,7 @@ def norm_forward(model: ModelConfig, sizes: Sizes, rows: int, width: int) -> Cou
     shifted = sum(one.num_bytes for one in shifted_weight("", model, sizes, width))
     changes: list[int] = []
     if _is_composed(model, sizes):
-        for block in _blocks(rows, width):
+        for block in _blocks(sizes, rows, width):
             squares, means = block * width * sizes.accumulate_bytes, block * sizes.accumulate_bytes
             # A 16-bit input is copied to float32. A block's copy lives until the next one exists.
             copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else squares
@@ -174,7 +174,7 @@ def norm_backward(
     weight = gradients * sizes.accumulate_bytes
     changes = [+copied, +hidden, +weight]
     before = product_before = means_before = 0
-    for block in _blocks(rows, width):
+    for block in _blocks(sizes, rows, width):
         product, means = block * width * sizes.accumulate_bytes, block * sizes.accumulate_bytes
         factors = product * (2 if accumulates_apart else 1)  # the gradient's copy, the normed input
         changes += [+factors, -before, +product, -product_before]
@@ -192,12 +192,12 @@ def _is_composed(model: ModelConfig, sizes: Sizes) -> bool:
     return sizes.device == "cpu" and model.norm_impl == "torch" and model.normalization == "RMSNorm"
 
 
-def _blocks(rows: int, width: int) -> list[int]:
+def _blocks(sizes: Sizes, rows: int, width: int) -> list[int]:
     """Returns the rows of the blocks that RMSNorm on a CPU computes one after the other.
 
     All blocks but the last are alike. Three of them show every state of the memory.
     """
-    step = max(1, CPU_BLOCK // width)
+    step = max(1, sizes.cpu_block // width)
     full, rest = divmod(rows, step)
     return [step] * min(full, 2) + ([rest] if rest else [])
 

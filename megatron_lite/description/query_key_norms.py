@@ -27,7 +27,7 @@ from megatron_lite.description.operations import (
     Parameter,
     course,
 )
-from megatron_lite.description.sizes import CPU_BLOCK, Heads, Sizes
+from megatron_lite.description.sizes import Heads, Sizes
 
 
 def query_key_norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
@@ -150,7 +150,7 @@ def _blocks(sizes: Sizes, heads: int) -> list[tuple[int, int]]:
     """
     positions, samples = sizes.own_seq_length, sizes.micro_batch_size
     width = heads // sizes.element_bytes // positions
-    step = max(1, CPU_BLOCK // max(1, width)) if sizes.device == "cpu" else positions
+    step = max(1, sizes.cpu_block // max(1, width)) if sizes.device == "cpu" else positions
     full, rest = divmod(positions, step)
     return [
         (count * samples * sizes.accumulate_bytes, count * width * sizes.accumulate_bytes)

@@ -15,13 +15,28 @@ from megatron_lite.config.stages import Stage
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
-# The elements that RMSNorm and GELU compute at a time on a CPU. Their float32 copies stay in the
-# cache.
+# The elements that each thread computes at a time in RMSNorm and GELU on a CPU. Their float32
+# copies stay in its cache.
 CPU_BLOCK = 2**16
 # The queries that causal attention computes at a time on a CPU (model/causal_blocks.py), in
 # sequences of these lengths. In longer ones the kernel skips enough keys by itself.
 QUERY_BLOCK = 128
 SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 512
+
+
+class Processor(NamedTuple):
+    """What a run computes with, which no setting tells.
+
+    onednn: whether oneDNN computes large float32 products (parallel/products.py) and the products
+        of bf16 attention (model/causal_products.py).
+    threads: the threads of one rank on a CPU.
+    """
+
+    onednn: bool = False
+    threads: int = 1
+
+
+ANY_PROCESSOR = Processor()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +60,7 @@ class Sizes:
         itself, so that autograd gets none.
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
-    onednn: whether oneDNN computes large float32 products (parallel/products.py) and the products
-        of bf16 attention (model/causal_products.py).
+    onednn, threads: see Processor.
     has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
     resets_positions: whether it has position ids, which learned positions read
@@ -74,6 +88,7 @@ class Sizes:
     adds_by_itself: bool = False
     inside_operators: bool = False
     onednn: bool = False
+    threads: int = 1
     has_padding: bool = False
     masks_loss: bool = False
     resets_positions: bool = False
@@ -110,12 +125,9 @@ class Sizes:
 
     @classmethod
     def in_training(
-        cls, config: RunConfig, *, device: str, stage: Stage, onednn: bool = False
+        cls, config: RunConfig, *, device: str, stage: Stage, processor: Processor = ANY_PROCESSOR
     ) -> Sizes:
-        """Returns the sizes of a stage whose courses count all that a training step allocates.
-
-        onednn: whether the run takes oneDNN's products, which its processor decides.
-        """
+        """Returns the sizes of a stage whose courses count all that a training step allocates."""
         sizes = cls.of(config, device=device, stage=stage)
         training = config.training
         return replace(
@@ -123,9 +135,15 @@ class Sizes:
             sums_gradients=True,
             adds_by_itself=training.gradient_accumulation_fusion and not config.compiles_layers,
             inside_operators=True,
-            onednn=onednn,
+            onednn=processor.onednn,
+            threads=processor.threads,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
+
+    @property
+    def cpu_block(self) -> int:
+        """The elements that RMSNorm and GELU compute at a time on a CPU."""
+        return CPU_BLOCK * self.threads
 
     @property
     def onednn_linears(self) -> bool:

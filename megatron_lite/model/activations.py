@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.sizes import CPU_BLOCK
 from megatron_lite.model.compiled_activations import (
     ERF_GELU,
     SQUARED_RELU,
@@ -23,6 +22,7 @@ from megatron_lite.model.compiled_activations import (
     TANH_GELU,
     compiled_activation,
 )
+from megatron_lite.model.cpu_blocks import elements_at_a_time
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.fake_tensors import unlike_parts
 
@@ -56,7 +56,7 @@ def squared_relu(intermediate: Tensor) -> Tensor:
 
 
 class _CpuTanhGELU(torch.autograd.Function):
-    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), CPU_BLOCK elements at a time."""
+    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), some elements at a time (cpu_blocks.py)."""
 
     @staticmethod
     def forward(ctx: Any, intermediate: Tensor) -> Tensor:
@@ -64,7 +64,8 @@ class _CpuTanhGELU(torch.autograd.Function):
         output = torch.empty_like(intermediate, memory_format=torch.contiguous_format)
         slope = (8.0 / math.pi) ** 0.5
         dtype = torch.promote_types(intermediate.dtype, torch.float32)
-        parts = intermediate.reshape(-1).split(CPU_BLOCK), output.view(-1).split(CPU_BLOCK)
+        block = elements_at_a_time()
+        parts = intermediate.reshape(-1).split(block), output.view(-1).split(block)
         for part, into in unlike_parts(list(zip(*parts, strict=True)), intermediate):
             x = part.to(dtype)
             into.copy_((x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.sizes import CPU_BLOCK
+from megatron_lite.model.cpu_blocks import elements_at_a_time
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.fake_tensors import unlike_parts
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -121,6 +121,6 @@ def _blocks(heads: Tensor) -> Sequence[slice]:
     length = heads.shape[0]
     step = length
     if heads.device.type == "cpu":
-        step = max(1, CPU_BLOCK // max(1, heads[0].numel()))
+        step = max(1, elements_at_a_time() // max(1, heads[0].numel()))
     parts = [slice(start, start + step) for start in range(0, length, step)]
     return unlike_parts(parts, heads)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.sizes import CPU_BLOCK
 from megatron_lite.model.compiled_norm import compiled_layer_norm, compiled_rms_norm
+from megatron_lite.model.cpu_blocks import elements_at_a_time
 from megatron_lite.parallel import apex
 from megatron_lite.parallel.fake_tensors import unlike_parts
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -167,7 +167,7 @@ IMPLEMENTATIONS = {"torch": torch_norm, "apex": apex_norm}
 
 
 def _blocks(rows: Tensor) -> Sequence[slice]:
-    """Returns ranges of rows with about 64 Ki elements each: 256 KiB in float32."""
-    step = max(1, CPU_BLOCK // rows.shape[-1])
+    """Returns ranges of rows that are computed one after the other."""
+    step = max(1, elements_at_a_time() // rows.shape[-1])
     parts = [slice(start, start + step) for start in range(0, rows.shape[0], step)]
     return unlike_parts(parts, rows)

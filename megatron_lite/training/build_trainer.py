@@ -40,7 +40,7 @@ from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
-from megatron_lite.training.processor import products_notices, uses_onednn
+from megatron_lite.training.processor import processor_of, products_notices, uses_onednn
 from megatron_lite.training.run_notices import run_notices
 from megatron_lite.training.saved_schedule import followed_schedule
 from megatron_lite.training.slow_work import told_by_rank_0
@@ -237,7 +237,7 @@ def _predicted_peak(
         device=parallel.device.type,
         dp_cp_size=parallel.dp_cp_size,
         num_microbatches=batches.num_microbatches(batches.largest),
-        onednn=uses_onednn(config, parallel.device.type),
+        processor=processor_of(config, parallel.device.type),
     )
     save = save_peak(config, peak, device=parallel.device.type, dp_cp_size=parallel.dp_cp_size)
     lines = [

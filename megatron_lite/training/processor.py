@@ -1,13 +1,17 @@
 """Chooses whether a run on a CPU takes oneDNN's products where torch would take other code.
 
     float32 products of linear layers    torch for x86 sends them to Intel's MKL. On AMD processors
-                                         with AVX-512, oneDNN computes large ones at least as fast.
+                                         that compute 512 bits at a time (Zen 5), oneDNN is up to
+                                         twice as fast for large ones. With AVX-512 in two halves
+                                         (Zen 4) it is as fast or faster on one thread, and slower
+                                         on two.
     bf16 attention                       torch's flash kernel. On processors that multiply bf16
                                          vectors (avx512_bf16) and no tiles (AMX), products of whole
                                          blocks are faster (model/causal_products.py).
 
-docs/performance.md has the measurements. The choice follows from the vendor and the flags in
-Linux's /proc/cpuinfo. Elsewhere, and if the file cannot be read, torch's own choice stays.
+docs/performance.md has the measurements. The choice follows from the vendor, the family and the
+flags in Linux's /proc/cpuinfo, and from the number of threads. Elsewhere, and if the file cannot be
+read, torch's own choice stays.
 """
 
 from __future__ import annotations
@@ -23,10 +27,11 @@ from megatron_lite.config.large_products import LEAST_MULTIPLICATIONS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.core_attention_workspace import by_products
 from megatron_lite.description.model_ends import head_operations
-from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.sizes import Processor, Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 
 CPUINFO = Path("/proc/cpuinfo")
+ZEN_4 = "25"  # the family of Zen 3, which has no AVX-512, and of Zen 4
 MOST_CHARACTERS = 2**14  # the first processor takes about 2,000; a machine has up to hundreds
 
 
@@ -46,38 +51,60 @@ def uses_onednn(config: RunConfig, device_type: str, cpuinfo: Path = CPUINFO) ->
     )
 
 
-def is_amd_with_avx512(cpuinfo: Path = CPUINFO) -> bool:
-    """Returns whether the first processor in `cpuinfo` is from AMD and has AVX-512."""
-    vendor, flags = _vendor_and_flags(cpuinfo)
-    return vendor == "AuthenticAMD" and "avx512f" in flags
+def processor_of(config: RunConfig, device_type: str) -> Processor:
+    """Returns what a run in this process computes with."""
+    return Processor(uses_onednn(config, device_type), torch.get_num_threads())
+
+
+def multiplies_faster_by_onednn(cpuinfo: Path = CPUINFO) -> bool:
+    """Returns whether oneDNN computes large float32 products faster than MKL.
+
+    It does with the threads of this process, if the first processor in `cpuinfo` is from AMD and
+    has AVX-512, and is no Zen 4 with several threads.
+    """
+    facts = _facts(cpuinfo)
+    return (
+        _vendor(facts) == "AuthenticAMD"
+        and "avx512f" in _flags(facts)
+        and (facts.get("cpu family") != ZEN_4 or torch.get_num_threads() == 1)
+    )
 
 
 def multiplies_bf16_vectors(cpuinfo: Path = CPUINFO) -> bool:
     """Returns whether the first processor in `cpuinfo` multiplies bf16 vectors, and no tiles."""
-    _, flags = _vendor_and_flags(cpuinfo)
+    flags = _flags(_facts(cpuinfo))
     return "avx512_bf16" in flags and "amx_bf16" not in flags
 
 
 # By the run's precision: whether a processor gains.
 GAINS: Mapping[str, Callable[[Path], bool]] = {
-    "fp32": is_amd_with_avx512,
+    "fp32": multiplies_faster_by_onednn,
     "bf16": multiplies_bf16_vectors,
 }
 
 
-def _vendor_and_flags(cpuinfo: Path) -> tuple[str, frozenset[str]]:
+def _facts(cpuinfo: Path) -> Mapping[str, str]:
+    """Returns what `cpuinfo` tells about the first processor; nothing if it cannot be read."""
     try:
         with cpuinfo.open(encoding="utf-8", errors="replace") as opened:
             text = opened.read(MOST_CHARACTERS)
     except OSError:
-        return "", frozenset()
+        return {}
     facts: dict[str, str] = {}
     for line in text.partition("\n\n")[0].splitlines():
         name, _, value = line.partition(":")
         facts[name.strip()] = value.strip()
-    vendor = facts.get("vendor_id", "")
+    return facts
+
+
+def _vendor(facts: Mapping[str, str]) -> str:
     # A checkpoint stores the name, and its reader takes printable text only.
-    return vendor if vendor.isprintable() else "", frozenset(facts.get("flags", "").split())
+    vendor = facts.get("vendor_id", "")
+    return vendor if vendor.isprintable() else ""
+
+
+def _flags(facts: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(facts.get("flags", "").split())
 
 
 def products_notices(config: RunConfig, *, onednn: bool) -> tuple[str, ...]:
@@ -114,7 +141,7 @@ def described(device: torch.device, *, onednn: bool) -> str:
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return f"{name}, torch {torch.__version__}"
-    vendor, _ = _vendor_and_flags(CPUINFO)
+    vendor = _vendor(_facts(CPUINFO))
     threads = torch.get_num_threads()
     return (
         f"{vendor or platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}, "

@@ -139,7 +139,7 @@ def test_the_llama_of_the_peers_has_an_mlp_in_multiples_of_64() -> None:
 def test_ours_computes_products_as_a_run_on_this_processor_does(
     is_amd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.engines.is_amd_with_avx512", lambda: is_amd)
+    monkeypatch.setattr("benchmarks.engines.multiplies_faster_by_onednn", lambda: is_amd)
     monkeypatch.setattr("benchmarks.engines.multiplies_bf16_vectors", lambda: not is_amd)
     chosen = []
 

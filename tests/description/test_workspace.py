@@ -191,13 +191,17 @@ def test_every_operation_holds_what_its_workspace_tells(
 
 
 @pytest.mark.long
-def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_tells() -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_tells(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     found = {}
     with tp_state(1) as parallel:
         for variant, dtype, chunk in product(
             VARIANTS, (torch.float32, torch.bfloat16), (None, 300)
         ):
-            # 800 rows: three blocks of a norm, five of GELU, seven of the loss
+            # 800 rows: on one thread three blocks of a norm, five of GELU, seven of the loss
             config = variant_config(variant, hidden_size=192, ffn_hidden_size=400)
             config = replace(config, max_position_embeddings=160)
             sizes = Sizes(
@@ -206,6 +210,7 @@ def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_te
                 padded_vocab_size=2048,
                 element_bytes=dtype.itemsize,
                 loss_chunk_size=chunk,
+                threads=threads,
             )
             if differ := differences(config, parallel, sizes, dtype):
                 found[variant, dtype, chunk] = differ

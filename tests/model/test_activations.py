@@ -59,7 +59,7 @@ def test_gradients_are_those_of_finite_differences(function) -> None:  # type: i
 def test_the_tanh_gelu_is_torchs_to_rounding_and_keeps_its_input(
     dtype: torch.dtype, tolerance: float
 ) -> None:
-    # several times CPU_BLOCK
+    # several blocks
     x = (
         torch.linspace(-12.0, 12.0, 3 * 50_001, dtype=torch.float64)
         .view(3, 50_001)

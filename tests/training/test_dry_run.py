@@ -17,6 +17,7 @@ from megatron_lite.description.sizes import CPU_BLOCK
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES
+from megatron_lite.model import activations, cpu_blocks
 from megatron_lite.model.activations import tanh_gelu
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
@@ -187,6 +188,24 @@ def test_the_processor_of_this_machine_changes_nothing(monkeypatch: pytest.Monke
         assert processor.uses_onednn(config, "cpu") is gains
         peaks.append(dry_run(config, 0, world_size=1, num_microbatches=1).measured.peak)
     assert peaks[0] == peaks[1]
+
+
+def test_the_blocks_of_a_dry_run_are_those_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def elements() -> int:
+        found.append(cpu_blocks.elements_at_a_time())
+        return found[-1]
+
+    monkeypatch.setattr(activations, "elements_at_a_time", elements)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        dry_run(config_of(""), 0, world_size=1, num_microbatches=1)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert set(found) == {CPU_BLOCK}
 
 
 def test_a_run_whose_last_batch_is_smaller_needs_the_memory_of_its_largest() -> None:

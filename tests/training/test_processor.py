@@ -45,7 +45,19 @@ def _file(folder: Path, text: str) -> Path:
     ],
 )
 def test_the_first_processor_decides(text: str, expected: bool, tmp_path: Path) -> None:
-    assert processor.is_amd_with_avx512(_file(tmp_path, text)) is expected
+    assert processor.multiplies_faster_by_onednn(_file(tmp_path, text)) is expected
+
+
+@pytest.mark.parametrize(
+    ("family", "threads", "expected"),
+    [("25", 1, True), ("25", 2, False), ("26", 1, True), ("26", 2, True)],
+)
+def test_zen_4_gains_with_one_thread_only(
+    family: str, threads: int, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor.torch, "get_num_threads", lambda: threads)
+    text = AMD.replace("flags\t", f"cpu family\t: {family}\nflags\t", 1)
+    assert processor.multiplies_faster_by_onednn(_file(tmp_path, text)) is expected
 
 
 @pytest.mark.parametrize(
@@ -65,8 +77,8 @@ def test_bf16_attention_by_products_gains_from_vectors_and_not_beside_tiles(
 
 
 def test_without_a_readable_file_torchs_library_keeps_the_products(tmp_path: Path) -> None:
-    assert not processor.is_amd_with_avx512(tmp_path / "none")
-    assert not processor.is_amd_with_avx512(tmp_path)
+    assert not processor.multiplies_faster_by_onednn(tmp_path / "none")
+    assert not processor.multiplies_faster_by_onednn(tmp_path)
 
 
 def _compiled() -> RunConfig:

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
-from megatron_lite.description.sizes import Sizes, residual_bytes
+from megatron_lite.description.sizes import ANY_PROCESSOR, Processor, Sizes, residual_bytes
 from megatron_lite.memory.predict.passages import Moment, Passage
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
@@ -101,7 +101,7 @@ def step_peak(
     dp_cp_size: int,
     dp_cp_rank: int = 0,
     num_microbatches: int | None = None,
-    onednn: bool = False,
+    processor: Processor = ANY_PROCESSOR,
 ) -> StepPeak:
     """Returns the peak of a step on one rank. The vocabulary size must be known.
 
@@ -111,14 +111,14 @@ def step_peak(
         parallelism together, and the number of this rank among them.
     num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
         --global-batch-size alone.
-    onednn: whether oneDNN computes the large products, which the processor of the run decides.
+    processor: what the run computes with; by default one thread and torch's own products.
     """
     stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
     states = _states(_StateSettings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
     run = PlacedRun(
-        config, device, dp_cp_size if sharded else 1, accumulates=number > 1, onednn=onednn
+        config, device, dp_cp_size if sharded else 1, accumulates=number > 1, processor=processor
     )
     memories = [stage_memory(run, stage, False) for stage in stages]
     held = _fullest(run, pp_rank, stages, number)
@@ -165,7 +165,7 @@ def fullest_step_peak(
     device: str,
     dp_cp_size: int,
     num_microbatches: int | None = None,
-    onednn: bool = False,
+    processor: Processor = ANY_PROCESSOR,
 ) -> StepPeak:
     """Returns the highest peak of all pipeline ranks; of several equal ones the first.
 
@@ -186,7 +186,7 @@ def fullest_step_peak(
                     device=device,
                     dp_cp_size=dp_cp_size,
                     num_microbatches=num_microbatches,
-                    onednn=onednn,
+                    processor=processor,
                 )
             )
     return max(found, key=lambda one: one.num_bytes)
