@@ -59,7 +59,7 @@ def found(number: int, *blocks: dict[str, Any], **more: Any) -> list[float]:
 
 def test_without_results_every_target_is_not_measured() -> None:
     table = targets_table({}, {})
-    assert table.count("| not measured |  | not measured |") == len(TARGETS) == 6
+    assert table.count("| not measured |  |  | not measured |") == len(TARGETS) == 6
     assert groups_part({}) == "Not measured."
     assert "not measured" in picture("time", {})
 
@@ -116,11 +116,27 @@ def test_the_worst_figure_decides() -> None:
     assert verdict(target, [Figure(0.9, ""), Figure(0.97 * 1.05, "")]) == "missed by 5.0%"
     seconds = {"device": "a CPU", "processors": 2, "rows": [{"name": "quickstart", "wall_s": 90.0}]}
     table = targets_table(report(), seconds).splitlines()
-    assert table[2 + QUICKSTART].endswith("| 60 s | 90 s | a CPU, 2 processors | missed by 50.0% |")
+    assert table[2 + QUICKSTART].endswith(
+        "| 60 s | 90 s |  | a CPU, 2 processors | missed by 50.0% |"
+    )
     fast = block(row("ours, none", 1.0), row("plain torch, none", 1.25))
     slow = block(row("ours, none", 1.0), row("plain torch, none", 0.97))
     table = targets_table(report(fast, slow), {}).splitlines()
     assert "| 1.03, the worst of 2; the best is 0.80 |" in table[2 + EAGER]
+
+
+def test_products_alone_are_those_beside_the_fastest_peer() -> None:
+    peers = [
+        row("plain torch, none", 0.97, gemm_fraction=0.93),
+        row("litgpt, none", 1.0, gemm_fraction=0.9),
+        row("megatron-core SDPA, none", 1.0, gemm_fraction=0.7),
+        row("megatron-core stock, none", 1.1, gemm_fraction=0.6),
+    ]
+    ours = row("ours, none", 1.0, gemm_fraction=0.5)
+    one, two = block(ours, *peers), block(ours, *peers, tp_size=2)
+    table = targets_table(report(one, two), {}).splitlines()
+    assert "| 0.93 |" in table[2 + EAGER] and "| 0.70 |" in table[2 + TP2]
+    assert table[2 + PEAK].split("|")[4].strip() == ""
 
 
 def test_the_targets_are_those_of_all_machines_and_each_block_names_its_own() -> None:
