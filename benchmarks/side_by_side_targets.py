@@ -18,8 +18,8 @@ NOT_MEASURED = "not measured"
 class Figure(NamedTuple):
     """A measured figure.
 
-    where: its block, and what it is compared with. products: what the ratio of times would be if our
-    step were the model's matrix products alone, in the time that torch's own library takes for them.
+    where: its block, and what it is compared with. products: what the ratio of times would be if
+    our step were the model's matrix products alone, in the time that torch's own library takes.
     """
 
     value: float
