@@ -18,8 +18,9 @@ from torch import Tensor
 from benchmarks import side_by_side_peers as others
 from benchmarks.collectives import way_of
 from benchmarks.contestant import Contestant, peer
-from benchmarks.engines import Setting, our_model, our_optimizer, transformers_gpt2
+from benchmarks.engines import Setting, our_model, our_optimizer
 from benchmarks.megatron_engines import engine_names, megatron_engines
+from benchmarks.peer_engines import transformers_gpt2
 from benchmarks.recompute_engines import Place, policies
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_parallel import DataParallelConfig

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.contestant import Contestant, of_logits
-from benchmarks.engines import DTYPES, Logits, PlainGPT, Setting
+from benchmarks.engines import DTYPES, Setting
+from benchmarks.peer_engines import Logits, PlainGPT
 
 
 def plain(setting: Setting, weights: list[Tensor], *, compiled: bool) -> list[Contestant]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import DTYPES, OURS, PEERS, Setting, Shape, Step, build_engines
+from benchmarks.engines import DTYPES, OURS, Setting, Shape, Step
 from benchmarks.harness import (
     Clock,
     benchmark_parser,
@@ -33,6 +33,7 @@ from benchmarks.harness import (
     profile,
     write_report,
 )
+from benchmarks.peer_engines import PEERS, build_engines
 from megatron_lite.memory.predict.flops import step_flops
 
 

@@ -17,16 +17,19 @@ types=$(mktemp)
 checker=
 trap 'if [[ $checker ]]; then kill "$checker" 2>/dev/null || true; fi; rm -f "$types"' EXIT
 
-status=0
-ruff check . || status=1
-ruff format --check --quiet . || { echo "these files are not formatted: run ruff format ." && ruff format --check .; status=1; }
+failed=()
+ruff check . || failed+=("ruff check")
+ruff format --check --quiet . || { echo "these files are not formatted: run ruff format ." && ruff format --check .; failed+=("ruff format"); }
 mypy >"$types" 2>&1 &  # one process, which beside the tests leaves no core idle
 checker=$!
 # One process more than there are cores, since tests wait for their ranks. worksteal: a process gets tests that lie together,
 # which share what a file prepares.
 cores=$(getconf _NPROCESSORS_ONLN)
-python -m pytest --numprocesses "${PYTEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}" --dist worksteal -m 'not long' "$@" || status=1
-wait "$checker" || status=1
+python -m pytest --numprocesses "${PYTEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}" --dist worksteal -m 'not long' "$@" || failed+=(pytest)
+wait "$checker" || failed+=(mypy)
 checker=
 cat "$types"
-exit $status
+if ((${#failed[@]})); then
+    printf 'failed: %s\n' "${failed[@]}"
+    exit 1
+fi
