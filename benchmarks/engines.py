@@ -31,7 +31,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.processor import multiplies_bf16_vectors, multiplies_faster_by_onednn
+from megatron_lite.training.processor import gains_in_bf16, multiplies_faster_by_onednn
 from megatron_lite.training.step import train_step
 
 SEED = 1234
@@ -105,7 +105,7 @@ class Setting:
     @property
     def onednn(self) -> bool:
         """Whether our model takes oneDNN's products, as a run on this machine does."""
-        gains = multiplies_faster_by_onednn if self.dtype == "float32" else multiplies_bf16_vectors
+        gains = multiplies_faster_by_onednn if self.dtype == "float32" else gains_in_bf16
         return self.device.type == "cpu" and gains()
 
     @property

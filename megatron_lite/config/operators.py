@@ -46,12 +46,12 @@ GROUPS = {
     ),
     "max": ("aten.max.default", "aten.max.dim"),
 }
-# By operator: the one that runs in its place where oneDNN computes large float32 products
-# (parallel/products.py) or the products of bf16 attention (model/causal_products.py). It counts as
-# the operator.
+# By operator: the one that runs in its place where faster products replace torch's
+# (parallel/products.py), or products compute 16-bit attention (model/causal_products.py). It counts
+# as the operator.
 STAND_INS = {
-    "aten.mm.default": "megatron_lite.onednn_mm.default",
-    "aten.addmm.default": "megatron_lite.onednn_addmm.default",
+    "aten.mm.default": "megatron_lite.own_mm.default",
+    "aten.addmm.default": "megatron_lite.own_addmm.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default": (
         "megatron_lite.attention_by_products.default"
     ),

@@ -26,8 +26,9 @@ class TrainingConfig:
     gradient_accumulation_fusion: whether the matmul of a weight's gradient adds to the float32 sum.
         NVIDIA apex's kernel does so on CUDA if apex is installed, and torch's addmm does so for
         float32 weights.
-    onednn_matmuls: whether oneDNN may compute large float32 products of linear layers and the
-        products of bf16 attention. It does so on processors that gain (training/processor.py).
+    onednn_matmuls: whether faster products may replace torch's on a CPU: oneDNN's for large float32
+        ones and for bf16 attention, float32 ones for those in 16 bits. They do so on processors
+        that gain (training/processor.py).
     memory_limit: an amount such as 4GiB. A rank that allocates more stops the run, as if its
         device had no more memory. None: no limit but the device's.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. 0: all tokens have

@@ -70,7 +70,10 @@ class PartShape(NamedTuple):
         return self.groups * self.each * self.longest
 
     def forward_bytes(self, element_bytes: int) -> int:
-        """Returns the bytes that a forward takes besides its results."""
+        """Returns the bytes that a forward takes besides its results.
+
+        element_bytes: of the operands of products with weights.
+        """
         mask = self.longest**2
         wide = self.tile + self.keys + self.rows + 2 * self.row_values + mask
         return WIDE_BYTES * wide + element_bytes * (self.tile + self.keys + self.rows)

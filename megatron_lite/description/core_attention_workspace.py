@@ -7,7 +7,7 @@ attention_workspace.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.attention_products import PartShape, attends_by_products
+from megatron_lite.description.attention_products import WIDE_BYTES, PartShape, attends_by_products
 from megatron_lite.description.dropout_workspace import dropout_forward, masked
 from megatron_lite.description.operations import ID_BYTES, Course, KeptTensor, Workspace, course
 from megatron_lite.description.sizes import Heads, Sizes, query_blocks
@@ -96,7 +96,8 @@ def _by_products(model: ModelConfig, sizes: Sizes, log_sum_exp: int, freed: int)
         sizes.seq_length, heads // sizes.tp_size, groups // sizes.tp_size, model.head_dim
     )
     forward, backward = (
-        count(sizes.element_bytes) for count in (shape.forward_bytes, shape.backward_bytes)
+        count(WIDE_BYTES if sizes.widens else sizes.element_bytes)
+        for count in (shape.forward_bytes, shape.backward_bytes)
     )
     return Workspace(
         course(+query, +log_sum_exp, +forward, -forward),

@@ -42,6 +42,7 @@ from megatron_lite.description.weight_gradients import (
     gradient_bytes,
     weight_product,
 )
+from megatron_lite.description.wide_products import inside_product
 
 OPERATORS = {
     ALL_REDUCE: "_c10d_functional.all_reduce.default",
@@ -109,7 +110,7 @@ def column_linear(
         workspace=column_workspace(
             model,
             sizes,
-            output=result.num_bytes,
+            width=width,
             weight=column_weight_product(parameters[0], sizes),
             bias=gradient_bytes(parameters[1:], sizes),
             then=added_up(apart(parameters, sizes), sizes),
@@ -171,7 +172,7 @@ def row_linear(
     workspace = _row_workspace(
         model,
         sizes,
-        input_bytes=sizes.tokens * width * sizes.element_bytes,
+        width=width,
         weight=weight_product(parameters[0], sizes),
         bias=gradient_bytes(parameters[1:], sizes),
         then=added_up(apart(parameters, sizes), sizes),
@@ -195,26 +196,31 @@ def row_linear(
 
 
 def column_workspace(
-    model: ModelConfig, sizes: Sizes, *, output: int, weight: Course, bias: int = 0, then: Course
+    model: ModelConfig, sizes: Sizes, *, width: int, weight: Course, bias: int = 0, then: Course
 ) -> Workspace:
     """Returns the workspace of a column-parallel linear layer.
 
     Under sequence parallelism it holds the gathered input, and in backward the whole gradient of
     the input besides this rank's part of the sum.
 
-    output: the bytes of its output.
+    width: the number of output features on one rank.
     weight: the course of the product of its weight's gradient. bias: the bytes of its bias's
         gradient.
     then: what happens to these gradients when backward has computed them.
     """
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
+    output = sizes.tokens * width * sizes.element_bytes
+    product = inside_product(sizes, sizes.tokens, width, model.hidden_size, bias=bias > 0)
+    of_input = inside_product(sizes, sizes.tokens, model.hidden_size, width)
     if not _splits_sequence(sizes):
-        return Workspace(course(+output), course(+whole, weight, +bias, -output - whole, then))
+        return Workspace(
+            course(+output, product), course(+whole, of_input, weight, +bias, -output - whole, then)
+        )
     own = whole // sizes.tp_size
     return Workspace(
-        course(+whole, +output, -whole),
+        course(+whole, +output, product, -whole),
         # the gathered input, the whole gradient of the input, this rank's part of the sum
-        course(+whole, +whole, +own, weight, +bias, then, -2 * whole - output - own),
+        course(+whole, +whole, of_input, +own, weight, +bias, then, -2 * whole - output - own),
     )
 
 
@@ -224,7 +230,7 @@ def column_weight_product(weight: Parameter, sizes: Sizes) -> Course:
     On one rank torch computes the gradient if autograd sums it.
     """
     if sizes.tp_size == 1 and not sizes.adds_by_itself:
-        sizes = replace(sizes, onednn=False)
+        sizes = replace(sizes, onednn=False)  # 16-bit products do not depend on it
     return weight_product(weight, sizes)
 
 
@@ -232,25 +238,30 @@ def _row_workspace(
     model: ModelConfig,
     sizes: Sizes,
     *,
-    input_bytes: int,
+    width: int,
     weight: Course,
     bias: int,
     then: Course,
     frees: RowFrees,
 ) -> Workspace:
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
+    input_bytes = sizes.tokens * width * sizes.element_bytes
+    adds_bias = bias > 0 and sizes.tp_size == 1
+    product = inside_product(sizes, sizes.tokens, model.hidden_size, width, bias=adds_bias)
+    of_input = inside_product(sizes, sizes.tokens, width, model.hidden_size)
     # If the gradient of the output is a tensor of its own, and not that of the residual stream.
     freed = model.hidden_dropout or frees.gradient or is_widened(model, sizes)
     own_gradient = sizes.local_tokens * model.hidden_size * sizes.element_bytes if freed else 0
     used = own_gradient + frees.backward
     if not _splits_sequence(sizes):
         return Workspace(
-            course(+whole, -frees.forward), course(+bias, +input_bytes, weight, then, -used)
+            course(+whole, product, -frees.forward),
+            course(+bias, +input_bytes, of_input, weight, then, -used),
         )
     own = whole // sizes.tp_size
     return Workspace(
-        course(+whole, +own, -whole - frees.forward),
-        course(+bias, +whole, +input_bytes, weight, then, -whole - used),
+        course(+whole, product, +own, -whole - frees.forward),
+        course(+bias, +whole, +input_bytes, of_input, weight, then, -whole - used),
     )
 
 

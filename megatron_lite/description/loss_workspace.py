@@ -13,6 +13,7 @@ from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.description.operations import Course, Parameter, Workspace, course
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.weight_gradients import chunk_product, product_parts
+from megatron_lite.description.wide_products import inside_product
 
 
 def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
@@ -58,7 +59,14 @@ def linear_loss_workspace(
         +gathered,
         +buffer,
         3 * accumulate * chunk_size * max(0, full - 1),
-        *(_row_statistics(sizes, chunk, columns) for chunk in chunks),
+        *(
+            one
+            for chunk in chunks
+            for one in (
+                inside_product(sizes, chunk, columns, h),
+                _row_statistics(sizes, chunk, columns),
+            )
+        ),
         -buffer,
         *(+row, +row, +row),  # the statistics of all chunks in one tensor each
         _combined(sizes, tokens),
@@ -80,12 +88,14 @@ def linear_loss_workspace(
     steps: list[int | Course] = []
     for number, chunk in enumerate(chunks):
         last = scattered if number == len(chunks) - 1 else 0
+        inside_part = inside_product(sizes, rows, h, chunk)
         steps += [
+            inside_product(sizes, chunk, columns, h),
             _write_gradient(sizes, chunk, columns),
             _input_gradient(sizes, chunk, columns, h),
             +last,
             *(
-                (+product, *((+wide, -wide) if number or full > 1 else ()), -product)
+                (+product, inside_part, *((+wide, -wide) if number or full > 1 else ()), -product)
                 if apart
                 else (chunk_product(weight, sizes, chunk),)
             ),
@@ -149,11 +159,11 @@ def one_pass_workspace(
 
 
 def _input_gradient(sizes: Sizes, tokens: int, columns: int, width: int) -> Course:
-    """Returns the course of the gradient of a chunk's input, which oneDNN writes apart."""
+    """Returns the course of the gradient of a chunk's input, which torch alone writes in place."""
     num_bytes = tokens * width * sizes.element_bytes
-    if not (sizes.onednn_linears and is_large(tokens, columns, width)):
+    if not (sizes.widens or (sizes.onednn_linears and is_large(tokens, columns, width))):
         return Course()
-    return course(+num_bytes, -num_bytes)
+    return course(+num_bytes, inside_product(sizes, tokens, width, columns), -num_bytes)
 
 
 def _incoming_gradient(sizes: Sizes) -> Course:

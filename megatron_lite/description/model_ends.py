@@ -228,7 +228,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
         workspace = column_workspace(
             model,
             sizes,
-            output=logits.num_bytes,
+            width=columns,
             weight=column_weight_product(output_weight, sizes),
             then=output_gradient,
         )

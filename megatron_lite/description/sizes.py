@@ -27,13 +27,16 @@ SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 512
 class Processor(NamedTuple):
     """What a run computes with, which no setting tells.
 
-    onednn: whether oneDNN computes large float32 products (parallel/products.py) and the products
-        of bf16 attention (model/causal_products.py).
+    onednn: whether faster products replace torch's (parallel/products.py), also those of 16-bit
+        attention (model/causal_products.py).
     threads: the threads of one rank on a CPU.
+    widens: whether 16-bit products are computed in float32 (parallel/wide_products.py): those of
+        Muon, and with `onednn` those of layers and attention too.
     """
 
     onednn: bool = False
     threads: int = 1
+    widens: bool = False
 
 
 ANY_PROCESSOR = Processor()
@@ -61,6 +64,7 @@ class Sizes:
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
     onednn, threads: see Processor.
+    widens: whether 16-bit products of this run are computed in float32.
     has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
     resets_positions: whether it has position ids, which learned positions read
@@ -89,6 +93,7 @@ class Sizes:
     inside_operators: bool = False
     onednn: bool = False
     threads: int = 1
+    widens: bool = False
     has_padding: bool = False
     masks_loss: bool = False
     resets_positions: bool = False
@@ -137,6 +142,7 @@ class Sizes:
             inside_operators=True,
             onednn=processor.onednn,
             threads=processor.threads,
+            widens=processor.onednn and processor.widens and sizes.element_bytes == 2,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 

@@ -17,6 +17,7 @@ from megatron_lite.config.large_products import gradient_parts, is_large
 from megatron_lite.config.row_blocks import product_rows, rows_at_a_time
 from megatron_lite.description.operations import Course, Parameter, course
 from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.wide_products import inside_product
 
 
 def gradient_bytes(parameters: tuple[Parameter, ...], sizes: Sizes) -> int:
@@ -31,24 +32,30 @@ def apart(parameters: tuple[Parameter, ...], sizes: Sizes) -> tuple[Parameter, .
     return tuple(one for one in parameters if len(one.shape) == 1)
 
 
-def weight_product(weight: Parameter, sizes: Sizes) -> Course:
+def weight_product(weight: Parameter, sizes: Sizes, tokens: int | None = None) -> Course:
     """Returns the course of the product that computes a weight's gradient.
 
-    It ends with the gradient, if autograd gets it.
+    It ends with the gradient, if autograd gets it. tokens: by default all of a micro-batch.
     """
     outputs, inputs = weight.shape
+    tokens = sizes.tokens if tokens is None else tokens
     if adds_rounded(sizes):
         rows = min(outputs, product_rows(inputs, sizes.device))
         part = weight._replace(shape=(rows, inputs))  # the others follow in the same memory
-        return course(+gradient_bytes((part,), sizes), added_rounded(part, sizes))
+        inside = inside_product(sizes, rows, inputs, tokens)
+        return course(+gradient_bytes((part,), sizes), inside, added_rounded(part, sizes))
     own = gradient_bytes(apart((weight,), sizes), sizes)
-    return course(+own, product_parts(sizes, sizes.tokens, outputs, inputs))
+    return course(
+        +own,
+        product_parts(sizes, tokens, outputs, inputs),
+        inside_product(sizes, outputs, inputs, tokens),
+    )
 
 
 def chunk_product(weight: Parameter, sizes: Sizes, tokens: int) -> Course:
     """Returns the course of a product for some of the tokens, which is added to a float32 sum."""
     if adds_rounded(sizes):
-        return weight_product(weight, sizes)
+        return weight_product(weight, sizes, tokens)
     return product_parts(sizes, tokens, *weight.shape)
 
 

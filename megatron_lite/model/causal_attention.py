@@ -1,6 +1,6 @@
 """Causal attention on a CPU where torch's kernel is not called once: in blocks, or by products.
 
-causal_blocks.py has the one way, for float32, and causal_products.py the other, for bf16. Both
+causal_blocks.py has the one way, for float32, and causal_products.py the other, for 16 bits. Both
 return and keep what torch's flash kernels do.
 """
 
@@ -52,7 +52,7 @@ def way_of_causal_attention(query: Tensor, *, onednn: bool) -> Way | None:
     if attends_in_blocks(query):
         return IN_BLOCKS
     gains = attends_by_products(query.shape[0], query.dtype.itemsize, query.device.type)
-    return BY_PRODUCTS if onednn and query.dtype == torch.bfloat16 and gains else None
+    return BY_PRODUCTS if onednn and query.dtype.itemsize == 2 and gains else None
 
 
 def causal_attention(

@@ -1,7 +1,8 @@
 """Causal attention on a CPU by batched matrix products, a block of queries at a time.
 
 torch's flash kernel for a CPU multiplies 16-bit tiles of 32 rows. Processors with instructions for
-bf16 products, but without matrix tiles (AMX), compute large products several times faster. Here
+bf16 products, but without matrix tiles (AMX), compute large products several times faster, and so
+do those without AVX-512, where the operands below are float32 (parallel/wide_products.py). Here
 each block of queries has one product with all of its keys (FlashAttention-2, 2307.08691, section
 3.1, with whole rows).
 
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.description.attention_products import PartShape, query_rows
+from megatron_lite.parallel.wide_products import widens
 
 LN_2 = math.log(2.0)
 
@@ -207,12 +209,13 @@ class _BlockMemory:
     """The memory of a forward, and the steps that backward has too.
 
     What has "wide" in its name is float32, and so are tiles of scores and values of rows. What has
-    "narrow" in its name has the dtype of the heads.
+    "narrow" in its name has the dtype of the heads, or float32 where 16-bit products are slow.
     """
 
     def __init__(self, query: Tensor, key: Tensor) -> None:
         self.shape = _part_shape(query, key)
-        self._dtype, self._device = query.dtype, query.device
+        self._dtype = torch.float32 if widens(query, onednn=True) else query.dtype
+        self._device = query.device
         self._first, self.narrow_tile = self.wide(self.shape.tile), self.narrow(self.shape.tile)
         self.wide_keys, self.narrow_keys = (
             make(self.shape.keys) for make in (self.wide, self.narrow)
@@ -229,7 +232,7 @@ class _BlockMemory:
         return _Scratch(elements, torch.float32, self._device)
 
     def narrow(self, elements: int) -> _Scratch:
-        """Returns memory in the dtype of the heads."""
+        """Returns memory in the dtype of products with weights."""
         return _Scratch(elements, self._dtype, self._device)
 
     def scores(self, queries: Tensor, keys: Tensor, scale: float, rows: slice) -> Tensor:

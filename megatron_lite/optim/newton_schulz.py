@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.wide_products import wide_product, widens
+
 EPSILON = 1e-7
 
 
@@ -70,9 +72,16 @@ def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     iterate = matrix.T if is_tall else matrix
     iterate = iterate / iterate.norm().clamp(min=EPSILON)
+    addmm = _wide_addmm if widens(matrix, onednn=True) else torch.addmm
     # With G = X X^T, [l, l], one step is a X + (b G + c G G) X.
     for a, b, c in steps:
-        gram = iterate @ iterate.T
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        iterate = torch.addmm(iterate, polynomial, iterate, beta=a)
+        gram = iterate @ iterate.T if addmm is torch.addmm else wide_product(iterate, iterate.T)
+        polynomial = addmm(gram, gram, gram, beta=b, alpha=c)
+        iterate = addmm(iterate, polynomial, iterate, beta=a)
     return iterate.T if is_tall else iterate
+
+
+def _wide_addmm(
+    added: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
+) -> Tensor:
+    return wide_product(left, right, added, alpha=alpha, beta=beta)

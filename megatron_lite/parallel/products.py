@@ -1,7 +1,8 @@
-"""The float32 matrix products of linear layers, by torch's BLAS library or by oneDNN.
+"""The matrix products of linear layers, by torch's own choice or by a faster way on a CPU.
 
 torch sends float32 products on an x86 processor to MKL. On AMD processors with AVX-512, oneDNN is
-up to twice as fast for large products (docs/performance.md). torch contains both.
+up to twice as fast for large products (docs/performance.md). torch contains both. 16-bit products
+are slow loops without AVX-512; there they are computed in float32 (wide_products.py).
 
     product           operands                     by oneDNN
     y = x A^T + b     x [.., k], A [n, k], b [n]   in one call
@@ -10,10 +11,10 @@ up to twice as fast for large products (docs/performance.md). torch contains bot
                                                    narrower operand: oneDNN reads its first operand
                                                    row by row
 
-`onednn` of tensor_parallel/rank_context.py carries the choice of the run. A product follows it if
-its operands are float32 on a CPU and it has at least LEAST_MULTIPLICATIONS. The rule reads only
-shapes, dtypes and devices, so a replay takes the path of the forward. The three products of a layer
-have equally many multiplications, so all take the same path.
+`onednn` of tensor_parallel/rank_context.py carries the choice of the run. A product of float32
+operands on a CPU follows it if it has at least LEAST_MULTIPLICATIONS, and one of 16-bit operands
+always. The rule reads only shapes, dtypes and devices, so a replay takes the path of the forward.
+The three products of a layer have equally many multiplications, so all take the same path.
 
 Each product is one operator of torch, so that modes see it: an `ops(..)` policy takes it for
 aten.mm or aten.addmm (config/operators.py), and torch's FlopCounterMode has its formula. Call the
@@ -33,29 +34,32 @@ from torch.utils.flop_counter import register_flop_formula
 
 from megatron_lite.config.large_products import COLUMNS, LEAST_MULTIPLICATIONS, ROWS, TOKENS
 from megatron_lite.config.row_blocks import product_rows, rows_at_a_time
+from megatron_lite.parallel.wide_products import wide_product, widens
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:
     """Returns x A^T plus the bias. x: [.., k]. weight: A [n, k]. bias: [n]."""
-    if not by_onednn(x, weight, onednn):
+    if not replaces_torch(x, weight, onednn):
         return F.linear(x, weight, bias)
     operators = torch.ops.megatron_lite
     if bias is None:
-        return operators.onednn_mm(x, weight.t())
-    return operators.onednn_addmm(bias, x, weight.t())
+        return operators.own_mm(x, weight.t())
+    return operators.own_addmm(bias, x, weight.t())
 
 
 def input_gradient(grad_output: Tensor, weight: Tensor, *, onednn: bool) -> Tensor:
     """Returns dy A. grad_output: dy [.., n]. weight: A [n, k]."""
-    if not by_onednn(grad_output, weight.t(), onednn):
+    if not replaces_torch(grad_output, weight.t(), onednn):
         return grad_output.matmul(weight)
-    return torch.ops.megatron_lite.onednn_mm(grad_output, weight)
+    return torch.ops.megatron_lite.own_mm(grad_output, weight)
 
 
 def weight_product(rows: Tensor, grad_rows: Tensor, *, onednn: bool) -> Tensor:
     """Returns dy^T x, [n, k]. rows: x [m, k]. grad_rows: dy [m, n]."""
-    if not by_onednn(grad_rows.t(), rows.t(), onednn):
+    if not replaces_torch(grad_rows.t(), rows.t(), onednn):
         return grad_rows.t().matmul(rows)
+    if rows.dtype != torch.float32:
+        return torch.ops.megatron_lite.own_mm(grad_rows.t(), rows)
     total = rows.new_empty((grad_rows.shape[1], rows.shape[1]))
     torch.ops.megatron_lite.onednn_add_weight_gradient_(total, rows, grad_rows, True)
     return total
@@ -115,6 +119,14 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor, *, first: bool) -> None:
         total.index_add_(0, ids[part], rows[part].to(total.dtype))
 
 
+def replaces_torch(left: Tensor, right: Tensor, onednn: bool) -> bool:
+    """Returns whether left [.., k] times right^T, right [n, k], is not computed by torch's choice.
+
+    If it is not, oneDNN or float32 products of casts compute it.
+    """
+    return by_onednn(left, right, onednn) or (_is_free() and widens(left, onednn))
+
+
 def by_onednn(left: Tensor, right: Tensor, onednn: bool) -> bool:
     """Returns whether oneDNN computes left [.., k] times right^T, right [n, k]."""
     return (
@@ -122,13 +134,17 @@ def by_onednn(left: Tensor, right: Tensor, onednn: bool) -> bool:
         and left.numel() * right.shape[0] >= LEAST_MULTIPLICATIONS
         and left.dtype == right.dtype == torch.float32
         and left.device.type == right.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
+        and _is_free()
     )
 
 
+def _is_free() -> bool:
+    """Returns whether nothing records or compiles the operators."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
 def _call(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns left [.., k] times right [k, n].
+    """Returns left [.., k] times right [k, n] by oneDNN.
 
     torch copies `left` unless it is contiguous. oneDNN reads `right` with its strides, row by row
     or column by column. For a part of a wider matrix it has only its slow reference code, so such a
@@ -141,11 +157,17 @@ def _call(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _mm(left: Tensor, right: Tensor) -> Tensor:
-    return _call(left, right)
+    return _call(left, right) if left.dtype == torch.float32 else _wide(left, right)
 
 
 def _addmm(bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    return _call(left, right, bias)
+    return _call(left, right, bias) if left.dtype == torch.float32 else _wide(left, right, bias)
+
+
+def _wide(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Returns left [.., k] times right [k, n] of 16 bits, computed in float32."""
+    product = wide_product(left.reshape(-1, left.shape[-1]), right, bias)
+    return product.view(*left.shape[:-1], right.shape[1])
 
 
 def _empty_mm(left: Tensor, right: Tensor) -> Tensor:
@@ -184,8 +206,8 @@ def _no_result(total: Tensor, rows: Tensor, grad_rows: Tensor, first: bool) -> N
 
 _OPERATORS = torch.library.Library("megatron_lite", "FRAGMENT")
 for _signature, _kernel, _without_data in (
-    ("onednn_mm(Tensor left, Tensor right) -> Tensor", _mm, _empty_mm),
-    ("onednn_addmm(Tensor bias, Tensor left, Tensor right) -> Tensor", _addmm, _empty_addmm),
+    ("own_mm(Tensor left, Tensor right) -> Tensor", _mm, _empty_mm),
+    ("own_addmm(Tensor bias, Tensor left, Tensor right) -> Tensor", _addmm, _empty_addmm),
     (
         "onednn_add_weight_gradient_(Tensor(a!) total, Tensor rows, Tensor grad_rows, bool first)"
         " -> ()",
@@ -198,12 +220,12 @@ for _signature, _kernel, _without_data in (
     _OPERATORS.impl(_name, _without_data, "Meta")
 
 
-@register_flop_formula(torch.ops.megatron_lite.onednn_mm)
+@register_flop_formula(torch.ops.megatron_lite.own_mm)
 def _mm_flops(left: Sequence[int], right: Sequence[int], *_: Any, **__: Any) -> int:
     return 2 * torch.Size(left).numel() * right[1]
 
 
-@register_flop_formula(torch.ops.megatron_lite.onednn_addmm)
+@register_flop_formula(torch.ops.megatron_lite.own_addmm)
 def _addmm_flops(
     bias: Sequence[int], left: Sequence[int], right: Sequence[int], *_: Any, **__: Any
 ) -> int:

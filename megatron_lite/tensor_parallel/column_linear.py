@@ -29,6 +29,7 @@ from megatron_lite.parallel.collectives import (
 )
 from megatron_lite.parallel.products import input_gradient, linear
 from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
+from megatron_lite.parallel.wide_products import widens
 
 
 def column_parallel_linear(
@@ -43,12 +44,12 @@ def column_parallel_linear(
     """Returns x A^T plus the bias: this rank's output features of all tokens, [s, b, m/t].
 
     hidden_states: [s, b, n], under sequence parallelism [s/t, b, n]. weight: [m/t, n]. bias: [m/t].
-    onednn: whether oneDNN computes large float32 products (parallel/products.py). A layer of one
-        rank whose weight's gradient autograd sums stays with torch.
+    onednn: whether faster products may replace torch's (parallel/products.py). A float32 layer of
+        one rank whose weight's gradient autograd sums stays with torch.
     Collectives are in the module's table; a group of None issues none. Keeps hidden_states and the
     weight.
     """
-    if tp_group is None and own_sum(weight) is None:
+    if tp_group is None and own_sum(weight) is None and not widens(hidden_states, onednn):
         return F.linear(hidden_states, weight, bias)
     return _ColumnParallelMatmul.apply(
         *autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, onednn

@@ -39,7 +39,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
-from megatron_lite.parallel.products import by_onednn, input_gradient, linear
+from megatron_lite.parallel.products import input_gradient, linear, replaces_torch, weight_product
 from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 from megatron_lite.tensor_parallel.cross_entropy import (
@@ -206,7 +206,9 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                     )
                     reduction = start(grad_rows.view(whole.shape), ctx.tp_group)
             if grad_weight is not None:
-                _add_product_(grad_weight, logits.t(), rows[tokens], first=tokens.start == 0)
+                _add_product_(
+                    grad_weight, rows[tokens], logits, first=tokens.start == 0, onednn=ctx.onednn
+                )
             elif needs_weight:
                 weight_gradient(ctx.add, rows[tokens], logits, onednn=ctx.onednn)
             del logits
@@ -295,7 +297,7 @@ class _ChunkOfLogits(NamedTuple):
 
     tokens: the rows of the chunk.
     logits: [N, V/t]. The next chunk may overwrite them. Delete them before it, since oneDNN writes
-        each chunk into a new tensor.
+        each chunk into a new tensor, as float32 products of casts do.
     """
 
     tokens: slice
@@ -311,7 +313,7 @@ def _logits_by_chunk(
     page faults.
     """
     num_rows = rows.shape[0]
-    if by_onednn(rows[:loss_chunk_size], weight, onednn):
+    if replaces_torch(rows[:loss_chunk_size], weight, onednn):
         for start in range(0, num_rows, loss_chunk_size):
             tokens = slice(start, min(start + loss_chunk_size, num_rows))
             yield _ChunkOfLogits(tokens, linear(rows[tokens], weight, None, onednn=True))
@@ -328,21 +330,23 @@ def _write_input_gradient_(
     grad_rows: Tensor, grad_logits: Tensor, weight: Tensor, *, onednn: bool
 ) -> None:
     """Writes the gradient of a chunk's rows [N, h] from that of its logits [N, V/t]."""
-    if by_onednn(grad_logits, weight.t(), onednn):
+    if replaces_torch(grad_logits, weight.t(), onednn):
         grad_rows.copy_(input_gradient(grad_logits, weight, onednn=True))
     else:
         torch.mm(grad_logits, weight, out=grad_rows)
 
 
-def _add_product_(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """Adds left x right to `total`, or overwrites `total` if `first`.
+def _add_product_(
+    total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool, onednn: bool
+) -> None:
+    """Adds dy^T x to `total`, or overwrites `total` if `first`. rows: x. grad_rows: dy.
 
     A bf16 product is computed a few rows at a time, and added while it is still in the cache.
     """
-    if total.dtype == right.dtype:
+    if total.dtype == rows.dtype:
         # With beta=0 addmm does not read `total`, whose memory is uninitialised at first.
-        torch.addmm(total, left, right, beta=0 if first else 1, out=total)
+        torch.addmm(total, grad_rows.t(), rows, beta=0 if first else 1, out=total)
         return
     for part in cached_rows(total):
         write_ = total[part].copy_ if first else total[part].add_
-        write_(left[part].mm(right))
+        write_(weight_product(rows, grad_rows[:, part], onednn=onednn))

@@ -1,13 +1,17 @@
-"""Chooses whether a run on a CPU takes oneDNN's products where torch would take other code.
+"""Chooses whether a run on a CPU takes other products than torch would take.
 
     float32 products of linear layers    torch for x86 sends them to Intel's MKL. On AMD processors
                                          that compute 512 bits at a time (Zen 5), oneDNN is up to
                                          twice as fast for large ones. With AVX-512 in two halves
                                          (Zen 4) it is as fast or faster on one thread, and slower
                                          on two.
+    16-bit products of linear layers     without AVX-512, torch computes them in slow loops. Float32
+                                         products of casts are up to a hundred times as fast
+                                         (parallel/wide_products.py).
     bf16 attention                       torch's flash kernel. On processors that multiply bf16
-                                         vectors (avx512_bf16) and no tiles (AMX), products of whole
-                                         blocks are faster (model/causal_products.py).
+                                         vectors (avx512_bf16) and no tiles (AMX), and on those
+                                         without AVX-512, products of whole blocks are faster
+                                         (model/causal_products.py).
 
 docs/performance.md has the measurements. The choice follows from the vendor, the family and the
 flags in Linux's /proc/cpuinfo, and from the number of threads. Elsewhere, and if the file cannot be
@@ -29,14 +33,14 @@ from megatron_lite.description.core_attention_workspace import by_products
 from megatron_lite.description.model_ends import head_operations
 from megatron_lite.description.sizes import Processor, Sizes
 from megatron_lite.description.transformer_layer import describe_layer
+from megatron_lite.parallel import cpu_facts
+from megatron_lite.parallel.cpu_facts import CPUINFO, facts, flags, has_avx2_alone, vendor
 
-CPUINFO = Path("/proc/cpuinfo")
 ZEN_4 = "25"  # the family of Zen 3, which has no AVX-512, and of Zen 4
-MOST_CHARACTERS = 2**14  # the first processor takes about 2,000; a machine has up to hundreds
 
 
 def uses_onednn(config: RunConfig, device_type: str, cpuinfo: Path = CPUINFO) -> bool:
-    """Returns whether a run takes oneDNN's products on this machine, in the run's precision.
+    """Returns whether a run replaces torch's products on this machine, in the run's precision.
 
     Layers that are compiled as a whole leave their products to the compiler.
     """
@@ -53,7 +57,11 @@ def uses_onednn(config: RunConfig, device_type: str, cpuinfo: Path = CPUINFO) ->
 
 def processor_of(config: RunConfig, device_type: str) -> Processor:
     """Returns what a run in this process computes with."""
-    return Processor(uses_onednn(config, device_type), torch.get_num_threads())
+    return Processor(
+        uses_onednn(config, device_type),
+        torch.get_num_threads(),
+        widens=device_type == "cpu" and cpu_facts.lacks_16_bit_products(),
+    )
 
 
 def multiplies_faster_by_onednn(cpuinfo: Path = CPUINFO) -> bool:
@@ -62,49 +70,31 @@ def multiplies_faster_by_onednn(cpuinfo: Path = CPUINFO) -> bool:
     It does with the threads of this process, if the first processor in `cpuinfo` is from AMD and
     has AVX-512, and is no Zen 4 with several threads.
     """
-    facts = _facts(cpuinfo)
+    found = facts(cpuinfo)
     return (
-        _vendor(facts) == "AuthenticAMD"
-        and "avx512f" in _flags(facts)
-        and (facts.get("cpu family") != ZEN_4 or torch.get_num_threads() == 1)
+        vendor(found) == "AuthenticAMD"
+        and "avx512f" in flags(found)
+        and (found.get("cpu family") != ZEN_4 or torch.get_num_threads() == 1)
     )
 
 
 def multiplies_bf16_vectors(cpuinfo: Path = CPUINFO) -> bool:
     """Returns whether the first processor in `cpuinfo` multiplies bf16 vectors, and no tiles."""
-    flags = _flags(_facts(cpuinfo))
-    return "avx512_bf16" in flags and "amx_bf16" not in flags
+    names = flags(facts(cpuinfo))
+    return "avx512_bf16" in names and "amx_bf16" not in names
+
+
+def gains_in_bf16(cpuinfo: Path = CPUINFO) -> bool:
+    """Returns whether bf16 attention, or all products, gain on the first processor."""
+    return multiplies_bf16_vectors(cpuinfo) or has_avx2_alone(cpuinfo)
 
 
 # By the run's precision: whether a processor gains.
 GAINS: Mapping[str, Callable[[Path], bool]] = {
     "fp32": multiplies_faster_by_onednn,
-    "bf16": multiplies_bf16_vectors,
+    "bf16": gains_in_bf16,
+    "fp16": has_avx2_alone,
 }
-
-
-def _facts(cpuinfo: Path) -> Mapping[str, str]:
-    """Returns what `cpuinfo` tells about the first processor; nothing if it cannot be read."""
-    try:
-        with cpuinfo.open(encoding="utf-8", errors="replace") as opened:
-            text = opened.read(MOST_CHARACTERS)
-    except OSError:
-        return {}
-    facts: dict[str, str] = {}
-    for line in text.partition("\n\n")[0].splitlines():
-        name, _, value = line.partition(":")
-        facts[name.strip()] = value.strip()
-    return facts
-
-
-def _vendor(facts: Mapping[str, str]) -> str:
-    # A checkpoint stores the name, and its reader takes printable text only.
-    vendor = facts.get("vendor_id", "")
-    return vendor if vendor.isprintable() else ""
-
-
-def _flags(facts: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(facts.get("flags", "").split())
 
 
 def products_notices(config: RunConfig, *, onednn: bool) -> tuple[str, ...]:
@@ -112,6 +102,8 @@ def products_notices(config: RunConfig, *, onednn: bool) -> tuple[str, ...]:
 
     onednn: the choice of the run (`uses_onednn`). A model that has none of them has no line.
     """
+    if onednn and config.training.precision != "fp32" and cpu_facts.lacks_16_bit_products():
+        return (_IN_FLOAT32,)
     if onednn and config.training.precision == "bf16":
         return (_ATTENTION,) if _attends_by_products(config) else ()
     if not onednn or _largest_product(config) < LEAST_MULTIPLICATIONS:
@@ -141,12 +133,13 @@ def described(device: torch.device, *, onednn: bool) -> str:
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return f"{name}, torch {torch.__version__}"
-    vendor = _vendor(_facts(CPUINFO))
+    name = vendor(facts())
     threads = torch.get_num_threads()
+    own = "in float32" if cpu_facts.lacks_16_bit_products() else "by oneDNN"
     return (
-        f"{vendor or platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}, "
-        f"{threads} {'thread' if threads == 1 else 'threads'} a rank, products by "
-        f"{'oneDNN' if onednn else 'torch'}, torch {torch.__version__}"
+        f"{name or platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}, "
+        f"{threads} {'thread' if threads == 1 else 'threads'} a rank, products "
+        f"{own if onednn else 'by torch'}, torch {torch.__version__}"
     )
 
 
@@ -163,6 +156,11 @@ def moved_notices(computed_on: str, computes_on: str) -> tuple[str, ...]:
     )
 
 
+_IN_FLOAT32 = (
+    "16-bit products of linear layers and attention: in float32 and then rounded, which is up to a "
+    "hundred times as fast as torch's 16-bit products on processors like this one, and rounds "
+    "differently (--no-onednn-matmuls)"
+)
 _ATTENTION = (
     "bf16 attention: by oneDNN's matrix products, which are faster than torch's flash kernel on "
     "processors like this one and round differently (--no-onednn-matmuls)"

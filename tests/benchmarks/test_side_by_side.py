@@ -140,7 +140,7 @@ def test_ours_computes_products_as_a_run_on_this_processor_does(
     is_amd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.engines.multiplies_faster_by_onednn", lambda: is_amd)
-    monkeypatch.setattr("benchmarks.engines.multiplies_bf16_vectors", lambda: not is_amd)
+    monkeypatch.setattr("benchmarks.engines.gains_in_bf16", lambda: not is_amd)
     chosen = []
 
     def model(*args: Any, onednn: bool | None = None, **options: Any) -> Any:

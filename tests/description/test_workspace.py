@@ -26,6 +26,7 @@ from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
 from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
+from tests.support.sixteen_bits import multiplies_16_bits
 
 SHARE = 0.5
 
@@ -217,7 +218,11 @@ def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_te
     assert not found
 
 
-def test_attention_by_products_holds_what_the_workspace_tells() -> None:
+@pytest.mark.parametrize("fast", [False, True])
+def test_attention_by_products_holds_what_the_workspace_tells(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiplies_16_bits(monkeypatch, fast)
     found = {}
     with tp_state(1) as parallel:
         for variant, length in product(VARIANTS, (128, 260)):
@@ -229,6 +234,8 @@ def test_attention_by_products_holds_what_the_workspace_tells() -> None:
                 padded_vocab_size=64,
                 element_bytes=2,
                 onednn=True,
+                widens=not fast,
+                loss_chunk_size=None if fast else 100,
             )
             if differ := differences(config, parallel, sizes, torch.bfloat16):
                 found[variant, length] = differ

@@ -119,7 +119,9 @@ ONE_RANK = (
     Flip("optimizer", "--optimizer muon"),
     Flip("optimizer", "--optimizer muon", FEW_TOKENS),
     Flip("muon_nesterov", "--muon-nesterov", MUON),
-    Flip("muon_split_qkv", "--muon-no-split-qkv", f"{MUON} --ffn-hidden-size 256"),
+    Flip(
+        "muon_split_qkv", "--muon-no-split-qkv", f"{MUON} --hidden-size 768 --ffn-hidden-size 256"
+    ),
     Flip("muon_fp32_matmul_prec", "--muon-fp32-matmul-prec high", MUON),
     Flip("recompute_activations", "--recompute-activations", f"{SMALL} {UNFUSED}"),
     Flip("recompute_granularity", FULL),

@@ -1,4 +1,4 @@
-"""Causal bf16 attention by products: against the formula, torch's kernel and each policy."""
+"""Causal 16-bit attention by products: against the formula, torch's kernel and each policy."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.limits import HANG_S
 from tests.support.models import build_tiny_model, loss_and_grads, tiny_config, tp_state
+from tests.support.sixteen_bits import multiplies_16_bits
 
 # The last block is shorter than the others. The scale is no power of two.
 S, B, A, D = 128 + 30, 2, 4, 24
@@ -65,6 +66,14 @@ def error(found: Tensor, exact: Tensor) -> float:
 def parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "in parts":  # of one query group each
         monkeypatch.setattr(attention_products, "TILE_ELEMENTS", 1)
+
+
+@pytest.fixture(autouse=True, params=["16-bit products", "float32 products"])
+def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the processor multiplies 16 bits; else the products are in float32."""
+    found = request.param == "16-bit products"
+    multiplies_16_bits(monkeypatch, found)
+    return found
 
 
 @pytest.mark.usefixtures("parts")
@@ -151,15 +160,16 @@ def test_the_last_of_two_threads_restores_the_precision(monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("parts")
 @pytest.mark.parametrize(("groups", "seq_length"), [(A, S), (1, S), (2, 128), (2, 260)])
-def test_it_takes_exactly_the_predicted_memory(groups: int, seq_length: int) -> None:
+def test_it_takes_exactly_the_predicted_memory(groups: int, seq_length: int, fast: bool) -> None:
+    element_bytes = 2 if fast else 4
     query, key, value = (x.detach() for x in heads(groups, seq_length=seq_length))
     shape = PartShape.of(seq_length, A, groups, D)
     with LiveStorages() as live:
         output, lse = attend_by_products(query, key, value, SCALE)
-    assert live.peak_bytes == output.nbytes + lse.nbytes + shape.forward_bytes(2)
+    assert live.peak_bytes == output.nbytes + lse.nbytes + shape.forward_bytes(element_bytes)
     with LiveStorages() as live:
         grads = attend_by_products_backward(output, query, key, value, output, lse, SCALE)
-    assert live.peak_bytes == sum(x.nbytes for x in grads) + shape.backward_bytes(2)
+    assert live.peak_bytes == sum(x.nbytes for x in grads) + shape.backward_bytes(element_bytes)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +192,12 @@ def test_lengths_that_gain(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_only_bf16_is_computed_by_products_and_only_if_the_run_chose_so(dtype: torch.dtype) -> None:
+def test_only_16_bits_are_computed_by_products_and_only_if_the_run_chose_so(
+    dtype: torch.dtype,
+) -> None:
     query = torch.empty(S, B, A, D, dtype=dtype)
     assert way_of_causal_attention(query, onednn=False) is None
-    expected = BY_PRODUCTS if dtype == torch.bfloat16 else None
+    expected = BY_PRODUCTS if dtype != torch.float64 else None
     assert way_of_causal_attention(query, onednn=True) is expected
 
 

@@ -14,6 +14,7 @@ from tests.description import test_workspace
 from tests.model import test_causal_products
 from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.support.sixteen_bits import multiplies_16_bits
 
 Patch = pytest.MonkeyPatch
 
@@ -93,11 +94,12 @@ MUTANTS = [
     Mutant(
         the_memory_of_the_second_tile_is_not_counted,
         test_causal_products.test_it_takes_exactly_the_predicted_memory,
-        dict(groups=2, seq_length=128),
+        dict(groups=2, seq_length=128, fast=True),
     ),
     Mutant(
         a_backward_leaves_the_output_behind,
         test_workspace.test_attention_by_products_holds_what_the_workspace_tells,
+        dict(fast=True),
     ),
 ]
 
@@ -105,4 +107,5 @@ MUTANTS = [
 @pytest.mark.parametrize("mutant", parameters(MUTANTS))
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
 def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplies_16_bits(monkeypatch, True)
     assert_seen(mutant, monkeypatch)

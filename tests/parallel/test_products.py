@@ -49,9 +49,10 @@ from tests.support.models import (
 )
 from tests.support.product_sizes import product_sizes
 from tests.support.ranks import run_ranks
+from tests.support.sixteen_bits import multiplies_16_bits
 
 NUM_LAYERS = 3
-LINEAR = ("onednn_mm", "onednn_addmm", "onednn_add_weight_gradient_")
+LINEAR = ("own_mm", "own_addmm", "onednn_add_weight_gradient_")
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
 )
@@ -121,6 +122,7 @@ def test_each_product_is_the_exact_one_up_to_rounding(
 def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(
     rows: int, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    multiplies_16_bits(monkeypatch, True)
     monkeypatch.setattr(products, "rows_at_a_time", lambda width, device: rows)
     x, dy = torch.randn(7, 20).bfloat16(), torch.randn(7, 33).bfloat16()
     start = torch.randn(33, 20)
@@ -202,8 +204,8 @@ def test_the_three_products_of_a_layer_take_the_same_path(
     large = products_of(layer, 5, torch.randn)
     runs = 2 if layer is row_parallel_linear else 1
     assert {name: large.counts[name] for name in LINEAR} == {
-        "onednn_mm": 2 * runs,
-        "onednn_addmm": 0,
+        "own_mm": 2 * runs,
+        "own_addmm": 0,
         "onednn_add_weight_gradient_": runs,
     }
     assert not large.counts["mm"] + large.counts["addmm"] + large.counts["addmm.out"]
@@ -215,6 +217,7 @@ def test_the_three_products_of_a_layer_take_the_same_path(
 def test_other_formats_stay_with_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without values: not every processor has oneDNN's products in these formats."""
     every_product_is_large(monkeypatch)
+    multiplies_16_bits(monkeypatch, True)
     with FakeTensorMode(), Seen() as seen, torch.no_grad():
         x, weight = torch.randn(5, 4, dtype=dtype), torch.randn(6, 4, dtype=dtype)
         products.linear(x, weight, None, onednn=True)
@@ -247,6 +250,7 @@ def outcome(
     sequence_parallel: bool = False,
     onednn: bool = True,
     tail_skip: bool = True,
+    dtype: torch.dtype = torch.float32,
     **model: object,
 ) -> dict[str, Tensor]:
     """Returns the losses and this rank's gradients of two micro-batches."""
@@ -257,6 +261,7 @@ def outcome(
         sequence_parallel=sequence_parallel,
         onednn=onednn,
         tail_skip=tail_skip,
+        dtype=dtype,
         **model,
     )
     buffer = buffer_of(built, fresh, own_sum=own_sum)
@@ -286,13 +291,14 @@ def build(
     sequence_parallel: bool = False,
     onednn: bool = True,
     tail_skip: bool = True,
+    dtype: torch.dtype = torch.float32,
     **model: object,
 ) -> GPTModel:
     return build_tiny_model(
         tiny_config(**{"num_layers": NUM_LAYERS, **model}),
         parallel,
         sequence_parallel=sequence_parallel,
-        dtype=torch.float32,
+        dtype=dtype,
         plan=plan_stage(
             RecomputeConfig(recompute_policy=policy, recompute_tail_skip=tail_skip), NUM_LAYERS
         ),
@@ -316,13 +322,15 @@ MODELS = (
 )
 
 
-def changed_bits(rank: int, world_size: int, sequence_parallel: bool) -> list[Any]:
+def changed_bits(
+    rank: int, world_size: int, sequence_parallel: bool, dtype: torch.dtype = torch.float32
+) -> list[Any]:
     """Returns each case whose losses or gradients are not those without recomputation."""
     found = []
     with tp_state(world_size) as parallel:
         for own_sum, model in zip((True, False), MODELS, strict=True):
             options: dict[str, Any] = dict(
-                own_sum=own_sum, sequence_parallel=sequence_parallel, **model
+                own_sum=own_sum, sequence_parallel=sequence_parallel, dtype=dtype, **model
             )
             expected = outcome(parallel, "*:none", **options)
             for number, policy in enumerate(POLICIES[::world_size]):
@@ -374,7 +382,7 @@ def test_a_policy_takes_the_operator_for_the_one_in_whose_place_it_runs(
         loss = model.loss(*sample_tokens()).mean()
     with Seen() as seen:
         loss.backward()
-    assert seen.replayed["onednn_addmm"] == NUM_LAYERS * replayed
+    assert seen.replayed["own_addmm"] == NUM_LAYERS * replayed
     assert not seen.replayed["addmm"]
 
 

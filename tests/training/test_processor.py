@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel import cpu_facts
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer, processor
 from tests.support.product_sizes import product_sizes
 from tests.support.runs import tiny_run
+from tests.support.sixteen_bits import multiplies_16_bits
 
 BF16 = "vendor_id: GenuineIntel\nflags: avx512f avx512_bf16\n"
-AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f sha_ni\n\nflags: x\n"
+FLAGS = "fpu avx2 avx512f avx512bw avx512dq avx512vl"
+AMD = f"processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: {FLAGS}\n\nflags: x\n"
 
 
 @pytest.fixture
@@ -74,6 +78,47 @@ def test_bf16_attention_by_products_gains_from_vectors_and_not_beside_tiles(
     text: str, expected: bool, tmp_path: Path
 ) -> None:
     assert processor.multiplies_bf16_vectors(_file(tmp_path, text)) is expected
+
+
+ZEN_3 = "vendor_id: AuthenticAMD\ncpu family: 25\nflags: fpu avx avx2 fma\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (ZEN_3, True),
+        (ZEN_3.replace("AuthenticAMD", "GenuineIntel"), True),
+        (ZEN_3.replace("avx2", "avx2 avx512f"), True),  # Knights Landing has no more
+        (ZEN_3.replace("avx2", "avx2 avx512f avx512bw avx512dq avx512vl"), False),
+        (ZEN_3.replace("avx2", "sse4_2"), False),  # not measured
+        ("Features\t: fp asimd\n", False),
+        ("", False),
+    ],
+)
+def test_16_bit_runs_compute_in_float32_where_torch_has_loops(
+    text: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor.torch.backends.mkldnn, "is_available", lambda: True)
+    file = _file(tmp_path, text)
+    assert cpu_facts.has_avx2_alone(file) is expected
+    for precision in ("bf16", "fp16"):
+        config = tiny_run(training={precision: True})
+        assert processor.uses_onednn(config, "cpu", file) is expected
+        assert not processor.uses_onednn(config, "cuda", file)
+        off = tiny_run(training={precision: True, "onednn_matmuls": False})
+        assert not processor.uses_onednn(off, "cpu", file)
+    assert processor.uses_onednn(tiny_run(), "cpu", file) is ("avx512f" in text)
+
+
+def test_the_log_and_the_checkpoint_tell_of_float32_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    multiplies_16_bits(monkeypatch, False)
+    for precision in ("bf16", "fp16"):
+        (line,) = processor.products_notices(tiny_run(training={precision: True}), onednn=True)
+        assert "in float32" in line and "--no-onednn-matmuls" in line
+    assert "products in float32" in processor.described(torch.device("cpu"), onednn=True)
+    assert "products by torch" in processor.described(torch.device("cpu"), onednn=False)
 
 
 def test_without_a_readable_file_torchs_library_keeps_the_products(tmp_path: Path) -> None:
@@ -144,8 +189,9 @@ def test_a_bf16_run_uses_onednn_where_its_attention_gains(
     ],
 )
 def test_the_log_of_a_bf16_run_has_the_choice_if_a_layer_takes_it(
-    seq_length: int, model: dict[str, Any], lines: int
+    seq_length: int, model: dict[str, Any], lines: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    multiplies_16_bits(monkeypatch, True)
     shape = dict(max_position_embeddings=128, attention_dropout=0.0)
     config = tiny_run(training=dict(bf16=True), model={**shape, **model})
     config = replace(config, data=replace(config.data, seq_length=seq_length))

@@ -46,8 +46,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.off_switch(
         "--no-onednn-matmuls",
         "onednn_matmuls",
-        "compute large float32 products with MKL and bf16 attention with torch's flash kernel, "
-        "also on processors where oneDNN's products are faster. They round differently",
+        "leave matrix products and attention on a CPU to torch, also on processors where oneDNN's "
+        "large float32 products or 16-bit products in float32 are faster. They round differently",
     )
     group.value(
         "--memory-limit",
