@@ -10,11 +10,20 @@ WIDE_BYTES = 4
 # The elements of an operand that are cast at a time, and the fewest and the most of its rows; of
 # the right operand: columns. In larger blocks a product was no faster.
 ELEMENTS, FEWEST, MOST = 2**19, 64, 512
+# MKL sums a product of one to three rows in another order. With at least so many, the bits of a row
+# do not depend on the other rows, so chunks of the loss have the bits of the whole.
+LEAST_ROWS = 8
 
 
 def block(k: int) -> int:
     """Returns how many rows of [.., k] are cast at a time, and how many columns of [k, ..]."""
     return min(MOST, max(FEWEST, ELEMENTS // max(1, k)))
+
+
+def rows_at_a_time(m: int, k: int) -> int:
+    """Returns how many rows of [m, k] are cast at a time: all blocks have about equally many."""
+    blocks = -(-m // block(k))
+    return -(-m // blocks) if blocks else 0
 
 
 def wide_bytes(m: int, n: int, k: int, *, bias: bool = False) -> tuple[int, ...]:
@@ -23,6 +32,6 @@ def wide_bytes(m: int, n: int, k: int, *, bias: bool = False) -> tuple[int, ...]
     They are those of a block of the left operand, of the right one, of their product, and of the
     bias that is added to it.
     """
-    rows, columns = min(m, block(k)), min(n, block(k))
+    rows, columns = max(LEAST_ROWS, rows_at_a_time(m, k)), min(n, block(k))
     elements = rows * k, columns * k, rows * columns, columns * bias
     return tuple(WIDE_BYTES * number for number in elements)

@@ -53,6 +53,10 @@ def linear_loss_workspace(
     buffer = min(chunk_size, tokens) * columns * element
     full, rest = divmod(tokens, chunk_size)
     chunks = ([chunk_size] if full else []) + ([rest] if rest else [])
+    # All chunks of torch's products share one buffer. Other products have a new tensor each time.
+    anew = sizes.widens or (sizes.onednn_linears and is_large(min(chunk_size, tokens), columns, h))
+    own_logits = [chunk * columns * element if anew else 0 for chunk in chunks]
+    buffer = 0 if anew else buffer
     # The statistics of earlier chunks stay. The last of the full chunks is the fullest moment.
     forward = course(
         _local_labels(sizes),
@@ -61,10 +65,12 @@ def linear_loss_workspace(
         3 * accumulate * chunk_size * max(0, full - 1),
         *(
             one
-            for chunk in chunks
+            for chunk, logits in zip(chunks, own_logits, strict=True)
             for one in (
+                +logits,
                 inside_product(sizes, chunk, columns, h),
                 _row_statistics(sizes, chunk, columns),
+                -logits,
             )
         ),
         -buffer,
@@ -90,6 +96,7 @@ def linear_loss_workspace(
         last = scattered if number == len(chunks) - 1 else 0
         inside_part = inside_product(sizes, rows, h, chunk)
         steps += [
+            +own_logits[number],
             inside_product(sizes, chunk, columns, h),
             _write_gradient(sizes, chunk, columns),
             _input_gradient(sizes, chunk, columns, h),
@@ -99,6 +106,7 @@ def linear_loss_workspace(
                 if apart
                 else (chunk_product(weight, sizes, chunk),)
             ),
+            -own_logits[number],
         ]
     # Without sequence parallelism the whole gradient of the input is the result.
     backward = course(

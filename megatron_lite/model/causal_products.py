@@ -8,7 +8,7 @@ each block of queries has one product with all of its keys (FlashAttention-2, 23
 
     S  = scale Q K^T                    float32, of float32 copies: bf16 scores would be too coarse
     P  = exp(S - lse)                   float32, rounded to bf16 for the next product
-    O  = P V                            bf16 operands, as all that follow
+    O  = P V                            16-bit operands, as all that follow
     dV = sum of P^T dO                  the sum over the blocks is float32
     dS = scale P * (dO V^T - D)         float32, with D = rowsum(P * dO V^T): that is rowsum(dO * O)
                                         of an O that is not rounded
@@ -271,7 +271,7 @@ class _BackwardBlockMemory(_BlockMemory):
         """Adds tile^T times rows to a float32 total [groups, m, d].
 
         tile: [groups, a/g n, m]. rows: [groups, a/g, n, d]. The product is in the dtype of the
-        heads.
+        factors.
         """
         factor = self._factor_rows.copy(rows).flatten(1, 2)
         product = self._narrow_product.of(total.shape)

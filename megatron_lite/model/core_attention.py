@@ -51,7 +51,8 @@ class CoreAttention(nn.Module):
     starts, which all layers share. With several samples and heads, unfused attention copies the
     mask for every head.
 
-    onednn: whether bf16 attention on a CPU may be computed by products (model/causal_products.py).
+    onednn: whether 16-bit attention on a CPU may be computed by products
+        (model/causal_products.py).
 
     layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
     window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the

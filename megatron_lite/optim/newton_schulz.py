@@ -64,15 +64,16 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 }
 
 
-def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients]) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients], *, onednn: bool = True) -> Tensor:
     """Returns about the nearest orthogonal matrix: [m, n] -> [m, n], a new tensor of that dtype.
 
+    onednn: whether faster products may replace torch's (parallel/wide_products.py).
     The Gram matrix is that of the shorter side, l = min(m, n): a step costs 4 l m n + 2 l^3 FLOPs.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     iterate = matrix.T if is_tall else matrix
     iterate = iterate / iterate.norm().clamp(min=EPSILON)
-    addmm = _wide_addmm if widens(matrix, onednn=True) else torch.addmm
+    addmm = _wide_addmm if widens(matrix, onednn) else torch.addmm
     # With G = X X^T, [l, l], one step is a X + (b G + c G G) X.
     for a, b, c in steps:
         gram = iterate @ iterate.T if addmm is torch.addmm else wide_product(iterate, iterate.T)

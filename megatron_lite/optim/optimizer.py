@@ -38,7 +38,7 @@ from megatron_lite.parallel.timed import Timed, not_timed
 # By the name of --optimizer. The specs cover all parameters of this rank's stages, also those of
 # which the rank has no piece.
 NewRule = Callable[
-    [Layout, Mapping[str, ParameterSpec], OptimizerConfig, ParallelState], UpdateRule
+    [Layout, Mapping[str, ParameterSpec], OptimizerConfig, ParallelState, bool], UpdateRule
 ]
 RULES: Mapping[str, NewRule] = {"adam": AdamW.of, "muon": Muon}
 
@@ -66,6 +66,7 @@ class Optimizer:
         "master", each float32. A parameter of which this rank has no piece has no entry.
     loss_scale: the factor by which backward multiplied the gradients; `step` divides them by it.
     spikes: decides whether a loss is a spike; None: no loss is one.
+    onednn: whether faster products may replace torch's in the rule (--no-onednn-matmuls).
     timed: times the parts of `step`, by the names of training/timers.py.
     """
 
@@ -78,6 +79,7 @@ class Optimizer:
         *,
         loss_scale: LossScale | None = None,
         spikes: SpikeGuard | None = None,
+        onednn: bool = True,
     ) -> None:
         self._parallel = parallel
         self._clip_grad = config.clip_grad
@@ -87,7 +89,7 @@ class Optimizer:
         self._pieces = list(self.layout.pieces)
         new_rule = chosen("--optimizer", config.optimizer, RULES)
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
-        self._rule = new_rule(self.layout, specs, config, parallel)
+        self._rule = new_rule(self.layout, specs, config, parallel, onednn)
         self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
         self.states = {piece.name: self._states_of(piece) for piece in self._pieces}
 

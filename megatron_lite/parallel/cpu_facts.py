@@ -8,8 +8,9 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 MOST_CHARACTERS = 2**14  # the first processor takes about 2,000; a machine has up to hundreds
-# oneDNN, to which torch sends 16-bit products, wants all of them.
+# oneDNN, to which torch sends 16-bit products, wants all of them, or an AVX2 that converts bf16.
 AVX_512 = frozenset(("avx512f", "avx512bw", "avx512vl", "avx512dq"))
+CONVERTS_BF16 = "avx_ne_convert"
 
 
 def facts(cpuinfo: Path = CPUINFO) -> Mapping[str, str]:
@@ -39,9 +40,9 @@ def flags(found: Mapping[str, str]) -> frozenset[str]:
 
 
 def has_avx2_alone(cpuinfo: Path = CPUINFO) -> bool:
-    """Returns whether the first processor has AVX2, and not the AVX-512 that oneDNN wants."""
+    """Returns whether the first processor has AVX2, and nothing that oneDNN wants for 16 bits."""
     names = flags(facts(cpuinfo))
-    return "avx2" in names and not names >= AVX_512
+    return "avx2" in names and not names >= AVX_512 and CONVERTS_BF16 not in names
 
 
 @cache

@@ -124,7 +124,8 @@ def replaces_torch(left: Tensor, right: Tensor, onednn: bool) -> bool:
 
     If it is not, oneDNN or float32 products of casts compute it.
     """
-    return by_onednn(left, right, onednn) or (_is_free() and widens(left, onednn))
+    alike = left.dtype == right.dtype and left.device == right.device
+    return by_onednn(left, right, onednn) or (alike and _is_free() and widens(left, onednn))
 
 
 def by_onednn(left: Tensor, right: Tensor, onednn: bool) -> bool:

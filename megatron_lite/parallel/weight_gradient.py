@@ -133,7 +133,7 @@ def weight_gradient(
     hidden_states: x, [.., in]. grad_output: dy, [.., out].
     add: the weight's `own_sum`. If it is given, the gradient is added to the weight's total, and
         the result is None.
-    onednn: whether oneDNN computes large float32 products (products.py).
+    onednn: whether faster products may replace torch's (products.py).
     """
     rows, grad_rows = hidden_states.flatten(0, -2), grad_output.flatten(0, -2)
     if add is None:

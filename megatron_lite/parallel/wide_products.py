@@ -10,20 +10,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lite.config.wide_products import block
+from megatron_lite.config.wide_products import LEAST_ROWS, block, rows_at_a_time
 from megatron_lite.parallel import cpu_facts
+from megatron_lite.parallel.fake_tensors import is_fake
 
 
 def widens(x: Tensor, onednn: bool) -> bool:
     """Returns whether products of `x` are computed in float32.
 
+    Those of tensors without values are not, so that a dry run has the same bytes on all machines.
     onednn: whether the run may replace torch's products (training/processor.py).
     """
     return (
         onednn
+        and not torch.compiler.is_compiling()
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.device.type == "cpu"
         and cpu_facts.lacks_16_bit_products()
+        and not is_fake(x)
     )
 
 
@@ -42,19 +46,22 @@ def wide_product(
     m, k = left.shape
     n = right.shape[1]
     result = left.new_empty((m, n))
-    rows, columns = min(m, block(k)), min(n, block(k))
+    rows, columns = rows_at_a_time(m, k), min(n, block(k))
+    held = max(rows, LEAST_ROWS)
     left_memory, right_memory, memory = (
         left.new_empty(elements, dtype=torch.float32)
-        for elements in (rows * k, columns * k, rows * columns)
+        for elements in (held * k, columns * k, held * columns)
     )
     for column in range(0, n, columns or 1):
         part = slice(column, column + columns)
         wide_right = _cast(right[:, part], right_memory)
         for row in range(0, m, rows or 1):
-            wide_left = _cast(left[row : row + rows], left_memory)
+            own = left[row : row + rows]
+            cast = _cast if len(own) >= LEAST_ROWS else _padded
+            wide_left = cast(own, left_memory)
             shape = wide_left.shape[0], wide_right.shape[1]
             product = memory[: shape[0] * shape[1]].view(shape)
-            torch.mm(wide_left, wide_right, out=product)
+            product = torch.mm(wide_left, wide_right, out=product)[: len(own)]
             if alpha != 1.0:
                 product.mul_(alpha)
             if added is not None:
@@ -62,6 +69,14 @@ def wide_product(
                 product.add_(of_block.float(), alpha=beta)
             result[row : row + rows, part] = product
     return result
+
+
+def _padded(x: Tensor, memory: Tensor) -> Tensor:
+    """Returns x [a, b] in float32 and rows of zeros, [LEAST_ROWS, b]."""
+    rows = memory[: LEAST_ROWS * x.shape[1]].view(LEAST_ROWS, -1 if x.shape[1] else 0)
+    rows[: len(x)].copy_(x)
+    rows[len(x) :].zero_()
+    return rows
 
 
 def _cast(x: Tensor, memory: Tensor) -> Tensor:

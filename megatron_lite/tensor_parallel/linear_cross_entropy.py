@@ -81,7 +81,7 @@ def vocab_parallel_linear_cross_entropy(
         computes the gradients in the same pass, if gradients are on and the weight has a sum of
         gradients (parallel/weight_gradient.py). It adds dA to that sum at once, so each such
         forward needs its backward in the same step. Backward ignores its incoming gradient.
-    onednn: whether oneDNN computes large float32 products (parallel/products.py).
+    onednn: whether faster products may replace torch's (parallel/products.py).
 
     In one pass the bits of dx and dA are those of two passes. It issues the two all-reduces once
     for each chunk, and the collective of dx in forward. It keeps dx alone.
@@ -100,7 +100,7 @@ def vocab_parallel_linear_cross_entropy(
     bits as without chunks. Where the parts are rounded, dA differs from the unchunked dA by less
     than 2^-8 of its norm (seen 3e-3). Its norm differs by less than 2^-9 (seen 8e-4). Both bounds
     are tested on a grid. An unrounded product would need a float32 matmul, which takes six
-    times as long on a CPU.
+    times as long on a CPU with 16-bit products.
     """
     operands = autocast_operands(hidden_states, weight, None)
     add = own_sum(operands.weight) if _has_backward() else None

@@ -24,8 +24,8 @@ class RankContext:
     cp: the rank's place among the ranks that split each sequence.
     kernels: the compiled kernels of norms, activations, rotary embedding and dropout; None: torch's
         operators.
-    onednn: whether oneDNN computes large float32 products of linear layers (parallel/products.py)
-        and the products of bf16 attention on a CPU (model/causal_products.py).
+    onednn: whether faster products may replace torch's on a CPU: those of linear layers
+        (parallel/products.py) and those of 16-bit attention (model/causal_products.py).
     """
 
     rng: RngStreams

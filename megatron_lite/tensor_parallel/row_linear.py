@@ -44,7 +44,7 @@ def row_parallel_linear(
     parallelism [s/t, b, m]. Collectives are in the module's table; a group of None issues none.
     Keeps hidden_states and the weight.
     skip_tail: builds only the graph; the values of the result are undefined.
-    onednn: whether oneDNN computes large float32 products (parallel/products.py).
+    onednn: whether faster products may replace torch's (parallel/products.py).
     """
     return _RowParallelMatmul.apply(
         *autocast_operands(hidden_states, weight, bias),

@@ -96,6 +96,7 @@ def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStag
         config.data_parallel,
         loss_scale=LossScale(config.loss_scaling, parallel.device) if training.fp16 else None,
         spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
+        onednn=config.training.onednn_matmuls,
     )
     if training.check_for_nan_in_loss_and_grad:
         optimizer.measure_own_grad_norm()

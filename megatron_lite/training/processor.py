@@ -60,7 +60,15 @@ def processor_of(config: RunConfig, device_type: str) -> Processor:
     return Processor(
         uses_onednn(config, device_type),
         torch.get_num_threads(),
-        widens=device_type == "cpu" and cpu_facts.lacks_16_bit_products(),
+        widens=_widens(config, device_type),
+    )
+
+
+def _widens(config: RunConfig, device_type: str) -> bool:
+    return (
+        config.training.onednn_matmuls
+        and device_type == "cpu"
+        and cpu_facts.lacks_16_bit_products()
     )
 
 

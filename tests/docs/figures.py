@@ -29,6 +29,7 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
+from megatron_lite.config.wide_products import wide_bytes
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -287,6 +288,12 @@ def product_workspace() -> str:
     return f"{(fixed - hidden * each) / 2**20:g} MiB, and {each / 2**10:g} KiB"
 
 
+def wide_workspace() -> str:
+    """Returns the most bytes of parallel/wide_products.py, of sums of up to 8,192 terms."""
+    most = max(sum(wide_bytes(2**20, 2**20, k)) for k in range(1, 8193))
+    return f"{most / 2**20:.0f} MiB"
+
+
 LAYOUTS = (
     *("TP 2", "PP 2", "PP 2, 2 virtual stages", "CP 2"),
     *("DP 2", "DP 2, distributed optimizer", "FSDP 2"),
@@ -386,6 +393,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "worst-peak": worst_peak,
     "peak-rows": peak_rows,
     "product-workspace": product_workspace,
+    "wide-workspace": wide_workspace,
     "right.ours": partial(right, "ours, `full`"),
     "right.torch": partial(right, "torch, non-reentrant"),
     "wrong.torch": partial(wrong, "torch, non-reentrant"),
@@ -398,6 +406,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "peers-targets": peers.targets_part,
     "peers-groups": peers.groups_part,
     "peers-groups-zen4": partial(peers.groups_part, machine="Zen 4"),
+    "peers-groups-zen3": partial(peers.groups_part, machine="Zen 3"),
 }
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,

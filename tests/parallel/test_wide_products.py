@@ -14,12 +14,14 @@ import torch
 # dispatch modes import it when first entered: 3 s, here once for all forked ranks
 import torch._dynamo
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.memory import Case, rows
+from benchmarks.memory import TP, Case, rows
 from megatron_lite.config import wide_products as sizes
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.optim.newton_schulz import STEPS, orthogonalize
 from megatron_lite.parallel import products
+from megatron_lite.parallel.cpu_facts import has_avx2_alone
 from megatron_lite.parallel.wide_products import wide_product, widens
 from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
 from megatron_lite.tensor_parallel.row_linear import row_parallel_linear
@@ -133,6 +135,8 @@ def test_other_formats_devices_and_runs_keep_torchs_products() -> None:
     assert not any(widens(torch.empty(2, dtype=dtype), False) for dtype in DTYPES)
     assert not widens(torch.empty(2), True)
     assert not widens(torch.empty(2, dtype=torch.bfloat16, device="meta"), True)
+    with FakeTensorMode():
+        assert not widens(torch.empty(2, dtype=torch.bfloat16), True)
 
 
 @pytest.mark.parametrize(
@@ -176,6 +180,30 @@ def test_the_peak_of_a_real_step_is_the_predicted_one(flags: str, chunks: str) -
     assert abs(row.ratio - 1.0) < 1e-3, row
 
 
+@pytest.mark.parametrize("chunk", [50, 64])
+def test_a_shorter_last_chunk_of_the_loss_holds_less(chunk: int) -> None:
+    """With the sequence split, the last chunk is the fullest moment."""
+    split = f"{TP} --sequence-parallel"
+    differences = set()
+    for one in (chunk, 256):  # the second is a single chunk
+        flags = f"--bf16 {split} --loss-chunk-size {one} --vocab-size 16383"
+        differences |= {
+            row.measured_bytes - row.predicted_bytes for row in rows(Case("chunks", flags, 2, 1))
+        }
+    assert len(differences) == 1, differences
+
+
+@pytest.mark.skipif(not has_avx2_alone(), reason="MKL sums in another order on this processor")
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 65, 514])
+def test_the_bits_of_a_row_do_not_depend_on_the_others(num_rows: int) -> None:
+    for k in (64, 768, 3072, 8192):
+        rows, weight = torch.randn(600, k).bfloat16(), torch.randn(200, k).bfloat16()
+        whole = wide_product(rows, weight.t())
+        for start in range(0, 600, 200):
+            part = slice(start, start + num_rows)
+            assert torch.equal(wide_product(rows[part], weight.t()), whole[part]), (k, start)
+
+
 @pytest.mark.parametrize("shape", [(48, 48), (30, 70), (70, 30)])
 def test_muon_orthogonalizes_as_well_as_by_torchs_products(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -185,6 +213,8 @@ def test_muon_orthogonalizes_as_well_as_by_torchs_products(
     ours = orthogonalize(matrix.bfloat16(), steps)
     multiplies_16_bits(monkeypatch, True)
     theirs = orthogonalize(matrix.bfloat16(), steps)
+    multiplies_16_bits(monkeypatch, False)
+    assert torch.equal(orthogonalize(matrix.bfloat16(), steps, onednn=False), theirs)
     assert ours.dtype == torch.bfloat16
     wrong, usual = ((one.double() - exact).norm() for one in (ours, theirs))
     assert wrong <= 1.2 * usual < 0.05 * exact.norm()

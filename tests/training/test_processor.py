@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.optim import muon_update
 from megatron_lite.parallel import cpu_facts
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer, processor
@@ -90,6 +93,7 @@ ZEN_3 = "vendor_id: AuthenticAMD\ncpu family: 25\nflags: fpu avx avx2 fma\n"
         (ZEN_3.replace("AuthenticAMD", "GenuineIntel"), True),
         (ZEN_3.replace("avx2", "avx2 avx512f"), True),  # Knights Landing has no more
         (ZEN_3.replace("avx2", "avx2 avx512f avx512bw avx512dq avx512vl"), False),
+        (ZEN_3.replace("avx2", "avx2 avx_ne_convert"), False),
         (ZEN_3.replace("avx2", "sse4_2"), False),  # not measured
         ("Features\t: fp asimd\n", False),
         ("", False),
@@ -119,6 +123,24 @@ def test_the_log_and_the_checkpoint_tell_of_float32_products(
         assert "in float32" in line and "--no-onednn-matmuls" in line
     assert "products in float32" in processor.described(torch.device("cpu"), onednn=True)
     assert "products by torch" in processor.described(torch.device("cpu"), onednn=False)
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+def test_muon_follows_the_flag_too(onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    real = muon_update.orthogonalize
+
+    def orthogonalize(matrix: Tensor, steps: Any, *, onednn: bool) -> Tensor:
+        chosen.append(onednn)
+        return real(matrix, steps, onednn=onednn)
+
+    monkeypatch.setattr(muon_update, "orthogonalize", orthogonalize)
+    config = tiny_run(training=dict(onednn_matmuls=onednn))
+    config = replace(config, optimizer=OptimizerConfig(optimizer="muon"))
+    with parallel_state(config.parallel, seed=1) as parallel:
+        trainer = build_trainer.build_trainer(config, parallel)
+        trainer.optimizer.step(1e-3)
+    assert chosen and set(chosen) == {onednn}
 
 
 def test_without_a_readable_file_torchs_library_keeps_the_products(tmp_path: Path) -> None:

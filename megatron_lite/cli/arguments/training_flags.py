@@ -46,8 +46,9 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.off_switch(
         "--no-onednn-matmuls",
         "onednn_matmuls",
-        "leave matrix products and attention on a CPU to torch, also on processors where oneDNN's "
-        "large float32 products or 16-bit products in float32 are faster. They round differently",
+        "leave matrix products, attention and Muon on a CPU to torch, also on processors where "
+        "oneDNN's large float32 products or 16-bit products in float32 are faster. They round "
+        "differently",
     )
     group.value(
         "--memory-limit",
