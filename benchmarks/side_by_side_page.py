@@ -17,7 +17,7 @@ from benchmarks.side_by_side_targets import NOT_MEASURED, OURS, targets_table
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 # The results of each kind of processor: what a block's title says of it, and the file.
-MACHINES = {"Zen 5": "side-by-side", "Zen 4": "side-by-side-zen4"}
+MACHINES = {"Zen 5": "side-by-side", "Zen 4": "side-by-side-zen4", "Zen 3": "side-by-side-zen3"}
 MIB = 2.0**20
 MOST_PANELS = 8  # of a picture
 Report = Mapping[str, Any]
