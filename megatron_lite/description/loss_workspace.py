@@ -50,13 +50,9 @@ def linear_loss_workspace(
     tokens, row = sizes.tokens, accumulate * sizes.tokens
     whole, own = tokens * h * element, sizes.local_tokens * h * element
     gathered = whole if sizes.tp_size > 1 and sizes.sequence_parallel else 0
-    buffer = min(chunk_size, tokens) * columns * element
     full, rest = divmod(tokens, chunk_size)
     chunks = ([chunk_size] if full else []) + ([rest] if rest else [])
-    # All chunks of torch's products share one buffer. Other products have a new tensor each time.
-    anew = sizes.widens or (sizes.onednn_linears and is_large(min(chunk_size, tokens), columns, h))
-    own_logits = [chunk * columns * element if anew else 0 for chunk in chunks]
-    buffer = 0 if anew else buffer
+    buffer, own_logits = _logits(sizes, chunks, columns, h)
     # The statistics of earlier chunks stay. The last of the full chunks is the fullest moment.
     forward = course(
         _local_labels(sizes),
@@ -135,15 +131,16 @@ def one_pass_workspace(
     whole = tokens * model.hidden_size * element
     gathered = whole if sizes.tp_size > 1 and sizes.sequence_parallel else 0
     scattered = whole // sizes.tp_size if gathered else 0
-    buffer = min(chunk_size, tokens) * columns * element
     losses = accumulate * tokens
     incoming = losses if sizes.masks_loss else accumulate
     full, rest = divmod(tokens, chunk_size)
     chunks = [chunk_size] * min(full, 1) + ([rest] if rest else [])
+    buffer, own_logits = _logits(sizes, chunks, columns, model.hidden_size)
     steps: list[int | Course] = []
     for number, chunk in enumerate(chunks):
         row = accumulate * chunk
         steps += [
+            +own_logits[number],
             _row_statistics(sizes, chunk, columns),
             _combined(sizes, chunk),
             -3 * row,
@@ -154,6 +151,7 @@ def one_pass_workspace(
             _input_gradient(sizes, chunk, columns, model.hidden_size),
             scattered if number == len(chunks) - 1 else 0,
             product_parts(sizes, chunk, columns, model.hidden_size),
+            -own_logits[number],
         ]
     forward = course(
         _local_labels(sizes),
@@ -164,6 +162,18 @@ def one_pass_workspace(
         -buffer - incoming - 2 * gathered - 9 * tokens,
     )
     return Workspace(forward, course(-losses))
+
+
+def _logits(sizes: Sizes, chunks: list[int], columns: int, width: int) -> tuple[int, list[int]]:
+    """Returns the bytes of the buffer of all chunks' logits, and of each chunk's own logits.
+
+    The chunks share a buffer if torch computes them. Other products make a new tensor for each.
+    """
+    own = [chunk * columns * sizes.element_bytes for chunk in chunks]
+    large = sizes.onednn_linears and is_large(chunks[0], columns, width)
+    if sizes.widens or large:
+        return 0, own
+    return own[0], [0] * len(chunks)
 
 
 def _input_gradient(sizes: Sizes, tokens: int, columns: int, width: int) -> Course:
