@@ -42,7 +42,7 @@ from megatron_lite.description.weight_gradients import (
     gradient_bytes,
     weight_product,
 )
-from megatron_lite.description.wide_products import inside_product
+from megatron_lite.description.wide_workspace import inside_product
 
 OPERATORS = {
     ALL_REDUCE: "_c10d_functional.all_reduce.default",

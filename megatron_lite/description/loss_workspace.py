@@ -13,7 +13,7 @@ from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.description.operations import Course, Parameter, Workspace, course
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.weight_gradients import chunk_product, product_parts
-from megatron_lite.description.wide_products import inside_product
+from megatron_lite.description.wide_workspace import inside_product
 
 
 def loss_workspace(sizes: Sizes, columns: int) -> Workspace:

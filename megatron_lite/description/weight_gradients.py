@@ -17,7 +17,7 @@ from megatron_lite.config.large_products import gradient_parts, is_large
 from megatron_lite.config.row_blocks import product_rows, rows_at_a_time
 from megatron_lite.description.operations import Course, Parameter, course
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.wide_products import inside_product
+from megatron_lite.description.wide_workspace import inside_product
 
 
 def gradient_bytes(parameters: tuple[Parameter, ...], sizes: Sizes) -> int:

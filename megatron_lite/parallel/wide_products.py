@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lite.config.wide_products import LEAST_ROWS, block, rows_at_a_time
+from megatron_lite.config.wide_blocks import LEAST_ROWS, block, rows_at_a_time
 from megatron_lite.parallel import cpu_facts
 from megatron_lite.parallel.fake_tensors import is_fake
 

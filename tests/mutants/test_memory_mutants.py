@@ -28,9 +28,9 @@ Patch = pytest.MonkeyPatch
 
 @replaces("_add_product_", linear_cross_entropy)
 def chunks_add_up_in_bf16(
-    add: Any, total: Tensor, left: Tensor, right: Tensor, *, first: bool
+    add: Any, total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool, onednn: bool
 ) -> None:
-    add(total, left, right, first=first)
+    add(total, rows, grad_rows, first=first, onednn=onednn)
     total.copy_(total.bfloat16())
 
 

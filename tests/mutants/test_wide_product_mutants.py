@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.description import core_attention_workspace, wide_products
+from megatron_lite.description import core_attention_workspace, wide_workspace
 from megatron_lite.parallel import products
 from megatron_lite.parallel import wide_products as kernels
 from megatron_lite.recompute.phase import is_recomputing
@@ -25,7 +25,7 @@ def a_block_is_read_in_the_order_of_its_shape(cast, x, memory):
     return memory[: x.numel()].view(x.shape).copy_(x.t().reshape(x.shape))
 
 
-@replaces("wide_bytes", wide_products)
+@replaces("wide_bytes", wide_workspace)
 def the_workspace_forgets_the_product(wide_bytes, m, n, k, *, bias=False):
     left, right, _, added = wide_bytes(m, n, k, bias=bias)
     return left, right, 0, added

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.memory import TP, Case, rows
-from megatron_lite.config import wide_products as sizes
+from megatron_lite.config import wide_blocks as sizes
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.optim.newton_schulz import STEPS, orthogonalize
 from megatron_lite.parallel import products

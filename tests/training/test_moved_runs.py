@@ -14,6 +14,7 @@ from megatron_lite.checkpointing.step_files import METADATA, step_directory
 from megatron_lite.config.checks import InputError
 from megatron_lite.training import processor, run_checkpoints
 from tests.support.runs import run_to_end, tiny_run
+from tests.support.sixteen_bits import multiplies_16_bits
 
 ELSEWHERE = "GenuineIntel CPU with AVX2, 1 thread a rank, products by torch, torch 2.13.0"
 
@@ -52,8 +53,11 @@ def test_a_run_that_starts_anew_from_the_weights_is_told_nothing(
     assert _told(capsys.readouterr().out) == []
 
 
-def test_the_description_has_the_choice_of_the_library_and_the_threads() -> None:
+def test_the_description_has_the_choice_of_the_library_and_the_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It also is one line that a checkpoint can hold."""
+    multiplies_16_bits(monkeypatch, True)
     cpu = torch.device("cpu")
     texts = {onednn: processor.described(cpu, onednn=onednn) for onednn in (False, True)}
     assert "products by oneDNN" in texts[True] and "products by torch" in texts[False]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.config.wide_products import WIDE_BYTES, block, wide_bytes
+from megatron_lite.config.wide_blocks import WIDE_BYTES, block, wide_bytes
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.states import FLOAT32, RankStates

@@ -5,7 +5,7 @@ Standard library only.
 
 from __future__ import annotations
 
-from megatron_lite.config.wide_products import wide_bytes
+from megatron_lite.config.wide_blocks import wide_bytes
 from megatron_lite.description.operations import Course, course
 from megatron_lite.description.sizes import Sizes
 

@@ -1,6 +1,6 @@
 """The blocks in which 16-bit matrix products are computed in float32, and the bytes they take.
 
-parallel/wide_products.py computes them, and description/wide_products.py predicts their memory.
+parallel/wide_products.py computes them, and description/wide_workspace.py predicts their memory.
 Standard library only.
 """
 
