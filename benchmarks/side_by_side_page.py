@@ -37,11 +37,13 @@ def targets_part() -> str:
 
 def of_all_machines(reports: Mapping[str, Report]) -> dict[str, Any]:
     """Returns one report with the blocks of all. The title of each names its machine."""
-    together: dict[str, Any] = {"blocks": [], "bf16_instructions": []}
-    for machine, report in reports.items():
-        together["bf16_instructions"] += report.get("bf16_instructions") or []
-        together["blocks"] += _named(machine, report)
-    return together
+    return {
+        "blocks": [
+            {**result, "bf16_instructions": report.get("bf16_instructions")}
+            for machine, report in reports.items()
+            for result in _named(machine, report)
+        ]
+    }
 
 
 def _named(machine: str, report: Report) -> list[Report]:

@@ -147,6 +147,16 @@ def test_the_targets_are_those_of_all_machines_and_each_block_names_its_own() ->
     assert [one.value for one in TARGETS[EAGER].find(both, {})] == [1 / 1.25, 1 / 0.97]
 
 
+def test_bf16_counts_on_the_machines_that_have_its_instructions() -> None:
+    one = block(row("ours, none", 1.0), row("plain torch, none", 1.25), dtype="bf16")
+    reports = {
+        "AVX-512": report(one, bf16_instructions=["avx512_bf16"]),
+        "AVX2": report(block(row("ours, none", 1.0), row("plain torch, none", 20.0), dtype="bf16")),
+    }
+    both = of_all_machines(reports)
+    assert [one.value for one in TARGETS[BF16].find(both, {})] == [1 / 1.25]
+
+
 def test_every_row_failure_and_absence_is_in_the_tables() -> None:
     rows = block(row("ours, none", 1.0), row("plain torch, none", 1.25, rounds=2))
     rows["failed"] = {"megatron-core stock, full": "ValueError: a | b\nmore"}
