@@ -48,7 +48,6 @@ class AdamW:
         _: Mapping[str, ParameterSpec],
         config: OptimizerConfig,
         parallel: ParallelState,
-        __: bool,
     ) -> AdamW:
         """Returns the rule for all pieces of a layout."""
         return cls(layout.pieces, config, parallel.device)

@@ -51,6 +51,7 @@ class Muon:
         specs: Mapping[str, ParameterSpec],
         config: OptimizerConfig,
         parallel: ParallelState,
+        *,
         onednn: bool = True,
     ) -> None:
         self._layout, self._config, self._onednn = layout, config, onednn

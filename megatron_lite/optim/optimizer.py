@@ -11,6 +11,7 @@ pieces.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from megatron_lite.parallel.timed import Timed, not_timed
 # By the name of --optimizer. The specs cover all parameters of this rank's stages, also those of
 # which the rank has no piece.
 NewRule = Callable[
-    [Layout, Mapping[str, ParameterSpec], OptimizerConfig, ParallelState, bool], UpdateRule
+    [Layout, Mapping[str, ParameterSpec], OptimizerConfig, ParallelState], UpdateRule
 ]
 RULES: Mapping[str, NewRule] = {"adam": AdamW.of, "muon": Muon}
 
@@ -89,7 +90,9 @@ class Optimizer:
         self._pieces = list(self.layout.pieces)
         new_rule = chosen("--optimizer", config.optimizer, RULES)
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
-        self._rule = new_rule(self.layout, specs, config, parallel, onednn)
+        if new_rule is Muon:  # the only rule with matrix products
+            new_rule = partial(Muon, onednn=onednn)
+        self._rule = new_rule(self.layout, specs, config, parallel)
         self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
         self.states = {piece.name: self._states_of(piece) for piece in self._pieces}
 

@@ -97,9 +97,9 @@ def a_coefficient_has_a_wrong_digit(_, number):
 
 @replaces("__init__", Muon)
 def weights_do_not_decay(
-    init: Any, self: Muon, layout: Any, specs: Any, config: Any, parallel: Any
+    init: Any, self: Muon, layout: Any, specs: Any, config: Any, parallel: Any, **more: Any
 ) -> None:
-    init(self, layout, specs, config, parallel)
+    init(self, layout, specs, config, parallel, **more)
     object.__setattr__(config, "weight_decay", 0.0)
 
 
@@ -133,8 +133,10 @@ def columns_are_gathered_as_rows(
 
 
 @replaces("__init__", Muon)
-def a_piece_is_updated_by_the_first_elements(init: Any, self: Muon, *arguments: Any) -> None:
-    init(self, *arguments)
+def a_piece_is_updated_by_the_first_elements(
+    init: Any, self: Muon, *arguments: Any, **more: Any
+) -> None:
+    init(self, *arguments, **more)
     self._pieces = {
         name: Piece(
             name=piece.name,
@@ -180,7 +182,13 @@ def the_rule_of_a_checkpoint_is_not_compared(_, ours, saved, where):
 
 @replaces("__init__", Muon)
 def embeddings_are_matrices_too(
-    real: Any, self: Muon, layout: Any, specs: Mapping[str, Any], config: Any, parallel: Any
+    real: Any,
+    self: Muon,
+    layout: Any,
+    specs: Mapping[str, Any],
+    config: Any,
+    parallel: Any,
+    **choices: Any,
 ) -> None:
     more = {
         name: spec
@@ -188,14 +196,16 @@ def embeddings_are_matrices_too(
         else type(spec)(**{**spec.__dict__, "matrices": (1,)})
         for name, spec in specs.items()
     }
-    real(self, layout, more, config, parallel)
+    real(self, layout, more, config, parallel, **choices)
 
 
 @replaces("__init__", Muon)
-def the_rest_is_adamw_without_decay_groups(init: Any, self: Muon, *arguments: Any) -> None:
+def the_rest_is_adamw_without_decay_groups(
+    init: Any, self: Muon, *arguments: Any, **more: Any
+) -> None:
     with pytest.MonkeyPatch.context() as inner:
         _one_group(inner)
-        init(self, *arguments)
+        init(self, *arguments, **more)
 
 
 @replaces("__init__", AdamW)

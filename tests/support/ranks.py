@@ -32,6 +32,7 @@ from tests.support.limits import HANG_S
 from tests.support.pairs import FULL_GRIDS
 
 IS_LONG = "TEST_IS_LONG"  # tests/conftest.py sets this variable to "1" for tests marked `long`
+LOST = "Connection closed by peer"  # what gloo says where another rank has ended
 
 
 class RankFailure(RuntimeError):
@@ -102,10 +103,13 @@ def _collect(
     processes: list[Any], readers: list[Connection], deadline: float, timeout: float, folder: Path
 ) -> list[Any]:
     results: dict[int, Any] = {}
+    lost: RankFailure | None = None  # of a rank that another one's end has left alone
     while len(results) < len(readers):
         waiting = {reader: rank for rank, reader in enumerate(readers) if rank not in results}
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
+            if lost is not None:
+                raise lost
             stacks = _stacks(processes, list(waiting.values()), folder)
             raise RankFailure(
                 f"ranks {sorted(waiting.values())} of {len(readers)} did not return in "
@@ -121,8 +125,13 @@ def _collect(
                     f"rank {rank} of {len(readers)} died with exit code {processes[rank].exitcode}"
                 ) from None
             if not succeeded:
-                raise RankFailure(f"rank {rank} of {len(readers)} failed:\n{result}")
+                failure = RankFailure(f"rank {rank} of {len(readers)} failed:\n{result}")
+                if LOST not in result:
+                    raise failure
+                lost = lost or failure
             results[rank] = result
+    if lost is not None:
+        raise lost
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     return [results[rank] for rank in range(len(readers))]
