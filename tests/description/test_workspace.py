@@ -199,9 +199,8 @@ def test_blocks_that_are_computed_one_after_the_other_hold_what_the_workspace_te
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     found = {}
     with tp_state(1) as parallel:
-        for variant, dtype, chunk in product(
-            VARIANTS, (torch.float32, torch.bfloat16), (None, 300)
-        ):
+        cases = product(VARIANTS, (torch.float32, torch.bfloat16), (None, 300))
+        for variant, dtype, chunk in covered(cases):
             # 800 rows: on one thread three blocks of a norm, five of GELU, seven of the loss
             config = variant_config(variant, hidden_size=192, ffn_hidden_size=400)
             config = replace(config, max_position_embeddings=160)
