@@ -20,7 +20,7 @@ def block(k: int) -> int:
     return min(MOST, max(FEWEST, ELEMENTS // max(1, k)))
 
 
-def rows_at_a_time(m: int, k: int) -> int:
+def even_rows(m: int, k: int) -> int:
     """Returns how many rows of [m, k] are cast at a time: all blocks have about equally many."""
     blocks = -(-m // block(k))
     return -(-m // blocks) if blocks else 0
@@ -32,6 +32,6 @@ def wide_bytes(m: int, n: int, k: int, *, bias: bool = False) -> tuple[int, ...]
     They are those of a block of the left operand, of the right one, of their product, and of the
     bias that is added to it.
     """
-    rows, columns = max(LEAST_ROWS, rows_at_a_time(m, k)), min(n, block(k))
+    rows, columns = max(LEAST_ROWS, even_rows(m, k)), min(n, block(k))
     elements = rows * k, columns * k, rows * columns, columns * bias
     return tuple(WIDE_BYTES * number for number in elements)

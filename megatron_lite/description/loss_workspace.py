@@ -170,8 +170,7 @@ def _logits(sizes: Sizes, chunks: list[int], columns: int, width: int) -> tuple[
     The chunks share a buffer if torch computes them. Other products make a new tensor for each.
     """
     own = [chunk * columns * sizes.element_bytes for chunk in chunks]
-    large = sizes.onednn_linears and is_large(chunks[0], columns, width)
-    if sizes.widens or large:
+    if _replaces_torch(sizes, chunks[0], columns, width):
         return 0, own
     return own[0], [0] * len(chunks)
 
@@ -179,9 +178,14 @@ def _logits(sizes: Sizes, chunks: list[int], columns: int, width: int) -> tuple[
 def _input_gradient(sizes: Sizes, tokens: int, columns: int, width: int) -> Course:
     """Returns the course of the gradient of a chunk's input, which torch alone writes in place."""
     num_bytes = tokens * width * sizes.element_bytes
-    if not (sizes.widens or (sizes.onednn_linears and is_large(tokens, columns, width))):
+    if not _replaces_torch(sizes, tokens, columns, width):
         return Course()
     return course(+num_bytes, inside_product(sizes, tokens, width, columns), -num_bytes)
+
+
+def _replaces_torch(sizes: Sizes, tokens: int, columns: int, width: int) -> bool:
+    """Returns whether a chunk's products are not torch's, as parallel/products.py decides it."""
+    return sizes.widens or (sizes.onednn_linears and is_large(tokens, columns, width))
 
 
 def _incoming_gradient(sizes: Sizes) -> Course:

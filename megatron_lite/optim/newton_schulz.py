@@ -73,10 +73,12 @@ def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients], *, onednn: bool
     is_tall = matrix.shape[0] > matrix.shape[1]
     iterate = matrix.T if is_tall else matrix
     iterate = iterate / iterate.norm().clamp(min=EPSILON)
-    addmm = _wide_addmm if widens(matrix, onednn) else torch.addmm
+    is_wide = widens(matrix, onednn)
+    multiply = wide_product if is_wide else torch.mm
+    addmm = _wide_addmm if is_wide else torch.addmm
     # With G = X X^T, [l, l], one step is a X + (b G + c G G) X.
     for a, b, c in steps:
-        gram = iterate @ iterate.T if addmm is torch.addmm else wide_product(iterate, iterate.T)
+        gram = multiply(iterate, iterate.T)
         polynomial = addmm(gram, gram, gram, beta=b, alpha=c)
         iterate = addmm(iterate, polynomial, iterate, beta=a)
     return iterate.T if is_tall else iterate

@@ -1,4 +1,5 @@
-"""What Linux tells about the processor, and whether torch multiplies 16-bit matrices well on it."""
+"""Reads what Linux tells about the processor, and says how well torch multiplies 16-bit matrices
+there."""
 
 from __future__ import annotations
 

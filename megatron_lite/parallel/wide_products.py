@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_lite.config.wide_blocks import LEAST_ROWS, block, rows_at_a_time
+from megatron_lite.config.wide_blocks import LEAST_ROWS, block, even_rows
 from megatron_lite.parallel import cpu_facts
 from megatron_lite.parallel.fake_tensors import is_fake
 
@@ -46,7 +46,7 @@ def wide_product(
     m, k = left.shape
     n = right.shape[1]
     result = left.new_empty((m, n))
-    rows, columns = rows_at_a_time(m, k), min(n, block(k))
+    rows, columns = even_rows(m, k), min(n, block(k))
     held = max(rows, LEAST_ROWS)
     left_memory, right_memory, memory = (
         left.new_empty(elements, dtype=torch.float32)

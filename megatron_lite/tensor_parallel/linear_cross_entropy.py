@@ -296,8 +296,7 @@ class _ChunkOfLogits(NamedTuple):
     """The logits of one chunk of tokens.
 
     tokens: the rows of the chunk.
-    logits: [N, V/t]. The next chunk may overwrite them. Delete them before it, since oneDNN writes
-        each chunk into a new tensor, as float32 products of casts do.
+    logits: [N, V/t]. The next chunk overwrites them or has a new tensor. Delete them before it.
     """
 
     tokens: slice
@@ -312,17 +311,16 @@ def _logits_by_chunk(
     All chunks of torch's products share one buffer. On a CPU a new buffer for each chunk would cost
     page faults.
     """
-    num_rows = rows.shape[0]
-    if replaces_torch(rows[:loss_chunk_size], weight, onednn):
-        for start in range(0, num_rows, loss_chunk_size):
-            tokens = slice(start, min(start + loss_chunk_size, num_rows))
-            yield _ChunkOfLogits(tokens, linear(rows[tokens], weight, None, onednn=True))
-        return
-    buffer = rows.new_empty((min(loss_chunk_size, num_rows), weight.shape[0]))
+    num_rows, buffer = rows.shape[0], None
+    if not replaces_torch(rows[:loss_chunk_size], weight, onednn):
+        buffer = rows.new_empty((min(loss_chunk_size, num_rows), weight.shape[0]))
     for start in range(0, num_rows, loss_chunk_size):
         tokens = slice(start, min(start + loss_chunk_size, num_rows))
         yield _ChunkOfLogits(
-            tokens, torch.mm(rows[tokens], weight.t(), out=buffer[: tokens.stop - start])
+            tokens,
+            linear(rows[tokens], weight, None, onednn=True)
+            if buffer is None
+            else torch.mm(rows[tokens], weight.t(), out=buffer[: tokens.stop - start]),
         )
 
 

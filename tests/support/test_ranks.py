@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support.forks import leave
 from tests.support.limits import HANG_S, patiently
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import LOST, RankFailure, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +83,26 @@ def test_a_failing_rank_is_named_with_its_traceback_while_the_others_wait() -> N
     ):
         run_ranks(fail_on_rank_one, 3)
     assert time.monotonic() - start < 0.7 * HANG_S
+
+
+def test_a_rank_that_lost_another_does_not_hide_why_that_one_failed() -> None:
+    def fail_later_on_rank_one(rank: int, world_size: int) -> Any:
+        if rank == 0:
+            raise RuntimeError(f"{LOST} [127.0.0.1]:1")
+        time.sleep(0.3)
+        raise KeyError("the reason")
+
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 2 failed.*KeyError: 'the reason'"):
+        run_ranks(fail_later_on_rank_one, 2)
+
+
+def test_a_lost_connection_is_a_failure_though_all_others_return() -> None:
+    def lose_on_rank_zero(rank: int, world_size: int) -> Any:
+        if rank == 0:
+            raise RuntimeError(f"{LOST} [127.0.0.1]:1")
+
+    with pytest.raises(RankFailure, match=rf"(?s)rank 0 of 2 failed.*{LOST}"):
+        run_ranks(lose_on_rank_zero, 2)
 
 
 def test_a_hang_ends_with_the_stack_of_the_ranks_that_hang() -> None:
