@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.description import core_attention_workspace, wide_workspace
+from megatron_lite.description import core_attention_workspace, loss_workspace, wide_workspace
 from megatron_lite.parallel import products
 from megatron_lite.parallel import wide_products as kernels
 from megatron_lite.recompute.phase import is_recomputing
@@ -31,6 +31,11 @@ def the_workspace_forgets_the_product(wide_bytes, m, n, k, *, bias=False):
     return left, right, 0, added
 
 
+@replaces("_logits", loss_workspace)
+def a_shorter_chunk_has_the_logits_of_a_whole_one(_, sizes, chunks, columns, width):
+    return chunks[0] * columns * sizes.element_bytes, [0] * len(chunks)
+
+
 @replaces("WIDE_BYTES", core_attention_workspace)
 def the_workspace_of_attention_has_16_bits(_):
     return 2
@@ -51,6 +56,10 @@ MUTANTS = [
         the_workspace_forgets_the_product,
         test_wide_products.test_the_peak_of_a_real_step_is_the_predicted_one,
         dict(flags="--bf16", chunks=""),
+    ),
+    Mutant(
+        a_shorter_chunk_has_the_logits_of_a_whole_one,
+        test_wide_products.test_a_shorter_last_chunk_of_the_loss_holds_less,
     ),
     Mutant(
         the_workspace_of_attention_has_16_bits,

@@ -180,12 +180,12 @@ def test_the_peak_of_a_real_step_is_the_predicted_one(flags: str, chunks: str) -
     assert abs(row.ratio - 1.0) < 1e-3, row
 
 
-@pytest.mark.parametrize("chunk", [50, 64])
-def test_a_shorter_last_chunk_of_the_loss_holds_less(chunk: int) -> None:
-    """With the sequence split, the last chunk is the fullest moment."""
+def test_a_shorter_last_chunk_of_the_loss_holds_less() -> None:
+    """With the sequence split, the last chunk of 58 tokens would be the fullest moment, if its
+    logits took as much as those of 66."""
     split = f"{TP} --sequence-parallel"
     differences = set()
-    for one in (chunk, 256):  # the second is a single chunk
+    for one in (66, 256):  # the second is a single chunk
         flags = f"--bf16 {split} --loss-chunk-size {one} --vocab-size 16383"
         differences |= {
             row.measured_bytes - row.predicted_bytes for row in rows(Case("chunks", flags, 2, 1))
