@@ -6,8 +6,9 @@
 
 The folder gets one file for each case. A file of `explain` holds the report of --explain-recompute:
 bytes, FLOPs, collectives and parameters. A file of `train` holds the losses, norms and bytes of the
-metrics file without its times, and the SHA-256 of each tensor file of the checkpoint. Losses depend
-on the machine's kernels, so the files are not kept in the repository.
+metrics file without its times, and the SHA-256 of each tensor file of the checkpoint. A file of
+`wide` holds the same of shapes with long sequences and wide products. Losses depend on the
+machine's kernels, so the files are not kept in the repository.
 
 --root names the checkout that runs; without it, it is the one that this script lies in. So a new
 version of the script can drive an old checkout.
@@ -72,6 +73,40 @@ SPLIT = (
     "--distribute-saved-activations"
 )
 PRECISIONS = {"float32": "", "bf16": "--bf16", "fp16": "--fp16"}
+# Shapes that reach what a kernel does with more than one block: long sequences, wide products.
+WIDE = (
+    "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 "
+    "--micro-batch-size 2 --vocab-size 3001 --make-vocab-size-divisible-by 64"
+)
+WIDE_TRAIN = (
+    "--global-batch-size 4 --train-iters 6 --lr 1e-3 --mock-data --log-interval 1 "
+    "--eval-interval 6 --eval-iters 1 --save-interval 6 --seed 7"
+)
+WIDE_MIXED = "--recompute-policy '0:full@host; 1:ops(matmul/2,attention)'"
+# Each case: the model, the layout, the length of a sequence, and further flags.
+WIDE_CASES = {
+    "gpt_256_float32_tp1": ("no-dropout", "tp1", 256, ""),
+    "gpt_512_float32_tp1": ("no-dropout", "tp1", 512, "--no-gradient-accumulation-fusion"),
+    "gpt_256_dropout_tp1": ("gpt", "tp1", 256, WIDE_MIXED),
+    "llama_512_float32_tp1": ("llama", "tp1", 512, WIDE_MIXED),
+    "qwen_256_float32_tp2": ("qwen", "tp2", 256, POLICIES["uniform"]),
+    "gpt_512_float32_tp2-sp": ("no-dropout", "tp2-sp", 512, POLICIES["every-region"]),
+    "gpt_256_bf16_tp1": ("no-dropout", "tp1", 256, "--bf16"),
+    "gpt_512_bf16_autograd_tp1": (
+        "no-dropout",
+        "tp1",
+        512,
+        "--bf16 --no-gradient-accumulation-fusion",
+    ),
+    "llama_512_bf16_tp1": ("llama", "tp1", 512, f"--bf16 {POLICIES['ops']}"),
+    "llama_256_bf16_tp2-sp": ("llama", "tp2-sp", 256, "--bf16 --loss-chunk-size 100"),
+    "gpt_256_fp16_tp1": ("no-dropout", "tp1", 256, "--fp16 --loss-chunk-size 64"),
+    "llama_256_muon_bf16_tp1": ("llama", "tp1", 256, "--bf16 --optimizer muon"),
+    "gpt_512_chunks_tp1": ("no-dropout", "tp1", 512, "--loss-chunk-size 300"),
+    "llama_256_float32_dp2-zero1": ("llama", "dp2-zero1", 256, ""),
+    "llama_256_float32_dp2-fsdp2": ("llama", "dp2-fsdp2", 256, POLICIES["uniform"]),
+    "llama_512_float32_cp2": ("llama", "cp2", 512, ""),
+}
 # Each layout: the number of ranks and its flags.
 LAYOUTS = {
     "tp1": (1, ""),
@@ -82,6 +117,7 @@ LAYOUTS = {
     "cp2": (2, "--context-parallel-size 2"),
     "dp2-zero1": (2, "--use-distributed-optimizer"),
 }
+MORE_LAYOUTS = {**LAYOUTS, "dp2-fsdp2": (2, "--use-torch-fsdp2")}
 
 
 def main() -> int:
@@ -93,13 +129,13 @@ def main() -> int:
         default=Path(__file__).resolve().parent.parent,
         help="the checkout that runs",
     )
-    parser.add_argument("--only", choices=("explain", "train"), help="leave the other half out")
+    parser.add_argument("--only", choices=tuple(KINDS), help="leave the other kinds out")
     chosen = parser.parse_args()
-    for kind, cases in (("explain", explain_cases()), ("train", train_cases())):
+    for kind, cases in KINDS.items():
         if chosen.only in (None, kind):
             folder = chosen.output / kind
             folder.mkdir(parents=True, exist_ok=True)
-            for name, ranks, flags in cases:
+            for name, ranks, flags in cases():
                 print(kind, name, flush=True)
                 run = explained if kind == "explain" else trained
                 (folder / f"{name}.txt").write_text(run(chosen.root, ranks, flags))
@@ -143,6 +179,14 @@ def train_cases() -> Iterator[tuple[str, int, str]]:
         1,
         f"{TINY} {MODELS['llama']} --bf16 --loss-chunk-size 16 {TRAIN}",
     )
+
+
+def wide_cases() -> Iterator[tuple[str, int, str]]:
+    """Yields the name, the number of ranks and the flags of the runs with wide shapes."""
+    for name, (model, layout, length, further) in WIDE_CASES.items():
+        ranks, parallel = MORE_LAYOUTS[layout]
+        sizes = f"{WIDE} --seq-length {length} {MODELS[model]}"
+        yield name, ranks, f"{sizes} {parallel} {further} {WIDE_TRAIN}"
 
 
 def explained(root: Path, ranks: int, flags: str) -> str:
@@ -198,6 +242,8 @@ def _run(root: Path, ranks: int, flags: str, *, cwd: Path) -> str:
     )
     return done.stdout if done.returncode == 0 else f"exit {done.returncode}\n{done.stderr}"
 
+
+KINDS = {"explain": explain_cases, "train": train_cases, "wide": wide_cases}
 
 if __name__ == "__main__":
     sys.exit(main())
