@@ -66,15 +66,11 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
     # Imported late: these modules import torch, which takes seconds.
     from megatron_lite.cli.preparation import ready_to_train
     from megatron_lite.cli.supervised import supervised
-    from megatron_lite.parallel.heap import keep_freed_memory
-    from megatron_lite.parallel.state import choose_device, parallel_state
+    from megatron_lite.parallel.state import parallel_state
     from megatron_lite.training.build_trainer import build_trainer
     from megatron_lite.training.out_of_memory import memory_limited
 
     config, notices = ready_to_train(config, notices, launch)
-    on_cpu = choose_device(config.parallel, launch).type == "cpu"
-    if on_cpu and config.training.memory_limit is None:  # a limit counts what the process keeps
-        keep_freed_memory()
     with (
         parallel_state(
             config.parallel, seed=config.training.seed, launch=launch, run=config

@@ -7,6 +7,7 @@ import types
 import typing
 from typing import Any
 
+from megatron_lite.config.flags import RETIRED_FIELDS
 from megatron_lite.config.json_text import shown
 
 
@@ -14,9 +15,11 @@ def from_plain(cls: type, values: Any, where: str) -> Any:
     """Returns the config class built from a JSON object.
 
     where: the path of the object in the file, for error messages.
+    Fields that an older version had, and that have no effect any more, are left out.
     """
     if not isinstance(values, dict):
         raise ValueError(f"{where}: expected an object, got {type(values).__name__}")
+    values = {name: value for name, value in values.items() if name not in RETIRED_FIELDS}
     hints = typing.get_type_hints(cls)
     unknown = sorted(set(values) - set(hints))
     if unknown:

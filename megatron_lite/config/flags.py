@@ -23,10 +23,19 @@ from megatron_lite.config.megatron_flags import REFUSED_FAMILIES
 # With more ignored flags than this, one line names all of them, without the reasons.
 MOST_REASONS = 3
 
+# Flags of version 0.1 that are accepted without effect in version 0.2, and refused afterwards.
+RETIRED = {
+    "--no-onednn-matmuls": "torch computes every matrix product and attention on every processor",
+    "--no-shared-memory-collectives": "CPU ranks of one host send through gloo",
+}
+# The fields that they set, which configurations stored by version 0.1 have.
+RETIRED_FIELDS = frozenset(("onednn_matmuls", "shared_memory_collectives"))
+
 # Flags that are accepted and ignored: the run is the same without them. A word after the flag
 # means that it takes a value. The text gives the reason. Reasons that many flags share are in
 # `ignored_flags.py`.
 WITHOUT_EFFECT = {
+    **RETIRED,
     "--use-mcore-models": "there is one model implementation",
     "--transformer-impl NAME": "there is one layer implementation",
     "--use-flash-attn": "--attention-backend chooses, and auto takes flash attention where it runs",

@@ -3,8 +3,7 @@
 An entry is a group or one operator of torch, such as aten.mm.default. The groups are:
 
     matmul       every matrix product
-    attention    the fused attention kernels, the whole attention over context-parallel ranks, and
-                 causal attention in blocks or by products on a CPU.
+    attention    the fused attention kernels, and the whole attention over context-parallel ranks.
                  Unfused attention, which builds its scores, has no such operator.
     collective   the all-reduces, all-gathers and reduce-scatters of tensor parallelism, and the
                  all-gather of keys and values of unfused attention over context-parallel ranks
@@ -34,7 +33,6 @@ GROUPS = {
         "aten._scaled_dot_product_cudnn_attention.default",
         "aten._scaled_dot_product_fused_attention_overrideable.default",
         "megatron_lite.context_parallel_attention.default",
-        "megatron_lite.causal_attention.default",
     ),
     # Functional forms: an in-place collective returns nothing that a policy could keep. A layer
     # with an ops(...) policy therefore runs its collectives in this form (parallel/collectives.py).
@@ -46,28 +44,7 @@ GROUPS = {
     ),
     "max": ("aten.max.default", "aten.max.dim"),
 }
-# By operator: the one that runs in its place where faster products replace torch's
-# (parallel/products.py), or products compute 16-bit attention (model/causal_products.py). It counts
-# as the operator.
-STAND_INS = {
-    "aten.mm.default": "megatron_lite.own_mm.default",
-    "aten.addmm.default": "megatron_lite.own_addmm.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default": (
-        "megatron_lite.attention_by_products.default"
-    ),
-}
-USUAL_NAMES = {own: usual for usual, own in STAND_INS.items()} | {
-    "megatron_lite.onednn_add_weight_gradient_.default": "aten.addmm.out"
-}
 IN_GROUPS = frozenset(name for names in GROUPS.values() for name in names)
-
-
-def usual_name(operator: str) -> str:
-    """Returns the name of the operator in whose place this one runs, or its own name.
-
-    Reports use it, so that they are the same on every processor.
-    """
-    return USUAL_NAMES.get(operator, operator)
 
 
 class OperatorEntry(NamedTuple):

@@ -8,8 +8,6 @@ from megatron_lite.config.checks import flag, require_at_least, require_one_of
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 CP_COMM_TYPES = ("p2p", "allgather")
-# The memory that a rank shares with the others of one group on its host (parallel/shared_memory.py)
-SHARED_REGION_BYTES = 2**23
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +27,6 @@ class ParallelConfig:
         at once ("allgather").
     distributed_backend: "auto" is nccl on CUDA and gloo elsewhere. "gloo" also keeps the run on the
         CPU.
-    shared_memory_collectives: whether CPU ranks of one host exchange tensors through shared memory.
-        The results have the same bits as gloo's.
     distributed_timeout_minutes: the limit for one collective.
     distributed_timeout_seconds_after_init: the limit from the second iteration on, if given.
     """
@@ -46,7 +42,6 @@ class ParallelConfig:
     context_parallel_size: int = 1
     cp_comm_type: str = "p2p"
     distributed_backend: str = "auto"
-    shared_memory_collectives: bool = True
     distributed_timeout_minutes: int = 10
     distributed_timeout_seconds_after_init: int | None = None
 
@@ -127,17 +122,6 @@ class ParallelConfig:
             * self.context_parallel_size
             * self.pipeline_model_parallel_size
         )
-
-    def shared_region_bytes(self, dp_size: int) -> int:
-        """Returns the bytes that a CPU rank shares with the other ranks of its host.
-
-        They are one region for each tensor-, context- and data-parallel group of several ranks, and
-        one for the group of both if data and context parallelism have several ranks each.
-        """
-        dp_and_cp = dp_size > 1 and self.context_parallel_size > 1
-        sizes = (self.tensor_model_parallel_size, self.context_parallel_size, dp_size)
-        groups = sum(size > 1 for size in sizes) + dp_and_cp
-        return groups * SHARED_REGION_BYTES if self.shared_memory_collectives else 0
 
     def data_parallel_size(self, world_size: int) -> int:
         """Returns the world size divided by the number of ranks of one model, t x c x p.

@@ -26,9 +26,6 @@ class TrainingConfig:
     gradient_accumulation_fusion: whether the matmul of a weight's gradient adds to the float32 sum.
         NVIDIA apex's kernel does so on CUDA if apex is installed, and torch's addmm does so for
         float32 weights.
-    onednn_matmuls: whether faster products may replace torch's on a CPU: oneDNN's for large float32
-        ones and for bf16 attention, float32 ones for those in 16 bits. They do so on processors
-        that gain (training/processor.py).
     memory_limit: an amount such as 4GiB. A rank that allocates more stops the run, as if its
         device had no more memory. None: no limit but the device's.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. 0: all tokens have
@@ -53,7 +50,6 @@ class TrainingConfig:
     bf16: bool = False
     fp16: bool = False
     gradient_accumulation_fusion: bool = True
-    onednn_matmuls: bool = True
     memory_limit: str | None = None
     loss_chunk_size: int | None = None
     calculate_per_token_loss: bool = False

@@ -23,11 +23,9 @@ def _gelu(model: ModelConfig, sizes: Sizes, intermediate: int, output: int) -> W
     backward = course(+intermediate, -output - intermediate)
     if sizes.device != "cpu" or not model.bias_gelu_fusion:
         return Workspace(course(+output), backward)
-    # tanh_gelu computes blocks in float32. A 16-bit input is copied. The copy lives on until the
-    # next block's copy exists.
-    block = min(sizes.cpu_block, output // sizes.element_bytes) * sizes.accumulate_bytes
-    copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else block
-    return Workspace(course(+output, +copy, +block, -block - copy), backward)
+    # tanh_gelu computes in float32: a 16-bit input and the result are cast.
+    wide = output // sizes.element_bytes * sizes.accumulate_bytes if sizes.is_rounded else 0
+    return Workspace(course(+wide, +wide, +output, -2 * wide), backward)
 
 
 def _swiglu(model: ModelConfig, sizes: Sizes, intermediate: int, output: int) -> Workspace:

@@ -39,7 +39,7 @@ def split_workspace(model: ModelConfig, heads: Heads, *, grouped: bool, rotary: 
 
 
 def norms_workspace(
-    model: ModelConfig, sizes: Sizes, heads: Heads, *, grouped: bool, apart: bool, in_layout: bool
+    model: ModelConfig, sizes: Sizes, heads: Heads, *, grouped: bool, apart: bool
 ) -> Workspace:
     """Returns the workspace of the norms of query and key.
 
@@ -47,7 +47,6 @@ def norms_workspace(
     unfused attention if it is summed over a group, and both gradients of flash attention if there
     is one sample or if they are computed by products.
 
-    in_layout: whether attention is computed by products.
     """
     d = model.head_dim
     queries, keys = (size // sizes.element_bytes // d for size in heads)
@@ -74,7 +73,7 @@ def norms_workspace(
             ),
         )
     unfused, samples = model.builds_scores(sizes.device), sizes.micro_batch_size
-    flash_copies = samples > 1 and not in_layout
+    flash_copies = samples > 1
     copies_query = unfused or flash_copies
     copies_key = not grouped if unfused else flash_copies
     return Workspace(

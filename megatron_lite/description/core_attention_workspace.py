@@ -7,10 +7,9 @@ attention_workspace.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.attention_products import WIDE_BYTES, PartShape, attends_by_products
 from megatron_lite.description.dropout_workspace import dropout_forward, masked
 from megatron_lite.description.operations import ID_BYTES, Course, KeptTensor, Workspace, course
-from megatron_lite.description.sizes import Heads, Sizes, query_blocks
+from megatron_lite.description.sizes import Heads, Sizes
 
 
 def flash_workspace(
@@ -27,10 +26,6 @@ def flash_workspace(
     if sizes.cp_size > 1:
         return _exchanging(model, sizes, results, freed)
     masked = windowed or sizes.resets_attention
-    if by_products(model, sizes, windowed=windowed):
-        return _by_products(model, sizes, log_sum_exp, freed)
-    if not masked and len(blocks := attention_blocks(model, sizes)) > 1:
-        return _in_blocks(model, sizes, blocks, log_sum_exp, freed)
     mask = _mask(sizes, windowed=windowed) if masked else Course()
     return Workspace(
         course(mask, +results, -mask.end),
@@ -64,78 +59,6 @@ def unfused_workspace(
         _unfused_backward(
             model, sizes, elements, softmax_bytes, heads, freed, holds_gradient=in_replay
         ),
-    )
-
-
-def attention_blocks(model: ModelConfig, sizes: Sizes) -> list[slice]:
-    """Returns the blocks of queries of causal flash attention without a mask."""
-    if model.attention_dropout > 0.0:
-        return [slice(0, sizes.seq_length)]
-    return query_blocks(sizes.seq_length, sizes.element_bytes, sizes.device)
-
-
-def by_products(model: ModelConfig, sizes: Sizes, *, windowed: bool) -> bool:
-    """Returns whether a layer's attention is computed by products."""
-    return (
-        sizes.onednn
-        and not (windowed or sizes.resets_attention or sizes.cp_size > 1)
-        and not model.builds_scores(sizes.device)
-        and model.attention_dropout == 0.0
-        and attends_by_products(sizes.seq_length, sizes.element_bytes, sizes.device)
-    )
-
-
-def _by_products(model: ModelConfig, sizes: Sizes, log_sum_exp: int, freed: int) -> Workspace:
-    """Returns the workspace of causal attention by products (model/causal_products.py).
-
-    log_sum_exp, freed: see `flash_workspace`.
-    """
-    query, kv = Heads.of(model, sizes)
-    heads, groups = model.num_attention_heads, model.query_groups
-    shape = PartShape.of(
-        sizes.seq_length, heads // sizes.tp_size, groups // sizes.tp_size, model.head_dim
-    )
-    forward, backward = (
-        count(WIDE_BYTES if sizes.widens else sizes.element_bytes)
-        for count in (shape.forward_bytes, shape.backward_bytes)
-    )
-    return Workspace(
-        course(+query, +log_sum_exp, +forward, -forward),
-        course(+query, +2 * kv, +backward, -backward - 2 * query - log_sum_exp - freed),
-    )
-
-
-def _in_blocks(
-    model: ModelConfig, sizes: Sizes, blocks: list[slice], log_sum_exp: int, freed: int
-) -> Workspace:
-    """Returns the workspace of causal attention in blocks of queries (model/causal_blocks.py).
-
-    log_sum_exp, freed: see `flash_workspace`.
-    """
-    query, kv = Heads.of(model, sizes)
-    results = query + log_sum_exp
-
-    def mask(rows: slice) -> Course:
-        length = rows.stop - rows.start
-        if not rows.start:
-            return Course()
-        triangle = length * length * sizes.element_bytes
-        return course(length * rows.stop * sizes.element_bytes, +triangle, -triangle)
-
-    def of_block(whole: int, rows: slice) -> int:
-        return whole * (rows.stop - rows.start) // sizes.seq_length
-
-    forward = [
-        course(mask(rows), part := of_block(results, rows), -mask(rows).end - part)
-        for rows in blocks
-    ]
-    backward: list[Course] = []
-    for rows in reversed(blocks):
-        part, keys = of_block(query, rows), 2 * kv * rows.stop // sizes.seq_length
-        sums = keys if not backward else 0  # the last block's gradients become the sums
-        backward.append(course(mask(rows), part + keys, sums - part - keys - mask(rows).end))
-    return Workspace(
-        course(+query, +log_sum_exp, *forward), course(+query, *backward, -query - results - freed)
     )
 
 

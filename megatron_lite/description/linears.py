@@ -15,7 +15,6 @@ only.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -42,7 +41,6 @@ from megatron_lite.description.weight_gradients import (
     gradient_bytes,
     weight_product,
 )
-from megatron_lite.description.wide_workspace import inside_product
 
 OPERATORS = {
     ALL_REDUCE: "_c10d_functional.all_reduce.default",
@@ -111,7 +109,7 @@ def column_linear(
             model,
             sizes,
             width=width,
-            weight=column_weight_product(parameters[0], sizes),
+            weight=weight_product(parameters[0], sizes),
             bias=gradient_bytes(parameters[1:], sizes),
             then=added_up(apart(parameters, sizes), sizes),
         ),
@@ -210,28 +208,14 @@ def column_workspace(
     """
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
     output = sizes.tokens * width * sizes.element_bytes
-    product = inside_product(sizes, sizes.tokens, width, model.hidden_size, bias=bias > 0)
-    of_input = inside_product(sizes, sizes.tokens, model.hidden_size, width)
     if not _splits_sequence(sizes):
-        return Workspace(
-            course(+output, product), course(+whole, of_input, weight, +bias, -output - whole, then)
-        )
+        return Workspace(course(+output), course(+whole, weight, +bias, -output - whole, then))
     own = whole // sizes.tp_size
     return Workspace(
-        course(+whole, +output, product, -whole),
+        course(+whole, +output, -whole),
         # the gathered input, the whole gradient of the input, this rank's part of the sum
-        course(+whole, +whole, of_input, +own, weight, +bias, then, -2 * whole - output - own),
+        course(+whole, +whole, +own, weight, +bias, then, -2 * whole - output - own),
     )
-
-
-def column_weight_product(weight: Parameter, sizes: Sizes) -> Course:
-    """Returns `weight_product` of a column-parallel layer.
-
-    On one rank torch computes the gradient if autograd sums it.
-    """
-    if sizes.tp_size == 1 and not sizes.adds_by_itself:
-        sizes = replace(sizes, onednn=False)  # 16-bit products do not depend on it
-    return weight_product(weight, sizes)
 
 
 def _row_workspace(
@@ -246,22 +230,18 @@ def _row_workspace(
 ) -> Workspace:
     whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
     input_bytes = sizes.tokens * width * sizes.element_bytes
-    adds_bias = bias > 0 and sizes.tp_size == 1
-    product = inside_product(sizes, sizes.tokens, model.hidden_size, width, bias=adds_bias)
-    of_input = inside_product(sizes, sizes.tokens, width, model.hidden_size)
     # If the gradient of the output is a tensor of its own, and not that of the residual stream.
     freed = model.hidden_dropout or frees.gradient or is_widened(model, sizes)
     own_gradient = sizes.local_tokens * model.hidden_size * sizes.element_bytes if freed else 0
     used = own_gradient + frees.backward
     if not _splits_sequence(sizes):
         return Workspace(
-            course(+whole, product, -frees.forward),
-            course(+bias, +input_bytes, of_input, weight, then, -used),
+            course(+whole, -frees.forward), course(+bias, +input_bytes, weight, then, -used)
         )
     own = whole // sizes.tp_size
     return Workspace(
-        course(+whole, product, +own, -whole - frees.forward),
-        course(+bias, +whole, +input_bytes, of_input, weight, then, -whole - used),
+        course(+whole, +own, -whole - frees.forward),
+        course(+bias, +whole, +input_bytes, weight, then, -whole - used),
     )
 
 

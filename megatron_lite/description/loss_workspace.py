@@ -7,13 +7,11 @@ columns are padded holds a little less. Standard library only.
 
 from __future__ import annotations
 
-from megatron_lite.config.large_products import is_large
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.description.operations import Course, Parameter, Workspace, course
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.weight_gradients import chunk_product, product_parts
-from megatron_lite.description.wide_workspace import inside_product
+from megatron_lite.description.weight_gradients import rounded_product
 
 
 def loss_workspace(sizes: Sizes, columns: int) -> Workspace:
@@ -52,23 +50,14 @@ def linear_loss_workspace(
     gathered = whole if sizes.tp_size > 1 and sizes.sequence_parallel else 0
     full, rest = divmod(tokens, chunk_size)
     chunks = ([chunk_size] if full else []) + ([rest] if rest else [])
-    buffer, own_logits = _logits(sizes, chunks, columns, h)
+    buffer = chunks[0] * columns * element  # of all chunks
     # The statistics of earlier chunks stay. The last of the full chunks is the fullest moment.
     forward = course(
         _local_labels(sizes),
         +gathered,
         +buffer,
         3 * accumulate * chunk_size * max(0, full - 1),
-        *(
-            one
-            for chunk, logits in zip(chunks, own_logits, strict=True)
-            for one in (
-                +logits,
-                inside_product(sizes, chunk, columns, h),
-                _row_statistics(sizes, chunk, columns),
-                -logits,
-            )
-        ),
+        *(_row_statistics(sizes, chunk, columns) for chunk in chunks),
         -buffer,
         *(+row, +row, +row),  # the statistics of all chunks in one tensor each
         _combined(sizes, tokens),
@@ -81,28 +70,14 @@ def linear_loss_workspace(
     if sizes.adds_by_itself:
         total, cast = 0, 0
     weight = Parameter("weight", (columns, h))
-    rows = min(columns, rows_at_a_time(h, sizes.device))
-    product = rows * h * element if apart else 0
-    # On a CPU an addition of two dtypes casts its second operand. A first chunk is only copied.
-    inside = apart and sizes.inside_operators and sizes.device == "cpu"
-    wide = rows * h * accumulate if inside else 0
     scattered = own if gathered else 0
     steps: list[int | Course] = []
     for number, chunk in enumerate(chunks):
-        last = scattered if number == len(chunks) - 1 else 0
-        inside_part = inside_product(sizes, rows, h, chunk)
+        first = apart and number == 0 and full <= 1
         steps += [
-            +own_logits[number],
-            inside_product(sizes, chunk, columns, h),
             _write_gradient(sizes, chunk, columns),
-            _input_gradient(sizes, chunk, columns, h),
-            +last,
-            *(
-                (+product, inside_part, *((+wide, -wide) if number or full > 1 else ()), -product)
-                if apart
-                else (chunk_product(weight, sizes, chunk),)
-            ),
-            -own_logits[number],
+            scattered if number == len(chunks) - 1 else 0,
+            rounded_product(weight, sizes, first=first) if sizes.is_rounded else Course(),
         ]
     # Without sequence parallelism the whole gradient of the input is the result.
     backward = course(
@@ -135,12 +110,11 @@ def one_pass_workspace(
     incoming = losses if sizes.masks_loss else accumulate
     full, rest = divmod(tokens, chunk_size)
     chunks = [chunk_size] * min(full, 1) + ([rest] if rest else [])
-    buffer, own_logits = _logits(sizes, chunks, columns, model.hidden_size)
+    buffer = chunks[0] * columns * element  # of all chunks
     steps: list[int | Course] = []
     for number, chunk in enumerate(chunks):
         row = accumulate * chunk
         steps += [
-            +own_logits[number],
             _row_statistics(sizes, chunk, columns),
             _combined(sizes, chunk),
             -3 * row,
@@ -148,10 +122,7 @@ def one_pass_workspace(
             _write_gradient(sizes, chunk, columns),
             -2 * row - row,  # the factors and the share of the softmax
             -row,  # the losses, which are copied
-            _input_gradient(sizes, chunk, columns, model.hidden_size),
             scattered if number == len(chunks) - 1 else 0,
-            product_parts(sizes, chunk, columns, model.hidden_size),
-            -own_logits[number],
         ]
     forward = course(
         _local_labels(sizes),
@@ -162,30 +133,6 @@ def one_pass_workspace(
         -buffer - incoming - 2 * gathered - 9 * tokens,
     )
     return Workspace(forward, course(-losses))
-
-
-def _logits(sizes: Sizes, chunks: list[int], columns: int, width: int) -> tuple[int, list[int]]:
-    """Returns the bytes of the buffer of all chunks' logits, and of each chunk's own logits.
-
-    The chunks share a buffer if torch computes them. Other products make a new tensor for each.
-    """
-    own = [chunk * columns * sizes.element_bytes for chunk in chunks]
-    if _replaces_torch(sizes, chunks[0], columns, width):
-        return 0, own
-    return own[0], [0] * len(chunks)
-
-
-def _input_gradient(sizes: Sizes, tokens: int, columns: int, width: int) -> Course:
-    """Returns the course of the gradient of a chunk's input, which torch alone writes in place."""
-    num_bytes = tokens * width * sizes.element_bytes
-    if not _replaces_torch(sizes, tokens, columns, width):
-        return Course()
-    return course(+num_bytes, inside_product(sizes, tokens, width, columns), -num_bytes)
-
-
-def _replaces_torch(sizes: Sizes, tokens: int, columns: int, width: int) -> bool:
-    """Returns whether a chunk's products are not torch's, as parallel/products.py decides it."""
-    return sizes.widens or (sizes.onednn_linears and is_large(tokens, columns, width))
 
 
 def _incoming_gradient(sizes: Sizes) -> Course:

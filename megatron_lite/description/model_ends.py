@@ -11,7 +11,6 @@ from megatron_lite.description.dropout_workspace import dropout_forward, masked
 from megatron_lite.description.linears import (
     column_backward,
     column_beside,
-    column_weight_product,
     column_workspace,
     hidden_collective,
     row_backward,
@@ -51,7 +50,7 @@ from megatron_lite.description.weight_gradients import (
     apart,
     cast,
     gradient_bytes,
-    widened_rows,
+    weight_product,
 )
 
 
@@ -151,7 +150,7 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
     gradient = gradient_bytes((words,), sizes)
     used = whole + (8 * tokens if several else 0)
     if sizes.adds_by_itself and sizes.device == "cpu":
-        wide = widened_rows(tokens, model.hidden_size, sizes)
+        wide = tokens * model.hidden_size * sizes.accumulate_bytes if sizes.is_rounded else 0
         return course(*changes, +wide, -wide, -used)
     if adds_rounded(sizes):
         return course(*changes, +gradient, added_rounded(words, sizes), -used)
@@ -229,7 +228,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             model,
             sizes,
             width=columns,
-            weight=column_weight_product(output_weight, sizes),
+            weight=weight_product(output_weight, sizes),
             then=output_gradient,
         )
         after = loss_workspace(sizes, columns)

@@ -137,15 +137,14 @@ def norm_forward(model: ModelConfig, sizes: Sizes, rows: int, width: int) -> Cou
         norm_statistics("", model, sizes, rows).num_bytes,
     )
     shifted = sum(one.num_bytes for one in shifted_weight("", model, sizes, width))
-    changes: list[int] = []
-    if _is_composed(model, sizes):
-        for block in _blocks(sizes, rows, width):
-            squares, means = block * width * sizes.accumulate_bytes, block * sizes.accumulate_bytes
-            # A 16-bit input is copied to float32. A block's copy lives until the next one exists.
-            copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else squares
-            # the squares and their means, then the normed rows
-            changes += [+copy, +squares, +means, -squares - means, +squares, -squares - copy]
-    return course(+shifted, +output, +statistics, *changes)
+    if not _is_composed(model, sizes):
+        return course(+shifted, +output, +statistics)
+    wide = rows * width * sizes.accumulate_bytes
+    if not sizes.is_rounded:  # the squares, then the normed rows, which are the output
+        return course(+shifted, +wide, +statistics, -wide, +output)
+    # the input and its squares in float32, then the normed rows
+    squares = (+wide, +wide, +statistics, -wide)
+    return course(+shifted, *squares, +wide, +output, -2 * wide)
 
 
 def norm_backward(
@@ -170,36 +169,24 @@ def norm_backward(
     if not _is_composed(model, sizes):
         return course(+hidden + gradients * sizes.element_bytes, -used)
     copied = hidden if copies else 0
-    accumulates_apart = sizes.element_bytes != sizes.accumulate_bytes
+    wide, means = rows * width * sizes.accumulate_bytes, rows * sizes.accumulate_bytes
     weight = gradients * sizes.accumulate_bytes
-    changes = [+copied, +hidden, +weight]
-    before = product_before = means_before = 0
-    for block in _blocks(sizes, rows, width):
-        product, means = block * width * sizes.accumulate_bytes, block * sizes.accumulate_bytes
-        factors = product * (2 if accumulates_apart else 1)  # the gradient's copy, the normed input
-        changes += [+factors, -before, +product, -product_before]
-        changes += [+product, +weight, -product - weight]  # the gradient of the weight
-        changes += [+product, +means, -product - means_before]
-        before, product_before, means_before = factors, product, means
-    left = before + product_before + means_before + copied
-    if accumulates_apart:
-        return course(*changes, +gradients * sizes.element_bytes, -left - weight - used)
+    grad = wide if sizes.is_rounded else 0  # the gradient of the output in float32
+    inside = grad if sizes.inside_operators else 0  # a product of two dtypes casts an operand
+    changes = [+copied, +grad, +inside, +wide, -inside]  # the normed rows
+    changes += [+wide]  # the gradient of the normed rows, over which that of the input is written
+    changes += [+wide, +weight, -wide]  # the gradient of the weight
+    changes += [+wide, +means, -wide]
+    left = copied + grad + wide + means
+    if sizes.is_rounded:
+        changes += [+hidden, +gradients * sizes.element_bytes]
+        left += wide + weight
     return course(*changes, -left - used)
 
 
 def _is_composed(model: ModelConfig, sizes: Sizes) -> bool:
     """Returns whether the norm is composed of torch operators (model/norm.py), not one kernel."""
     return sizes.device == "cpu" and model.norm_impl == "torch" and model.normalization == "RMSNorm"
-
-
-def _blocks(sizes: Sizes, rows: int, width: int) -> list[int]:
-    """Returns the rows of the blocks that RMSNorm on a CPU computes one after the other.
-
-    All blocks but the last are alike. Three of them show every state of the memory.
-    """
-    step = max(1, sizes.cpu_block // width)
-    full, rest = divmod(rows, step)
-    return [step] * min(full, 2) + ([rest] if rest else [])
 
 
 STATISTICS = {"LayerNorm": _layer_norm_statistics, "RMSNorm": _rms_norm_statistics}

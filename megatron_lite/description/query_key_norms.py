@@ -102,18 +102,12 @@ def all_heads_forward(sizes: Sizes, heads: int, shifted: int) -> Course:
 
     heads: the bytes of the input. shifted: the bytes of 1 + weight, if that is kept.
     """
-    numbers = _numbers(sizes)
-    changes = [+shifted, +numbers]
-    blocks = _blocks(sizes, heads)
-    for rows, block in blocks:
-        copy = 0 if sizes.element_bytes == sizes.accumulate_bytes else block
-        # the squares of a block and their sums
-        changes += [+copy, +block, -copy, +rows, -block, -rows]
+    numbers, wide, cast = _numbers(sizes), *_wide(sizes, heads)
+    changes = [+shifted, +cast, +wide, -cast, +numbers, -wide]  # the squares and their sums
     changes += [+numbers, -numbers] if sizes.tp_size > 1 else []
-    changes += [+numbers, -numbers, +heads]
-    for _, block in blocks:
-        changes += [+block, -block]
-    return course(*changes)
+    changes += [+numbers, -numbers]
+    changes += [+_inside(sizes, cast), +wide, -_inside(sizes, cast)]
+    return course(*changes, *((+heads, -wide) if cast else ()))
 
 
 def all_heads_backward(sizes: Sizes, heads: int, weight: Parameter, shifted: int) -> Course:
@@ -122,20 +116,15 @@ def all_heads_backward(sizes: Sizes, heads: int, weight: Parameter, shifted: int
     The gradient of the output is freed, and all that the norm keeps, except the input. The input is
     left to the caller. heads, shifted: as in the forward.
     """
-    numbers = _numbers(sizes)
-    is_cast = sizes.element_bytes != sizes.accumulate_bytes
-    wide = weight.num_elements * sizes.accumulate_bytes
-    changes = [+wide if is_cast else 0, +wide, +numbers]
-    blocks = _blocks(sizes, heads)
-    for rows, block in blocks:
-        # the product of a block, its sum over tokens (for the weight), and its sum over heads
-        changes += [+block, +wide, -wide, +rows, -block, -rows]
+    numbers, wide, cast = _numbers(sizes), *_wide(sizes, heads)
+    inside, vector = _inside(sizes, cast), weight.num_elements * sizes.accumulate_bytes
+    changes = [+vector if cast else 0, +inside, +wide, -inside]
+    # the product of output's gradient and normed input, its sums for the weight and over the heads
+    changes += [+inside, -inside, +vector, +numbers]
     changes += [+numbers, -numbers] if sizes.tp_size > 1 else []
-    changes += [+numbers, -numbers, +heads]
-    for _, block in blocks:
-        changes += [+block, +block, -2 * block]
-    if is_cast:
-        changes += [+weight.num_elements * sizes.element_bytes, -2 * wide]
+    changes += [-wide, +inside, +wide, -inside, +inside, +wide, -inside, +numbers, -wide - numbers]
+    if cast:
+        changes += [+heads, -wide, +weight.num_elements * sizes.element_bytes, -2 * vector]
     return course(*changes, -numbers, -heads - numbers - shifted)
 
 
@@ -143,16 +132,12 @@ def _numbers(sizes: Sizes) -> int:
     return sizes.tokens * sizes.accumulate_bytes
 
 
-def _blocks(sizes: Sizes, heads: int) -> list[tuple[int, int]]:
-    """Returns the bytes of each block's sums and of its wide copy.
+def _wide(sizes: Sizes, heads: int) -> tuple[int, int]:
+    """Returns the bytes of the heads in float32, and of the cast to it, which is 0 in float32."""
+    wide = heads // sizes.element_bytes * sizes.accumulate_bytes
+    return wide, wide if sizes.is_rounded else 0
 
-    All blocks but the last are alike. Three of them show every state of the memory.
-    """
-    positions, samples = sizes.own_seq_length, sizes.micro_batch_size
-    width = heads // sizes.element_bytes // positions
-    step = max(1, sizes.cpu_block // max(1, width)) if sizes.device == "cpu" else positions
-    full, rest = divmod(positions, step)
-    return [
-        (count * samples * sizes.accumulate_bytes, count * width * sizes.accumulate_bytes)
-        for count in [step] * min(full, 2) + ([rest] if rest else [])
-    ]
+
+def _inside(sizes: Sizes, cast: int) -> int:
+    """Returns the bytes that a product of two dtypes casts inside its operator on a CPU."""
+    return cast if sizes.inside_operators and sizes.device == "cpu" else 0

@@ -25,12 +25,7 @@ from megatron_lite.description.attention_workspace import (
     rotary_workspace,
     split_workspace,
 )
-from megatron_lite.description.core_attention_workspace import (
-    attention_blocks,
-    by_products,
-    flash_workspace,
-    unfused_workspace,
-)
+from megatron_lite.description.core_attention_workspace import flash_workspace, unfused_workspace
 from megatron_lite.description.linears import OPERATORS, RowFrees
 from megatron_lite.description.operations import (
     ALL_GATHER,
@@ -51,7 +46,6 @@ from megatron_lite.description.sizes import Heads, Sizes
 
 CORE = "core_attention"
 CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
-CAUSAL_BLOCKS = "megatron_lite.causal_attention.default"
 
 
 def attention_output(model: ModelConfig, sizes: Sizes) -> KeptTensor:
@@ -80,14 +74,7 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
         yield query_key_norms(model, sizes, raw)._replace(
-            workspace=norms_workspace(
-                model,
-                sizes,
-                heads,
-                grouped=grouped,
-                apart=apart,
-                in_layout=by_products(model, sizes, windowed=windowed),
-            )
+            workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart)
         )
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
@@ -171,9 +158,6 @@ def _flash(
         if sizes.cp_size == 1
         else CONTEXT_PARALLEL_ATTENTION
     )
-    blocks = [] if masked or sizes.cp_size > 1 else attention_blocks(model, sizes)
-    if len(blocks) > 1:
-        operator = CAUSAL_BLOCKS
     scores, context = (
         one._replace(causal=not masked, fused=True) for one in _matmuls(model, sizes)
     )

@@ -15,31 +15,6 @@ from megatron_lite.config.stages import Stage
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
-# The elements that each thread computes at a time in RMSNorm and GELU on a CPU. Their float32
-# copies stay in its cache.
-CPU_BLOCK = 2**16
-# The queries that causal attention computes at a time on a CPU (model/causal_blocks.py), in
-# sequences of these lengths. In longer ones the kernel skips enough keys by itself.
-QUERY_BLOCK = 128
-SHORTEST_IN_BLOCKS, LONGEST_IN_BLOCKS = 256, 512
-
-
-class Processor(NamedTuple):
-    """What a run computes with, which no setting tells.
-
-    onednn: whether faster products replace torch's (parallel/products.py), also those of 16-bit
-        attention (model/causal_products.py).
-    threads: the threads of one rank on a CPU.
-    widens: whether 16-bit products are computed in float32 (parallel/wide_products.py): those of
-        Muon, and with `onednn` those of layers and attention too.
-    """
-
-    onednn: bool = False
-    threads: int = 1
-    widens: bool = False
-
-
-ANY_PROCESSOR = Processor()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +38,6 @@ class Sizes:
         itself, so that autograd gets none.
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
-    onednn, threads: see Processor.
-    widens: whether 16-bit products of this run are computed in float32.
     has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
     resets_positions: whether it has position ids, which learned positions read
@@ -91,9 +64,6 @@ class Sizes:
     sums_gradients: bool = False
     adds_by_itself: bool = False
     inside_operators: bool = False
-    onednn: bool = False
-    threads: int = 1
-    widens: bool = False
     has_padding: bool = False
     masks_loss: bool = False
     resets_positions: bool = False
@@ -129,9 +99,7 @@ class Sizes:
         )
 
     @classmethod
-    def in_training(
-        cls, config: RunConfig, *, device: str, stage: Stage, processor: Processor = ANY_PROCESSOR
-    ) -> Sizes:
+    def in_training(cls, config: RunConfig, *, device: str, stage: Stage) -> Sizes:
         """Returns the sizes of a stage whose courses count all that a training step allocates."""
         sizes = cls.of(config, device=device, stage=stage)
         training = config.training
@@ -140,21 +108,8 @@ class Sizes:
             sums_gradients=True,
             adds_by_itself=training.gradient_accumulation_fusion and not config.compiles_layers,
             inside_operators=True,
-            onednn=processor.onednn,
-            threads=processor.threads,
-            widens=processor.onednn and processor.widens and sizes.element_bytes == 2,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
-
-    @property
-    def cpu_block(self) -> int:
-        """The elements that RMSNorm and GELU compute at a time on a CPU."""
-        return CPU_BLOCK * self.threads
-
-    @property
-    def onednn_linears(self) -> bool:
-        """Whether oneDNN computes the large products of linear layers. They are float32."""
-        return self.onednn and self.element_bytes == ELEMENT_BYTES["fp32"]
 
     @property
     def is_rounded(self) -> bool:
@@ -238,14 +193,3 @@ class Heads(NamedTuple):
             per_channel * (model.num_attention_heads * model.head_dim // sizes.tp_size),
             per_channel * (model.query_groups * model.head_dim // sizes.tp_size),
         )
-
-
-def query_blocks(seq_length: int, element_bytes: int, device: str) -> list[slice]:
-    """Returns the ranges of queries that causal attention computes one after the other.
-
-    The result is one range, for the kernel's own causal attention, unless the tensors are float32
-    on a CPU and the sequence has a length that gains from blocks.
-    """
-    fits = SHORTEST_IN_BLOCKS <= seq_length <= LONGEST_IN_BLOCKS
-    step = QUERY_BLOCK if fits and device == "cpu" and element_bytes == 4 else max(1, seq_length)
-    return [slice(start, min(start + step, seq_length)) for start in range(0, seq_length, step)]

@@ -22,9 +22,7 @@ from megatron_lite.model.compiled_activations import (
     TANH_GELU,
     compiled_activation,
 )
-from megatron_lite.model.cpu_blocks import elements_at_a_time
 from megatron_lite.parallel.compiled import CompiledKernels
-from megatron_lite.parallel.fake_tensors import unlike_parts
 
 
 def tanh_gelu(intermediate: Tensor) -> Tensor:
@@ -56,20 +54,15 @@ def squared_relu(intermediate: Tensor) -> Tensor:
 
 
 class _CpuTanhGELU(torch.autograd.Function):
-    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), some elements at a time (cpu_blocks.py)."""
+    """x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), computed in float32."""
 
     @staticmethod
     def forward(ctx: Any, intermediate: Tensor) -> Tensor:
         ctx.save_for_backward(intermediate)
-        output = torch.empty_like(intermediate, memory_format=torch.contiguous_format)
         slope = (8.0 / math.pi) ** 0.5
-        dtype = torch.promote_types(intermediate.dtype, torch.float32)
-        block = elements_at_a_time()
-        parts = intermediate.reshape(-1).split(block), output.view(-1).split(block)
-        for part, into in unlike_parts(list(zip(*parts, strict=True)), intermediate):
-            x = part.to(dtype)
-            into.copy_((x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x))
-        return output
+        x = intermediate.to(torch.promote_types(intermediate.dtype, torch.float32))
+        output = (x * x).mul_(0.044715 * slope).add_(slope).mul_(x).sigmoid_().mul_(x)
+        return output.to(intermediate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:

@@ -66,12 +66,7 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
         self.kernels = context.kernels
         self.core_attention = CoreAttention(
-            config,
-            context.rng,
-            context.cp,
-            layer=layer,
-            kernels=context.kernels,
-            onednn=context.onednn,
+            config, context.rng, context.cp, layer=layer, kernels=context.kernels
         )
 
     def forward(

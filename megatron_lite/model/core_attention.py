@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.context_parallel.attention_kernels import has_kernel, in_autocast_dtype
+from megatron_lite.context_parallel.attention_kernels import has_kernel
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
-from megatron_lite.model.causal_attention import causal_attention, way_of_causal_attention
 from megatron_lite.model.documents import document_mask
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.window import attention_mask, window_mask, windowed_attention
@@ -51,9 +50,6 @@ class CoreAttention(nn.Module):
     starts, which all layers share. With several samples and heads, unfused attention copies the
     mask for every head.
 
-    onednn: whether 16-bit attention on a CPU may be computed by products
-        (model/causal_products.py).
-
     layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
     window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
     mask to its scores, which keeps no mask, and flash attention builds its mask [s, s] again in
@@ -70,12 +66,10 @@ class CoreAttention(nn.Module):
         *,
         layer: int,
         kernels: CompiledKernels | None = None,
-        onednn: bool = False,
     ) -> None:
         super().__init__()
-        self.onednn = onednn
         self.window = config.layer_window(layer)
-        self.always_unfused = config.always_unfused
+        self.always_unfused, self.builds_scores = config.always_unfused, config.builds_scores
         self.dropout = config.attention_dropout
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.head_dim**-0.5
@@ -101,7 +95,7 @@ class CoreAttention(nn.Module):
         Unfused attention then skips its last matmul. Flash attention, one kernel, skips nothing.
         """
         dropout_p = self.dropout if self.training else 0.0
-        if self.always_unfused or (dropout_p > 0.0 and query.device.type == "cpu"):
+        if self.always_unfused or (dropout_p > 0.0 and self.builds_scores(query.device.type)):
             return self._unfused(query, key, value, dropout_p, skip_tail, document_starts)
         # Under context parallelism the exchanges call torch's attention kernels without dropout and
         # without a mask. Attention with dropout, a window or documents is therefore unfused.
@@ -137,10 +131,6 @@ class CoreAttention(nn.Module):
                     document_starts=document_starts,
                 ).flatten(2)
             mask = attention_mask(query, limit, document_starts)
-        elif dropout_p == 0.0:
-            query, key, value = in_autocast_dtype(query, key, value)
-            if way := way_of_causal_attention(query, onednn=self.onednn):
-                return causal_attention(query, key, value, scale=self.scale, way=way).flatten(2)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
             attended = F.scaled_dot_product_attention(

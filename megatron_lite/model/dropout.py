@@ -38,7 +38,7 @@ def dropout(
     if probability == 0.0:
         return tensor
     with rng.fork(stream):
-        if tensor.device.type == "cpu":
+        if _draws_itself(tensor.device):
             return _CpuDropout.apply(tensor, probability, kernels)
         return torch.native_dropout(tensor, probability, True)[0]
 
@@ -68,8 +68,13 @@ def add_dropped_out(
         else None
     )
     with regions.rng.fork(stream) if probability else nullcontext():
-        kernels = kernels if branch.device.type == "cpu" else None
+        kernels = kernels if _draws_itself(branch.device) else None
         return _AddDroppedOut.apply(residual, branch, probability, skip_tail, redraw, kernels)
+
+
+def _draws_itself(device: torch.device) -> bool:
+    """Returns whether this module draws the masks of a device, not a kernel of torch."""
+    return device.type == "cpu"
 
 
 class KeepMask(NamedTuple):
@@ -128,7 +133,7 @@ class _Like(NamedTuple):
 
 def _draw_mask(like: _Like, probability: float) -> Tensor:
     """Draws the mask that `_drop_out` would draw now for a contiguous tensor like this."""
-    if like.device.type == "cpu":
+    if _draws_itself(like.device):
         return draw_keep_mask(like.shape, probability).mask
     # The kernel assigns its numbers by memory layout. `_drop_out` runs it on a contiguous tensor,
     # so only another contiguous tensor gets the same mask.
@@ -139,7 +144,7 @@ def _draw_mask(like: _Like, probability: float) -> Tensor:
 
 def _drop_out(branch: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     """Returns the branch with dropout applied, and the mask."""
-    if branch.device.type == "cpu":
+    if _draws_itself(branch.device):
         mask, scale = draw_keep_mask(branch.shape, probability)
         # This operator computes tensor x mask x scale, which is the forward of a dropout too.
         return torch.ops.aten.native_dropout_backward(branch, mask, scale), mask
@@ -149,7 +154,7 @@ def _drop_out(branch: Tensor, probability: float) -> tuple[Tensor, Tensor]:
 
 def _keep_scale(probability: float, device: torch.device) -> float:
     """Returns 1 / (share of kept elements), with the probability rounded as on this device."""
-    if device.type == "cpu":
+    if _draws_itself(device):
         probability = _dropped_of_2_16(probability) / 2**16
     return 1.0 / (1.0 - probability)
 

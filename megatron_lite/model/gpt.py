@@ -166,7 +166,6 @@ class GPTModel(nn.Module):
                     first_id=self.first_id,
                     num_ids=self.num_ids,
                     grad_losses=None if gradient is None else lambda: gradient().t(),
-                    onednn=self.context.onednn,
                 ),
                 hidden_states,
             )
@@ -213,7 +212,6 @@ class GPTModel(nn.Module):
                 bias=None,
                 tp_group=self.context.group,
                 sequence_parallel=self.context.sequence_parallel,
-                onednn=self.context.onednn,
             ),
             hidden_states,
         )

@@ -51,10 +51,8 @@ class Muon:
         specs: Mapping[str, ParameterSpec],
         config: OptimizerConfig,
         parallel: ParallelState,
-        *,
-        onednn: bool = True,
     ) -> None:
-        self._layout, self._config, self._onednn = layout, config, onednn
+        self._layout, self._config = layout, config
         self._tp_group = parallel.tp_group if config.muon_tp_mode == "duplicated" else None
         self._scale = chosen("--muon-scale-mode", config.muon_scale_mode, SCALES)
         self._steps = chosen("--muon-coefficient-type", config.muon_coefficient_type, STEPS)(
@@ -135,9 +133,8 @@ class Muon:
         """Returns the update of one matrix's shard [m, n]. Issues one all-gather over TP."""
         group = self._tp_group if tp_dim is not None else None
         iterated = shard.bfloat16() if self._config.muon_fp32_matmul_prec == "medium" else shard
-        orthogonal = orthogonalize(
-            whole := _gathered(iterated, tp_dim, group), self._steps, onednn=self._onednn
-        )
+        whole = _gathered(iterated, tp_dim, group)
+        orthogonal = orthogonalize(whole, self._steps)
         if group is not None and tp_dim is not None:
             orthogonal = orthogonal.chunk(group.size(), tp_dim)[group.rank()]
         return orthogonal.to(shard.dtype) * (

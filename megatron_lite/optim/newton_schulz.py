@@ -16,8 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.wide_products import wide_product, widens
-
 EPSILON = 1e-7
 
 
@@ -64,27 +62,17 @@ SCALES: Mapping[str, Callable[[int, int], float]] = {
 }
 
 
-def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients], *, onednn: bool = True) -> Tensor:
+def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients]) -> Tensor:
     """Returns about the nearest orthogonal matrix: [m, n] -> [m, n], a new tensor of that dtype.
 
-    onednn: whether faster products may replace torch's (parallel/wide_products.py).
     The Gram matrix is that of the shorter side, l = min(m, n): a step costs 4 l m n + 2 l^3 FLOPs.
     """
     is_tall = matrix.shape[0] > matrix.shape[1]
     iterate = matrix.T if is_tall else matrix
     iterate = iterate / iterate.norm().clamp(min=EPSILON)
-    is_wide = widens(matrix, onednn)
-    multiply = wide_product if is_wide else torch.mm
-    addmm = _wide_addmm if is_wide else torch.addmm
     # With G = X X^T, [l, l], one step is a X + (b G + c G G) X.
     for a, b, c in steps:
-        gram = multiply(iterate, iterate.T)
-        polynomial = addmm(gram, gram, gram, beta=b, alpha=c)
-        iterate = addmm(iterate, polynomial, iterate, beta=a)
+        gram = torch.mm(iterate, iterate.T)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        iterate = torch.addmm(iterate, polynomial, iterate, beta=a)
     return iterate.T if is_tall else iterate
-
-
-def _wide_addmm(
-    added: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
-) -> Tensor:
-    return wide_product(left, right, added, alpha=alpha, beta=beta)

@@ -11,7 +11,6 @@ pieces.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -67,7 +66,6 @@ class Optimizer:
         "master", each float32. A parameter of which this rank has no piece has no entry.
     loss_scale: the factor by which backward multiplied the gradients; `step` divides them by it.
     spikes: decides whether a loss is a spike; None: no loss is one.
-    onednn: whether faster products may replace torch's in the rule (--no-onednn-matmuls).
     timed: times the parts of `step`, by the names of training/timers.py.
     """
 
@@ -80,7 +78,6 @@ class Optimizer:
         *,
         loss_scale: LossScale | None = None,
         spikes: SpikeGuard | None = None,
-        onednn: bool = True,
     ) -> None:
         self._parallel = parallel
         self._clip_grad = config.clip_grad
@@ -90,8 +87,6 @@ class Optimizer:
         self._pieces = list(self.layout.pieces)
         new_rule = chosen("--optimizer", config.optimizer, RULES)
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
-        if new_rule is Muon:  # the only rule with matrix products
-            new_rule = partial(Muon, onednn=onednn)
         self._rule = new_rule(self.layout, specs, config, parallel)
         self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
         self.states = {piece.name: self._states_of(piece) for piece in self._pieces}

@@ -5,8 +5,6 @@ need not be contiguous unless a docstring says so. Sums of bf16 run in bf16 and 
 order, so gradients are reduced in float32 (see optim/). Functions whose names end in an underscore
 write into their argument; the others never do. Under a selective checkpoint the collectives are
 functional operators, whose results the checkpoint may keep: see `results_may_be_kept`.
-Collectives of CPU tensors between ranks of one host go through shared memory, with the bits of
-gloo's (shared_memory.py), if `parallel_state` has opened a channel for the group.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-from megatron_lite.parallel.fake_tensors import unlike_parts
-from megatron_lite.parallel.shared_memory import Pending, channel_of
 from megatron_lite.parallel.waiting import WAITING
 
 # torch 2.13 renamed the single-tensor forms; older releases have only the old names.
@@ -63,10 +59,6 @@ def all_reduce_(
         assert not results_may_be_kept(), (
             "a selective checkpoint does not see what a collective writes in place: use all_reduce"
         )
-        channel = channel_of(group, tensor, op.name)
-        if channel is not None:
-            channel.all_reduce(tensor, tensor, op.name).wait()
-            return tensor
         with WAITING:
             dist.all_reduce(tensor, op=op, group=group)
     return tensor
@@ -85,11 +77,6 @@ def all_reduce(
         return _waited(
             _functional.all_reduce(tensor.contiguous(), op.name.lower(), group.group_name)
         )
-    channel = channel_of(group, tensor, op.name)
-    if channel is not None:
-        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        channel.all_reduce(result, tensor.detach(), op.name).wait()
-        return result
     return all_reduce_(tensor.clone(memory_format=torch.contiguous_format), group, op)
 
 
@@ -97,14 +84,12 @@ class Started(NamedTuple):
     """A collective under way. `operand` stays alive here and must not be touched before `wait`."""
 
     result: Tensor
-    work: dist.Work | Pending | None
+    work: dist.Work | None
     operand: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Returns the result, which this device's next kernels may read."""
-        if isinstance(self.work, Pending):
-            self.work.wait()  # it times its own waits
-        elif self.work is not None:
+        if self.work is not None:
             with WAITING:
                 self.work.wait()
         return self.result
@@ -114,9 +99,6 @@ def start_all_reduce_(tensor: Tensor, group: ProcessGroup | None) -> Started:
     """Begins to sum contiguous `tensor` over the group, in place."""
     if group is None:
         return Started(tensor, None)
-    channel = channel_of(group, tensor)
-    if channel is not None:
-        return Started(tensor, channel.all_reduce(tensor, tensor, "SUM"))
     return Started(tensor, dist.all_reduce(tensor, group=group, async_op=True))
 
 
@@ -245,26 +227,16 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
 def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:
     """Overwrites `tensor` on every rank with the tensor of the group's rank `group_source`."""
     if group is not None:
-        channel = channel_of(group, tensor) if tensor.is_contiguous() else None
-        if channel is not None:
-            channel.broadcast(tensor, group_source).wait()
-            return tensor
         with WAITING:
             dist.broadcast(tensor, src=dist.get_global_rank(group, group_source), group=group)
     return tensor
 
 
-def _start_all_gather(gathered: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work | Pending:
-    channel = channel_of(group, gathered)
-    if channel is not None:
-        return channel.all_gather(gathered, own)
+def _start_all_gather(gathered: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
     return _all_gather(gathered, own, group=group, async_op=True)
 
 
-def _start_reduce_scatter(own: Tensor, tensor: Tensor, group: ProcessGroup) -> dist.Work | Pending:
-    channel = channel_of(group, tensor)
-    if channel is not None:
-        return channel.reduce_scatter(own, tensor)
+def _start_reduce_scatter(own: Tensor, tensor: Tensor, group: ProcessGroup) -> dist.Work:
     return _reduce_scatter(own, tensor, group=group, async_op=True)
 
 
@@ -291,7 +263,7 @@ def _staged(rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """
     size, step = rows.shape[0], max(1, STAGING_BYTES // (rows.shape[0] * rows.element_size()))
     buffers = rows.new_empty((2, size * min(step, rows.shape[1])))
-    for start in unlike_parts(range(0, rows.shape[1], step), rows):
+    for start in range(0, rows.shape[1], step):
         columns = min(step, rows.shape[1] - start)
         sent, received = (buffer[: size * columns].view(size, columns) for buffer in buffers)
         yield slice(start, start + columns), sent, received

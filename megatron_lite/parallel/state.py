@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,10 +30,8 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
-from megatron_lite.parallel.one_voice import print_line
 from megatron_lite.parallel.rendezvous import OutOfTime, join_store, within
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.shared_memory_setup import shared_memory_of
 from megatron_lite.parallel.startup import NOTICE_EVERY, READERS_HAVE, check_start, settings_of
 from megatron_lite.parallel.timeouts import SAVER
 
@@ -153,7 +151,7 @@ def parallel_state(
     """Joins the run, yields this rank's state, and destroys the process groups on exit.
 
     If torch.distributed is initialised already (tests, notebooks), its default group is used and
-    stays alive, and the ranks do not share memory. Raises InputError if the launch cannot be read
+    stays alive. Raises InputError if the launch cannot be read
     or a node has more ranks than GPUs. It raises InputError too if the world size is not a multiple
     of one model's ranks, or if a check of startup.py fails.
 
@@ -170,17 +168,7 @@ def parallel_state(
     if world_size > 1 and not joined:
         _join(config, launch, device, run)
     try:
-        state = _build(config, device, dp_size=dp_size, world_size=world_size, seed=seed)
-        with ExitStack() as shared:
-            if device.type == "cpu" and not joined and config.shared_memory_collectives:
-                shared.enter_context(
-                    shared_memory_of(
-                        (state.tp_group, state.cp_group, state.dp_group, state.dp_cp_group),
-                        timeout=60.0 * config.distributed_timeout_minutes,
-                        say=print_line,
-                    )
-                )
-            yield state
+        yield _build(config, device, dp_size=dp_size, world_size=world_size, seed=seed)
     finally:
         if world_size > 1 and not joined:
             dist.destroy_process_group()

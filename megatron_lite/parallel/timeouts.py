@@ -6,8 +6,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megatron_lite.parallel.shared_memory import CHANNELS
-
 SAVER = "saver"  # the description of the group whose ranks wait for the slowest disk
 
 
@@ -21,5 +19,3 @@ def set_timeout(seconds: float) -> None:
         for group in list(dist.distributed_c10d._world.pg_map):
             if group.group_desc != SAVER:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-    for channel in CHANNELS.values():
-        channel.timeout = seconds

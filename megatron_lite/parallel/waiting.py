@@ -1,7 +1,7 @@
 """Measures how long a thread waits for other ranks, for `--log-straggler`.
 
-supervision/slow_rank.py reads the result. Four modules wait for a collective or a message:
-collectives.py, shared_memory.py, ring.py and pipeline/links.py. Each of their waits is inside
+supervision/slow_rank.py reads the result. Three modules wait for a collective or a message:
+collectives.py, ring.py and pipeline/links.py. Each of their waits is inside
 `WAITING`. FSDP2 sends through collectives.py too (fsdp_buffers.py). A thread outside
 `timed_waiting` times nothing and reads no clock.
 """

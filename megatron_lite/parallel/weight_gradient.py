@@ -2,7 +2,7 @@
 
     path         who adds dy^T x to the sum                                needs
     apex         a kernel of NVIDIA apex adds it unrounded                 CUDA and apex
-    addmm        torch's matmul or oneDNN's adds it (products.py)          a float32 weight
+    addmm        torch's matmul adds it (products.py)                      a float32 weight
     rounded      the layer's backward rounds it to 16 bits and adds it     torch with
                                                                            Tensor.grad_dtype
     grad_dtype   autograd rounds it to 16 bits and adds it                 the same
@@ -32,16 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.products import (
-    add_rounded_,
-    add_rows_,
-    add_weight_product_,
-    weight_product,
-)
+from megatron_lite.parallel.products import add_rounded_, add_rows_, add_weight_product_
 
 # (x [n, in], dy [n, out], total [out, in] float32): total += dy^T x. All tensors are contiguous; x
 # and dy have the same dtype.
 AccumulatingKernel = Callable[[Tensor, Tensor, Tensor], Any]
+# (x [m, in], dy [m, out]): adds dy^T x to the float32 sum of one weight
+OwnSum = Callable[[Tensor, Tensor], None]
 ATTRIBUTE = "add_weight_gradient_"
 LOOKUP_ATTRIBUTE = "add_lookup_gradient_"
 FUSED, FUSED_PROJECTION = "fused", "fused projection"
@@ -110,8 +107,8 @@ def can_be_summed(dtype: torch.dtype) -> bool:
     )
 
 
-def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor, bool], None] | None:
-    """Returns f(x, dy, onednn) that adds dy^T x to the weight's float32 sum, or None if autograd
+def own_sum(weight: Tensor) -> OwnSum | None:
+    """Returns f(x, dy) that adds dy^T x to the weight's float32 sum, or None if autograd
     accumulates.
 
     Call it in forward: saved-tensor hooks may give backward a different tensor object, without the
@@ -122,23 +119,18 @@ def own_sum(weight: Tensor) -> Callable[[Tensor, Tensor, bool], None] | None:
 
 
 def weight_gradient(
-    add: Callable[[Tensor, Tensor, bool], None] | None,
-    hidden_states: Tensor,
-    grad_output: Tensor,
-    *,
-    onednn: bool = False,
+    add: OwnSum | None, hidden_states: Tensor, grad_output: Tensor
 ) -> Tensor | None:
     """Returns the gradient dy^T x of A in y = x A^T, [out, in].
 
     hidden_states: x, [.., in]. grad_output: dy, [.., out].
     add: the weight's `own_sum`. If it is given, the gradient is added to the weight's total, and
         the result is None.
-    onednn: whether faster products may replace torch's (products.py).
     """
     rows, grad_rows = hidden_states.flatten(0, -2), grad_output.flatten(0, -2)
     if add is None:
-        return weight_product(rows, grad_rows, onednn=onednn)
-    add(rows, grad_rows, onednn)
+        return grad_rows.t().matmul(rows)
+    add(rows, grad_rows)
     return None
 
 
@@ -210,13 +202,12 @@ def _add(
     parameter: nn.Parameter,
     hidden_states: Tensor,
     grad_output: Tensor,
-    onednn: bool = False,
 ) -> None:
     is_first = parameter.grad is None
     if is_first:
         parameter.grad = total
     if kernel is None:
-        add_weight_product_(total, hidden_states, grad_output, first=is_first, onednn=onednn)
+        add_weight_product_(total, hidden_states, grad_output, first=is_first)
         return
     if is_first:  # the kernel can only add, and the total holds an earlier step's gradient
         total.zero_()

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.operators import GROUPS, IN_GROUPS, STAND_INS, Choice, parse_entry
+from megatron_lite.config.operators import GROUPS, IN_GROUPS, Choice, parse_entry
 from megatron_lite.parallel.collectives import KeepsResults
 from megatron_lite.recompute.saved import SavedValue
 from megatron_lite.recompute.versions import version_of
@@ -239,9 +239,6 @@ def find_operators(ops: Sequence[str], *, setting: str = "--recompute-policy") -
             if operator is not None:
                 _check(operator, name, setting)
                 found[operator] = name
-                stand_in = STAND_INS.get(name) and _operator(STAND_INS[name])
-                if stand_in is not None:
-                    found[stand_in] = name
             elif entry.name not in GROUPS:
                 raise InputError(
                     f"{setting} ops({entry.name}): torch {torch.__version__} has no operator {name}"

@@ -27,9 +27,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
-from megatron_lite.parallel.products import input_gradient, linear
-from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
-from megatron_lite.parallel.wide_products import widens
+from megatron_lite.parallel.weight_gradient import OwnSum, own_sum, weight_gradient
 
 
 def column_parallel_linear(
@@ -39,20 +37,18 @@ def column_parallel_linear(
     *,
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
-    onednn: bool = False,
 ) -> Tensor:
     """Returns x A^T plus the bias: this rank's output features of all tokens, [s, b, m/t].
 
     hidden_states: [s, b, n], under sequence parallelism [s/t, b, n]. weight: [m/t, n]. bias: [m/t].
-    onednn: whether faster products may replace torch's (parallel/products.py). A float32 layer of
-        one rank whose weight's gradient autograd sums stays with torch.
     Collectives are in the module's table; a group of None issues none. Keeps hidden_states and the
     weight.
     """
-    if tp_group is None and own_sum(weight) is None and not widens(hidden_states, onednn):
+    add = own_sum(weight)
+    if tp_group is None and add is None:
         return F.linear(hidden_states, weight, bias)
     return _ColumnParallelMatmul.apply(
-        *autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, onednn
+        *autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, add
     )
 
 
@@ -89,15 +85,14 @@ class _ColumnParallelMatmul(torch.autograd.Function):
         bias: Tensor | None,
         tp_group: ProcessGroup | None,
         sequence_parallel: bool,
-        onednn: bool,
+        add: OwnSum | None,
     ) -> Tensor:
-        ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel, own_sum(weight)
-        ctx.onednn = onednn
+        ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel, add
         ctx.save_for_backward(hidden_states, weight)
         whole = (
             all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
         )
-        return linear(whole, weight, bias, onednn=onednn)
+        return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -110,13 +105,13 @@ class _ColumnParallelMatmul(torch.autograd.Function):
             gather = start_all_gather_first_dim(hidden_states, ctx.tp_group)
         reduction = None
         if needs_input:
-            grad_whole = input_gradient(grad_output, weight, onednn=ctx.onednn)
+            grad_whole = grad_output.matmul(weight)
             start = start_reduce_scatter_first_dim if ctx.sequence_parallel else start_all_reduce_
             reduction = start(grad_whole, ctx.tp_group)
         grad_weight = None
         if needs_weight:
             whole = hidden_states if gather is None else gather.wait()
-            grad_weight = weight_gradient(ctx.add, whole, grad_output, onednn=ctx.onednn)
+            grad_weight = weight_gradient(ctx.add, whole, grad_output)
         grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
         # The wait comes last, so that dA and the bias's gradient are computed beside the reduction.
         grad_input = None if reduction is None else reduction.wait()

@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
-from megatron_lite.parallel.fake_tensors import unlike_parts
 
 
 def vocab_parallel_cross_entropy(
@@ -217,5 +216,4 @@ def write_gradient_(
 def cached_rows(rows: Tensor) -> Sequence[slice]:
     """Returns the row ranges that are computed in float32 one after the other."""
     step = rows_at_a_time(rows.shape[-1], rows.device.type)
-    parts = [slice(start, start + step) for start in range(0, rows.shape[0], step)]
-    return unlike_parts(parts, rows)
+    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

@@ -97,7 +97,6 @@ class ColumnParallelLinear(nn.Module):
             self.bias,
             tp_group=self.context.group,
             sequence_parallel=self.context.sequence_parallel,
-            onednn=self.context.onednn,
         )
 
 
@@ -148,7 +147,6 @@ class RowParallelLinear(nn.Module):
             tp_group=self.context.group,
             sequence_parallel=self.context.sequence_parallel,
             skip_tail=skip_tail,
-            onednn=self.context.onednn,
         )
 
 

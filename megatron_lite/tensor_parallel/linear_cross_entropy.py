@@ -39,13 +39,12 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
-from megatron_lite.parallel.products import input_gradient, linear, replaces_torch, weight_product
-from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
+from megatron_lite.parallel.products import add_weight_product_
+from megatron_lite.parallel.weight_gradient import OwnSum, own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 from megatron_lite.tensor_parallel.cross_entropy import (
     LocalLabels,
     RowStatistics,
-    cached_rows,
     combined,
     gradient_factors,
     local_labels,
@@ -65,7 +64,6 @@ def vocab_parallel_linear_cross_entropy(
     first_id: int,
     num_ids: int,
     grad_losses: Callable[[], Tensor] | None = None,
-    onednn: bool = False,
 ) -> Tensor:
     """Returns the losses [s, b] of the output projection, without ever holding all logits.
 
@@ -81,7 +79,6 @@ def vocab_parallel_linear_cross_entropy(
         computes the gradients in the same pass, if gradients are on and the weight has a sum of
         gradients (parallel/weight_gradient.py). It adds dA to that sum at once, so each such
         forward needs its backward in the same step. Backward ignores its incoming gradient.
-    onednn: whether faster products may replace torch's (parallel/products.py).
 
     In one pass the bits of dx and dA are those of two passes. It issues the two all-reduces once
     for each chunk, and the collective of dx in forward. It keeps dx alone.
@@ -116,7 +113,6 @@ def vocab_parallel_linear_cross_entropy(
             sequence_parallel,
             first_id,
             num_ids,
-            onednn,
         )
     return _VocabParallelLinearCrossEntropy.apply(
         operands.hidden_states,
@@ -127,7 +123,6 @@ def vocab_parallel_linear_cross_entropy(
         sequence_parallel,
         first_id,
         num_ids,
-        onednn,
     )
 
 
@@ -149,18 +144,14 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         sequence_parallel: bool,
         first_id: int,
         num_ids: int,
-        onednn: bool,
     ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
         whole = (
             all_gather_first_dim(hidden_states, tp_group) if sequence_parallel else hidden_states
         )
         parts = []
-        for tokens, logits in _logits_by_chunk(
-            whole.flatten(0, 1), weight, loss_chunk_size, onednn=onednn
-        ):
+        for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, loss_chunk_size):
             parts.append(row_statistics(logits[:, :num_ids], local.column[tokens]))
-            del logits  # before the generator computes those of the next chunk
         losses, share = combined(
             RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group
         )
@@ -169,7 +160,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         ctx.loss_chunk_size = loss_chunk_size
         ctx.tp_group = tp_group
         ctx.sequence_parallel = sequence_parallel
-        ctx.num_ids, ctx.onednn = num_ids, onednn
+        ctx.num_ids = num_ids
         return losses.view(labels.shape)
 
     @staticmethod
@@ -192,12 +183,10 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         reduction = None
         # Each chunk's logits are computed again and overwritten with their gradient. After the last
         # chunk's dx the reduction starts, and runs beside that chunk's dA.
-        for tokens, logits in _logits_by_chunk(
-            rows, weight, ctx.loss_chunk_size, onednn=ctx.onednn
-        ):
+        for tokens, logits in _logits_by_chunk(rows, weight, ctx.loss_chunk_size):
             write_gradient_(logits, logits, factors.of_rows(tokens), num_ids=ctx.num_ids)
             if grad_rows is not None:
-                _write_input_gradient_(grad_rows[tokens], logits, weight, onednn=ctx.onednn)
+                torch.mm(logits, weight, out=grad_rows[tokens])
                 if tokens.stop == rows.shape[0]:
                     start = (
                         start_reduce_scatter_first_dim
@@ -206,13 +195,10 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                     )
                     reduction = start(grad_rows.view(whole.shape), ctx.tp_group)
             if grad_weight is not None:
-                _add_product_(
-                    grad_weight, rows[tokens], logits, first=tokens.start == 0, onednn=ctx.onednn
-                )
+                add_weight_product_(grad_weight, rows[tokens], logits, first=tokens.start == 0)
             elif needs_weight:
-                weight_gradient(ctx.add, rows[tokens], logits, onednn=ctx.onednn)
-            del logits
-        return None if reduction is None else reduction.wait(), grad_weight, *[None] * 7
+                weight_gradient(ctx.add, rows[tokens], logits)
+        return None if reduction is None else reduction.wait(), grad_weight, *[None] * 6
 
 
 def _has_backward() -> bool:
@@ -237,13 +223,12 @@ class _InOnePass(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         grad_losses: Callable[[], Tensor],
-        add: Callable[[Tensor, Tensor, bool], None],
+        add: OwnSum,
         loss_chunk_size: int,
         tp_group: ProcessGroup | None,
         sequence_parallel: bool,
         first_id: int,
         num_ids: int,
-        onednn: bool,
     ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
         whole = (
@@ -256,15 +241,14 @@ class _InOnePass(torch.autograd.Function):
         )
         grad_rows = torch.empty_like(rows)
         reduction = None
-        for tokens, logits in _logits_by_chunk(rows, weight, loss_chunk_size, onednn=onednn):
+        for tokens, logits in _logits_by_chunk(rows, weight, loss_chunk_size):
             own = LocalLabels(local.column[tokens], local.here[tokens])
             losses[tokens] = _turned_into_gradient_(logits, own, grad[tokens], tp_group, num_ids)
-            _write_input_gradient_(grad_rows[tokens], logits, weight, onednn=onednn)
+            torch.mm(logits, weight, out=grad_rows[tokens])
             if tokens.stop == rows.shape[0]:
                 start = start_reduce_scatter_first_dim if sequence_parallel else start_all_reduce_
                 reduction = start(grad_rows.view(whole.shape), tp_group)
-            weight_gradient(add, rows[tokens], logits, onednn=onednn)
-            del logits
+            weight_gradient(add, rows[tokens], logits)
         assert reduction is not None  # there is a token
         ctx.save_for_backward(reduction.wait())
         return losses.view(labels.shape)
@@ -272,7 +256,7 @@ class _InOnePass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (grad_hidden_states,) = ctx.saved_tensors
-        return grad_hidden_states, *[None] * 10
+        return grad_hidden_states, *[None] * 9
 
 
 def _turned_into_gradient_(
@@ -296,7 +280,7 @@ class _ChunkOfLogits(NamedTuple):
     """The logits of one chunk of tokens.
 
     tokens: the rows of the chunk.
-    logits: [N, V/t]. The next chunk overwrites them or has a new tensor. Delete them before it.
+    logits: [N, V/t]. The next chunk overwrites them.
     """
 
     tokens: slice
@@ -304,47 +288,15 @@ class _ChunkOfLogits(NamedTuple):
 
 
 def _logits_by_chunk(
-    rows: Tensor, weight: Tensor, loss_chunk_size: int, *, onednn: bool
+    rows: Tensor, weight: Tensor, loss_chunk_size: int
 ) -> Iterator[_ChunkOfLogits]:
     """Yields the logits of `rows` [n, h] with `weight` [V/t, h], one chunk at a time.
 
-    All chunks of torch's products share one buffer. On a CPU a new buffer for each chunk would cost
-    page faults.
+    All chunks share one buffer.
     """
-    num_rows, buffer = rows.shape[0], None
-    if not replaces_torch(rows[:loss_chunk_size], weight, onednn):
-        buffer = rows.new_empty((min(loss_chunk_size, num_rows), weight.shape[0]))
+    num_rows = rows.shape[0]
+    buffer = rows.new_empty((min(loss_chunk_size, num_rows), weight.shape[0]))
     for start in range(0, num_rows, loss_chunk_size):
         tokens = slice(start, min(start + loss_chunk_size, num_rows))
-        yield _ChunkOfLogits(
-            tokens,
-            linear(rows[tokens], weight, None, onednn=True)
-            if buffer is None
-            else torch.mm(rows[tokens], weight.t(), out=buffer[: tokens.stop - start]),
-        )
-
-
-def _write_input_gradient_(
-    grad_rows: Tensor, grad_logits: Tensor, weight: Tensor, *, onednn: bool
-) -> None:
-    """Writes the gradient of a chunk's rows [N, h] from that of its logits [N, V/t]."""
-    if replaces_torch(grad_logits, weight.t(), onednn):
-        grad_rows.copy_(input_gradient(grad_logits, weight, onednn=True))
-    else:
-        torch.mm(grad_logits, weight, out=grad_rows)
-
-
-def _add_product_(
-    total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool, onednn: bool
-) -> None:
-    """Adds dy^T x to `total`, or overwrites `total` if `first`. rows: x. grad_rows: dy.
-
-    A bf16 product is computed a few rows at a time, and added while it is still in the cache.
-    """
-    if total.dtype == rows.dtype:
-        # With beta=0 addmm does not read `total`, whose memory is uninitialised at first.
-        torch.addmm(total, grad_rows.t(), rows, beta=0 if first else 1, out=total)
-        return
-    for part in cached_rows(total):
-        write_ = total[part].copy_ if first else total[part].add_
-        write_(weight_product(rows, grad_rows[:, part], onednn=onednn))
+        logits = buffer[: tokens.stop - start]
+        yield _ChunkOfLogits(tokens, torch.mm(rows[tokens], weight.t(), out=logits))

@@ -24,8 +24,6 @@ class RankContext:
     cp: the rank's place among the ranks that split each sequence.
     kernels: the compiled kernels of norms, activations, rotary embedding and dropout; None: torch's
         operators.
-    onednn: whether faster products may replace torch's on a CPU: those of linear layers
-        (parallel/products.py) and those of 16-bit attention (model/causal_products.py).
     """
 
     rng: RngStreams
@@ -37,7 +35,6 @@ class RankContext:
     sequence_parallel: bool = False
     cp: ContextParallel = field(default_factory=ContextParallel)
     kernels: CompiledKernels | None = None
-    onednn: bool = False
 
     @classmethod
     def of(
@@ -48,7 +45,6 @@ class RankContext:
         params_dtype: torch.dtype,
         cp_comm_type: str = "p2p",
         kernels: CompiledKernels | None = None,
-        onednn: bool = False,
     ) -> RankContext:
         """Returns the context of this rank. A TP group of one rank has no sequence parallelism."""
         return cls(
@@ -66,7 +62,6 @@ class RankContext:
                 comm_type=cp_comm_type,
             ),
             kernels=kernels,
-            onednn=onednn,
         )
 
     @property

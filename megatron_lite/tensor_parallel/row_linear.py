@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -23,7 +24,6 @@ from megatron_lite.parallel.collectives import (
     reduce_scatter_first_dim,
     results_may_be_kept,
 )
-from megatron_lite.parallel.products import input_gradient, linear
 from megatron_lite.parallel.weight_gradient import own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
 
@@ -36,7 +36,6 @@ def row_parallel_linear(
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
     skip_tail: bool = False,
-    onednn: bool = False,
 ) -> Tensor:
     """Returns x A^T summed over the TP ranks, plus the bias once.
 
@@ -44,14 +43,9 @@ def row_parallel_linear(
     parallelism [s/t, b, m]. Collectives are in the module's table; a group of None issues none.
     Keeps hidden_states and the weight.
     skip_tail: builds only the graph; the values of the result are undefined.
-    onednn: whether faster products may replace torch's (parallel/products.py).
     """
     return _RowParallelMatmul.apply(
-        *autocast_operands(hidden_states, weight, bias),
-        tp_group,
-        sequence_parallel,
-        skip_tail,
-        onednn,
+        *autocast_operands(hidden_states, weight, bias), tp_group, sequence_parallel, skip_tail
     )
 
 
@@ -67,9 +61,8 @@ class _RowParallelMatmul(torch.autograd.Function):
         tp_group: ProcessGroup | None,
         sequence_parallel: bool,
         skip_tail: bool,
-        onednn: bool,
     ) -> Tensor:
-        ctx.tp_group, ctx.onednn = tp_group, onednn
+        ctx.tp_group = tp_group
         ctx.sequence_parallel = sequence_parallel and tp_group is not None
         ctx.add = own_sum(weight)
         ctx.save_for_backward(hidden_states, weight)
@@ -79,8 +72,8 @@ class _RowParallelMatmul(torch.autograd.Function):
             rows = s // tp_group.size() if ctx.sequence_parallel and tp_group is not None else s
             return hidden_states.new_empty(()).expand(rows, *others, weight.shape[0])
         if tp_group is None:
-            return linear(hidden_states, weight, bias, onednn=onednn)
-        partial = linear(hidden_states, weight, None, onednn=onednn)
+            return F.linear(hidden_states, weight, bias)
+        partial = F.linear(hidden_states, weight)
         if results_may_be_kept():  # a kept result must not be overwritten by the next step
             output = (reduce_scatter_first_dim if sequence_parallel else all_reduce)(
                 partial, tp_group
@@ -102,10 +95,6 @@ class _RowParallelMatmul(torch.autograd.Function):
         grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
         if ctx.sequence_parallel:
             grad_output = all_gather_first_dim(grad_output, ctx.tp_group)
-        grad_input = input_gradient(grad_output, weight, onednn=ctx.onednn) if needs_input else None
-        grad_weight = (
-            weight_gradient(ctx.add, hidden_states, grad_output, onednn=ctx.onednn)
-            if needs_weight
-            else None
-        )
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        grad_input = grad_output.matmul(weight) if needs_input else None
+        grad_weight = weight_gradient(ctx.add, hidden_states, grad_output) if needs_weight else None
+        return grad_input, grad_weight, grad_bias, None, None, None

@@ -40,7 +40,7 @@ from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
-from megatron_lite.training.processor import processor_of, products_notices, uses_onednn
+from megatron_lite.training.processor import slow_precision_notices
 from megatron_lite.training.run_notices import run_notices
 from megatron_lite.training.saved_schedule import followed_schedule
 from megatron_lite.training.slow_work import told_by_rank_0
@@ -66,7 +66,6 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
         params_dtype=PARAMS_DTYPE[config.training.precision],
         cp_comm_type=config.parallel.cp_comm_type,
         kernels=CompiledKernels(parallel.device) if config.compiles_kernels else None,
-        onednn=uses_onednn(config, parallel.device.type),
     )
     model = GPTModel(
         config.model,
@@ -96,7 +95,6 @@ def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStag
         config.data_parallel,
         loss_scale=LossScale(config.loss_scaling, parallel.device) if training.fp16 else None,
         spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
-        onednn=config.training.onednn_matmuls,
     )
     if training.check_for_nan_in_loss_and_grad:
         optimizer.measure_own_grad_norm()
@@ -205,7 +203,7 @@ def _build(
         rules=rules,
         notices=(
             accumulation,
-            *products_notices(config, onednn=next(iter(model)).context.onednn),
+            *slow_precision_notices(config.training.precision, parallel.device),
             *default_notices(config),
             *_predicted_peak(config, parallel, batches),
             *notices.in_log,
@@ -238,7 +236,6 @@ def _predicted_peak(
         device=parallel.device.type,
         dp_cp_size=parallel.dp_cp_size,
         num_microbatches=batches.num_microbatches(batches.largest),
-        processor=processor_of(config, parallel.device.type),
     )
     save = save_peak(config, peak, device=parallel.device.type, dp_cp_size=parallel.dp_cp_size)
     lines = [

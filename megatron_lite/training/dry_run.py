@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -129,9 +129,9 @@ def dry_run(
         replica = of_one_replica(config, parallel.dp_size)
         stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
         number = num_microbatches or enough_microbatches(replica, parallel.pp_rank, len(stages))
-        with fake, _one_thread(), _told_of_sizes():
+        with fake, _told_of_sizes():
             measured = measure_step(
-                _on_any_processor(config),
+                config,
                 parallel,
                 SameTokens(samples, number, parallel, document_rules(config)),
                 host_apart=device != "cpu",
@@ -154,22 +154,6 @@ def dry_run(
             ).num_bytes,
             seconds=time.perf_counter() - began,
         )
-
-
-def _on_any_processor(config: RunConfig) -> RunConfig:
-    """Returns the run without oneDNN's products, which depend on the processor of this machine."""
-    return replace(config, training=replace(config.training, onednn_matmuls=False))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Runs with one thread, since the blocks of some kernels on a CPU depend on their number."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def check_can_run_dry(config: RunConfig) -> None:

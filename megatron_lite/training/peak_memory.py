@@ -27,7 +27,6 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import local_part
-from megatron_lite.training.processor import processor_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,6 @@ def own_step_peak(config: RunConfig, parallel: ParallelState, num_microbatches: 
         dp_cp_size=parallel.dp_cp_size,
         dp_cp_rank=parallel.dp_cp_rank,
         num_microbatches=num_microbatches,
-        processor=processor_of(config, parallel.device.type),
     )
 
 

@@ -49,8 +49,7 @@ class RunCheckpoints:
     computes_on: str = field(init=False)
 
     def __post_init__(self) -> None:
-        onednn = next(iter(self.model)).context.onednn
-        self.computes_on = described(self.parallel.device, onednn=onednn)
+        self.computes_on = described(self.parallel.device)
 
     def load(self, start: Start) -> Loaded | None:
         """Loads the step that `--load` chose. Returns its progress, or None without `--load`."""

@@ -76,7 +76,6 @@ def test_the_lines_of_a_command_are_read_back_by_a_shell() -> None:
                 tensor_model_parallel_size=2,
                 sequence_parallel=True,
                 overlap_p2p_comm=False,
-                shared_memory_collectives=False,
             ),
         ),
     ],

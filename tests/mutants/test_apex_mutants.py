@@ -54,15 +54,15 @@ def the_kernel_writes_after_the_hook(patch: Patch) -> None:
 
 @replaces("weight_gradient", column_linear, row_linear)
 def the_gradient_is_added_and_returned_too(
-    real: Any, add: Any, hidden_states: Tensor, grad_output: Tensor, *, onednn: bool
+    real: Any, add: Any, hidden_states: Tensor, grad_output: Tensor
 ) -> Tensor | None:
-    real(add, hidden_states, grad_output, onednn=onednn)
-    return real(None, hidden_states, grad_output, onednn=onednn)
+    real(add, hidden_states, grad_output)
+    return real(None, hidden_states, grad_output)
 
 
 @replaces("_add", weight_gradient)
-def the_operands_are_in_the_wrong_order(add, kernel, total, parameter, x, grad, onednn):
-    return add(kernel, total, parameter, grad, x, onednn)
+def the_operands_are_in_the_wrong_order(add, kernel, total, parameter, x, grad):
+    return add(kernel, total, parameter, grad, x)
 
 
 @replaces("_add", weight_gradient)
@@ -79,9 +79,9 @@ def the_loss_in_chunks_adds_the_first_rows_every_time(patch: Patch) -> None:
     whole: list[Tensor] = []
 
     @replaces("weight_gradient", linear_cross_entropy)
-    def first(real: Any, add: Any, rows: Tensor, logits: Tensor, *, onednn: bool) -> Tensor | None:
+    def first(real: Any, add: Any, rows: Tensor, logits: Tensor) -> Tensor | None:
         whole.append(rows)
-        return real(add, whole[0][: len(rows)], logits, onednn=onednn)
+        return real(add, whole[0][: len(rows)], logits)
 
     first(patch)
 

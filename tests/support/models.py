@@ -75,7 +75,6 @@ def build_tiny_model(
     cp_comm_type: str = "p2p",
     vocab_size: int = VOCAB_SIZE,
     kernels: CompiledKernels | None = None,
-    onednn: bool = False,
 ) -> GPTModel:
     """Returns this rank's shard of a model or stage. Elements of a bias or norm weight differ."""
     context = RankContext.of(
@@ -84,7 +83,6 @@ def build_tiny_model(
         params_dtype=dtype,
         cp_comm_type=cp_comm_type,
         kernels=kernels,
-        onednn=onednn,
     )
     padded = padded_vocab_size(parallel.tp_size) if vocab_size == VOCAB_SIZE else vocab_size
     model = GPTModel(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -13,12 +11,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.notices import setting_notices
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.sizes import CPU_BLOCK
 from megatron_lite.memory.explain.recompute_report import explain
-from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES
-from megatron_lite.model import activations, cpu_blocks
-from megatron_lite.model.activations import tanh_gelu
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import parallel_state
@@ -26,7 +20,6 @@ from megatron_lite.pipeline.links import Links
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.planned_run import Run
-from megatron_lite.training import processor
 from megatron_lite.training.dry_run import (
     STATES,
     MeasuredStep,
@@ -179,35 +172,6 @@ def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
     assert peaks[1].moment == peaks[0].moment
 
 
-def test_the_processor_of_this_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = "--bf16 --attention-dropout 0 --seq-length 256 --max-position-embeddings 256"
-    config = config_of(f"{flags} --recompute-policy *:full")  # its peak is in attention's backward
-    peaks = []
-    for gains in (False, True):
-        monkeypatch.setattr(processor, "GAINS", {"bf16": lambda _, gains=gains: gains})
-        assert processor.uses_onednn(config, "cpu") is gains
-        peaks.append(dry_run(config, 0, world_size=1, num_microbatches=1).measured.peak)
-    assert peaks[0] == peaks[1]
-
-
-def test_the_blocks_of_a_dry_run_are_those_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-
-    def elements() -> int:
-        found.append(cpu_blocks.elements_at_a_time())
-        return found[-1]
-
-    monkeypatch.setattr(activations, "elements_at_a_time", elements)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        dry_run(config_of(""), 0, world_size=1, num_microbatches=1)
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(threads)
-    assert set(found) == {CPU_BLOCK}
-
-
 def test_a_run_whose_last_batch_is_smaller_needs_the_memory_of_its_largest() -> None:
     """One micro-batch is in flight in the last steps, and two in the first."""
     shrinking, largest = (
@@ -227,18 +191,6 @@ def test_a_run_whose_last_batch_is_smaller_needs_the_memory_of_its_largest() -> 
         "--num-microbatches-with-partial-activation-checkpoints 1"
     )
     assert not [notice for notice in setting_notices(kept) if "nothing is recomputed" in notice]
-
-
-def test_a_loop_over_blocks_has_the_peak_of_all_its_blocks() -> None:
-    peaks = []
-    for mode in (nullcontext(), SimulatedTensors()):
-        with mode:
-            tensor = torch.zeros(7 * CPU_BLOCK - 5, dtype=torch.bfloat16)
-            with LiveStorages() as live:
-                tanh_gelu(tensor)
-        peaks.append(live.peak_bytes)
-    # the output, and a block and its function in float32
-    assert peaks[0] == peaks[1] == 2 * tensor.numel() + 2 * 4 * CPU_BLOCK
 
 
 def test_a_simulated_rank_has_the_place_and_the_groups_of_a_real_one() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock, PropertyMock, patch
+from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
@@ -26,13 +26,11 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.prices import price
 from megatron_lite.memory.predict.flops import hardware_flops, logits_flops, step_flops
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel import products
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.recompute.schedule import plan_model
 from megatron_lite.tensor_parallel import linear_cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
-from megatron_lite.training import build_trainer
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch, cut
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
@@ -51,7 +49,6 @@ from tests.support.documents import batch_of
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, tp_state
 from tests.support.pairs import covered, thirds
-from tests.support.product_sizes import product_sizes
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 from tests.support.traffic import plan_collectives
@@ -184,23 +181,6 @@ def test_one_pass_has_the_bits_of_two(layout, model, policy, mask, chunk_size):
         return differing(config)
 
     assert not any(run_ranks(work, ranks, detail=False) if ranks > 1 else [work(0, 1)])
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
-@pytest.mark.parametrize("layout", ["one", "sp"])
-def test_with_products_by_onednn_one_pass_has_the_bits_of_two(layout, monkeypatch):
-    """Every product that may be oneDNN's is, on any processor."""
-    product_sizes(monkeypatch, LEAST_MULTIPLICATIONS=1)
-    monkeypatch.setattr(build_trainer, "uses_onednn", lambda config, device_type: True)
-    ranks, flags = LAYOUTS[layout]
-    config = config_of(f"{flags} {UNTIED} --loss-chunk-size 5")
-
-    def work(rank, world_size):
-        with patch.object(products, "_call", Mock(side_effect=products._call)) as call:
-            return differing(config), call.call_count > 0
-
-    for names, was_called in run_ranks(work, ranks, detail=False) if ranks > 1 else [work(0, 1)]:
-        assert not names and was_called
 
 
 def single(flags: str = "") -> RunConfig:

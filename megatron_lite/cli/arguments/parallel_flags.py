@@ -59,11 +59,6 @@ def add_parallel_flags(parser: argparse.ArgumentParser) -> None:
         "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
         values=DISTRIBUTED_BACKENDS,
     )
-    group.off_switch(
-        "--no-shared-memory-collectives",
-        "shared_memory_collectives",
-        "send between the CPU ranks of one host through gloo, not through memory that they share",
-    )
     group.value(
         "--distributed-timeout-minutes",
         int,

@@ -43,13 +43,6 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         "let autograd add up the gradients of linear weights, not NVIDIA apex's kernel or the "
         "backward of the layers (docs/apex.md)",
     )
-    group.off_switch(
-        "--no-onednn-matmuls",
-        "onednn_matmuls",
-        "leave matrix products, attention and Muon on a CPU to torch, also on processors where "
-        "oneDNN's large float32 products or 16-bit products in float32 are faster. They round "
-        "differently",
-    )
     group.value(
         "--memory-limit",
         str,

@@ -75,16 +75,6 @@ def notes(
                 "and so does a larger --tensor-model-parallel-size, which splits the logits.",
             )
         )
-    shared = config.parallel.shared_region_bytes(dp_size) if sizes.device == "cpu" else 0
-    if shared:
-        found.append(
-            Note(
-                "shared memory",
-                f"Besides its tensors, a rank holds {size(shared)} ({shared:,} bytes) that it "
-                "shares with the ranks of its groups on the same host. Collectives of CPU tensors "
-                "go through them; --no-shared-memory-collectives uses gloo and saves the memory.",
-            )
-        )
     return tuple(found)
 
 

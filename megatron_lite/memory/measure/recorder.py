@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.operators import usual_name
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import KeptForBackward, SavedTensor, running_modules
 from megatron_lite.memory.measure.timeline import (
@@ -82,7 +81,7 @@ class _Recorder(LiveStorages):
     def after(self, func: Any) -> None:
         """Notes the state after every operator, except the detach with which we save a tensor."""
         if func is not torch.ops.aten.detach.default:
-            self.note(usual_name(str(func)).removesuffix(".default"))
+            self.note(str(func).removesuffix(".default"))
 
     def note(self, operator: str) -> None:
         """Adds an event if the place or the live bytes differ from the last event."""

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.operators import usual_name
 from megatron_lite.memory.measure.engine_storages import EngineStorages
 from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
 
@@ -91,7 +90,7 @@ class StepMeter(EngineStorages):
         return StepPeakMeasured(
             self._peak_bytes,
             categories,
-            MeasuredMoment(phase, module, usual_name(str(func)).rpartition(".")[0]),
+            MeasuredMoment(phase, module, str(func).rpartition(".")[0]),
         )
 
     def assign(self, category: str, tensors: Iterable[Tensor]) -> None:

@@ -11,7 +11,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.sizes import Processor, Sizes, residual_bytes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import host_bytes
 from megatron_lite.memory.predict.layer_passages import Passages
@@ -27,14 +27,12 @@ class PlacedRun(NamedTuple):
 
     shards: the ranks over which FSDP2 shards everything; 1 without it.
     accumulates: whether a step has several micro-batches.
-    processor: what the run computes with.
     """
 
     config: RunConfig
     device: str
     shards: int
     accumulates: bool
-    processor: Processor
 
 
 class StageMemory(NamedTuple):
@@ -69,7 +67,7 @@ def stage_memory(run: PlacedRun, stage: Stage, keeps_all: bool) -> StageMemory:
     keeps_all: whether the micro-batch keeps everything, whatever the policy says.
     """
     config = run.config
-    sizes = Sizes.in_training(config, device=run.device, stage=stage, processor=run.processor)
+    sizes = Sizes.in_training(config, device=run.device, stage=stage)
     # Stages that no setting tells apart share one entry of the cache.
     by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
     if config.model.window_size is None and config.model.no_rope_freq is None:

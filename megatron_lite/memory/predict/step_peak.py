@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
-from megatron_lite.description.sizes import ANY_PROCESSOR, Processor, Sizes, residual_bytes
+from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.memory.predict.passages import Moment, Passage
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
@@ -101,7 +101,6 @@ def step_peak(
     dp_cp_size: int,
     dp_cp_rank: int = 0,
     num_microbatches: int | None = None,
-    processor: Processor = ANY_PROCESSOR,
 ) -> StepPeak:
     """Returns the peak of a step on one rank. The vocabulary size must be known.
 
@@ -111,15 +110,12 @@ def step_peak(
         parallelism together, and the number of this rank among them.
     num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
         --global-batch-size alone.
-    processor: what the run computes with; by default one thread and torch's own products.
     """
     stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
     states = _states(_StateSettings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
-    run = PlacedRun(
-        config, device, dp_cp_size if sharded else 1, accumulates=number > 1, processor=processor
-    )
+    run = PlacedRun(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
     memories = [stage_memory(run, stage, False) for stage in stages]
     held = _fullest(run, pp_rank, stages, number)
     waiting = [0] * len(stages)
@@ -127,9 +123,7 @@ def step_peak(
         waiting = _waiting(run, pp_rank, len(stages), number)
     arena = sum(n * memory.arena for n, memory in zip(waiting, memories, strict=True))
     on_host = sum(n * memory.on_host for n, memory in zip(waiting, memories, strict=True))
-    update = update_memory(
-        config, stages[0], states, dp_cp_size=dp_cp_size, widens=processor.widens
-    )
+    update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size)
     # What kernels of a GPU allocate for themselves was not measured. With FSDP2 and with context
     # parallelism the prediction was seen up to 1.1% too low.
     cp_size = config.parallel.context_parallel_size
@@ -162,12 +156,7 @@ def step_peak(
 
 
 def fullest_step_peak(
-    config: RunConfig,
-    *,
-    device: str,
-    dp_cp_size: int,
-    num_microbatches: int | None = None,
-    processor: Processor = ANY_PROCESSOR,
+    config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
 ) -> StepPeak:
     """Returns the highest peak of all pipeline ranks; of several equal ones the first.
 
@@ -188,7 +177,6 @@ def fullest_step_peak(
                     device=device,
                     dp_cp_size=dp_cp_size,
                     num_microbatches=num_microbatches,
-                    processor=processor,
                 )
             )
     return max(found, key=lambda one: one.num_bytes)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.config.wide_blocks import WIDE_BYTES, block, wide_bytes
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.states import FLOAT32, RankStates
@@ -33,24 +32,21 @@ class UpdateMemory(NamedTuple):
 
 
 def update_memory(
-    config: RunConfig, stage: Stage, states: RankStates, *, dp_cp_size: int, widens: bool = False
+    config: RunConfig, stage: Stage, states: RankStates, *, dp_cp_size: int
 ) -> UpdateMemory:
-    """Returns the memory of the end of a step. stage: one of the rank's stages.
-
-    widens: whether Muon's 16-bit products are computed in float32 (parallel/wide_products.py).
-    """
+    """Returns the memory of the end of a step. stage: one of the rank's stages."""
     found = [UpdateMemory("update", 0, True)]
     sharding = config.data_parallel
     if sharding.grad_reduce_in_bf16 and not sharding.use_torch_fsdp2 and dp_cp_size > 1:
         sent = states.gradients // FLOAT32 * BFLOAT16
         found.append(UpdateMemory("reduction of gradients in bfloat16", sent, True))
     if config.optimizer.optimizer == MUON:
-        most = _muon(config, stage, dp_cp_size, widens)
+        most = _muon(config, stage, dp_cp_size)
         found.append(UpdateMemory("update of a matrix", most, False))
     return max(found, key=lambda one: one.num_bytes)
 
 
-def _muon(config: RunConfig, stage: Stage, dp_cp_size: int, widens: bool) -> int:
+def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
     """Returns the bytes of Muon's temporaries for the matrix that needs most."""
     sizes = Sizes.of(config, device="cpu", stage=stage)
     layer = describe_layer(config.model, sizes, stage.first_layer)
@@ -67,7 +63,6 @@ def _muon(config: RunConfig, stage: Stage, dp_cp_size: int, widens: bool) -> int
             shape=(shape[0], shape[1]),
             parts=_qkv_rows(config, shape[0]) if name == "linear_qkv" else (shape[0],),
             dp_cp_size=dp_cp_size,
-            widens=widens,
         )
         for name, shape in shapes
     )
@@ -90,7 +85,6 @@ def _of_matrix(
     shape: tuple[int, int],
     parts: tuple[int, ...],
     dp_cp_size: int,
-    widens: bool,
 ) -> int:
     """Returns the bytes of the temporaries for one matrix.
 
@@ -110,8 +104,6 @@ def _of_matrix(
         iterates += 3 * BFLOAT16 * elements * (over_tp - 1)
         copied = FLOAT32 * elements if len(parts) > 1 else 0
         inside = 2 * FLOAT32 * elements
-        if widens and optimizer.muon_fp32_matmul_prec == "medium":
-            inside = max(inside, _in_float32(short, elements // short))
         most = max(most, done + copied + iterates + inside)
         done += FLOAT32 * elements
     if len(parts) > 1:
@@ -125,15 +117,3 @@ def _of_matrix(
     part_bytes = whole // dp_cp_size if sharding.use_torch_fsdp2 else whole
     gather = part_bytes + dp_cp_size * part_bytes + whole + direction
     return max(gather, alone + whole)
-
-
-def _in_float32(short: int, long: int) -> int:
-    """Returns the most bytes of a step of Newton-Schulz besides two iterates [short, long].
-
-    They are those of the step's squares and the next iterate, and of the blocks in float32.
-    """
-    square, size = BFLOAT16 * short * short, block(short)
-    added = WIDE_BYTES * min(short, size) * min(long, size)
-    gram = 3 * square + sum(wide_bytes(short, short, long))
-    update = 2 * square + BFLOAT16 * short * long + sum(wide_bytes(short, long, short)) + added
-    return max(gram, update)
