@@ -31,7 +31,6 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
 from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.processor import gains_in_bf16, multiplies_faster_by_onednn
 from megatron_lite.training.step import train_step
 
 SEED = 1234
@@ -103,12 +102,6 @@ class Setting:
     kernels: CompiledKernels | None = None
 
     @property
-    def onednn(self) -> bool:
-        """Whether our model takes oneDNN's products, as a run on this machine does."""
-        gains = multiplies_faster_by_onednn if self.dtype == "float32" else gains_in_bf16
-        return self.device.type == "cpu" and gains()
-
-    @property
     def tokens(self) -> int:
         """The tokens of the batch."""
         return self.shape.batch_size * self.shape.seq_length
@@ -158,18 +151,13 @@ def our_model(
     sequence_parallel: bool = False,
     plan: RecomputePlan | None = None,
     stage: Stage | None = None,
-    onednn: bool | None = None,
 ) -> GPTModel:
-    """Returns this rank's shard of a freshly initialised model, or of one pipeline stage of it.
-
-    onednn: whether oneDNN computes large products; None: as in a run.
-    """
+    """Returns this rank's shard of a freshly initialised model, or of one pipeline stage of it."""
     context = RankContext.of(
         parallel,
         sequence_parallel=sequence_parallel,
         params_dtype=DTYPES[setting.dtype],
         kernels=setting.kernels,
-        onednn=setting.onednn if onednn is None else onednn,
     )
     vocab_size = setting.shape.vocab_size
     model = GPTModel(

@@ -22,17 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import PRESETS, Setting, Shape, one_rank
-from benchmarks.harness import Clock, device_name, write_report
-from benchmarks.recompute_engines import Place, policies
-from benchmarks.side_by_side_engines import (
-    OUR_POLICIES,
-    OURS,
-    Contestant,
-    LlamaSetting,
-    build_contestants,
-)
-from benchmarks.side_by_side_report import versions
+from benchmarks.contestant_peers import Contestant
+from benchmarks.contestants import OUR_POLICIES, OURS, LlamaSetting, build_contestants
+from benchmarks.engines import PRESETS, Setting, Shape
+from benchmarks.harness import Clock, device_name, versions, write_report
+from benchmarks.recompute_engines import policies
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.recompute.schedule import plan_stage
@@ -219,10 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     for family, kind in blocks(args):
         setting = kind(shape=shape, device=device, dtype="bf16", dropout=0.0)
-        place = Place(parallel=one_rank(setting), sequence_parallel=False)
-        peers = ["plain", "transformers", "litgpt", *(["ours, compiled"] * args.compile)]
         contestants, skipped = build_contestants(
-            family, setting, place, compiled=args.compile, peers=peers
+            family, setting, peers=("plain", "transformers", "litgpt"), compiled=args.compile
         )
         found = rows(measure(contestants, setting, args.rounds, skipped), setting, rate, peak)
         print(f"\n{family}, bf16, forward and backward", HEADER, *map(shown, found), sep="\n")

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import gc
+import importlib.metadata
 import json
 import platform
 import statistics
@@ -214,6 +215,17 @@ def heading(report: dict[str, Any]) -> str:
         f"{report['clock']} time, medians of {report['rounds']} rounds\n"
         + ", ".join(f"{name} {value}" for name, value in report["shape"].items())
     )
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of the libraries; None: not installed."""
+    found: dict[str, str | None] = {}
+    for package in ("torch", "transformers", "litgpt", "numpy"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def write_report(report: dict[str, Any], file: str | None) -> None:

@@ -1,8 +1,8 @@
 """Measures what recomputation costs, and what compiled kernels change about it.
 
 One run on one thread, by processor time: training steps without the optimizer under three policies,
-without and with compiled kernels, in rounds in which every engine has its turn; then the kernels
-alone, the cost of a region in Python, and the start of a run with an empty and a filled cache.
+without and with compiled kernels, in rounds in which every engine has its turn; then the cost of a
+region in Python, and the start of a run with an empty and a filled cache.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.engines import Setting, one_rank, our_model
 from benchmarks.harness import (
+    Clock,
     Progress,
     benchmark_parser,
     garbage_kept,
@@ -34,7 +35,6 @@ from benchmarks.harness import (
     spread,
     write_report,
 )
-from benchmarks.kernel_cost import cpu_ms, kernels
 from benchmarks.recompute_cost_page import figures
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.compiled import CompiledKernels
@@ -50,12 +50,13 @@ def steps(settings: Sequence[Setting], rounds: int) -> Iterator[dict[str, Any]]:
     for setting in settings:
         engines = dict(step_engines(setting))
         samples: dict[str, list[float]] = {name: [] for name in engines}
+        clock = Clock(device=setting.device, kind="cpu")
         with garbage_kept():
             for number in range(-1, rounds):  # the first round warms up
                 names = list(engines)
                 first = number % len(names)
                 for name in names[first:] + names[:first]:
-                    milliseconds = cpu_ms(engines[name])
+                    milliseconds = clock.ms(engines[name])
                     if number >= 0:
                         samples[name].append(milliseconds)
         ratios = {
@@ -123,7 +124,8 @@ def regions(num_regions: int = 20, rounds: int = 150) -> dict[str, float]:
 
 
 def _fewest_us(step: Callable[[], None], rounds: int) -> float:
-    return min(1000.0 * cpu_ms(step) for _ in range(rounds))
+    clock = Clock(device=torch.device("cpu"), kind="cpu")
+    return min(1000.0 * clock.ms(step) for _ in range(rounds))
 
 
 def starts(arguments: Sequence[str]) -> dict[str, float]:
@@ -176,13 +178,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["steps"].append(row)
         write_report(report, args.json)
         progress(f"{row['dtype']}, dropout {row['dropout']}: steps are done")
-    report["kernels"] = [
-        row
-        for dtype in args.dtype
-        for row in kernels(replace(settings[0], dtype=dtype), args.repeats)
-    ]
-    write_report(report, args.json)
-    progress("kernels are done")
     report["starts"] = starts(_without_json(argv))
     write_report(report, args.json)
     print(figures(report))

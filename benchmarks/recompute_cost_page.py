@@ -45,16 +45,6 @@ def figures(report: Mapping[str, Any]) -> str:
         )
     lines += [
         "",
-        "One call of a kernel, in ms.",
-        "",
-        "| dtype | kernel | torch's operators | compiled |",
-        "|---|---|---|---|",
-        *(
-            f"| {row['dtype']} | {row['kernel']} | {row['eager_ms']:.2f} | "
-            f"{row['compiled_ms']:.2f} |"
-            for row in report["kernels"]
-        ),
-        "",
         "The Python of one region, forward and backward, in us of processor time: "
         + ", ".join(f"{name} {us:.0f}" for name, us in report["regions"].items())
         + ".",

@@ -1,14 +1,22 @@
-"""Fails if a training step has become much slower, or larger, than plain PyTorch: minutes, any CPU.
+"""Fails if a training step has become slower, or larger, than plain PyTorch: minutes, any CPU.
 
-Every figure is a ratio of two contestants of one run (benchmarks/side_by_side_engines.py). A time
-is the least processor time of all rounds, which other programs on the machine hardly change. More
-rounds run while a ratio is above its limit, so a disturbed round cannot fail the check.
+Plain PyTorch is a GPT of nn.Linear, nn.LayerNorm, F.gelu, scaled_dot_product_attention and
+F.cross_entropy under autograd, of the same shape and with the same weights: float32, one thread,
+forward and backward, no dropout. A step without recomputation takes at most 1.05 of its time.
+
+An attempt is a few rounds in which every contestant has its turn. Its ratio is the median of the
+ratios of its rounds, in processor time, which other programs on the machine hardly change. The best
+attempt counts: other work can only spoil an attempt. The check fails if every attempt is more than
+MARGIN above its limit.
 """
 
 from __future__ import annotations
 
+import gc
+import statistics
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,18 +25,27 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.engines import PRESETS, Setting, one_rank
-from benchmarks.harness import garbage_kept
-from benchmarks.recompute_engines import Place
-from benchmarks.side_by_side_block import facts
-from benchmarks.side_by_side_engines import OURS, build_contestants
+from benchmarks.contestant_peers import Contestant
+from benchmarks.contestants import OURS, PLAIN, build_contestants
+from benchmarks.engines import PRESETS, Setting
+from benchmarks.harness import Clock, garbage_kept
+from megatron_lite.memory.measure.allocator_peak import allocator_peak
 
-PLAIN = "plain torch, none"
-# The figure of the first over that of the second must not be above the limit. The times were 0.95,
-# 1.27 and 1.07 on an AMD EPYC when the limits were chosen, and the peaks 0.74, 0.29 and 0.71.
-TIME_LIMITS = {(OURS, PLAIN): 1.5, ("ours, full", OURS): 1.9, ("ours, pointwise", OURS): 1.6}
-PEAK_LIMITS = {(OURS, PLAIN): 1.25, ("ours, full", OURS): 0.8, ("ours, pointwise", OURS): 0.95}
-ROUNDS, MOST_ROUNDS, SECONDS = 5, 25, 90.0
+Pair = tuple[str, str]
+# The figure of the first over that of the second must not be above the limit. The peaks were 0.74,
+# 0.29 and 0.71 when the limits were chosen.
+TIME_LIMITS: dict[Pair, float] = {
+    (OURS, PLAIN): 1.05,
+    ("ours, full", OURS): 1.45,
+    ("ours, pointwise", OURS): 1.25,
+}
+PEAK_LIMITS: dict[Pair, float] = {
+    (OURS, PLAIN): 1.25,
+    ("ours, full", OURS): 0.8,
+    ("ours, pointwise", OURS): 0.95,
+}
+MARGIN = 0.05  # between two runs of one attempt on a shared machine
+ROUNDS, ATTEMPTS, SECONDS = 5, 8, 75.0
 
 
 def main() -> int:
@@ -37,41 +54,80 @@ def main() -> int:
     setting = Setting(
         shape=PRESETS["small"], device=torch.device("cpu"), dtype="float32", dropout=0.0
     )
-    parallel = one_rank(setting)
-    place = Place(parallel=parallel, sequence_parallel=False)
-    found, _ = build_contestants("gpt", setting, place, compiled=False, peers=["plain"])
+    found, _ = build_contestants("gpt", setting, peers=["plain"])
     names = {name for pair in TIME_LIMITS for name in pair}
     contestants = [one for one in found if one.name in names]
-    least = {one.name: float("inf") for one in contestants}
-    began = time.monotonic()
+    losses, peaks = {}, {}
     with garbage_kept():
-        figures = {one.name: facts(one, parallel.rng) for one in contestants}
-        for number in range(MOST_ROUNDS):
-            for one in contestants:
-                one.clear()
-                start = time.process_time()
-                one.run()
-                least[one.name] = min(least[one.name], time.process_time() - start)
-            late = time.monotonic() - began > SECONDS
-            if late or (number + 1 >= ROUNDS and not above(least, TIME_LIMITS)):
-                break
-    peaks = {name: float(own["peak_bytes"]) for name, own in figures.items()}
-    for what, values, limits in (("time", least, TIME_LIMITS), ("peak", peaks, PEAK_LIMITS)):
-        for (name, other), limit in limits.items():
-            ratio = values[name] / values[other]
-            print(f"{what} of {name} / {other}: {ratio:.2f} (limit {limit})")
-    losses = {own["loss"] for own in figures.values()}
-    if max(losses) - min(losses) > 1e-3:
-        print(f"the contestants compute different losses: {sorted(losses)}", file=sys.stderr)
+        for one in contestants:
+            losses[one.name], peaks[one.name] = loss_and_peak(one)
+        times = best_attempts(contestants)
+    if max(losses.values()) - min(losses.values()) > 1e-3:
+        print(f"the contestants compute different losses: {losses}", file=sys.stderr)
         return 1
-    too_large = above(least, TIME_LIMITS) + above(peaks, PEAK_LIMITS)
-    for name, other in too_large:
-        print(f"smoke: {name} is above its limit relative to {other}", file=sys.stderr)
-    return 1 if too_large else 0
+    sizes = {pair: peaks[pair[0]] / peaks[pair[1]] for pair in PEAK_LIMITS}
+    return int(
+        any([told("time", times, TIME_LIMITS, MARGIN), told("peak", sizes, PEAK_LIMITS, 0.0)])
+    )
 
 
-def above(values: dict[str, float], limits: dict[tuple[str, str], float]) -> list[tuple[str, str]]:
-    return [pair for pair, limit in limits.items() if values[pair[0]] > limit * values[pair[1]]]
+def best_attempts(contestants: Sequence[Contestant]) -> dict[Pair, float]:
+    """Returns the least ratio of all attempts for each pair of TIME_LIMITS.
+
+    No attempt follows once every ratio is within its limit, or after SECONDS.
+    """
+    began = time.monotonic()
+    best = attempt(contestants)
+    for _ in range(ATTEMPTS - 1):
+        within = all(best[pair] <= limit for pair, limit in TIME_LIMITS.items())
+        if within or time.monotonic() - began > SECONDS:
+            break
+        again = attempt(contestants)
+        best = {pair: min(best[pair], again[pair]) for pair in best}
+    return best
+
+
+def attempt(contestants: Sequence[Contestant]) -> dict[Pair, float]:
+    """Returns the medians of the ratios over some rounds, each of which begins with another one."""
+    clock = Clock(device=torch.device("cpu"), kind="cpu")
+    times: dict[str, list[float]] = {one.name: [] for one in contestants}
+    for number in range(ROUNDS):
+        for turn in range(len(contestants)):
+            one = contestants[(turn + number) % len(contestants)]
+            one.clear()
+            gc.collect()
+            times[one.name].append(clock.ms(one.run))
+    return {
+        (name, other): statistics.median(
+            own / base for own, base in zip(times[name], times[other], strict=True)
+        )
+        for name, other in TIME_LIMITS
+    }
+
+
+def loss_and_peak(one: Contestant) -> tuple[float, int]:
+    """Returns the loss, and the most bytes of torch's allocator in forward and backward, above what
+    was there before: weights, and gradients to which backward adds. It also warms up."""
+    one.clear()
+    loss = one.run().item()
+    gc.collect()
+    with allocator_peak() as peak:
+        one.run()
+    return loss, peak.peak_bytes
+
+
+def told(
+    what: str, ratios: Mapping[Pair, float], limits: Mapping[Pair, float], margin: float
+) -> bool:
+    """Prints the ratios. Returns whether one is more than `margin` above its limit."""
+    failed = False
+    for pair, limit in limits.items():
+        ratio = ratios[pair]
+        verdict = "within" if ratio <= limit else "above, but by less than the noise of a machine"
+        if not ratio <= limit + margin:  # NaN too
+            verdict, failed = "ABOVE", True
+        print(f"{what} of {pair[0]} / {pair[1]}: {ratio:.3f}, limit {limit}: {verdict}")
+    return failed
 
 
 if __name__ == "__main__":

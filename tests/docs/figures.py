@@ -17,19 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from arguments import build_parser
-from benchmarks import side_by_side_page as peers
-from benchmarks.collectives_page import collectives_part
 from benchmarks.recompute_cost_page import recompute_cost_part
 from megatron_lite.config import policy
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.known_models import preset
-from megatron_lite.config.large_products import ROWS, TOKENS, gradient_parts
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.config.wide_blocks import wide_bytes
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -280,20 +276,6 @@ def peak_rows() -> str:
     return str(len(result("memory")["rows"]))
 
 
-def product_workspace() -> str:
-    """Returns the most bytes of the gradient parts of parallel/products.py, of any hidden size."""
-    hidden = 2 * ROWS
-    fixed, doubled = (sum(gradient_parts(TOKENS, 4 * h, h)) for h in (hidden, 2 * hidden))
-    each = (doubled - fixed) // hidden
-    return f"{(fixed - hidden * each) / 2**20:g} MiB, and {each / 2**10:g} KiB"
-
-
-def wide_workspace() -> str:
-    """Returns the most bytes of parallel/wide_products.py, of sums of up to 8,192 terms."""
-    most = max(sum(wide_bytes(2**20, 2**20, k)) for k in range(1, 8193))
-    return f"{most / 2**20:.0f} MiB"
-
-
 LAYOUTS = (
     *("TP 2", "PP 2", "PP 2, 2 virtual stages", "CP 2"),
     *("DP 2", "DP 2, distributed optimizer", "FSDP 2"),
@@ -392,26 +374,16 @@ FIGURES: dict[str, Callable[[], str]] = {
     "situations": situations,
     "worst-peak": worst_peak,
     "peak-rows": peak_rows,
-    "product-workspace": product_workspace,
-    "wide-workspace": wide_workspace,
     "right.ours": partial(right, "ours, `full`"),
     "right.torch": partial(right, "torch, non-reentrant"),
     "wrong.torch": partial(wrong, "torch, non-reentrant"),
     **{f"any-model.{what}": partial(any_model, what) for what in ("least", "none", "ratios")},
 }
 PARTS: dict[str, Callable[[], str]] = {
-    "collectives": collectives_part,
-    "recompute-cost": partial(recompute_cost_part, "recompute_cost"),
-    "recompute-cost-zen4": partial(recompute_cost_part, "recompute_cost_zen4"),
-    "peers-targets": peers.targets_part,
-    "peers-groups": peers.groups_part,
-    "peers-groups-zen4": partial(peers.groups_part, machine="Zen 4"),
-    "peers-groups-zen3": partial(peers.groups_part, machine="Zen 3"),
+    "recompute-cost": partial(recompute_cost_part, "recompute_cost")
 }
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,
     ROOT / "docs" / "pictures" / "layer.svg": lambda: layer_svg(drawn_run()),
-    ROOT / "docs" / "pictures" / "peers-time.svg": partial(peers.picture, "time"),
-    ROOT / "docs" / "pictures" / "peers-memory.svg": partial(peers.picture, "memory"),
     ROOT / "docs" / "flags.md": flags_page,
 }

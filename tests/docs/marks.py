@@ -43,8 +43,8 @@ COMMANDS = ("bash", "python")
 INLINE = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.DOTALL)
 PART = re.compile(r"(<!-- begin part: ([\w-]+) -->)\n.*?(<!-- end part -->)", re.DOTALL)
 # Parts that a benchmark writes, and those of PART.
-THEIR_BEGIN = re.compile(r"<!-- (begin|tables of|figures: begin|candidates|loss step)\b")
-THEIR_END = re.compile(r"<!-- (end|figures: end|/candidates|/loss step)\b")
+THEIR_BEGIN = re.compile(r"<!-- (begin|tables of|figures: begin)\b")
+THEIR_END = re.compile(r"<!-- (end|figures: end)\b")
 _MARK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.*?))? -->\s*", re.DOTALL)
 
 

@@ -1,21 +1,49 @@
-"""The peers of benchmarks/side_by_side.py on one rank: plain torch, transformers and litgpt.
+"""The peers of benchmarks/contestants.py: plain torch, transformers and litgpt.
 
-Each function builds one model, loads it with the weights of ours, and returns its contestants.
-megatron-core's are in megatron_engines.py. A function raises ImportError if the library is not
-installed.
+Each function builds one model, loads it with the weights of ours, and returns its contestants. It
+raises ImportError if the library is not installed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.contestant import Contestant, of_logits
 from benchmarks.engines import DTYPES, Setting
 from benchmarks.peer_engines import Logits, PlainGPT
+
+
+class Contestant(NamedTuple):
+    """One way to train the model.
+
+    clear: drops the gradients of the step before.
+    run: one forward and backward; returns the loss, 0-d.
+    """
+
+    name: str
+    clear: Callable[[], None]
+    run: Callable[[], Tensor]
+
+
+def of_logits(name: str, model: nn.Module, setting: Setting) -> Contestant:
+    """Returns a contestant whose model maps tokens [b, s] to logits [b, s, V]."""
+    batch = setting.batch()
+    labels = batch.labels.reshape(-1)
+
+    def clear() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def run() -> Tensor:
+        loss = F.cross_entropy(model(batch.tokens).float().flatten(0, 1), labels)
+        loss.backward()
+        return loss.detach()
+
+    return Contestant(name, clear, run)
 
 
 def plain(setting: Setting, weights: list[Tensor], *, compiled: bool) -> list[Contestant]:
@@ -29,7 +57,7 @@ def plain(setting: Setting, weights: list[Tensor], *, compiled: bool) -> list[Co
     found = [of_logits("plain torch, none", model, setting)]
     if compiled:
         whole: Any = torch.compile(model)
-        found.append(of_logits("plain torch, compiled", whole, setting, is_compiled=True))
+        found.append(of_logits("plain torch, compiled", whole, setting))
     return found
 
 
@@ -98,7 +126,7 @@ def litgpt(setting: Setting, weights: list[Tensor]) -> list[Contestant]:
     shape, config = setting.shape, setting.model_config()
     model = GPT(
         Config(
-            name="side by side",
+            name="benchmark",
             n_layer=shape.num_layers,
             n_embd=shape.hidden_size,
             n_head=shape.num_attention_heads,
