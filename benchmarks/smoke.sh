@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A check for gross regressions of time and memory, in at most two minutes. Every figure is a ratio
+# A check of time and memory beside plain PyTorch, in at most two minutes. Every figure is a ratio
 # within one run, so any machine may run it. It uses the Python of the project ($PYTHON, or .venv).
 set -euo pipefail
 

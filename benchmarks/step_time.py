@@ -38,10 +38,7 @@ from megatron_lite.memory.predict.flops import step_flops
 
 
 def model_gemms(setting: Setting) -> Callable[[], None]:
-    """Returns a function that runs each linear layer's forward matmul once, on its own data.
-
-    torch's own library computes them, also where ours go to oneDNN (parallel/products.py).
-    """
+    """Returns a function that runs each linear layer's forward matmul once, on its own data."""
     shape, dtype = setting.shape, DTYPES[setting.dtype]
     h, tokens = shape.hidden_size, shape.batch_size * shape.seq_length
     sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.num_layers + [

@@ -370,6 +370,14 @@ def test_a_flag_without_effect_gives_one_notice_and_the_same_run(flag: str) -> N
     assert parsed.notices == (f"{flag} has no effect {ignored.reason}",)
 
 
+@pytest.mark.parametrize("flag", ["--no-onednn-matmuls", "--no-shared-memory-collectives"])
+def test_flags_of_kernels_that_are_gone_have_no_effect_and_say_so(flag: str) -> None:
+    parsed = parse(flag)
+    assert parsed.config == parse("").config
+    (notice,) = parsed.notices
+    assert notice.startswith(f"{flag} has no effect")
+
+
 def test_all_flags_without_effect_together_are_one_notice() -> None:
     words = " ".join(
         flag if ignored.nargs == 0 else f"{flag} 1"
