@@ -74,11 +74,12 @@ def _exchanging(model: ModelConfig, sizes: Sizes, results: int, freed: int) -> W
     ring = sizes.cp_comm_type == "p2p"
     # The ring holds a part, the one that arrives and, beyond two ranks, the next one.
     others = min(sizes.cp_size - 1, 2) * part if ring else sizes.cp_size * part
+    copy = 0 if ring else sizes.gloo_copy(others)
     wide = query // sizes.element_bytes * sizes.accumulate_bytes
     sums = wide if wide != query else 0
     forward = course(
         # own and other parts, the first result, its float32 copy, the result of another part
-        *(+part, +others, +results, +sums, +results),
+        *(+part, +others, +copy, +results, -copy, +sums, +results),
         *((+sums, -sums) if sums else ()),
         *(+2 * log_sum_exp, -2 * log_sum_exp),  # the factor of the merge: sigmoid(l2 - l1)
         *((-query, -results, +query, -sums) if sums else (-results,)),
@@ -89,9 +90,9 @@ def _exchanging(model: ModelConfig, sizes: Sizes, results: int, freed: int) -> W
     gathered_sum = 0 if ring else sizes.cp_size * part
     gradients, second = query + part, max(query + part // 2, query // 2 + part)
     backward = course(
-        *(+part, +gathered_sum, +wide, +others),
-        *(+gradients, +travels, +second, -gradients),
-        part,  # the sum that arrives, or this rank's part of the reduce-scatter
+        *(+part, +gathered_sum, +wide, +others, +copy),
+        *(+gradients, -copy, +travels, +second, -gradients),
+        *(part + copy, -copy),  # the sum that arrives, or this rank's part of the reduce-scatter
         -second - others - travels - gathered_sum - part,
         *((+query, -wide) if sums else ()),
         -query - results - freed,
@@ -138,7 +139,9 @@ def _unfused_forward(
     grouped = model.query_groups < model.num_attention_heads
     part, ranks = 2 * heads.kv, sizes.cp_size
     changes: list[int | Course] = []
-    changes += [+part, +ranks * part, -part] if ranks > 1 else []  # all keys and values
+    copy = sizes.gloo_copy(ranks * part)
+    # all keys and values
+    changes += [+part, +ranks * part, +copy, -copy, -part] if ranks > 1 else []
     changes += [mask]
     hidden = mask.end
     if sizes.resets_attention and sizes.micro_batch_size > 1 and scores > mask.end:
@@ -199,5 +202,7 @@ def _unfused_backward(
     changes += [-scores - sum(own.values())]
     changes += [+ranks * kv, -repeated, +ranks * kv, -repeated] if grouped else []
     # The gradients of all keys and values are joined and summed over the ranks.
-    changes += [+ranks * part, -ranks * part, +part, -ranks * part] if ranks > 1 else []
+    copy = sizes.gloo_copy(ranks * part)
+    sums = (+ranks * part, -ranks * part, +part, +copy, -copy - ranks * part)
+    changes += sums if ranks > 1 else ()
     return course(*changes)

@@ -210,11 +210,15 @@ def column_workspace(
     output = sizes.tokens * width * sizes.element_bytes
     if not _splits_sequence(sizes):
         return Workspace(course(+output), course(+whole, weight, +bias, -output - whole, then))
-    own = whole // sizes.tp_size
+    own, copy = whole // sizes.tp_size, sizes.gloo_copy(whole)
     return Workspace(
-        course(+whole, +output, -whole),
+        course(+whole, +copy, -copy, +output, -whole),
         # the gathered input, the whole gradient of the input, this rank's part of the sum
-        course(+whole, +whole, +own, weight, +bias, then, -2 * whole - output - own),
+        course(
+            *(+whole, +copy, +whole, -copy, +own, +copy, weight, +bias, -copy),
+            then,
+            -2 * whole - output - own,
+        ),
     )
 
 
@@ -238,10 +242,10 @@ def _row_workspace(
         return Workspace(
             course(+whole, -frees.forward), course(+bias, +input_bytes, weight, then, -used)
         )
-    own = whole // sizes.tp_size
+    own, copy = whole // sizes.tp_size, sizes.gloo_copy(whole)
     return Workspace(
-        course(+whole, +own, -whole - frees.forward),
-        course(+bias, +whole, +input_bytes, weight, then, -whole - used),
+        course(+whole, +own, +copy, -copy - whole - frees.forward),
+        course(+bias, +whole, +copy, -copy, +input_bytes, weight, then, -whole - used),
     )
 
 

@@ -48,14 +48,14 @@ def linear_loss_workspace(
     tokens, row = sizes.tokens, accumulate * sizes.tokens
     whole, own = tokens * h * element, sizes.local_tokens * h * element
     gathered = whole if sizes.tp_size > 1 and sizes.sequence_parallel else 0
+    copy = sizes.gloo_copy(gathered)  # by the gather, and by the sum of the input's gradient
     full, rest = divmod(tokens, chunk_size)
     chunks = ([chunk_size] if full else []) + ([rest] if rest else [])
     buffer = chunks[0] * columns * element  # of all chunks
     # The statistics of earlier chunks stay. The last of the full chunks is the fullest moment.
     forward = course(
         _local_labels(sizes),
-        +gathered,
-        +buffer,
+        *(+gathered, +copy, -copy, +buffer),
         3 * accumulate * chunk_size * max(0, full - 1),
         *(_row_statistics(sizes, chunk, columns) for chunk in chunks),
         -buffer,
@@ -76,15 +76,15 @@ def linear_loss_workspace(
         first = apart and number == 0 and full <= 1
         steps += [
             _write_gradient(sizes, chunk, columns),
-            scattered if number == len(chunks) - 1 else 0,
+            scattered + copy if number == len(chunks) - 1 else 0,
             rounded_product(weight, sizes, first=first) if sizes.is_rounded else Course(),
         ]
     # Without sequence parallelism the whole gradient of the input is the result.
     backward = course(
         _gradient_factors(sizes),
-        *(+gathered, +whole, +total, +buffer),
+        *(+gathered, +copy, -copy, +whole, +total, +buffer),
         *steps,
-        -2 * gathered - buffer - 2 * row - row,
+        -copy - 2 * gathered - buffer - 2 * row - row,
         *((+cast, -total) if apart else ()),
         then,
         -own - _kept(sizes),
@@ -105,6 +105,7 @@ def one_pass_workspace(
     tokens = sizes.tokens
     whole = tokens * model.hidden_size * element
     gathered = whole if sizes.tp_size > 1 and sizes.sequence_parallel else 0
+    copy = sizes.gloo_copy(gathered)  # by the gather, and by the sum of the input's gradient
     scattered = whole // sizes.tp_size if gathered else 0
     losses = accumulate * tokens
     incoming = losses if sizes.masks_loss else accumulate
@@ -122,15 +123,15 @@ def one_pass_workspace(
             _write_gradient(sizes, chunk, columns),
             -2 * row - row,  # the factors and the share of the softmax
             -row,  # the losses, which are copied
-            scattered if number == len(chunks) - 1 else 0,
+            scattered + copy if number == len(chunks) - 1 else 0,
         ]
     forward = course(
         _local_labels(sizes),
-        +gathered,
+        *(+gathered, +copy, -copy),
         _incoming_gradient(sizes),
         *(+losses, +whole, +buffer),
         *steps,
-        -buffer - incoming - 2 * gathered - 9 * tokens,
+        -copy - buffer - incoming - 2 * gathered - 9 * tokens,
     )
     return Workspace(forward, course(-losses))
 

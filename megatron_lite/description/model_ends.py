@@ -112,7 +112,8 @@ def _embedding_forward(model: ModelConfig, sizes: Sizes) -> Course:
         # local ids; two comparisons and their union; the ids with row 0 for those elsewhere
         changes = [+ids, +elsewhere, +elsewhere, +elsewhere, -2 * elsewhere, +ids]
         # The all-reduce sums a copy. The reduce-scatter writes to a tensor of its own.
-        changes += [+whole, +whole, -whole, +hidden, -whole - ids]
+        copy = sizes.gloo_copy(whole) if sizes.sequence_parallel else 0
+        changes += [+whole, +whole, -whole, +hidden, +copy, -copy - whole - ids]
     if model.positions.learned:
         rows = hidden if sizes.resets_positions else 0  # without position ids they are a view
         changes += [+rows, +hidden, -hidden - rows]
@@ -144,7 +145,8 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
             samples = 0
         changes += [+samples, +gradient_bytes((one,), sizes), -samples, added_up((one,), sizes)]
     if several and sizes.sequence_parallel:
-        changes += [+whole, -hidden]
+        copy = sizes.gloo_copy(whole)
+        changes += [+whole, +copy, -copy, -hidden]
     if several:  # the rows of ids that are elsewhere become zeros
         changes += [+whole, -whole - tokens]
     gradient = gradient_bytes((words,), sizes)

@@ -111,6 +111,14 @@ class Sizes:
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 
+    def gloo_copy(self, num_bytes: int) -> int:
+        """Returns the bytes of the copy that an all-gather or a reduce-scatter makes on a CPU.
+
+        num_bytes: the whole tensor of all ranks. gloo copies it once; other collectives of this
+            project copy nothing.
+        """
+        return num_bytes if self.device == "cpu" and self.inside_operators else 0
+
     @property
     def is_rounded(self) -> bool:
         """Whether gradients have 16 bits, and their sums 32."""

@@ -104,8 +104,8 @@ class Zero1:
             # A module that took no part in the step has not waited for the gather before this one.
             weights.finish()
             weights.gather = start_all_gather_parts_(weights.flat, self.shard_group)
-        if not self._overlaps:
-            self.finish()
+            if not self._overlaps:
+                weights.finish()
 
     def finish(self) -> None:
         """Implements Layout.finish."""

@@ -5,11 +5,13 @@ need not be contiguous unless a docstring says so. Sums of bf16 run in bf16 and 
 order, so gradients are reduced in float32 (see optim/). Functions whose names end in an underscore
 write into their argument; the others never do. Under a selective checkpoint the collectives are
 functional operators, whose results the checkpoint may keep: see `results_may_be_kept`.
+
+Over gloo an all-gather and a reduce-scatter copy the whole tensor once, and an all-reduce and a
+broadcast copy nothing (description/sizes.py counts the copies).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,10 +27,6 @@ from megatron_lite.parallel.waiting import WAITING
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _functional = torch.ops._c10d_functional
-
-# Limit in bytes for each staging buffer. A gloo collective would copy the whole tensor first; the
-# ranks exchange a large CPU tensor through buffers of at most this size instead.
-STAGING_BYTES = 2**22
 
 
 class KeepsResults(TorchDispatchMode):
@@ -59,9 +57,7 @@ def all_reduce_(
         assert not results_may_be_kept(), (
             "a selective checkpoint does not see what a collective writes in place: use all_reduce"
         )
-        with WAITING:
-            dist.all_reduce(tensor, op=op, group=group)
-    return tensor
+    return start_all_reduce_(tensor, group, op).wait()
 
 
 def all_reduce(
@@ -95,11 +91,13 @@ class Started(NamedTuple):
         return self.result
 
 
-def start_all_reduce_(tensor: Tensor, group: ProcessGroup | None) -> Started:
-    """Begins to sum contiguous `tensor` over the group, in place."""
+def start_all_reduce_(
+    tensor: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Started:
+    """Begins `all_reduce_`."""
     if group is None:
         return Started(tensor, None)
-    return Started(tensor, dist.all_reduce(tensor, group=group, async_op=True))
+    return Started(tensor, dist.all_reduce(tensor, op=op, group=group, async_op=True))
 
 
 def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
@@ -172,39 +170,17 @@ def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tens
 def all_gather_into_(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
     """Fills `gathered` [n * size] with every rank's `own` [n], in rank order.
 
-    `own` may be this rank's part of `gathered`. gloo receives into a buffer as large as `gathered`.
-    On a CPU the ranks therefore send a large tensor in stretches, through buffers of at most
-    STAGING_BYTES.
+    `own` may be this rank's part of `gathered`.
     """
-    if not _is_staged(gathered):
-        with WAITING:
-            _all_gather(gathered, own, group=group)
-        return
-    rows = gathered.view(group.size(), -1)
-    for stretch, sent, received in _staged(rows):
-        sent[0].copy_(own[stretch])
-        with WAITING:
-            _all_gather(received.view(-1), sent[0], group=group)
-        rows[:, stretch] = received
+    Started(gathered, _start_all_gather(gathered, own, group), own).wait()
 
 
 def reduce_scatter_into_(own: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
     """Fills `own` [n] with this rank's part of the sum of `tensor` [n * size] over the group.
 
-    `tensor` stays unchanged. gloo's reduce-scatter is an all-reduce of a copy of the whole tensor.
-    On a CPU the ranks therefore exchange the parts of a large tensor in stretches and sum them in
-    rank order. This sends half the bytes, through two buffers of at most STAGING_BYTES.
+    `tensor` stays unchanged.
     """
-    if not _is_staged(tensor):
-        with WAITING:
-            _reduce_scatter(own, tensor, group=group)
-        return
-    rows = tensor.view(group.size(), -1)
-    for stretch, sent, received in _staged(rows):
-        sent.copy_(rows[:, stretch])
-        with WAITING:
-            dist.all_to_all_single(received, sent, group=group)
-        torch.sum(received, 0, out=own[stretch])
+    Started(own, _start_reduce_scatter(own, tensor, group), tensor).wait()
 
 
 def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
@@ -227,8 +203,8 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
 def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:
     """Overwrites `tensor` on every rank with the tensor of the group's rank `group_source`."""
     if group is not None:
-        with WAITING:
-            dist.broadcast(tensor, src=dist.get_global_rank(group, group_source), group=group)
+        source = dist.get_global_rank(group, group_source)
+        Started(tensor, dist.broadcast(tensor, src=source, group=group, async_op=True)).wait()
     return tensor
 
 
@@ -246,27 +222,6 @@ def _check_divisible(tensor: Tensor, group: ProcessGroup) -> None:
             f"reduce-scatter of {tuple(tensor.shape)}: dim 0 is not divisible by the group "
             f"size {group.size()}"
         )
-
-
-def _is_staged(tensor: Tensor) -> bool:
-    """Returns whether `tensor`, which holds a part for every rank, is sent in stretches."""
-    return tensor.device.type == "cpu" and tensor.nbytes > STAGING_BYTES
-
-
-def _staged(rows: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields (columns, buffer to send, buffer to receive) until all columns of `rows` are covered.
-
-    rows is [size, n], and `columns` a slice of n. The buffers are [size, columns], each of at most
-    STAGING_BYTES, and are reused for each slice.
-    Only these buffers are passed to a collective: a gloo thread may hold a reference to its tensors
-    after the call has returned.
-    """
-    size, step = rows.shape[0], max(1, STAGING_BYTES // (rows.shape[0] * rows.element_size()))
-    buffers = rows.new_empty((2, size * min(step, rows.shape[1])))
-    for start in range(0, rows.shape[1], step):
-        columns = min(step, rows.shape[1] - start)
-        sent, received = (buffer[: size * columns].view(size, columns) for buffer in buffers)
-        yield slice(start, start + columns), sent, received
 
 
 def _waited(result: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """Bounds the memory that FSDP2's units hold during their collectives.
 
-    gather     FSDP2 gathers a unit into one buffer and copies the parameters out of it. gloo would
-               hold a third copy. Here staging buffers have a bounded size.
+    gather     FSDP2 gathers a unit into one buffer and copies the parameters out of it. Here the
+               gather has ended before the copy.
     reduce     FSDP2 copies a unit's gradients into one buffer, often in a wider dtype, and reduces
-               that buffer. gloo would copy it again. Here staging buffers have a bounded size, and
-               the gradients that have been copied are freed first.
+               that buffer. Here the gradients that have been copied are freed first.
 
 torch's `foreach_reduce` is meant to free the gradients before the reduction, but its loop variable
 still holds the last one (seen in torch 2.13). In a unit of one large parameter, a token embedding,

@@ -103,15 +103,13 @@ class _ColumnParallelMatmul(torch.autograd.Function):
         gather = None
         if needs_weight and ctx.sequence_parallel:
             gather = start_all_gather_first_dim(hidden_states, ctx.tp_group)
+        grad_whole = grad_output.matmul(weight) if needs_input else None
+        whole = hidden_states if gather is None else gather.wait()
         reduction = None
-        if needs_input:
-            grad_whole = grad_output.matmul(weight)
+        if grad_whole is not None:
             start = start_reduce_scatter_first_dim if ctx.sequence_parallel else start_all_reduce_
             reduction = start(grad_whole, ctx.tp_group)
-        grad_weight = None
-        if needs_weight:
-            whole = hidden_states if gather is None else gather.wait()
-            grad_weight = weight_gradient(ctx.add, whole, grad_output)
+        grad_weight = weight_gradient(ctx.add, whole, grad_output) if needs_weight else None
         grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
         # The wait comes last, so that dA and the bias's gradient are computed beside the reduction.
         grad_input = None if reduction is None else reduction.wait()

@@ -26,6 +26,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.waiting import gloo_has_freed
 from megatron_lite.parallel.weights import local_part
 
 
@@ -78,7 +79,7 @@ class PeakMeter:
         held = _bytes_of(_held_tensors(self._model, self._optimizer)) + sum(
             chunk.decoder.stores.allocated_bytes for chunk in self._model
         )
-        with allocator_peak() as found:
+        with gloo_has_freed(), allocator_peak() as found:
             yield
         self.peak_bytes = held + found.peak_bytes
 

@@ -10,11 +10,9 @@ freed between two stretches counts for the first one.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +21,7 @@ from torch import Tensor, nn
 from megatron_lite.description.operations import Course
 from megatron_lite.memory.measure.engine_storages import EngineStorages
 from megatron_lite.memory.measure.meter import running_modules
-from megatron_lite.parallel import collectives
-
-GLOO_THREAD, THREADS = "pt_gloo_runloop", Path("/proc/self/task")
-LOOK_AGAIN_S = 0.0002
-# The kernel may leave a thread waiting for a processor that long on a busy machine.
-GIVE_UP_AFTER_S = 60.0
+from megatron_lite.parallel.waiting import gloo_has_freed
 
 
 class Stretch(NamedTuple):
@@ -143,41 +136,3 @@ def _watch_nodes(loss: Tensor, marks: list[tuple[int, str]], begin: Callable[...
             number = node._sequence_nr()
             module = next(name for first, name in reversed(marks) if first <= number)
             node.register_prehook(partial(begin, module))
-
-
-@contextmanager
-def gloo_has_freed() -> Iterator[None]:
-    """Waits after each collective until gloo's threads have let go of its tensors.
-
-    A thread of gloo holds them until a little after the result is there, and on a busy machine for
-    longer than the next operators take. Once it has let go of them, it sleeps.
-    """
-    waiting = collectives.WAITING
-
-    class _ThenSleep:
-        def __enter__(self) -> None:
-            waiting.__enter__()
-
-        def __exit__(self, *_: object) -> None:
-            waiting.__exit__()
-            give_up = time.monotonic() + GIVE_UP_AFTER_S
-            while _gloo_runs() and time.monotonic() < give_up:
-                time.sleep(LOOK_AGAIN_S)
-
-    collectives.WAITING = _ThenSleep()  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        collectives.WAITING = waiting
-
-
-def _gloo_runs() -> bool:
-    """Tells whether a thread of gloo has work to do, be it that it waits for a processor."""
-    for thread in THREADS.glob("*"):
-        try:
-            name, state = (thread / "stat").read_text().partition("(")[2].rpartition(")")[::2]
-        except OSError:  # the thread has ended
-            continue
-        if name == GLOO_THREAD and state.split()[0] != "S":
-            return True
-    return False

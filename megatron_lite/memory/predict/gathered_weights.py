@@ -37,8 +37,6 @@ from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.passages import Passage, change, joined
 
 FLOAT32 = 4
-# The limit in bytes of a staging buffer of a CPU's collectives (parallel/collectives.py).
-STAGING_BYTES = 2**22
 
 
 class FsdpUnit(NamedTuple):
@@ -67,7 +65,7 @@ class GatheredWeights(NamedTuple):
     tied: whether `embedding` and `output` are one unit, which is gathered twice.
     reshards: whether a layer's weights are freed after its forward.
     accumulates: whether rows' gradients of an earlier micro-batch exist already.
-    on_cpu: whether the ranks exchange large tensors through buffers of a bounded size.
+    copies: whether a collective copies the whole tensor, as gloo does.
     """
 
     root: FsdpUnit
@@ -77,7 +75,7 @@ class GatheredWeights(NamedTuple):
     tied: bool
     reshards: bool
     accumulates: bool
-    on_cpu: bool
+    copies: bool
 
     @classmethod
     def of(
@@ -225,24 +223,21 @@ class GatheredWeights(NamedTuple):
         return 0 if self.output is None or self.tied else self.output.buffer
 
     def _gather(self, unit: FsdpUnit) -> Passage:
-        staged = self._staged(unit.gathered)
-        most = change(unit.cast + unit.gathered + staged, "gather of weights")
-        return most.then(change(-staged - unit.cast))
+        copy = unit.gathered * self.copies
+        most = change(unit.cast + unit.gathered + copy, "gather of weights")
+        return most.then(change(-copy - unit.cast))
 
     def _reduce(self, unit: FsdpUnit) -> Passage:
-        where, staged = "reduction of gradients", self._staged(unit.buffer)
+        where, copy = "reduction of gradients", unit.buffer * self.copies
         # The first micro-batch's rows stay as `.grad`. Later rows are added to them and freed.
         rows = 0 if self.accumulates else unit.rows
         # The copy into the buffer; the copied gradients are freed; the sum arrives.
         return joined(
             change(unit.buffer, where),
             change(unit.last - unit.gradients),
-            change(unit.rows + staged, where),
-            change(rows - unit.rows - staged - unit.last),
+            change(unit.rows + copy, where),
+            change(rows - unit.rows - copy - unit.last),
         )
-
-    def _staged(self, num_bytes: int) -> int:
-        return 2 * STAGING_BYTES if self.on_cpu and num_bytes > STAGING_BYTES else 0
 
 
 def _parameters(operations: Iterable[Operation]) -> list[Parameter]:

@@ -124,7 +124,9 @@ def _runs(
         # Of the first segment, of those between, and of the last one.
         forward, backward = [one.forward] * 3, [one.backward] * 3
         if group.segment.split:
-            whole = change(group.layers[0].input.num_bytes)
+            num_bytes = group.layers[0].input.num_bytes
+            copy = sizes.gloo_copy(num_bytes)
+            whole = change(num_bytes + copy).then(change(-copy))
             # A replay gathers the input of the split unit before it (`ahead`), so its own input is
             # there already. Only the last split unit gathers its own.
             ahead = [number != split[0], True, True]

@@ -123,7 +123,7 @@ def step_peak(
         waiting = _waiting(run, pp_rank, len(stages), number)
     arena = sum(n * memory.arena for n, memory in zip(waiting, memories, strict=True))
     on_host = sum(n * memory.on_host for n, memory in zip(waiting, memories, strict=True))
-    update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size)
+    update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size, device=device)
     # What kernels of a GPU allocate for themselves was not measured. With FSDP2 and with context
     # parallelism the prediction was seen up to 1.1% too low.
     cp_size = config.parallel.context_parallel_size

@@ -1,8 +1,9 @@
 """The memory that the end of a step needs besides the states: after the last backward.
 
-    AdamW                    none: it updates in place
-    Muon                     temporaries of the largest matrix (optim/muon_update.py)
-    --grad-reduce-in-bf16    a bfloat16 copy of the gradients
+    AdamW                          none: it updates in place
+    Muon                           temporaries of the largest matrix (optim/muon_update.py)
+    --grad-reduce-in-bf16          a bfloat16 copy of the gradients
+    --use-distributed-optimizer    over gloo: a copy of what is reduced, then one of the weights
 
 Standard library only.
 """
@@ -32,14 +33,19 @@ class UpdateMemory(NamedTuple):
 
 
 def update_memory(
-    config: RunConfig, stage: Stage, states: RankStates, *, dp_cp_size: int
+    config: RunConfig, stage: Stage, states: RankStates, *, dp_cp_size: int, device: str
 ) -> UpdateMemory:
     """Returns the memory of the end of a step. stage: one of the rank's stages."""
     found = [UpdateMemory("update", 0, True)]
     sharding = config.data_parallel
-    if sharding.grad_reduce_in_bf16 and not sharding.use_torch_fsdp2 and dp_cp_size > 1:
-        sent = states.gradients // FLOAT32 * BFLOAT16
-        found.append(UpdateMemory("reduction of gradients in bfloat16", sent, True))
+    in_bf16 = sharding.grad_reduce_in_bf16
+    sent = states.gradients // FLOAT32 * BFLOAT16 if in_bf16 else states.gradients
+    if dp_cp_size > 1 and not sharding.use_torch_fsdp2:
+        copied = sharding.use_distributed_optimizer and device == "cpu"
+        reduced = sent * in_bf16 + sent * copied
+        name = "reduction of gradients" + " in bfloat16" * in_bf16
+        found.append(UpdateMemory(name, reduced, True))
+        found.append(UpdateMemory("gather of weights", states.weights * copied, True))
     if config.optimizer.optimizer == MUON:
         most = _muon(config, stage, dp_cp_size)
         found.append(UpdateMemory("update of a matrix", most, False))
