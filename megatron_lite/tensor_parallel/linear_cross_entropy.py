@@ -93,11 +93,10 @@ def vocab_parallel_linear_cross_entropy(
     chunk's part is added to it at once, and that tensor does not exist. NVIDIA apex's kernel alone
     adds it unrounded.
 
-    In bf16, chunks change nothing else: the losses and the gradient of hidden_states have the same
-    bits as without chunks. Where the parts are rounded, dA differs from the unchunked dA by less
-    than 2^-8 of its norm (seen 3e-3). Its norm differs by less than 2^-9 (seen 8e-4). Both bounds
-    are tested on a grid. An unrounded product would need a float32 matmul, which takes six
-    times as long on a CPU with 16-bit products.
+    A product of fewer rows may sum in another order, so chunks can change low bits. In bf16 the
+    losses and the gradient of hidden_states are as exact as without chunks. Where the parts are
+    rounded, the error of dA is at most 1.5 times that of the unchunked dA, and its norm is right
+    within 2^-9. A test compares them with float64 on a grid.
     """
     operands = autocast_operands(hidden_states, weight, None)
     add = own_sum(operands.weight) if _has_backward() else None

@@ -54,9 +54,8 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         int,
         "tokens of a micro-batch that have logits at a time; 0: all of them, and their logits are "
         "kept. In float32 forward computes the gradients too, and the default is 512. In 16 bits "
-        "and under FSDP2 backward computes the logits again, and the default is 0. In bf16 the "
-        "gradient of the output weight then differs by less than 2^-8 of its norm; losses and "
-        "other gradients are the same bits",
+        "and under FSDP2 backward computes the logits again, and the default is 0. In 16 bits the "
+        "gradient of the output weight is then a sum of rounded parts",
     )
     group.switch(
         "--calculate-per-token-loss",
