@@ -18,12 +18,11 @@ exchange.py has the collectives.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from megatron_lite.context_parallel.attention_kernels import (
     Attended,
@@ -34,6 +33,7 @@ from megatron_lite.context_parallel.attention_kernels import (
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.parallel.collectives import results_may_be_kept
 from megatron_lite.parallel.sequence_spans import ContextParallel
+from megatron_lite.parallel.torch_internals import group_of_name
 
 
 def context_parallel_attention(
@@ -162,7 +162,7 @@ def heads_last(tensor: Tensor) -> Tensor:
 def _attend_in_named_group(
     query: Tensor, key: Tensor, value: Tensor, group: str, comm_type: str, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _attend(query, key, value, _resolve_process_group(cast(Any, group)), comm_type, scale)
+    return _attend(query, key, value, group_of_name(group), comm_type, scale)
 
 
 # As one operator, a selective checkpoint can keep the result like that of a kernel. The replay then

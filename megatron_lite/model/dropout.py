@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from megatron_lite.config.regions import DROPOUT
 from megatron_lite.model.compiled_dropout import drop, drop_and_add, drop_gradient
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.torch_internals import disable_dynamo
 from megatron_lite.recompute.region_runner import Redraw, Regions
 
 
@@ -104,7 +104,7 @@ def _draw_numbers(shape: torch.Size) -> Tensor:
 
 
 # The decorator imports the compiler at the first call. So eager runs must not call this function.
-_draw_between_graphs = _disable_dynamo(_draw_numbers)
+_draw_between_graphs = disable_dynamo(_draw_numbers)
 
 
 def _bound_and_scale(probability: float) -> tuple[int, float]:

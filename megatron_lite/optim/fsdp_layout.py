@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lite.optim.pieces import Piece, gather_parts, new_piece
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import foreach_copy_
 from megatron_lite.parallel.weights import gathered_dtype
 
 
@@ -81,7 +82,7 @@ class FullySharded:
                 torch.cat([grad.reshape(-1) for grad in partial]), self._parallel.tp_group
             )
             parts = summed.split([grad.numel() for grad in partial])
-            torch._foreach_copy_(
+            foreach_copy_(
                 partial, [part.view(grad.shape) for part, grad in zip(parts, partial, strict=True)]
             )
         for piece in self.pieces:

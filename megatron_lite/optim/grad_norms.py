@@ -17,6 +17,7 @@ from megatron_lite.optim.pieces import Piece
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import foreach_norm
 
 
 class Norms(NamedTuple):
@@ -45,7 +46,7 @@ def global_norms(
     shard_group: the ranks that hold different pieces. The function issues one all-reduce of one
     number over this group, over the TP group and over the pipeline each.
     """
-    norms = torch._foreach_norm(list(values)) if values else ()
+    norms = foreach_norm(list(values)) if values else ()
     counted = [
         norm
         for piece, norm in zip(pieces, norms, strict=True)

@@ -34,6 +34,7 @@ from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timed import Timed, not_timed
+from megatron_lite.parallel.torch_internals import foreach_mul_
 
 # By the name of --optimizer. The specs cover all parameters of this rank's stages, also those of
 # which the rank has no piece.
@@ -135,7 +136,7 @@ class Optimizer:
             self.layout.gradients.reduce_()
         grads = [piece.grad for piece in self._pieces]
         if self.loss_scale is not None and grads:
-            torch._foreach_mul_(grads, self.loss_scale.inverse())
+            foreach_mul_(grads, self.loss_scale.inverse())
         grad_norm, piece_norms = global_norms(
             self._pieces, grads, self._parallel, self.layout.shard_group, loss=loss
         )
@@ -153,7 +154,7 @@ class Optimizer:
         if self._clip_grad > 0.0 and grads:
             with self.timed("optimizer-clip-main-grad"):
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_
-                torch._foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
+                foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
         with self.timed("optimizer-inner-step"):
             self._rule.step(LearningRates(learning_rate, decoupled_learning_rate), skipped)
         self._updates += 1.0 - skipped

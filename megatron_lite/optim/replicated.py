@@ -9,6 +9,7 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.pieces import is_rounded, new_piece
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import foreach_copy_
 
 
 class Replicated:
@@ -39,7 +40,7 @@ class Replicated:
     def publish(self) -> None:
         """Rounds the masters of a 16-bit model into its parameters."""
         if self._rounded:
-            torch._foreach_copy_(
+            foreach_copy_(
                 [self._parameters[name] for name in self._rounded], list(self._rounded.values())
             )
 

@@ -18,9 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from megatron_lite.parallel.torch_internals import (
+    CachedMode,
+    CachingMode,
+    TorchDispatchMode,
+    dispatch_modes,
+    num_dispatch_modes,
+)
 from megatron_lite.parallel.waiting import WAITING
 
 # torch 2.13 renamed the single-tensor forms; older releases have only the old names.
@@ -40,9 +45,8 @@ def results_may_be_kept() -> bool:
     that a call returns. An in-place collective writes its result elsewhere, so the replay would
     read wrong values and the gradients would be silently wrong.
     """
-    return torch._C._len_torch_dispatch_stack() > 0 and any(
-        isinstance(mode, (KeepsResults, _CachingTorchDispatchMode, _CachedTorchDispatchMode))
-        for mode in _get_current_dispatch_mode_stack()
+    return num_dispatch_modes() > 0 and any(
+        isinstance(mode, (KeepsResults, CachingMode, CachedMode)) for mode in dispatch_modes()
     )
 
 

@@ -21,10 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.fake_tensors import is_fake
+from megatron_lite.parallel.torch_internals import (
+    disable_current_modes,
+    inductor_compile,
+    num_dispatch_modes,
+    tree_map,
+)
 
 # a pure function of tensors and numbers; it draws no random numbers and writes to no argument
 Function = Callable[..., Any]
@@ -62,7 +67,7 @@ class CompiledKernels:
                 return function(*tensors, **constants)
             graph = self._graphs[key] = _compiled(partial(function, **constants), tensors)
         results = graph(*tensors)
-        if torch._C._len_torch_dispatch_stack() == 0:
+        if num_dispatch_modes() == 0:
             return results
         # A meter of storages sees the results of operators only, so it gets a copy.
         return tree_map(torch.clone, results)
@@ -93,15 +98,14 @@ def missing_compiler() -> str | None:
 
 
 def _compiled(function: Function, tensors: tuple[Tensor, ...]) -> Callable[..., Any]:
-    # here: these imports take seconds
-    from torch._inductor import compile as compile_graph
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.fx.experimental.proxy_tensor import make_fx  # here: the import takes seconds
+
+    compile_graph = inductor_compile()
 
     # A meter's dispatch mode must not see the tensors of the trace, and the settings of the run
     # (autocast, gradients, hooks on saved tensors) must not change the graph.
     with (
-        _disable_current_modes(),
+        disable_current_modes(),
         torch.no_grad(),
         torch.autocast(tensors[0].device.type, enabled=False),
     ):

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_lite.parallel.fsdp_buffers import UnitGradients, bound_buffers_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
+from megatron_lite.parallel.torch_internals import base_of
 from megatron_lite.parallel.weights import GATHERED_DTYPE, READER, STAND_INS
 
 
@@ -192,7 +193,7 @@ def _without_view(*forward: Any) -> Any:
     output = forward[-1]
     return (
         output.clone()
-        if isinstance(output, Tensor) and output.requires_grad and output._base is not None
+        if isinstance(output, Tensor) and output.requires_grad and base_of(output) is not None
         else output
     )
 

@@ -24,6 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_lite.parallel.collectives import all_gather_into_, reduce_scatter_into_
+from megatron_lite.parallel.torch_internals import (
+    address_of,
+    num_users_of_storage,
+    num_users_of_tensor,
+)
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -128,6 +133,6 @@ class _ReduceScatterGradients(_Buffers):
 def _owns_storage_alone(tensor: Tensor) -> bool:
     """Returns whether no other tensor, in Python or in autograd, shares the tensor's storage."""
     storage = tensor.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)
+    users = num_users_of_storage(address_of(storage))
     # Two users of the storage remain: the tensor and the local variable `storage`.
-    return tensor._use_count() == 1 and users <= 2  # type: ignore[attr-defined]
+    return bool(num_users_of_tensor(tensor) == 1 and users <= 2)

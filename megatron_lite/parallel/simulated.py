@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.parallel.torch_internals import FakeTensorMode, fake_store
 
 TAKES_STORAGE = (
     torch.ops.aten.set_.source_Storage,
@@ -39,12 +39,9 @@ def simulated_rank(
     The process must not be in any process group. Raises InputError if the world size is not a
     multiple of one model's ranks.
     """
-    # Imported here because the module belongs to torch's own tests, and few runs need it.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     assert not dist.is_initialized(), "a simulated rank needs a process without process groups"
     if world_size > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        dist.init_process_group("fake", store=fake_store()(), rank=rank, world_size=world_size)
     try:
         with parallel_state(
             replace(config, distributed_backend="gloo"),
@@ -63,6 +60,8 @@ class SimulatedTensors(FakeTensorMode):
     torch's mode remembers the results of operators by their arguments. A storage is an argument of
     `Tensor.set_`, and the memory of the mode would hold it for ever.
     """
+
+    cache_enabled: bool
 
     def __torch_dispatch__(
         self,

@@ -34,6 +34,7 @@ from megatron_lite.parallel.rendezvous import OutOfTime, join_store, within
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.startup import NOTICE_EVERY, READERS_HAVE, check_start, settings_of
 from megatron_lite.parallel.timeouts import SAVER
+from megatron_lite.parallel.torch_internals import flattened_mesh
 
 Result = TypeVar("Result")
 SLACK = datetime.timedelta(seconds=10)
@@ -282,7 +283,7 @@ def _dp_cp_group(
     mesh: DeviceMesh, groups: Mapping[str, ProcessGroup | None]
 ) -> ProcessGroup | None:
     if groups["dp"] is not None and groups["cp"] is not None:
-        return mesh["dp", "cp"]._flatten("data").get_group()
+        return flattened_mesh(mesh["dp", "cp"], "data").get_group()
     return groups["dp"] or groups["cp"]
 
 

@@ -6,6 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megatron_lite.parallel.torch_internals import set_group_timeout, world
+
 SAVER = "saver"  # the description of the group whose ranks wait for the slowest disk
 
 
@@ -16,6 +18,6 @@ def set_timeout(seconds: float) -> None:
     call it.
     """
     if dist.is_initialized():
-        for group in list(dist.distributed_c10d._world.pg_map):
+        for group in list(world.pg_map):
             if group.group_desc != SAVER:
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+                set_group_timeout(timedelta(seconds=seconds), group)

@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
+from megatron_lite.parallel.torch_internals import disable_dynamo, tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
 from megatron_lite.recompute.hooked import rebuild_call
@@ -147,7 +146,7 @@ class _Recomputed:
     # A compiler around the model cannot trace hooks and replays, so layers with a policy run
     # uncompiled. Functions that a layer compiles itself stay compiled, in the forward and the
     # replay.
-    @_disable_dynamo
+    @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)

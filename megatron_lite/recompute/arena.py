@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.pool import PooledMemory, Slot
 from megatron_lite.recompute.saved import bytes_of, moving
 
@@ -80,7 +81,7 @@ class Arena:
 
     def storages(self) -> set[int]:
         """Returns the address of the arena's storage."""
-        return {self._memory.untyped_storage()._cdata}
+        return {address_of(self._memory.untyped_storage())}
 
     def take_back(self, piece: PooledMemory) -> None:
         """Makes the memory of a slot idle again, when no object refers to the slot any more."""

@@ -19,8 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from megatron_lite.parallel.torch_internals import (
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_path_text,
+    tree_unflatten,
+)
 from megatron_lite.recompute.layer_state import GeneratorState, Written
 from megatron_lite.recompute.saved import SavedValue
 from megatron_lite.recompute.versions import has_values, version_of
@@ -160,7 +165,7 @@ class Arguments:
         return args, kwargs
 
     def _path(self, place: int) -> str:
-        path = keystr(tree_flatten_with_path(self._described)[0][place][0])
+        path = tree_path_text(tree_flatten_with_path(self._described)[0][place][0])
         return path.removeprefix("[0]").removeprefix("[1]")
 
 

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import start_all_gather_first_dim
 from megatron_lite.parallel.rng import Generators
+from megatron_lite.parallel.torch_internals import engine, is_plain_backward
 from megatron_lite.recompute.phase import recomputing
 from megatron_lite.recompute.randomness import Randomness, autocast_states
 
@@ -149,7 +150,7 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        if not torch.autograd._is_checkpoint_valid():
+        if not is_plain_backward():
             raise RuntimeError(
                 "recomputation works in .backward() without `inputs`: the parameters inside "
                 "get their .grad there"
@@ -266,7 +267,7 @@ def _run_backward(outputs: list[Tensor], grads: list[Tensor]) -> None:
     """Goes back through a replay. torch.autograd.backward would first check the gradients' shapes
     in Python, which takes 24 us for each region; here they come from autograd itself."""
     keep_graph, create_graph, inputs = False, False, ()
-    torch.autograd.Variable._execution_engine.run_backward(
+    engine.run_backward(
         tuple(outputs), tuple(grads), keep_graph, create_graph, inputs,
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip

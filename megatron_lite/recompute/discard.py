@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.checkpoint import rebuilt_outputs
 from megatron_lite.recompute.saved import exchanging
 
@@ -79,4 +80,4 @@ class _Recipe:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return address_of(tensor.untyped_storage())

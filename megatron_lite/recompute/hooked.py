@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.rng import Generators
+from megatron_lite.parallel.torch_internals import current_backward, engine, write_count_of
 from megatron_lite.recompute.call_arguments import Arguments
 from megatron_lite.recompute.host_randomness import HostRandomness
 from megatron_lite.recompute.layer_state import LayerState, Written, drawn_again
@@ -179,15 +180,13 @@ class _LayerCall:
         # another backward, must not take the tensors that the outer one still reads. Backward may
         # read slots from several threads.
         with self._lock:
-            task = torch._C._current_graph_task_id()
+            task = current_backward()
             values = self._values.get(task)
             if values is None or number not in values:
                 values = self._values[task] = self._rebuilt()
                 if task != NO_TASK:  # tensors that this backward does not read must not outlive it
                     forget = weakref.WeakMethod(self._forget)
-                    torch.autograd.Variable._execution_engine.queue_callback(
-                        lambda: _forget(forget, task)
-                    )
+                    engine.queue_callback(lambda: _forget(forget, task))
             if number not in values:
                 self._forget(task)
                 raise RecomputeMismatch(
@@ -203,7 +202,7 @@ class _LayerCall:
 
     def _pack(self, tensor: Tensor) -> _SavedSlot | SavedParameter:
         if _is_parameter(tensor):  # the module holds it anyway
-            return SavedParameter(tensor, tensor._version)
+            return SavedParameter(tensor, write_count_of(tensor))
         slot = _SavedSlot(self, len(self._slots))
         self._slots.append(weakref.ref(slot))
         self._forms.append(_Form.of(tensor))

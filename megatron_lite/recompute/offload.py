@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.torch_internals import write_count_of
 from megatron_lite.recompute.pool import Memory, Slot
 from megatron_lite.recompute.saved import bytes_of, moving
 
@@ -117,7 +118,9 @@ class Offload:
             copy = _OnHost(self._copy_streams, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
             leaving.append(
-                _MovingOut(tensor.detach(), tensor._version, weakref.ref(copy), slot.last_use)
+                _MovingOut(
+                    tensor.detach(), write_count_of(tensor), weakref.ref(copy), slot.last_use
+                )
             )
             return copy
 
@@ -142,7 +145,7 @@ class Offload:
             self._copy_streams.wait(self._leaving[-1].mark)
         for original in self._leaving:
             copy = original.copy()
-            if copy is not None and original.tensor._version != original.version:
+            if copy is not None and write_count_of(original.tensor) != original.version:
                 copy.torn = True
         self._leaving.clear()  # not a new list: the graph holds the hooks, which hold this one
 

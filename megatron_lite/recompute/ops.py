@@ -24,11 +24,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, Choice, parse_entry
 from megatron_lite.parallel.collectives import KeepsResults
+from megatron_lite.parallel.torch_internals import (
+    KEY_OF_VERSIONS,
+    address_of,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    without_dispatch_key,
+)
 from megatron_lite.recompute.saved import SavedValue
 from megatron_lite.recompute.versions import version_of
 
@@ -130,7 +137,7 @@ class KeptResults:
         Versions alone would miss some writes: the results of torch's `unsafe_` view operators do
         not share the version of the tensor that they are a part of.
         """
-        arguments = operator._schema.arguments
+        arguments = schema_of(operator).arguments
         given = {
             argument.name: value for argument, value in zip(arguments, args, strict=False)
         } | kwargs
@@ -138,7 +145,7 @@ class KeptResults:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tree_leaves(given.get(argument.name)):
                     result = (
-                        self._storages.get(tensor.untyped_storage()._cdata)
+                        self._storages.get(address_of(tensor.untyped_storage()))
                         if isinstance(tensor, Tensor)
                         else None
                     )
@@ -186,7 +193,7 @@ class _Numbering(KeepsResults):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func not in self._operators or not self._counts(self):
-            if func._schema.is_mutable and self._counts(self):
+            if schema_of(func).is_mutable and self._counts(self):
                 self._before_write(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
         self._numbers[func] += 1
@@ -201,10 +208,10 @@ class _Result:
         self.storage: int | None = None
         self.is_written = False
         if isinstance(value, Tensor):
-            self.storage = value.untyped_storage()._cdata
+            self.storage = address_of(value.untyped_storage())
             # Without the guard the detached tensor would have a version of its own. Then writes to
             # the tensor that the layer holds would not show in it.
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            with without_dispatch_key(KEY_OF_VERSIONS, False):
                 self.value = value.detach()
             self.version = version_of(self.value)
 
@@ -253,7 +260,7 @@ def _operator(name: str) -> Any:
 
 
 def _check(operator: Any, name: str, setting: str) -> None:
-    if operator._schema.is_mutable:
+    if schema_of(operator).is_mutable:
         raise InputError(
             f"{setting} ops({name}): it writes into its argument, and what it returns cannot "
             "be kept"
@@ -270,7 +277,7 @@ def _check(operator: Any, name: str, setting: str) -> None:
 def _draws_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tells whether this call is of an attention kernel with dropout, which draws random
     numbers."""
-    names = [argument.name for argument in operator._schema.arguments]
+    names = [argument.name for argument in schema_of(operator).arguments]
     if "dropout_p" not in names:
         return False
     return dict(zip(names, args, strict=False), **kwargs).get("dropout_p", 0.0) > 0.0

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.phase import allocating_on_host
 
 
@@ -98,7 +99,7 @@ class Pool:
 
     def storages(self) -> set[int]:
         """Returns the addresses of all buffers, in use or not."""
-        return {storage._cdata for storage in self._buffers}
+        return {address_of(storage) for storage in self._buffers}
 
     def _make_room(self, num_bytes: int) -> None:
         """Frees idle buffers for a new one of `num_bytes`.

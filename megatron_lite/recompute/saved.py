@@ -17,6 +17,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel.fake_tensors import is_fake
+from megatron_lite.parallel.torch_internals import (
+    address_of,
+    is_view,
+    saved_tensors_hooks_in_force,
+    write_count_of,
+)
 from megatron_lite.recompute.versions import check_unwritten, version_of
 
 
@@ -74,7 +80,7 @@ def moving(
     wanted: called when a storage is saved for the first time; False leaves it where it is, also
         for later saves.
     """
-    fixed = {tensor.untyped_storage()._cdata for tensor in stay}
+    fixed = {address_of(tensor.untyped_storage()) for tensor in stay}
     moved: dict[
         tuple[int, int, tuple[int, ...]],
         tuple[weakref.ref[torch.UntypedStorage], MovedStorage | None],
@@ -82,10 +88,10 @@ def moving(
 
     def exchange(tensor: Tensor) -> SavedHandle | None:
         storage = tensor.untyped_storage() if _can_move(tensor, kind) else None
-        if storage is None or storage._cdata in fixed or storage.nbytes() == 0:
+        if storage is None or address_of(storage) in fixed or storage.nbytes() == 0:
             return None
         # A write after the copy raises the version, so the storage is copied again.
-        place = storage._cdata, tensor._version, _unknown_part(tensor, storage)
+        place = address_of(storage), write_count_of(tensor), _unknown_part(tensor, storage)
         known = moved.get(place)
         if known is None or known[0]() is not storage:  # another storage at the same address
             known = moved[place] = weakref.ref(storage), move(tensor) if wanted() else None
@@ -107,7 +113,7 @@ class Hooks(NamedTuple):
 
 def hooks_in_force() -> Hooks | None:
     """Returns the innermost pair of hooks, or None. torch has no public function for it."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = saved_tensors_hooks_in_force(False)
     return None if top is None else Hooks(*top)
 
 
@@ -195,7 +201,7 @@ def _unknown_part(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, .
     unsafe_chunk makes such parts (in nn.GRU). Each part has its own version counter. So equal
     versions of two parts do not show that the storage was not written to in between.
     """
-    if tensor._is_view() or tensor.numel() * tensor.element_size() == storage.nbytes():
+    if is_view(tensor) or tensor.numel() * tensor.element_size() == storage.nbytes():
         return ()
     return int(tensor.storage_offset()), *tensor.shape
 

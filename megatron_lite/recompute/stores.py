@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.arena import Arena, keeping_in
 from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload

@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from megatron_lite.parallel.rng import Generators
 from megatron_lite.parallel.tensor_hash import tensor_hash
+from megatron_lite.parallel.torch_internals import (
+    disable_current_modes,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_path_text,
+)
 
 
 class RecomputeMismatch(RuntimeError):
@@ -149,7 +153,7 @@ class Witness:
         self._saved = 0
         self._record.restart()
         paths = [
-            (keystr(path).partition("]")[2], value)
+            (tree_path_text(path).partition("]")[2], value)
             for path, value in tree_flatten_with_path((args, kwargs))[0]
         ]
         self._record.see(f"{self._name}, input", [value for _, value in paths])
@@ -221,7 +225,7 @@ class Witness:
 def _hash(tensor: Tensor) -> int:
     """Returns a 64-bit hash of the tensor's bits and their places. Waits for the device."""
     # A mode that keeps the results of operators must neither count nor replace these operators.
-    with _disable_current_modes():
+    with disable_current_modes():
         return int(tensor_hash(tensor).item())
 
 

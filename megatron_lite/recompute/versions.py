@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron_lite.parallel.fake_tensors import is_fake
+from megatron_lite.parallel.torch_internals import write_count_of
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -12,7 +13,7 @@ def version_of(tensor: Tensor) -> int | None:
 
     It is None for an inference tensor, whose writes torch does not count.
     """
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else write_count_of(tensor)
 
 
 def check_unwritten(

@@ -35,10 +35,9 @@ from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn
 
-import torch.distributed as dist
-
 from megatron_lite.parallel.signals import die_of
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import default_store
 from megatron_lite.supervision.exits import StoppedEarly
 from megatron_lite.supervision.pulse import START_UP, Pulse
 from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge, stopped_by
@@ -101,10 +100,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._size == 1:
             return self
-        store = dist.distributed_c10d._get_default_store()
-        # The clone is a connection of its own. Before torch 2.8 a store has no clone, and this
-        # thread waits while the main thread uses the store.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        store = default_store()
+        self._store = store.clone()  # a connection of its own
         self._store.set_timeout(timedelta(seconds=STORE_S))
         self._beat()
         self._waking, self._wake = os.pipe()

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
+from megatron_lite.parallel.torch_internals import backward_keeps_graph
 
 
 def vocab_parallel_cross_entropy(
@@ -80,7 +81,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         logits, column, here, share = ctx.saved_tensors
         # A graph that is kept may be used by another backward, which needs the logits.
-        keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
+        keeps_graph = backward_keeps_graph()
         if ctx.overwrite_logits and logits.is_contiguous() and not keeps_graph:
             grad = logits
         else:

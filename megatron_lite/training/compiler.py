@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_lite.model.gpt import GPTModel
+from megatron_lite.parallel.torch_internals import compiler_settings
 
 
 def compile_layers_(model: GPTModel) -> None:
@@ -27,7 +28,5 @@ def memory_budget(ratio: float | None) -> Iterator[None]:
     if ratio is None:
         yield
         return
-    import torch._functorch.config as compiler  # here: the import takes seconds
-
-    with compiler.patch(activation_memory_budget=ratio):
+    with compiler_settings().patch(activation_memory_budget=ratio):
         yield

@@ -28,6 +28,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timed import Timed, not_timed
+from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
@@ -125,7 +126,8 @@ class ActivationMeter(Observer):
             # Outputs, weights and constants outlive the forward legitimately. Anything else that
             # lives and that no hook saw was put aside by a cache or on a Function's context.
             known = {
-                tensor.untyped_storage()._cdata for tensor in (output, *weights, *chunk.constants())
+                address_of(tensor.untyped_storage())
+                for tensor in (output, *weights, *chunk.constants())
             }
             self._unaccounted += live.bytes_beside(
                 known | meter.storages().keys() | stores.storages()

@@ -26,6 +26,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.waiting import gloo_has_freed
 from megatron_lite.parallel.weights import local_part
 
@@ -111,5 +112,5 @@ def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:
 def _bytes_of(tensors: Iterable[Tensor]) -> int:
     """Returns the bytes of the storages of the tensors, each once."""
     local = [local_part(one) for one in tensors]
-    storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in local}
+    storages = {address_of(one.untyped_storage()): one.untyped_storage() for one in local}
     return sum(storage.nbytes() for storage in storages.values())

@@ -15,6 +15,7 @@ import torch
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import record_memory_history, write_memory_history
 
 MOST_ALLOCATIONS = 100_000  # of the memory history
 
@@ -40,7 +41,7 @@ class Profiler:
         self._marks = ExitStack()
         self._marking = False
         if self._keeps_history:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+            record_memory_history(max_entries=MOST_ALLOCATIONS)
 
     def begin(self, iteration: int) -> None:
         """Begins to record, if this iteration, counted from 1, is the first one to profile."""
@@ -98,7 +99,7 @@ class Profiler:
         given = Path(self._config.memory_snapshot_path)
         path = given.with_name(f"{given.stem}_{self._rank}{given.suffix}")
         try:
-            torch.cuda.memory._dump_snapshot(str(path))
+            write_memory_history(str(path))
         except OSError as error:
             return [f"warning: {path}: no memory snapshot is written ({error.strerror})"]
         return []

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.notices import guard_notices, placement_notices, setting_notices
 from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel.torch_internals import missing_notices
 from megatron_lite.training.apex_kernels import kernel_notices
 
 
@@ -39,5 +40,9 @@ def run_notices(
     settings = setting_notices(config) if of_settings is None else of_settings
     return RunNotices(
         (*settings, *placement_notices(config, device=device, world_size=world_size)),
-        (*kernel_notices(config, device), *guard_notices(config, world_size=world_size)),
+        (
+            *missing_notices(),
+            *kernel_notices(config, device),
+            *guard_notices(config, world_size=world_size),
+        ),
     )

@@ -15,7 +15,6 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -35,6 +34,7 @@ from megatron_lite.convert.megatron.parameter_names import LAYERS, OUTPUT, stack
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder
 from megatron_lite.convert.weight_formats import Described, WeightSource
+from megatron_lite.parallel.torch_internals import storage_info
 
 SHARDS = "__0_0.distcp"
 FORMAT = {
@@ -104,7 +104,7 @@ class _DistShards:
     def __init__(self, file: BinaryIO, described: Described) -> None:
         self._file, self._described = file, described
         self._tensors: dict[str, Any] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._places: dict[MetadataIndex, Any] = {}
 
     def add(self, name: str, values: Tensor, prefix: str, advance: Callable[[int], None]) -> None:
         """Writes one parameter or state, with padding if it is a row for each word."""
@@ -139,7 +139,7 @@ class _DistShards:
             torch.save([None], buffer)
             start = self._file.tell()
             self._file.write(buffer.getvalue())
-            self._places[MetadataIndex(key)] = _StorageInfo(
+            self._places[MetadataIndex(key)] = storage_info()(
                 SHARDS, start, self._file.tell() - start
             )
 
@@ -149,12 +149,12 @@ class _DistShards:
             state_dict_metadata=self._tensors, storage_data=self._places, storage_meta=StorageMeta()
         )
 
-    def _written(self, values: Tensor) -> _StorageInfo:
+    def _written(self, values: Tensor) -> Any:
         if values.untyped_storage().nbytes() > values.nbytes:
             values = values.clone()  # torch.save writes the whole storage of a view
         start = self._file.tell()
         torch.save(values, self._file)
-        return _StorageInfo(SHARDS, start, self._file.tell() - start)
+        return storage_info()(SHARDS, start, self._file.tell() - start)
 
     def _extra_states(self) -> Iterator[str]:
         count = self._described.model.num_layers

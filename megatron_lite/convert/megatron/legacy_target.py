@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lite.checkpointing.step_files import LATEST, write_synced
 from megatron_lite.config.checks import InputError
@@ -27,6 +26,7 @@ from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder
 from megatron_lite.convert.weight_formats import Described, WeightSource
 from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.torch_internals import FakeTensorMode
 
 WORDS = "embedding.word_embeddings.weight"
 WEIGHT = "weight"

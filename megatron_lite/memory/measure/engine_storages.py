@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.parallel.torch_internals import (
+    address_of,
+    fills_its_memory,
+    num_users_of_storage,
+    num_users_of_tensor,
+)
 
 # The reference counts of a gradient and of its storage, seen from a dispatch mode, if the engine
 # holds the only reference.
@@ -46,6 +51,6 @@ def _engine_is_caller() -> bool:
 
 
 def _only_reference(tensor: Tensor) -> bool:
-    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    counts = (tensor._use_count(), users)  # type: ignore[attr-defined]
-    return counts == ONLY_REFERENCE and is_non_overlapping_and_dense_or_false(tensor)
+    users = num_users_of_storage(address_of(tensor.untyped_storage()))
+    counts = (num_users_of_tensor(tensor), users)
+    return counts == ONLY_REFERENCE and fills_its_memory(tensor)

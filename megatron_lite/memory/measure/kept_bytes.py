@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import KeptForBackward, kept_for_backward
+from megatron_lite.parallel.torch_internals import address_of, tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
 
 
@@ -49,7 +49,7 @@ class KeptBytesMeter:
         self, meter: KeptForBackward[str], live: LiveStorages, weights: list[Tensor]
     ) -> None:
         self._meter, self._live = meter, live
-        self._weights = {tensor.untyped_storage()._cdata for tensor in weights}
+        self._weights = {address_of(tensor.untyped_storage()) for tensor in weights}
 
     def measure(self, outputs: Any = ()) -> KeptBytes:
         """Returns the bytes that are kept now. Call it while the loss, and so the graph, is alive.
@@ -59,7 +59,7 @@ class KeptBytesMeter:
         """
         saved = self._meter.storages()
         returned = {
-            leaf.untyped_storage()._cdata
+            address_of(leaf.untyped_storage())
             for leaf in tree_leaves(_plain(outputs))
             if isinstance(leaf, Tensor)
         }

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from megatron_lite.parallel.torch_internals import TorchDispatchMode, address_of, tree_leaves
 
 
 class LiveStorage(weakref.ref[torch.UntypedStorage]):
@@ -68,10 +68,10 @@ class LiveStorages(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = {storage._cdata for storage in _storages((args, kwargs))}
+        given = {address_of(storage) for storage in _storages((args, kwargs))}
         results = func(*args, **(kwargs or {}))
         for storage in _storages(results):
-            if storage._cdata not in given:
+            if address_of(storage) not in given:
                 self._add(storage)
         # The operator, or code before it, may have resized the storages that it reads or writes.
         for address in given:
@@ -117,7 +117,7 @@ class LiveStorages(TorchDispatchMode):
     def find(self, tensor: Tensor) -> LiveStorage | None:
         """Returns the storage of a tensor, or None if no operator in the block created it."""
         storage = tensor.untyped_storage()
-        known = self._live.get(storage._cdata)
+        known = self._live.get(address_of(storage))
         return known if known is not None and known() is storage else None
 
     def move(self, storage: LiveStorage, category: str) -> None:
@@ -140,13 +140,14 @@ class LiveStorages(TorchDispatchMode):
         return beside
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        known = self._live.get(storage._cdata)
+        known = self._live.get(address_of(storage))
         # Without the second comparison a new storage could pass for a dead one at its address.
         if known is not None and known() is storage:
             self._read(known)
             return
         new = LiveStorage(storage, self._died.append)
-        new.address, new.number, new.category = storage._cdata, self._num_created, self.category()
+        new.address, new.number = address_of(storage), self._num_created
+        new.category = self.category()
         new.num_bytes = storage.nbytes()
         self._num_created += 1
         self._live[new.address] = new

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.running import running_modules
 from megatron_lite.recompute.versions import check_unwritten, version_of
 
@@ -40,7 +41,8 @@ class KeptForBackward(Generic[Label]):
 
     def __init__(self, exclude: Iterable[Tensor], label: Callable[[], Label]) -> None:
         self._excluded = {
-            storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in exclude)
+            address_of(storage): storage
+            for storage in (tensor.untyped_storage() for tensor in exclude)
         }
         self._label = label
         self._numbers = count()
@@ -62,8 +64,9 @@ class KeptForBackward(Generic[Label]):
         kept: dict[int, KeptStorage[Label]] = {}
         for saved in list(self._saved.values()):
             storage = saved.detached.untyped_storage()
-            if storage._cdata not in self._excluded and storage._cdata not in kept:
-                kept[storage._cdata] = KeptStorage(
+            address = address_of(storage)
+            if address not in self._excluded and address not in kept:
+                kept[address] = KeptStorage(
                     storage.nbytes(),
                     saved.label,
                     tuple(saved.detached.shape),

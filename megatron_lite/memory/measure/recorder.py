@@ -32,6 +32,7 @@ from megatron_lite.memory.measure.timeline import (
     Event,
     Timeline,
 )
+from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.phase import is_recomputing
 
 
@@ -102,7 +103,7 @@ class _Recorder(LiveStorages):
         # parameter's gradient, or temporary.
         kept = self.kept.storages()
         gradients = {
-            parameter.grad.untyped_storage()._cdata
+            address_of(parameter.grad.untyped_storage())
             for parameter in self._parameters
             if parameter.grad is not None
         }

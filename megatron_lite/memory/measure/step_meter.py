@@ -22,10 +22,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from megatron_lite.memory.measure.engine_storages import EngineStorages
+from megatron_lite.parallel.torch_internals import (
+    current_node,
+    next_node_number,
+    number_function_of,
+)
 from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
 
 WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER = "weights", "masters", "gradients", "optimizer"
@@ -170,19 +174,19 @@ class StepMeter(EngineStorages):
             return UPDATE
         if is_recomputing():
             return REPLAY
-        return FORWARD if torch._C._current_autograd_node() is None else BACKWARD
+        return FORWARD if current_node() is None else BACKWARD
 
     def _module(self) -> str:
         """Returns the running module. In backward it is the one that created the node."""
         if self._running:
             return self._running[-1]
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return ""
         # The nodes that accumulate gradients have no place in the sequence. Each follows the node
         # that computed the gradient.
         if not hasattr(node, "variable"):
-            place = bisect_right(self._marks, node._sequence_nr()) - 1
+            place = bisect_right(self._marks, number_function_of(node)()) - 1
             self._in_backward = self._modules[place]
         return self._in_backward
 
@@ -196,7 +200,7 @@ class StepMeter(EngineStorages):
 
     def _mark(self) -> None:
         module = self._running[-1] if self._running else ""
-        number = torch.autograd._get_sequence_nr()
+        number = next_node_number()
         if number == self._marks[-1]:  # no node was created since the last mark
             self._modules[-1] = module
         else:

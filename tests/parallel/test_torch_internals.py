@@ -1,0 +1,192 @@
+"""Private names of torch: one module has them all, and a torch that lacks one gives a clear error.
+
+The scan reads the library's sources. It knows a private name of torch by its underscore.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.parallel import torch_internals
+from megatron_lite.training.run_notices import run_notices
+from tests.support.runs import tiny_run
+
+ROOT = Path(__file__).resolve().parents[2]
+INTERNALS = ROOT / "megatron_lite/parallel/torch_internals.py"
+LIBRARY = sorted((ROOT / "megatron_lite").rglob("*.py"))
+# Private attributes of other libraries' objects: namedtuples, the standard library.
+NOT_OF_TORCH = {
+    *("_replace", "_asdict", "_fields"),
+    *("_exit", "_getframe", "_run_exitfuncs"),
+    *("_option_string_actions", "_group_actions"),
+}
+# The registries of every torch.nn.Module, which subclasses rely on.
+OF_MODULES = {"_parameters", "_buffers", "_modules"}
+# Names that stand for torch.ops or one of its namespaces.
+OPERATORS = ("torch.ops.", "aten.")
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Yields the private names of torch that `source` reaches for."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if _is_private(node.attr) and not text.startswith(OPERATORS):
+                of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                of_super = ast.unparse(node.value) == "super()"
+                if (
+                    not of_itself
+                    and not of_super
+                    and node.attr not in NOT_OF_TORCH | OF_MODULES | own
+                ):
+                    yield text
+            continue
+        else:
+            continue
+        for name in names:
+            if name.startswith("torch.") and any(map(_is_private, name.split("."))):
+                yield name
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._functorch.config as settings",
+        "from torch._C import _current_graph_task_id",
+        "from torch.utils._pytree import tree_map",
+        "from torch.utils.checkpoint import _CachedTorchDispatchMode",
+        "import torch\ntorch._foreach_norm([])",
+        "def version(tensor):\n    return tensor._version",
+        "key = tensor.untyped_storage()._cdata",
+    ],
+)
+def test_the_scan_sees_each_way_to_reach_for_a_private_name(source: str) -> None:
+    assert len(list(private_names(source))) == 1
+
+
+def test_the_scan_passes_public_names_operators_and_own_attributes() -> None:
+    source = (
+        "import torch\nfrom torch.utils.checkpoint import checkpoint\n"
+        "torch.ops.aten._softmax(x, 0, False)\n"
+        "class A:\n    def f(self):\n        return self._own + pair._replace(a=1)[0]\n"
+    )
+    assert list(private_names(source)) == []
+
+
+def test_no_other_module_reaches_for_a_private_name_of_torch() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in LIBRARY
+        if path != INTERNALS
+        for name in private_names(path.read_text())
+    }
+    assert found == set()
+
+
+def test_every_name_of_the_module_is_used_by_another_one() -> None:
+    tree = ast.parse(INTERNALS.read_text())
+    names = {
+        node.targets[0].id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func) in ("private", "attribute", "late")
+        and isinstance(node.targets[0], ast.Name)
+    }
+    assert len(names) > 40
+    used = {
+        alias.name
+        for path in LIBRARY
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == torch_internals.__name__
+        for alias in node.names
+    }
+    assert names <= used
+
+
+def test_this_torch_has_every_name() -> None:
+    assert torch_internals.missing(also_late=True) == {}
+    assert torch_internals.missing_notices() == ()
+
+
+def test_a_use_of_a_missing_name_names_the_version_the_name_and_the_range(monkeypatch) -> None:
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    taken = torch_internals.private("torch._C._current_graph_task_id", "recomputation")
+    expected = (
+        rf"torch {torch.__version__} has no torch\._C\._current_graph_task_id, which is needed for "
+        rf"recomputation: install torch>={torch_internals.OLDEST},<{torch_internals.FIRST_UNTRIED},"
+    ).replace("+", r"\+")
+    for use in (lambda: taken(), lambda: taken.anything):
+        with pytest.raises(InputError, match=expected):
+            use()
+
+    class Derived(taken):  # type: ignore[valid-type, misc]
+        """A class that is defined on import, and made when the feature is used."""
+
+    with pytest.raises(InputError, match=expected):
+        Derived()
+    assert not isinstance(taken, Derived) and not isinstance(3, (str, taken))
+
+
+def test_a_name_with_a_substitute_is_not_missing(monkeypatch) -> None:
+    monkeypatch.delattr(torch._compile, "_disable_dynamo")
+    path = "torch._compile._disable_dynamo"
+    taken = torch_internals.private(path, "torch.compile", instead="torch.compiler.disable")
+    assert taken is torch.compiler.disable
+    assert torch_internals.missing() == {}
+
+
+def test_a_run_starts_with_one_notice_about_all_missing_names(monkeypatch) -> None:
+    monkeypatch.delattr(torch, "_foreach_norm")
+    monkeypatch.delattr(torch.cuda.memory, "_dump_snapshot")
+    notices = run_notices(tiny_run(), device="cpu", world_size=1).in_log
+    [notice] = [text for text in notices if text.startswith(f"torch {torch.__version__} lacks")]
+    assert "torch._foreach_norm (for the optimizer's step)" in notice
+    assert "torch.cuda.memory._dump_snapshot (for --record-memory-history)" in notice
+
+
+PROGRAM = """
+import torch
+del torch._C._current_graph_task_id, torch._C._storage_Use_Count, torch._foreach_norm
+import megatron_lite.api, megatron_lite.memory.measure.step_meter, megatron_lite.model.gpt
+import megatron_lite.tensor_parallel.layers, megatron_lite.training.loop
+from megatron_lite.config.checks import InputError
+from megatron_lite.parallel.collectives import results_may_be_kept
+from megatron_lite.recompute.apply import apply_policy_, remove_policy_
+
+model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.GELU(), torch.nn.Linear(3, 3))
+model(torch.ones(2, 3)).sum().backward()
+apply_policy_(model, layers_fqn="", policy="every-1:full")
+try:
+    model(torch.ones(2, 3)).sum().backward()
+except InputError as error:
+    print(error, results_may_be_kept())
+"""
+
+
+def test_a_library_without_some_names_is_imported_and_does_what_does_not_need_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "has no torch._C._current_graph_task_id, which is needed for recomp" in done.stdout
+    assert done.stdout.endswith("that were tried False\n")
