@@ -3,8 +3,8 @@
     float32, where forward can compute the gradients too    512 tokens
     all other runs                                          all tokens, whose logits are kept
 
-In one pass, chunks save the memory of the logits and take about the same time. In two passes backward computes the logits again, so a user has to ask for
-them.
+In one pass, chunks save the memory of the logits and take about the same time. In two passes
+backward computes the logits again, so a user has to ask for them.
 """
 
 from __future__ import annotations
