@@ -1,7 +1,7 @@
 """Counts by which a checkout can be compared with an earlier one.
 
-python tests/counts.py                      this checkout
-python tests/counts.py --root OTHER         another one
+python -m tests.counts                      this checkout
+python -m tests.counts --root OTHER         another one
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import os
 import re
+import subprocess
 import sys
 import tokenize
 from collections import Counter
@@ -30,6 +32,30 @@ IGNORED = (
 )
 
 
+LINEAR_CALLS = """
+import sys
+import torch
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.weight_gradient import accumulate_with_
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
+from megatron_lite.tensor_parallel.rank_context import RankContext
+
+cpu = torch.device("cpu")
+context = RankContext(rng=RngStreams(cpu, seed=0), device=cpu, params_dtype=torch.float32)
+layer = ColumnParallelLinear(8, 8, bias=True, init_std=1.0, context=context)
+accumulate_with_(None, [(layer.weight, torch.zeros(8, 8))])
+states, calls = torch.zeros(4, 2, 8, requires_grad=True), []
+sys.setprofile(
+    lambda frame, event, _: calls.append(1)
+    if event == "call" and "megatron_lite" in frame.f_globals.get("__name__", "")
+    else None
+)
+layer(states)
+sys.setprofile(None)
+print(len(calls))
+"""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent)
@@ -39,9 +65,47 @@ def main() -> int:
         root / "pretrain_gpt.py",
     ]
     tests = sorted((root / "tests").rglob("*.py"))
-    for name, value in (*counts_of_library(library), *counts_of_tests(tests)):
+    benchmarks = sorted((root / "benchmarks").rglob("*.py"))
+    for name, value in (
+        *counts_of_library(library),
+        ("conditions on a CPU in model/ and tensor_parallel/", cpu_conditions(root)),
+        ("own calls in one forward of a column-parallel linear layer", linear_calls(root)),
+        *counts_of_tests(tests),
+        ("tokens of tests", tokens_of(tests)),
+        ("tokens of benchmarks", tokens_of(benchmarks)),
+    ):
         print(f"{value:>9,.1f}  {name}" if isinstance(value, float) else f"{value:>9,}  {name}")
     return 0
+
+
+def tokens_of(paths: list[Path]) -> int:
+    """Returns the number of tokens without comments and line breaks."""
+    return sum(
+        token.type not in IGNORED
+        for path in paths
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    )
+
+
+def cpu_conditions(root: Path) -> int:
+    """Returns how often the model and its sharded layers ask whether a tensor is on a CPU."""
+    folders = (root / "megatron_lite" / name for name in ("model", "tensor_parallel"))
+    return sum(path.read_text().count('"cpu"') for one in folders for path in one.glob("*.py"))
+
+
+def linear_calls(root: Path) -> int:
+    """Returns how many functions of the library one forward of a sharded linear layer calls."""
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", LINEAR_CALLS],
+            env=environment,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    )
 
 
 def counts_of_library(paths: list[Path]) -> Iterator[tuple[str, float]]:
@@ -70,7 +134,7 @@ def counts_of_library(paths: list[Path]) -> Iterator[tuple[str, float]]:
     lines = [line for text in sources.values() for line in text.splitlines()]
     yield "files of the library", len(paths)
     yield "lines", len(lines)
-    yield "tokens without comments", tokens
+    yield "tokens of the library, without comments", tokens
     yield "comments for each 1,000 tokens", 1000 * comments / tokens
     yield "docstrings", len(docstrings)
     yield (
