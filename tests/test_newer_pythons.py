@@ -4,7 +4,6 @@ differs between versions. Only the versions at hand can run it; this reads the s
 from __future__ import annotations
 
 import ast
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,10 +117,3 @@ def test_each_kind_is_found(text: str) -> None:
 def test_a_loop_within_finally_may_end() -> None:
     text = "try: pass\nfinally:\n    for _ in (): break"
     assert list(found(ast.parse(text))) == []
-
-
-def test_the_oldest_torch_that_may_be_installed_is_the_one_that_the_tests_run_with() -> None:
-    """torch 2.6 was promised, and lacked a function that recomputation calls."""
-    (oldest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "setup.py").read_text())
-    (pinned,) = re.findall(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M)
-    assert f"{oldest}." in f"{pinned}."

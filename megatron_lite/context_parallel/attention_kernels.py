@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
+
 LARGEST_FLASH_HEAD = 256
 aten = torch.ops.aten
 
@@ -54,6 +56,16 @@ def has_kernel(query: Tensor) -> bool:
     )
 
 
+def takes_groups(query: Tensor, key: Tensor) -> bool:
+    """Returns whether torch's own attention takes a key that several heads of the query share.
+
+    On a CPU torch 2.8 does without a kernel, and keeps the scores for backward.
+    query: [s, b, a, d]. key: [s, b, g, d].
+    """
+    one_each = query.shape[2] == key.shape[2]
+    return one_each or query.device.type != "cpu" or cpu_attention_takes_groups()
+
+
 def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the tensors in the dtype that torch's own attention uses: autocast's, if enabled."""
     kind = query.device.type
@@ -84,6 +96,7 @@ def attend(
     `causal`.
     """
     if query.device.type == "cpu":
+        key, value = _for_cpu(query, key, value)
         return Attended(
             *aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, causal, attn_mask=mask, scale=scale
@@ -120,11 +133,19 @@ def attend_backward(
     The shapes are those of `attend`.
     """
     if query.device.type == "cpu":
-        return AttentionGradients(
-            *aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_output, query, key, value, *attended, 0.0, causal, attn_mask=mask, scale=scale
+        grad_query, grad_key, grad_value = (
+            aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_output,
+                query,
+                *_for_cpu(query, key, value),
+                *attended,
+                0.0,
+                causal,
+                attn_mask=mask,
+                scale=scale,
             )
         )
+        return _for_each_group(grad_query, grad_key, grad_value, key)
     if query.dtype == torch.float32 or mask is not None:
         return _efficient_backward(
             grad_output,
@@ -168,7 +189,6 @@ def _efficient_backward(
     scale: float,
     mask: Tensor | None,
 ) -> AttentionGradients:
-    b, groups, m, d = key.shape
     rows = attended.lse.shape[-1]
     # This kernel expects the rows of lse padded to a multiple of 32. With lse = inf a padded row
     # has softmax 0.
@@ -188,9 +208,7 @@ def _efficient_backward(
         causal,
         scale=scale,
     )
-    return AttentionGradients(
-        grad_query, *(grad.reshape(b, groups, -1, m, d).sum(2) for grad in (grad_key, grad_value))
-    )
+    return _for_each_group(grad_query, grad_key, grad_value, key)
 
 
 def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -202,6 +220,23 @@ def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
         return None
     n, m = mask.shape[-2:]
     return torch.nn.functional.pad(mask, (0, -m % 16))[..., :m].expand(*query.shape[:2], n, m)
+
+
+def _for_cpu(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns key and value, repeated for every head if torch's kernel reads one for each."""
+    return (key, value) if cpu_attention_takes_groups() else _for_each_head(query, key, value)
+
+
+def _for_each_group(
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, key: Tensor
+) -> AttentionGradients:
+    """Returns the gradients, summed over the heads of a group if the key was repeated for them."""
+    if grad_key.shape == key.shape:
+        return AttentionGradients(grad_query, grad_key, grad_value)
+    b, groups, m, d = key.shape
+    return AttentionGradients(
+        grad_query, *(grad.reshape(b, groups, -1, m, d).sum(2) for grad in (grad_key, grad_value))
+    )
 
 
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.context_parallel.attention_kernels import has_kernel
+from megatron_lite.context_parallel.attention_kernels import has_kernel, takes_groups
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.model.documents import document_mask
@@ -131,6 +131,8 @@ class CoreAttention(nn.Module):
                     document_starts=document_starts,
                 ).flatten(2)
             mask = attention_mask(query, limit, document_starts)
+        elif dropout_p == 0.0 and not takes_groups(query, key):
+            return windowed_attention(query, key, value, reach=None, scale=self.scale).flatten(2)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
             attended = F.scaled_dot_product_attention(

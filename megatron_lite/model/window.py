@@ -59,12 +59,13 @@ def windowed_attention(
     )
 
 
-def attention_mask(query: Tensor, reach: int | None, document_starts: Tensor | None) -> Tensor:
-    """Returns the mask of a window [s, s], or with documents [b, 1, s, s]. One of them is given."""
+def attention_mask(
+    query: Tensor, reach: int | None, document_starts: Tensor | None
+) -> Tensor | None:
+    """Returns the mask of a window [s, s], or with documents [b, 1, s, s]; None without both."""
     if document_starts is not None:
         return document_mask(query, document_starts, reach)
-    assert reach is not None
-    return window_mask(query, reach)
+    return None if reach is None else window_mask(query, reach)
 
 
 def window_mask(query: Tensor, reach: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron_lite.optim.pieces import Piece, gather_parts, new_piece
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.torch_internals import foreach_copy_
+from megatron_lite.parallel.torch_internals import address_of, foreach_copy_
 from megatron_lite.parallel.weights import gathered_dtype
 
 
@@ -72,6 +72,7 @@ class FullySharded:
         """
         # A parameter that took no part in the step has no gradient. Its piece gets zeros.
         for piece in self.pieces:
+            self._follow(piece)
             grad = self._parameters[piece.name].grad
             piece.master.grad = (
                 grad.to_local() if isinstance(grad, DTensor) else torch.zeros_like(piece.master)
@@ -111,6 +112,15 @@ class FullySharded:
         for piece in self.pieces:
             if piece.name == name:
                 piece.take_(piece.master, values)
+
+    def _follow(self, piece: Piece) -> None:
+        """Makes the master the rows that FSDP2 gathers.
+
+        torch 2.8 and 2.9 copy the rows of an uneven shard to new memory in the first forward.
+        """
+        rows = self._rows(piece.name)
+        if address_of(rows.untyped_storage()) != address_of(piece.master.untyped_storage()):
+            piece.master.data = rows.view(piece.master.shape)
 
     @torch.no_grad()
     def _rows(self, name: str) -> Tensor:

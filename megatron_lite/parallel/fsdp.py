@@ -256,7 +256,12 @@ def _free_between_uses(unit: FSDPModule, embedding: nn.Module, output: nn.Module
         unit.reshard()
         unit.set_reshard_after_forward(False, recurse=False)  # backward begins with the output
 
+    def before_output(*_: object) -> None:
+        unit.unshard()
+
     embedding.register_forward_hook(after_lookup)
+    # torch 2.8 gathers a unit only before the first of its modules.
+    output.register_forward_pre_hook(before_output, prepend=True)
     output.register_full_backward_hook(partial(_free, unit))
 
 

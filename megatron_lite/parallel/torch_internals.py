@@ -19,7 +19,7 @@ from __future__ import annotations
 import operator
 import pkgutil
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -219,3 +219,17 @@ record_memory_history = private(
     "torch.cuda.memory._record_memory_history", "--record-memory-history"
 )
 write_memory_history = private("torch.cuda.memory._dump_snapshot", "--record-memory-history")
+
+
+@lru_cache
+def cpu_attention_takes_groups() -> bool:
+    """Returns whether a head of the CPU's flash kernel finds the key and value of its group.
+
+    Before torch 2.10 the kernel reads past the last group's key and value, and computes something
+    else. Here it finds a second head, since key and value are parts of larger tensors.
+    """
+    with disable_current_modes(), torch.no_grad():
+        heads = torch.arange(2.0).view(1, 2, 1, 1)  # [b, a, s, d]
+        group = heads[:, :1]
+        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, group, group)
+        return output[0, 1].item() == 0.0

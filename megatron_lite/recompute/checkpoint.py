@@ -26,7 +26,7 @@ from megatron_lite.parallel.collectives import start_all_gather_first_dim
 from megatron_lite.parallel.rng import Generators
 from megatron_lite.parallel.torch_internals import engine, is_plain_backward
 from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.randomness import Randomness, autocast_states
+from megatron_lite.recompute.randomness import Randomness, autocast_states, casts_not_cached
 
 
 def checkpoint(
@@ -124,7 +124,8 @@ class _Checkpoint(torch.autograd.Function):
         # The states must be read before the run, which draws. The first input is split after the
         # run, which needs it whole.
         randomness = None if call.rng is None else Randomness.now(call.rng)
-        outputs = call.run(call.function, values)
+        with casts_not_cached():
+            outputs = call.run(call.function, values)
         if call.split_group is not None:
             ctx.shape = values[0].shape
             tensors[0] = split_for_rank(values[0], call.split_group)

@@ -108,3 +108,18 @@ def autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
         )
         for kind in sorted(kinds)
     ]
+
+
+@contextmanager
+def casts_not_cached() -> Iterator[None]:
+    """Keeps autocast from caching the casts of weights inside the block, which runs under no_grad.
+
+    torch 2.8 gives such a cast, which has no history, to a replay in the same autocast. The weight
+    would get no gradient.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -18,6 +18,7 @@ from megatron_lite.context_parallel.sharded_attention import context_parallel_at
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.sequence_spans import ContextParallel, select
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -97,8 +98,11 @@ def test_output_and_gradients_are_those_of_the_formula(cp_size: int) -> None:
 def one_kernel(groups: int) -> Results:
     """Of the whole sequence, in bf16."""
     *leaves, grad = [tensor.bfloat16().requires_grad_() for tensor in inputs(groups)]
+    query, *shared = (leaf.permute(1, 2, 0, 3) for leaf in leaves)
+    if not cpu_attention_takes_groups():
+        shared = [tensor.repeat_interleave(HEADS // groups, 1) for tensor in shared]
     output = F.scaled_dot_product_attention(
-        *(leaf.permute(1, 2, 0, 3) for leaf in leaves), is_causal=True, scale=SCALE, enable_gqa=True
+        query, *shared, is_causal=True, scale=SCALE, enable_gqa=True
     ).permute(2, 0, 1, 3)
     return Results(output.detach(), *torch.autograd.grad(output, leaves, grad))
 

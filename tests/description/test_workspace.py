@@ -26,6 +26,7 @@ from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
 from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
+from tests.support.torch_features import NEEDS_GROUPED_KERNEL
 
 SHARE = 0.5
 
@@ -178,6 +179,7 @@ def wrong_each_time(
     return found
 
 
+@NEEDS_GROUPED_KERNEL
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
     [(1, False), *(pytest.param(2, split, marks=pytest.mark.long) for split in (False, True))],

@@ -32,7 +32,7 @@ from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.pipeline.order import orders
 from megatron_lite.plan.plan_text import extra_flops
 from megatron_lite.recompute.schedule import plan_model
-from tests.docs import outputs
+from tests.docs import outputs, torch_versions
 from tests.docs.layer_drawing import layer_svg
 from tests.docs.marks import ROOT
 
@@ -369,6 +369,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "layouts": layouts_table,
     "schedule": schedule,
     "terminal-row": terminal_row,
+    "torch-versions": lambda: torch_versions.table(torch_versions.recorded()),
 }
 FIGURES: dict[str, Callable[[], str]] = {
     "situations": situations,

@@ -20,6 +20,7 @@ from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.step_peak import fullest_step_peak, step_peak
 from megatron_lite.pipeline.order import order
 from megatron_lite.recompute.schedule import plan_stage
+from tests.support.torch_features import NEEDS_CUSTOM_COLLECTIVES, NEEDS_GRAD_DTYPE
 
 # Each has another kind of plan, and together they have every layout.
 IN_EVERY_RUN = (
@@ -73,6 +74,7 @@ def test_the_sum_over_chunks_casts_each_product(chunk_size: int) -> None:
     assert abs(row.ratio - 1.0) < PER_CENT / 10, row
 
 
+@NEEDS_CUSTOM_COLLECTIVES
 def test_fsdp2_holds_the_cast_sum_over_chunks_while_it_reduces() -> None:
     flags = "--bf16 --use-torch-fsdp2 --loss-chunk-size 64 --untie-embeddings-and-output-weights"
     (row,) = rows(Case("FSDP 2, chunks, untied", flags, 2, 1))
@@ -80,6 +82,7 @@ def test_fsdp2_holds_the_cast_sum_over_chunks_while_it_reduces() -> None:
     assert abs(row.ratio - 1.0) < PER_CENT / 10, row
 
 
+@NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
 def test_a_large_16_bit_gradient_never_exists_whole(untied: str) -> None:
     flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 39999"

@@ -18,6 +18,7 @@ from megatron_lite.model import core_attention
 from megatron_lite.model.core_attention import CoreAttention
 from megatron_lite.model.rotary import rotary_tables
 from megatron_lite.model.window import window_mask, windowed_attention
+from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from megatron_lite.recompute.region_runner import Regions
 from tests.support.equality import LLAMA, difference
 from tests.support.models import (
@@ -150,11 +151,11 @@ def test_the_bits_are_those_of_torchs_attention_with_a_mask(
     hidden = torch.zeros(s, s, dtype=dtype).masked_fill_(
         (distance < 0) | (distance > reach), -torch.inf
     )
+    query, *shared = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
+    if not cpu_attention_takes_groups():
+        shared = [tensor.repeat_interleave(2, 1) for tensor in shared]
     theirs = F.scaled_dot_product_attention(
-        *(tensor.permute(1, 2, 0, 3) for tensor in inputs),
-        attn_mask=hidden,
-        scale=SCALE,
-        enable_gqa=True,
+        query, *shared, attn_mask=hidden, scale=SCALE, enable_gqa=True
     ).permute(2, 0, 1, 3)
     assert torch.equal(output, theirs)
     ours = torch.autograd.grad(output, inputs, grad)

@@ -21,6 +21,7 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
 from tests.support import apex
 from tests.support.equality import difference, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
+from tests.support.torch_features import NEEDS_MUON
 
 RATES = [0.02, 0.01, 0.0, 0.03, 0.02]
 SHAPES = {"square": (8, 8), "tall": (32, 8), "wide": (6, 10)}
@@ -72,6 +73,7 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
+@NEEDS_MUON
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize(("weight_decay", "momentum", "num_steps"), [(0.1, 0.95, 5), (0.0, 0.8, 3)])
 @pytest.mark.parametrize(

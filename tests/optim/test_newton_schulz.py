@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.optim.newton_schulz import SCALES, STEPS, orthogonalize
+from tests.support.torch_features import NEEDS_MUON
 
 SHAPES = [(7, 7), (5, 9), (9, 5), (12, 1)]
 
@@ -78,6 +79,7 @@ def test_more_steps_than_coefficients_start_again_or_repeat_the_last() -> None:
     assert all(len(steps(number)) == number for steps in STEPS.values() for number in (1, 5, 99))
 
 
+@NEEDS_MUON
 def test_the_simple_coefficients_are_torchs() -> None:
     muon = torch.optim.Muon([torch.nn.Parameter(torch.zeros(2, 2))])
     assert STEPS["simple"](3) == (muon.defaults["ns_coefficients"],) * 3

@@ -29,6 +29,7 @@ from tests.support import apex as stand_in
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.modules import provide
 from tests.support.runs import run_to_end, tiny_run
+from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 Packages = Callable[[dict[str, str]], None]
 KERNELS = (weight_gradient_kernel, layer_norm, rms_norm, fused_adam)
@@ -151,6 +152,7 @@ def test_an_apex_without_its_cuda_extensions_says_so(packages: Packages) -> None
         )
 
 
+@NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

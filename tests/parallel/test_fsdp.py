@@ -29,6 +29,7 @@ from tests.support.models import sample_tokens, tp_state
 from tests.support.pairs import only, pairs
 from tests.support.ranks import run_ranks
 from tests.support.staging import staged_in
+from tests.support.torch_features import NEEDS_CUSTOM_COLLECTIVES
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
 HF_WRAPPINGS = {
@@ -177,6 +178,7 @@ VOCABULARY = 65536
 WORDS = VOCABULARY * 32 * 2  # bytes of the vocabulary in bf16
 
 
+@NEEDS_CUSTOM_COLLECTIVES
 @pytest.mark.parametrize("layout", only(["fsdp2", "fsdp2, memory-efficient"], 0))
 def test_a_tied_vocabulary_is_never_allocated_more_than_four_times(
     layout: str, monkeypatch: pytest.MonkeyPatch

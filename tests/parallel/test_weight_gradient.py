@@ -46,6 +46,7 @@ from tests.support.layouts import LAYOUTS
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 KERNEL = "wgrad_gemm_accum_fp32"
 EPSILON = {
@@ -147,11 +148,9 @@ def grid() -> list[Any]:
             tp_size,
             dtype,
         ) == (1, torch.float32)
-        cases.append(
-            pytest.param(
-                tp_size, sequence_parallel, dtype, name, marks=() if quick else pytest.mark.long
-            )
-        )
+        marks = [] if quick else [pytest.mark.long]
+        marks += [] if dtype == torch.float32 else [NEEDS_GRAD_DTYPE]
+        cases.append(pytest.param(tp_size, sequence_parallel, dtype, name, marks=marks))
     return cases
 
 
@@ -184,6 +183,7 @@ def test_gradients_are_those_without_the_kernel_but_for_one_rounding(
                 assert torch.equal(fused[key], grad), key
 
 
+@NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
     ("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]
 )
@@ -212,6 +212,7 @@ def test_overlap_sends_what_the_kernel_has_written(calls: Calls, name: str, poli
         assert ((first[2][key] == grad) | (second[2][key] == grad)).all(), key
 
 
+@NEEDS_GRAD_DTYPE
 def test_a_gradient_after_its_bucket_was_sent_is_an_error_with_the_kernel_too(calls: Calls) -> None:
     def work(rank: int, world_size: int) -> str:
         with tp_state(1) as parallel:
@@ -231,7 +232,9 @@ def test_a_gradient_after_its_bucket_was_sent_is_an_error_with_the_kernel_too(ca
     assert len(run_ranks(work, 2, detail=False)) == 2
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE), torch.float32]
+)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_loss_in_chunks_adds_each_chunk_by_the_kernel(
     calls: Calls, name: str, dtype: torch.dtype
@@ -246,6 +249,7 @@ def test_the_loss_in_chunks_adds_each_chunk_by_the_kernel(
     assert difference(whole[output], chunks[output]) < 1e-5
 
 
+@NEEDS_GRAD_DTYPE
 def test_the_sum_is_that_of_unrounded_products(calls: Calls) -> None:
     """The gradient of one column-parallel matmul, over two micro-batches, by hand. Its operands are
     parts of larger tensors."""
@@ -271,6 +275,7 @@ def test_the_sum_is_that_of_unrounded_products(calls: Calls) -> None:
     assert torch.equal(buffer.grads["weight"], expected)
 
 
+@NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize("policy", ["*:full/2", "*:core_attn+layernorm+mlp", "*:ops(matmul)"])
 def test_no_recompute_policy_changes_a_bit_of_what_the_kernel_sums(
     calls: Calls, policy: str
@@ -282,6 +287,7 @@ def test_no_recompute_policy_changes_a_bit_of_what_the_kernel_sums(
     assert all(torch.equal(grad, recomputed[key]) for key, grad in plain.items())
 
 
+@NEEDS_GRAD_DTYPE
 def test_hooks_that_wait_for_a_gradient_run_once_and_see_all_of_it(calls: Calls) -> None:
     """Of a tied weight too, which gets its gradient from the kernel and from autograd."""
     with tp_state(1) as parallel:
@@ -325,6 +331,7 @@ def said(text: str) -> str:
     return lines[0]
 
 
+@NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
     ("training", "model", "num_calls", "expected"),
     [
@@ -365,6 +372,7 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
     assert said(log).endswith(expected)
 
 
+@NEEDS_GRAD_DTYPE
 def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +391,7 @@ def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(
     )
 
 
+@NEEDS_GRAD_DTYPE
 def test_a_run_with_overlap_uses_the_kernel_and_trains_as_without_overlap(calls: Calls) -> None:
     """Without clipping, since the norm is a sum over other parts."""
 
@@ -415,6 +424,7 @@ def test_a_run_with_overlap_uses_the_kernel_and_trains_as_without_overlap(calls:
             ] == []
 
 
+@NEEDS_GRAD_DTYPE
 def test_under_fsdp2_the_log_says_why_the_kernel_is_not_used(calls: Calls) -> None:
     config = tiny_run(
         training=dict(bf16=True, train_iters=1, eval_iters=0), data_parallel=LAYOUTS["fsdp2"]
@@ -426,6 +436,7 @@ def test_under_fsdp2_the_log_says_why_the_kernel_is_not_used(calls: Calls) -> No
     )
 
 
+@NEEDS_GRAD_DTYPE
 def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(
     calls: Calls,
 ) -> None:
@@ -453,6 +464,7 @@ def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(
     }
 
 
+@NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_with_the_kernel_learns_as_one_without(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tp_size: int
@@ -475,6 +487,7 @@ def test_a_run_with_the_kernel_learns_as_one_without(
     assert plain != fused and fused == pytest.approx(plain, rel=0.01)
 
 
+@NEEDS_GRAD_DTYPE
 def test_the_summary_groups_weights_by_path_and_reason() -> None:
     paths = {
         "a": FUSED,
@@ -506,6 +519,7 @@ def test_without_apex_torch_sums_the_gradients_of_float32_weights() -> None:
     )
 
 
+@NEEDS_GRAD_DTYPE
 def test_without_apex_the_log_says_why_no_kernel_sums_16_bit_gradients() -> None:
     log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, bf16=True)))
     assert said(log).endswith(
@@ -517,7 +531,9 @@ def test_without_apex_the_log_says_why_no_kernel_sums_16_bit_gradients() -> None
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"), [(1, False), pytest.param(2, True, marks=pytest.mark.long)]
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
+)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_addmm_gives_the_gradients_of_autograd(
     name: str, tp_size: int, sequence_parallel: bool, dtype: torch.dtype
@@ -553,7 +569,9 @@ def test_addmm_gives_the_gradients_of_autograd(
         run_ranks(work, tp_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
+)
 @pytest.mark.parametrize(
     "policy",
     ["*:full/2", "*:core_attn+layernorm+mlp", pytest.param("*:pointwise", marks=pytest.mark.long)],

@@ -19,6 +19,7 @@ from tests.support.collectives import recorded_collectives
 from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
+from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 S, B, H, V = 8, 3, 5, 11
 # per rank: V ends within rank 1 at t=2 and t=4, where two ranks hold nothing but padding
@@ -235,6 +236,7 @@ def test_a_bf16_weight_of_several_blocks_gets_the_gradient_that_it_gets_with_all
         assert difference <= 2**-7 * expected.abs().max()  # each is rounded to 8 bits
 
 
+@NEEDS_GRAD_DTYPE
 def test_a_bf16_weight_that_collects_float32_gradients_gets_the_sum_unrounded():
     case = wide(torch.bfloat16)
     weight = case.weight.clone().requires_grad_()

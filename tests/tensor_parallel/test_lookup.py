@@ -8,6 +8,7 @@ from torch import nn
 
 from megatron_lite.parallel.weight_gradient import accumulate_lookups_, lookup_adds
 from megatron_lite.tensor_parallel.lookup import token_rows
+from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 ROWS, WIDTH = 11, 6
 BATCHES = (torch.tensor([[3, 0, 3], [10, 3, 1]]), torch.tensor([[0, 0, 9], [2, 3, 2]]))
@@ -20,7 +21,9 @@ def table(dtype: torch.dtype) -> nn.Parameter:
     return weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
+)
 def test_gradients_of_lookups_are_added_to_the_sum_of_a_step(dtype: torch.dtype) -> None:
     weight = table(dtype)
     total = torch.full((ROWS, WIDTH), torch.nan)  # what an earlier step left
@@ -51,6 +54,7 @@ def test_a_table_without_a_sum_leaves_its_gradient_to_autograd() -> None:
     assert weight.grad is not None and weight.grad[3, 0] == 3.0
 
 
+@NEEDS_GRAD_DTYPE
 def test_on_other_devices_float32_tables_are_left_to_autograd() -> None:
     """A sum of rows has another order each time on CUDA."""
     meta = nn.Parameter(torch.empty(2, 2, device="meta"))

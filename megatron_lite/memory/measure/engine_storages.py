@@ -51,6 +51,6 @@ def _engine_is_caller() -> bool:
 
 
 def _only_reference(tensor: Tensor) -> bool:
-    users = num_users_of_storage(address_of(tensor.untyped_storage()))
-    counts = (num_users_of_tensor(tensor), users)
+    storage = tensor.untyped_storage()  # a user of the storage, in each release of torch
+    counts = (num_users_of_tensor(tensor), num_users_of_storage(address_of(storage)))
     return counts == ONLY_REFERENCE and fills_its_memory(tensor)
