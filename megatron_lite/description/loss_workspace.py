@@ -73,11 +73,11 @@ def linear_loss_workspace(
     scattered = own if gathered else 0
     steps: list[int | Course] = []
     for number, chunk in enumerate(chunks):
-        first = apart and number == 0 and full <= 1
+        adds = number > 0 or full > 1 or (sizes.accumulates and not apart)
         steps += [
             _write_gradient(sizes, chunk, columns),
             scattered + copy if number == len(chunks) - 1 else 0,
-            rounded_product(weight, sizes, first=first) if sizes.is_rounded else Course(),
+            rounded_product(weight, sizes, adds=adds) if sizes.is_rounded else Course(),
         ]
     # Without sequence parallelism the whole gradient of the input is the result.
     backward = course(

@@ -155,7 +155,9 @@ def _embedding_backward(model: ModelConfig, sizes: Sizes, parameters: list[Param
         wide = tokens * model.hidden_size * sizes.accumulate_bytes if sizes.is_rounded else 0
         return course(*changes, +wide, -wide, -used)
     if adds_rounded(sizes):
-        return course(*changes, +gradient, added_rounded(words, sizes), -used)
+        return course(
+            *changes, +gradient, added_rounded(words, sizes, adds=sizes.accumulates), -used
+        )
     changes += [+gradient, -used]
     if _waits_for_lookup(model, sizes):
         # The head's gradient of the tied weight waits here for this one. Autograd adds them up in

@@ -36,6 +36,7 @@ class Sizes:
         freed as soon as it is complete, as in training. If not, it stays alive.
     adds_by_itself: whether the backward of a linear layer adds its weight's gradient to that sum by
         itself, so that autograd gets none.
+    accumulates: whether a step has several micro-batches, whose gradients are added.
     inside_operators: whether the courses count memory that torch allocates and frees inside one
         call of an operator.
     has_padding: whether some of a rank's logits are those of padded ids.
@@ -63,6 +64,7 @@ class Sizes:
     first_layer: int = 0
     sums_gradients: bool = False
     adds_by_itself: bool = False
+    accumulates: bool = False
     inside_operators: bool = False
     has_padding: bool = False
     masks_loss: bool = False
@@ -99,7 +101,9 @@ class Sizes:
         )
 
     @classmethod
-    def in_training(cls, config: RunConfig, *, device: str, stage: Stage) -> Sizes:
+    def in_training(
+        cls, config: RunConfig, *, device: str, stage: Stage, accumulates: bool = True
+    ) -> Sizes:
         """Returns the sizes of a stage whose courses count all that a training step allocates."""
         sizes = cls.of(config, device=device, stage=stage)
         training = config.training
@@ -107,6 +111,7 @@ class Sizes:
             sizes,
             sums_gradients=True,
             adds_by_itself=training.gradient_accumulation_fusion and not config.compiles_layers,
+            accumulates=accumulates,
             inside_operators=True,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )

@@ -36,7 +36,7 @@ def weight_product(weight: Parameter, sizes: Sizes) -> Course:
     It ends with the gradient, if autograd gets it.
     """
     if adds_rounded(sizes):
-        return rounded_product(weight, sizes)
+        return rounded_product(weight, sizes, adds=sizes.accumulates)
     return course(+gradient_bytes(apart((weight,), sizes), sizes))
 
 
@@ -45,24 +45,24 @@ def adds_rounded(sizes: Sizes) -> bool:
     return sizes.adds_by_itself and sizes.is_rounded
 
 
-def rounded_product(weight: Parameter, sizes: Sizes, *, first: bool = False) -> Course:
-    """Returns the course of a 16-bit product that is added to a float32 sum and freed.
+def rounded_product(weight: Parameter, sizes: Sizes, *, adds: bool) -> Course:
+    """Returns the course of a 16-bit product that goes into a float32 sum and is freed.
 
     The product has parts, which follow one another in the same memory.
-    first: whether it overwrites the sum.
+    adds: whether it is added. If not, it overwrites the sum.
     """
     outputs, inputs = weight.shape
     part = weight._replace(shape=(min(outputs, product_rows(inputs)), inputs))
-    return course(+gradient_bytes((part,), sizes), added_rounded(part, sizes, first=first))
+    return course(+gradient_bytes((part,), sizes), added_rounded(part, sizes, adds=adds))
 
 
-def added_rounded(weight: Parameter, sizes: Sizes, *, first: bool = False) -> Course:
+def added_rounded(weight: Parameter, sizes: Sizes, *, adds: bool) -> Course:
     """Returns the course of such a gradient until it is freed.
 
-    On a CPU an addition of two dtypes casts its second operand. A first gradient is only copied.
+    On a CPU an addition of two dtypes casts its second operand. A copy does not.
     """
-    adds = not first and sizes.inside_operators and sizes.device == "cpu"
-    wide = weight.num_elements * sizes.accumulate_bytes if adds else 0
+    casts = adds and sizes.inside_operators and sizes.device == "cpu"
+    wide = weight.num_elements * sizes.accumulate_bytes if casts else 0
     return course(+wide, -wide, -gradient_bytes((weight,), sizes))
 
 

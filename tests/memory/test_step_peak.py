@@ -11,6 +11,7 @@ import torch._dynamo  # noqa: F401
 
 from arguments import parse_args
 from benchmarks.memory import CASES, SIZES, TWO_RANKS, Case, rows
+from megatron_lite.config import row_blocks
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages_of_rank
 from megatron_lite.description.sizes import Sizes
@@ -79,12 +80,16 @@ def test_fsdp2_holds_the_cast_sum_over_chunks_while_it_reduces() -> None:
     flags = "--bf16 --use-torch-fsdp2 --loss-chunk-size 64 --untie-embeddings-and-output-weights"
     (row,) = rows(Case("FSDP 2, chunks, untied", flags, 2, 1))
     assert row.moment.startswith("reduction of gradients")
-    assert abs(row.ratio - 1.0) < PER_CENT / 10, row
+    # The backward of the loss holds nearly as much, and then the cast sum is not there any more.
+    assert -PER_CENT / 10 < row.ratio - 1.0 < 3 * PER_CENT, row
 
 
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
-def test_a_large_16_bit_gradient_never_exists_whole(untied: str) -> None:
+def test_a_large_16_bit_gradient_never_exists_whole(
+    untied: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_blocks, "GPU_BYTES", 2**22)
     flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 39999"
     (row,) = rows(Case("large", f"{flags} {untied}", 1, 1))
     assert row.moment.startswith("backward of the output layer")

@@ -15,8 +15,8 @@ from megatron_lite.optim import grad_buffer, optimizer, zero1
 from megatron_lite.optim import grad_norms as norms
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.pieces import Piece
-from megatron_lite.parallel import collectives, fsdp_buffers
 from megatron_lite.parallel import fsdp as units
+from megatron_lite.parallel import fsdp_buffers
 from megatron_lite.parallel.fsdp_buffers import UnitGradients
 from megatron_lite.recompute import stores
 from tests.optim import test_grad_buffer, test_layouts, test_zero1
@@ -32,11 +32,6 @@ Patch = pytest.MonkeyPatch
 @replaces("free_", UnitGradients)
 def a_unit_holds_on_to_its_last_gradient(_, self):
     pass
-
-
-@replaces("_is_staged", collectives)
-def gloo_copies_what_it_reduces(_, tensor):
-    return False
 
 
 def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
@@ -193,11 +188,6 @@ MUTANTS = [
     Mutant(
         a_unit_holds_on_to_its_last_gradient,
         test_fsdp.test_a_gradient_that_only_torchs_loop_names_is_freed_once_it_is_copied,
-    ),
-    Mutant(
-        gloo_copies_what_it_reduces,
-        test_fsdp.test_a_tied_vocabulary_is_never_allocated_more_than_four_times,
-        dict(layout="fsdp2"),
     ),
     Mutant(
         gradients_are_freed_whoever_reads_them,

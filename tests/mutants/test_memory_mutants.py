@@ -24,7 +24,7 @@ from tests.training import test_dry_run
 Patch = pytest.MonkeyPatch
 
 
-@replaces("_add_product_", linear_cross_entropy)
+@replaces("add_weight_product_", linear_cross_entropy)
 def chunks_add_up_in_bf16(
     add: Any, total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool
 ) -> None:

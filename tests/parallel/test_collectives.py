@@ -17,7 +17,6 @@ from megatron_lite.parallel.collectives import (
     reduce_scatter_into_,
 )
 from tests.support.ranks import run_ranks
-from tests.support.staging import staged_in
 
 T = 3
 
@@ -65,11 +64,7 @@ def test_reduce_scatter_gives_each_rank_its_rows_of_the_sum():
         assert torch.equal(result, total[2 * rank : 2 * rank + 2])
 
 
-# as they are; stretches of 3, the last of 1; of 1
-@pytest.mark.parametrize("staging_bytes", [2**22, 4 * T * 3, 1])
-def test_gathers_and_sums_into_a_buffer_are_the_same_in_stretches(staging_bytes, monkeypatch):
-    staged_in(monkeypatch, staging_bytes)
-
+def test_gathers_and_sums_into_a_buffer_leave_what_is_sent_alone():
     def work(rank, group):
         whole = torch.arange(7.0 * T) * (rank + 1)
         before, own = whole.clone(), torch.empty(7)
@@ -84,19 +79,6 @@ def test_gathers_and_sums_into_a_buffer_are_the_same_in_stretches(staging_bytes,
     total = torch.arange(7.0 * T) * sum(range(1, T + 1))
     for rank, (own, gathered) in enumerate(on_ranks(work)):
         assert torch.equal(own, total[7 * rank : 7 * rank + 7]) and torch.equal(gathered, total)
-
-
-def test_a_bf16_sum_in_stretches_is_rounded_once(monkeypatch):
-    staged_in(monkeypatch, 1)
-
-    def work(rank, group):
-        own = torch.empty(1, dtype=torch.bfloat16)
-        reduce_scatter_into_(
-            own, torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)[rank].repeat(T), group
-        )
-        return own.item()
-
-    assert on_ranks(work) == [258.0] * T
 
 
 def test_reduce_scatter_of_rows_that_do_not_split_is_an_error():

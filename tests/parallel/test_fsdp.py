@@ -18,6 +18,7 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.fsdp import Wrapping, fully_shard_
 from megatron_lite.parallel.fsdp_buffers import UnitGradients
+from megatron_lite.parallel.waiting import gloo_has_freed
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.schedule import plan_stage
@@ -28,7 +29,6 @@ from tests.support.layouts import LAYOUTS, backward, build
 from tests.support.models import sample_tokens, tp_state
 from tests.support.pairs import only, pairs
 from tests.support.ranks import run_ranks
-from tests.support.staging import staged_in
 from tests.support.torch_features import NEEDS_CUSTOM_COLLECTIVES
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
@@ -167,7 +167,7 @@ def allocated_peak(name: str, layout: str) -> int:
             )
             backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
             optimizer.step(0.001)
-            with allocator_peak() as found:
+            with gloo_has_freed(), allocator_peak() as found:
                 backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
             return found.peak_bytes
 
@@ -180,17 +180,14 @@ WORDS = VOCABULARY * 32 * 2  # bytes of the vocabulary in bf16
 
 @NEEDS_CUSTOM_COLLECTIVES
 @pytest.mark.parametrize("layout", only(["fsdp2", "fsdp2, memory-efficient"], 0))
-def test_a_tied_vocabulary_is_never_allocated_more_than_four_times(
-    layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In bf16: the gathered weight, its two gradients and their sum; or the float32 buffer, the
-    gradient and torch's `cat` of it.
+def test_a_tied_vocabulary_is_never_allocated_more_than_five_times(layout: str) -> None:
+    """In bf16: the gathered weight, its two gradients and their sum; or the float32 buffer, gloo's
+    copy of it, and this rank's half of the sum.
 
     Units of their own used to take more than the root, since torch holds on to the last gradient of
     a unit while it reduces it.
     """
-    staged_in(monkeypatch, 2**16)
-    assert allocated_peak("gpt2", layout) <= 4.5 * WORDS
+    assert allocated_peak("gpt2", layout) <= 5.5 * WORDS
 
 
 def test_the_gradients_of_a_step_are_gone_when_the_next_one_begins() -> None:

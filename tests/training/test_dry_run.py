@@ -82,7 +82,6 @@ LONG_CASES = [
     (4, 4, f"{PP} {SP} --bf16"),
     (2, 2, "--use-torch-fsdp2"),
     (2, 2, f"--use-torch-fsdp2 --bf16 --fsdp-memory-efficient-wrapping {LLAMA}"),
-    # Gathers and reductions that are sent in several stretches.
     (2, 1, "--use-torch-fsdp2 --bf16 --hidden-size 512"),
     (4, 2, f"--use-torch-fsdp2 --bf16 {SP} {FULL} uniform"),
     (4, 4, f"--use-torch-fsdp2 --bf16 {PP}"),

@@ -16,6 +16,7 @@ import torch
 from megatron_lite.config.notices import placement_notices, setting_notices
 from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.training import profiler
 from megatron_lite.training.profiler import Profiler
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -89,10 +90,8 @@ class _Cuda:
             "emit_nvtx",
             lambda record_shapes: note(f"operators, shapes {record_shapes}") or nullcontext(),
         )
-        patch.setattr(
-            torch.cuda.memory, "_record_memory_history", lambda max_entries: note("history")
-        )
-        patch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: note(Path(path).name))
+        patch.setattr(profiler, "record_memory_history", lambda max_entries: note("history"))
+        patch.setattr(profiler, "write_memory_history", lambda path: note(Path(path).name))
 
 
 @pytest.mark.parametrize("first", [1, 3])

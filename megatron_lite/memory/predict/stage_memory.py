@@ -67,7 +67,7 @@ def stage_memory(run: PlacedRun, stage: Stage, keeps_all: bool) -> StageMemory:
     keeps_all: whether the micro-batch keeps everything, whatever the policy says.
     """
     config = run.config
-    sizes = Sizes.in_training(config, device=run.device, stage=stage)
+    sizes = Sizes.in_training(config, device=run.device, stage=stage, accumulates=run.accumulates)
     # Stages that no setting tells apart share one entry of the cache.
     by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
     if config.model.window_size is None and config.model.no_rope_freq is None:
