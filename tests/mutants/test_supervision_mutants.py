@@ -36,7 +36,7 @@ def messages_are_not_timed(_):
 
 def threads_share_a_stopwatch(patch: Patch) -> None:
     class Shared:
-        is_timed, seconds, _start = True, 0.0, 0.0
+        is_timed, seconds, frees, _start = True, 0.0, False, 0.0
         __enter__, __exit__ = type(waiting.WAITING).__enter__, type(waiting.WAITING).__exit__
 
     shared = Shared()
