@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import torch
 from megatron_lite.checkpointing.metadata import Metadata
 from megatron_lite.checkpointing.step_files import METADATA, step_directory
 from megatron_lite.config.checks import InputError
-from megatron_lite.training import run_checkpoints
+from megatron_lite.training import processor, run_checkpoints
 from tests.support.runs import run_to_end, tiny_run
 
 ELSEWHERE = "GenuineIntel CPU with AVX2, 1 thread a rank, torch 2.13.0"
@@ -80,3 +84,32 @@ def test_a_checkpoint_without_a_description_is_loaded_in_silence(tmp_path: Path)
     (step / METADATA).write_text(json.dumps(values))
     assert Metadata.read(step).computed_on == ""
     assert run_checkpoints.moved_notices("", ELSEWHERE) == ()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_16_bit_run_on_a_cpu_without_16_bit_products_is_told_to_use_float32(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for has_products in (True, False):
+        monkeypatch.setattr(processor, "_multiplies_16_bits", lambda _, answer=has_products: answer)
+        lines = processor.slow_precision_notices(precision, torch.device("cpu"))
+        assert len(lines) == (precision != "fp32" and not has_products)
+        assert all(f"Leave --{precision} out" in line for line in lines)
+        assert processor.slow_precision_notices(precision, torch.device("cuda")) == ()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the limit is one of x86 processors")
+def test_onednn_tells_which_16_bit_products_it_has() -> None:
+    """Its limit of instructions is read when torch starts, so a child asks."""
+    code = (
+        "from megatron_lite.training.processor import slow_precision_notices as told; import torch;"
+        "print(*(len(told(kind, torch.device('cpu'))) for kind in ('fp32', 'bf16', 'fp16')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "SSE41"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["0", "1", "1"], done
