@@ -293,6 +293,12 @@ FAULTS = [
     ),
     ("--xyz 1", "unknown flag --xyz: --help lists the flags"),
     ("--moe-router-top-k 2", "unknown flag --moe-router-top-k: did you mean --moe-router-topk?"),
+    ("--use-mpi", "unknown flag --use-mpi: --help lists the flags"),
+    (
+        "--encoder-first-pipeline-num-layers 2",
+        "unknown flag --encoder-first-pipeline-num-layers: --help lists the flags",
+    ),
+    ("--seq-len 16", "unknown flag --seq-len: did you mean --seq-length?"),
     ("--lr-warmup 2", "unknown flag --lr-warmup: did you mean --lr-warmup-iters?"),
     ("--learning_rate 2", "unknown flag --learning_rate: did you mean --lr?"),
     (
@@ -490,6 +496,38 @@ def test_all_faults_of_a_command_line_are_listed(capsys: pytest.CaptureFixture[s
         "such as 128,0",
         "--lr must be at least 0.0 (got -1.0)",
     ]
+
+
+def test_no_suggestion_is_refused_and_none_has_another_word() -> None:
+    """A spelling can be near and the meaning far: --use-mpi is not --use-mup."""
+    supported = supported_flags(build_parser())
+    accepted = {*supported, *flags.ignored_flags()}
+    for known in (*flags.refused_flags()[::20], *list(flags.ignored_flags())[::40]):
+        for name in (f"{known}s", known[:-1], f"{known}-2"):
+            closest = flags.closest_flag(name, supported, *flags.ignored_flags())
+            assert closest is None or closest in accepted
+    for name in ("--no-swiglu", "--adam-beta3", "--tensor-model-parallel-rank", "--no-bias"):
+        assert flags.closest_flag(name, supported, *flags.ignored_flags()) is None
+
+
+UNKNOWN = "--use-mpi --sequence-paralell --hidden-sizes 32 --recompute-granularitys full"
+HIDDEN = (
+    ("--hidden-dropout 2 --attention-dropout 3", 2),
+    ("--micro-batch-size 3 --global-batch-size 4 --bf16 --fp16", 2),
+    ("--lr -1 --train-iters 3 --train-samples 4 --min-lr -2", 3),
+    # between topics: the virtual stages, the tokenizer's ids, and chunks in a pipeline
+    ("--seq-length 32 --hidden-dropout 2", 2),
+    ("--lr-warmup-iters 3 --lr-warmup-samples 4 --eval-iters 1 --exit-interval 0", 2),
+)
+
+
+@pytest.mark.parametrize(("words", "least"), HIDDEN)
+def test_no_fault_hides_another(words: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """All come in one message: without the unknown flags there is nothing new."""
+    alone = faults_of([*RUN.split(), *words.split()], capsys)
+    with_unknown = faults_of([*RUN.split(), *UNKNOWN.split(), *words.split()], capsys)
+    assert len(alone) >= least
+    assert set(alone) <= set(with_unknown)
 
 
 def test_rules_of_several_topics_are_checked_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.recompute_report import explain
+from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.tools import plan
 from tests.support.commands import ROOT, SMALL_MODEL, environment, run_command
@@ -214,6 +215,24 @@ def test_the_last_lines_are_a_command_that_the_planner_accepts(
     assert best["training"]["bf16"] == own["training"]["bf16"]
     assert best["data"] == own["data"] and best["checkpoint"] == own["checkpoint"]
     assert verdict["num_gpus"] == parsed.config.parallel.model_ranks
+
+
+@pytest.mark.parametrize("policy", ["*:none", "*:full", "every-2:full"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_report_and_the_run_tell_one_peak(policy: str, device: str) -> None:
+    """A rank may keep most and another one have the highest peak: both figures said "bound"."""
+    for words in ("", "--normalization RMSNorm --swiglu --untie-embeddings-and-output-weights"):
+        config = parse_args(
+            "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+            "--max-position-embeddings 32 --vocab-size 998 --micro-batch-size 1 --bf16 "
+            f"--global-batch-size 8 --pipeline-model-parallel-size 4 {words} "
+            f"--recompute-policy {policy}".split()
+        ).config
+        told = fullest_step_peak(config, device=device, dp_cp_size=1, num_microbatches=8)
+        report = explain(config, device)
+        assert report.step == told
+        text = " ".join(report_text(report).split())
+        assert f"Reached in the {told.moment} of pipeline rank {told.rank}. exact" in text
 
 
 def test_a_row_has_the_policy_that_auto_would_choose() -> None:

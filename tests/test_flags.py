@@ -223,6 +223,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
     ("--recompute-verify", ON, False),
     ("--loss-chunk-size", int, None, "256"),
     ("--memory-limit", str, None, "4GiB"),
+    ("--allow-predicted-out-of-memory", ON, False),
     ("--memory-budget", str, None, "4GiB"),
     ("--machine", str, None, "h100-80gb"),
     ("--log-peak-memory", ON, False),
@@ -240,6 +241,7 @@ OURS: tuple[tuple[Any, ...], ...] = (
 # both set position_embedding_type
 OTHER_WAYS_TO_SAY_IT = {
     *("--use-rotary-position-embeddings", "--no-position-embedding"),
+    "--no-bf16",
     *("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",

@@ -26,6 +26,46 @@ def test_the_name_gives_the_model_and_its_vocabulary(flag: str, name: str) -> No
     assert parsed.config.model == ModelConfig(**preset(name).fields)
     assert parsed.config.tokenizer.true_vocab_size == preset(name).vocab_size
     assert not [notice for notice in parsed.notices if "--model" in notice]
+    assert parsed.config.training.bf16
+
+
+def test_the_name_means_bf16_in_every_command_unless_a_flag_says_otherwise() -> None:
+    """`plan` and `explain` assume it, and weights in float32 would not fit where they say."""
+    for words, precision in (
+        ([], "bf16"),
+        (["--bf16"], "bf16"),
+        (["--fp16"], "fp16"),
+        (["--no-bf16"], "fp32"),
+    ):
+        parsed = parse_args([*RUN, "--model", "gpt2", *words])
+        assert parsed.config.training.precision == precision
+        told = "--bf16 is assumed for this model (--no-bf16 trains in float32)"
+        assert (told in parsed.notices) == (words == [])
+        assert ("--bf16" in assumed_words(["--model", "gpt2", *words])) == (words == [])
+
+
+@pytest.mark.parametrize("flag", ["--gpu", "--machine"])
+def test_explain_is_of_the_gpu_that_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["explain", "--model", "gpt2", flag, "a100-80gb"]) == 0
+    on_gpu = capsys.readouterr().out
+    assert "--gpu a100-80gb" in on_gpu and "--gpu cpu" not in on_gpu and "No GPU" not in on_gpu
+    assert " estimate\n" in on_gpu and " bound\n" not in on_gpu
+    assert command.main(["explain", "--model", "gpt2", f"{flag}=cpu"]) == 0
+    assert "--gpu cpu" in capsys.readouterr().out
+    assert command.main(["explain", "--model", "gpt2", flag, "a900"]) == 2
+    assert "no machine is called 'a900'" in capsys.readouterr().err
+
+
+def test_explain_without_a_gpu_sends_nobody_to_the_cpu_unasked(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert command.main(["explain", "--model", "gpt2"]) == 0
+    printed = capsys.readouterr().out
+    assert "the figures above are a CPU's" in printed
+    assert "--gpu cpu" not in printed and "by your GPU, or by cpu" in printed
+    assert command.main(["explain", "--model", "gpt2", "--distributed-backend", "gloo"]) == 0
+    assert "--gpu cpu" in capsys.readouterr().out
 
 
 def test_flags_override_the_model_and_a_notice_names_both() -> None:

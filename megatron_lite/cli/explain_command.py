@@ -9,6 +9,7 @@ from megatron_lite.cli import pretrain
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.parallel.signals import dies_without_reader
+from megatron_lite.plan.hardware import machine_names
 
 WIDTH = 80
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
@@ -33,6 +34,9 @@ FLAGS are the flags of the run. Only those of sizes and layout are needed:
 {names}.
 It assumes --bf16, --micro-batch-size 1 and a --seq-length, and says so.
 
+--gpu NAME, or --machine FILE, is the machine of the run, one of
+{machines}.
+
 `{train} --help` has the topics of all flags, and
 `--help recompute` those of recomputation.
 """
@@ -45,13 +49,22 @@ def main(argv: Sequence[str], program: str = "megatron-lite explain") -> int:
         with dies_without_reader():
             train = subcommand(program, "train")
             names = textwrap.fill(", ".join(PRESETS), WIDTH)
-            print(HELP.format(program=program, names=names, train=" ".join(train)), end="")
+            machines = ", ".join(machine_names())
+            words = " ".join(train)
+            text = HELP.format(program=program, names=names, train=words, machines=machines)
+            print(text, end="")
         return 0 if argv else 2
     assumed = assumed_words(argv)
     if assumed:
         with dies_without_reader():
             print(f"assumed for this model: {' '.join(assumed)}")
-    return pretrain.main([*argv, *assumed, "--explain-recompute"], program)
+    # The planner's --gpu takes the names that --machine takes here.
+    renamed = [
+        f"--machine{equals}{value}" if name == "--gpu" else word
+        for word in argv
+        for name, equals, value in [word.partition("=")]
+    ]
+    return pretrain.main([*renamed, *assumed, "--explain-recompute"], program)
 
 
 def assumed_words(argv: Sequence[str]) -> list[str]:
@@ -64,7 +77,7 @@ def assumed_words(argv: Sequence[str]) -> list[str]:
     usual = {
         ("--seq-length",): ["--seq-length", str(min(positions, USUAL_LENGTH))],
         ("--micro-batch-size",): ["--micro-batch-size", "1"],
-        ("--bf16", "--fp16"): ["--bf16"],
+        ("--bf16", "--fp16", "--no-bf16"): ["--bf16"],
     }
     return [word for flags, words in usual.items() if not given & {*flags} for word in words]
 

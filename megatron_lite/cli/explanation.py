@@ -24,6 +24,7 @@ from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.told_work import told_on_terminal
 from megatron_lite.plan.chosen_policy import with_chosen_policy
+from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.plan.machine_choice import machine_for_policy
 
 
@@ -64,10 +65,9 @@ def explanation(
     Raises InputError for a fault in the tokenizer's files, and for a batch or a number of ranks
     that the run would refuse.
     """
-    config = _with_vocabulary(config)
-    config, chosen = _with_policy(config, world_size)
+    config, device = _with_vocabulary(config), planned_device(config)
+    config, chosen = _with_policy(config, world_size, device)
     notices = [*notices, *chosen]
-    device = likely_device(config.parallel.distributed_backend)
     told_in_report = recompute_notices(config)
     try:
         num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
@@ -86,11 +86,18 @@ def explanation(
     ]
 
 
-def _with_policy(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
+def planned_device(config: RunConfig) -> str:
+    """Returns the device of --machine, else the one on which training would run here."""
+    backend, machine = config.parallel.distributed_backend, config.logging.machine
+    if machine is None or backend == "gloo":
+        return likely_device(backend)
+    return load_hardware(machine).device
+
+
+def _with_policy(config: RunConfig, world_size: int, device: str) -> tuple[RunConfig, list[str]]:
     """Returns the configuration with the policy that `auto` chooses, and a line about it."""
     if not config.recompute.is_to_be_chosen:
         return config, []
-    device = likely_device(config.parallel.distributed_backend)
     machine = machine_for_policy(config.logging.machine, device=device, gpu_name=None)
     num_ranks = max(world_size, config.parallel.model_ranks)
     chosen = with_chosen_policy(config, machine, num_ranks, device_bytes=machine.memory_bytes)
@@ -109,17 +116,16 @@ def print_dry_run_memory(
     """
     if launch.rank != 0:
         return
-    config = _with_vocabulary(config)
+    config, backend = _with_vocabulary(config), config.parallel.distributed_backend
+    device = settings.dry_run_device or likely_device(backend)
     try:
         world_size = settings.world_size(config.parallel, launched=launch.world_size)
-        config, chosen = _with_policy(config, world_size)
+        config, chosen = _with_policy(config, world_size, device)
         notices = [*notices, *chosen]
         ranks = settings.ranks(config.parallel, config.model.num_layers, world_size=world_size)
         config.batch_schedule(config.parallel.data_parallel_size(world_size))
     except ValueError as error:
         raise InputError(str(error)) from error
-    backend = config.parallel.distributed_backend
-    device = settings.dry_run_device or likely_device(backend)
     if settings.dry_run_device is None and device == "cpu" and backend == "auto":
         notices = [*notices, "no GPU is here: add --dry-run-device cuda if the run will have GPUs"]
     # Imported late: these modules import torch.

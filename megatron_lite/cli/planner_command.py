@@ -61,9 +61,7 @@ def _rounded_up(num_bytes: int) -> str:
     return f"{-(-num_bytes * 1000 // unit.num_bytes) / 1000:.3f}{unit.name}"
 
 
-def planner_command(
-    config: RunConfig, device: str, num_ranks: int, program: str = SCRIPT
-) -> list[str]:
+def planner_command(config: RunConfig, num_ranks: int, program: str = SCRIPT) -> list[str]:
     """Returns the words of the command that plans a run: its own flags without layout and policy.
 
     The dimensions that the planner searches are left out, so it searches all of them. The
@@ -75,7 +73,7 @@ def planner_command(
     if batch is None:
         batch = training.micro_batch_size * config.parallel.data_parallel_size(num_ranks)
     words = [*subcommand(program, "plan"), "--gpus", str(num_ranks)]
-    words += _machine_words(config, device)
+    words += _machine_words(config)
     if training.memory_limit is not None:
         words += ["--memory-budget", training.memory_limit, "--reserve", "0"]
     words += [*flags_of(config, without=_left_out()), "--global-batch-size", str(batch)]
@@ -89,13 +87,17 @@ def planner_lines(
 ) -> list[str]:
     """Returns the last lines of the report: the planner's command, as lines of a shell."""
     stand_in = ""
-    if device == "cuda" and config.logging.machine is None:
-        stand_in = f" Replace {USUAL_GPU} by your GPU."
+    if USUAL_GPU in _machine_words(config) and config.logging.machine is None:
+        stand_in = f" Replace {USUAL_GPU} by your GPU, or by {CPU_MACHINE}."
+        if device == "cpu":
+            stand_in += (
+                " No GPU is here, so the figures above are a CPU's: --machine NAME gives a GPU's."
+            )
     intro = (
         "The fastest layout, micro-batch and policy of this run that fit into memory are printed "
         f"by this command.{stand_in}"
     )
-    words = planner_command(config, device, num_ranks, program)
+    words = planner_command(config, num_ranks, program)
     return ["", *textwrap.wrap(intro, width), filled_lines(words)]
 
 
@@ -113,8 +115,10 @@ def _machine(config: RunConfig, device: str) -> Hardware:
     return machine_for_policy(config.logging.machine, device=device, gpu_name=None)
 
 
-def _machine_words(config: RunConfig, device: str) -> list[str]:
+def _machine_words(config: RunConfig) -> list[str]:
     machine = config.logging.machine
     if machine is None:
-        return ["--gpu", CPU_MACHINE if device == "cpu" else USUAL_GPU]
+        # A machine without a GPU may be where its owner plans, so only a flag chooses the CPU.
+        on_cpu = config.parallel.distributed_backend == "gloo"
+        return ["--gpu", CPU_MACHINE if on_cpu else USUAL_GPU]
     return ["--machine" if machine.endswith(".json") else "--gpu", machine]

@@ -8,7 +8,6 @@ all steps of parsing. Standard library only.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
+from megatron_lite.config.flags import closest_flag
 from megatron_lite.config.help_format import HelpLayout, for_stream
 
 
@@ -82,8 +82,8 @@ class Parser(argparse.ArgumentParser):
         if unread:
             own = [name for action in self.actions for name in action.option_strings]
             names = [word.partition("=")[0] for word in unread if word.startswith("--")]
-            near = [difflib.get_close_matches(one, own, n=1, cutoff=0.75) for one in names]
-            meant = " and ".join(dict.fromkeys(match for matches in near for match in matches))
+            near = [closest_flag(one, own) for one in names]
+            meant = " and ".join(dict.fromkeys(one for one in near if one is not None))
             meant = f": did you mean {meant}?" if meant else ""
             self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
         return found

@@ -5,8 +5,12 @@ Every error message names the value, the rule and the fix.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 Entry = TypeVar("Entry")
@@ -73,9 +77,22 @@ def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:
     if name not in table:
         raise ValueError(
             f"{what} {name} is not implemented here, only {', '.join(table)}: choose one of them, "
-            f"or add an entry for {name}"
+            f"or add an entry for {name} to {_place_of(table, sys._getframe(1))}"
         )
     return table[name]
+
+
+def _place_of(table: object, caller: FrameType) -> str:
+    """Returns where a developer finds the table: its name, else the function that makes it."""
+    for module in [one for name, one in sys.modules.items() if name.startswith("megatron_lite.")]:
+        for variable, value in vars(module).items():
+            # Modules that import the table have it too, but do not assign it.
+            if value is table and re.search(
+                rf"^{variable}\b.* = ", inspect.getsource(module), re.M
+            ):
+                return f"{variable} in {module.__name__.replace('.', '/')}.py"
+    module_name = caller.f_globals["__name__"].replace(".", "/")
+    return f"{caller.f_code.co_name} in {module_name}.py"
 
 
 def resolve(config: Any, field: str, value: Any) -> None:

@@ -131,8 +131,6 @@ class TokenizerConfig:
         if self.tiktoken_pattern is not None:
             require_one_of(self, "tiktoken_pattern", TIKTOKEN_PATTERNS)
         object.__setattr__(self, "tokenizer_special_tokens", tuple(self.tokenizer_special_tokens))
-        if self.tokenizer_special_tokens:
-            self._check_special_tokens()
         if self.tokenizer_type is None and self.tokenizer_model is not None:
             raise ValueError(
                 f"--tokenizer-model needs --tokenizer-type ({', '.join(TOKENIZER_TYPES)})"
@@ -156,24 +154,25 @@ class TokenizerConfig:
             raise ValueError(
                 "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
             )
-        if self.tokenizer_type not in MODEL_FILES and self.tokenizer_model is not None:
-            raise ValueError(
-                f"--tokenizer-type {self.tokenizer_type} does not read --tokenizer-model: "
-                "leave it out"
-            )
-        if self.tokenizer_type != "GPT2BPETokenizer" and reads_bpe_files:
-            raise ValueError(
-                f"--tokenizer-type {self.tokenizer_type} does not read --vocab-file or "
-                "--merge-file: leave them out"
-            )
+        # Nothing reads these fields, and notices.py says so. The path may be of another machine.
+        for field in self.unread_fields():
+            object.__setattr__(self, field, () if field == "tokenizer_special_tokens" else None)
+        if self.tokenizer_special_tokens:
+            self._check_special_tokens()
+
+    def unread_fields(self) -> tuple[str, ...]:
+        """Returns the fields of files and names that this tokenizer does not read."""
+        kind = str(self.tokenizer_type)
+        reads = {
+            "tokenizer_model": kind in MODEL_FILES,
+            "vocab_file": kind == "GPT2BPETokenizer",
+            "merge_file": kind == "GPT2BPETokenizer",
+            "tokenizer_special_tokens": kind == "TikTokenizer",
+        }
+        return tuple(field for field, is_read in reads.items() if not is_read)
 
     def _check_special_tokens(self) -> None:
         names = " ".join(self.tokenizer_special_tokens)
-        if self.tokenizer_type != "TikTokenizer":
-            raise ValueError(
-                f"--tokenizer-special-tokens {names} needs --tokenizer-type TikTokenizer: the "
-                "special tokens of other tokenizers are those of their files"
-            )
         for name in ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"):
             if name not in self.tokenizer_special_tokens:
                 raise ValueError(f"--tokenizer-special-tokens {names}: {name} is missing; name it")

@@ -11,10 +11,12 @@ module. The long tables have modules of their own:
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.detail_flags import DETAILS
 from megatron_lite.config.ignored_flags import IGNORED_FAMILIES
@@ -217,6 +219,54 @@ def dashed(word: str, known: Iterable[str]) -> str:
     return renamed + equals + value if renamed in known else word
 
 
+def add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that are accepted and ignored, and the flags that allow only one value.
+
+    Each is stored under its own spelling with the dashes, which no field has. `take_ignored` and
+    `only_value_faults` find it by this name.
+    """
+    for flag, ignored in ignored_flags().items():
+        if ignored.nargs == 0:
+            parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
+        else:
+            nargs = None if ignored.nargs == 1 else ignored.nargs
+            parser.add_argument(flag, dest=flag, nargs=nargs, help=argparse.SUPPRESS)
+    for flag in ONLY_VALUE:
+        parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
+
+
+def renamed_words(argv: Sequence[str], parsed: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns `argv` with old spellings replaced, and a notice for each flag replaced.
+
+    parsed: the flags of the parser. Underscores in the name of a flag are replaced by dashes.
+    """
+    renamed, notices = [], []
+    known = {*parsed, *RENAMED, *refused_flags()}
+    for word in (dashed(word, known) for word in argv):
+        name, equals, value = word.partition("=")
+        if name in RENAMED:
+            notices.append(f"{name} is an old spelling, read as {RENAMED[name]}")
+            # The last word takes the value of the old flag. The words before it are complete.
+            *added, name = RENAMED[name].split()
+            renamed += added
+        renamed.append(name + equals + value)
+    return renamed, notices
+
+
+def only_value_faults(given: dict[str, Any]) -> list[str]:
+    """Removes the flags that allow only one value, and returns a fault for each other value."""
+    return [
+        f"Megatron's {flag} {value} is not supported here, only {only}: {refusal_reason(flag)}"
+        for flag, only in ONLY_VALUE.items()
+        if not is_only_value(flag, value := given.pop(flag, None) or only)
+    ]
+
+
+def take_ignored(given: dict[str, Any]) -> list[str]:
+    """Removes the flags without effect, and returns notices about them."""
+    return ignored_notices([flag for flag in ignored_flags() if given.pop(flag, None)])
+
+
 def refusal_reason(name: str) -> str | None:
     """Returns why a flag of Megatron is refused, with the nearest setting that works.
 
@@ -250,6 +300,8 @@ OTHER_NAMES: Mapping[str, str] = {
     "--max-seq-length": "--seq-length",
     "--block-size": "--seq-length",
     "--output-dir": "--save",
+    "--save-dir": "--save",
+    "--rope-theta": "--rotary-base",
     "--resume": "--load",
     "--resume-from-checkpoint": "--load",
     "--gradient-checkpointing": "--recompute-policy",
@@ -260,21 +312,66 @@ OTHER_NAMES: Mapping[str, str] = {
 }
 
 
-def closest_flag(name: str, supported: Iterable[str]) -> str | None:
+NEGATIONS = {"no", "not", "disable", "without"}
+
+
+def closest_flag(name: str, supported: Iterable[str], *others: str) -> str | None:
     """Returns the known flag that `name` was probably meant to be, or None if none is near.
 
-    The order is: the flag of this name in other programs, supported flags with a close spelling,
-    other flags of Megatron, and last the supported flags with a loosely similar spelling.
+    The order is: the flag of this name in other programs, then `supported`, then `others`. A flag
+    is near if its words are those of `name`, up to typing errors and a word more or less.
     """
     supported = list(supported)
     other = OTHER_NAMES.get(name.replace("_", "-"))
     if other in supported:
         return other
-    others = [*ignored_flags(), *refused_flags()]
-    for known, cutoff in ((supported, 0.75), (others, 0.8), (supported, 0.62)):
-        if matches := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
-            return matches[0]
+    for known in (supported, others):
+        found = max(((_nearness(name, one), one) for one in known), default=(0.0, ""))
+        if found[0] > 0.0:
+            return found[1]
     return None
+
+
+def _nearness(name: str, known: str) -> float:
+    """Returns how near two flags are, at most 2; 0.0 if one has a word that changes the meaning."""
+    mine, theirs = _words(name), _words(known)
+    if "".join(mine) == "".join(theirs):
+        return 2.0
+    fewer, more = sorted((mine, theirs), key=len)
+    # The first word is the subject: a flag with another one is about something else.
+    if 3 * len(fewer) < 2 * len(more) or (
+        len(mine) != len(theirs) and not _is_same_word(mine[0], theirs[0])
+    ):
+        return 0.0
+    left = list(more)
+    for word in fewer:
+        same = next((one for one in left if _is_same_word(word, one)), None)
+        if same is None:
+            return 0.0
+        left.remove(same)
+    if NEGATIONS & {*left}:
+        return 0.0
+    return len(fewer) / len(more) + difflib.SequenceMatcher(None, name, known).ratio()
+
+
+def _words(name: str) -> list[str]:
+    words = name.strip("-").replace("_", "-").split("-")
+    return words[1:] if words[0] in ("use", "enable") and len(words) > 1 else words
+
+
+def _is_same_word(word: str, other: str) -> bool:
+    """Returns whether two words are one, abbreviated (len, length) or with a typing error."""
+    if word == other:
+        return True
+    short, long = sorted((word, other), key=len)
+    starts = (short, short.rstrip("s"))
+    if any(len(one) >= 3 and long.startswith(one) for one in starts) and long.isalpha():
+        return True
+    return (
+        word[:1] == other[:1]
+        and re.sub(r"\D", "", word) == re.sub(r"\D", "", other)
+        and difflib.SequenceMatcher(None, word, other).ratio() > 0.75
+    )
 
 
 def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -291,7 +388,7 @@ def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> tuple[list
         if reason := refusal_reason(name):
             refused.setdefault(reason, []).append(name)
             continue
-        closest = closest_flag(name, supported)
+        closest = closest_flag(name, supported, *ignored_flags())
         meant += [closest] if closest is not None else []
         unknown.append(
             f"unknown flag {name}: "

@@ -6,6 +6,7 @@ or has another value here, and returns notices for the user. Standard library on
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,7 @@ def translate_values(given: Given, faults: Faults, *, has_file: bool) -> list[st
         "window_attn_skip_freq": lambda found: _pattern(found, "window_attn_skip_freq"),
         "no_rope_freq": lambda found: _pattern(found, "no_rope_freq"),
         "position_embedding_type": _position_embedding,
+        "bf16": _no_bf16,
         "use_torch_fsdp2": _megatron_fsdp,
         "decoder_first_pipeline_num_layers": lambda found: _accounted_layers(found, has_file),
     }
@@ -57,6 +59,12 @@ def translate_values(given: Given, faults: Faults, *, has_file: bool) -> list[st
     if not has_file:
         notices += _context_parallel_attention(given)
     return notices
+
+
+WITHOUT_FIELD = (
+    *("use_rotary_position_embeddings", "no_position_embedding", "use_megatron_fsdp", "no_bf16"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
 
 
 def _attention_backend(given: Given) -> list[str]:
@@ -143,6 +151,24 @@ def _position_embedding(given: Given) -> list[str]:
             "learned_absolute: leave one out"
         )
     return [f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}"]
+
+
+def add_switches_without_field(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `translate_values` replaces by fields, for a parser of fields alone."""
+    for name in WITHOUT_FIELD:
+        parser.add_argument(
+            flag(name), action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+    parser.add_argument(
+        "--data-parallel-sharding-strategy", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+    )
+
+
+def _no_bf16(given: Given) -> list[str]:
+    """Replaces --no-bf16 by the field, which a known model would turn on."""
+    if given.pop("no_bf16", False) and given.setdefault("bf16", False):
+        raise ValueError("--no-bf16 contradicts --bf16: leave one out")
+    return []
 
 
 def _megatron_fsdp(given: Given) -> list[str]:

@@ -108,6 +108,12 @@ def setting_notices(config: RunConfig, given: Collection[str] = ()) -> list[str]
         for name in TIKTOKEN_FIELDS
         if name in given and config.tokenizer.tokenizer_type != "TikTokenizer"
     ]
+    notices += [
+        f"{flag(name)} has no effect: --tokenizer-type {config.tokenizer.tokenizer_type} does not "
+        "read it"
+        for name in config.tokenizer.unread_fields()
+        if name in given and name not in TIKTOKEN_FIELDS
+    ]
     if config.recompute.offload_modules and not config.recompute.fine_grained_activation_offloading:
         notices.append(
             "--offload-modules has no effect without --fine-grained-activation-offloading"

@@ -28,6 +28,7 @@ class TrainingConfig:
         float32 weights.
     memory_limit: an amount such as 4GiB. A rank that allocates more stops the run, as if its
         device had no more memory. None: no limit but the device's.
+    allow_predicted_out_of_memory: whether to start a run whose predicted peak exceeds the memory.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. 0: all tokens have
         logits at once, and the logits are kept for backward. None: the default of the run
         (config/loss_chunks.py). Read RunConfig.loss_chunk_size instead.
@@ -51,6 +52,7 @@ class TrainingConfig:
     fp16: bool = False
     gradient_accumulation_fusion: bool = True
     memory_limit: str | None = None
+    allow_predicted_out_of_memory: bool = False
     loss_chunk_size: int | None = None
     calculate_per_token_loss: bool = False
     eval_interval: int | None = None

@@ -49,7 +49,7 @@ def residual_norm_keeps(name: str, model: ModelConfig, sizes: Sizes) -> tuple[Ke
         norm_statistics(name, model, wide, sizes.local_tokens),
         *(
             KeptTensor(f"{name} {kind} in float32", _vector(model, sizes))
-            for kind in ("weight", "bias")[: model.norm_vectors]
+            for kind in ("weight", "bias")[: _kept_vectors(model, sizes)]
         ),
     )
 
@@ -68,6 +68,7 @@ def residual_norm_forward(model: ModelConfig, sizes: Sizes) -> Course:
         norm_forward(plain, wide, rows, width),
         +rows * width * sizes.element_bytes,
         -rows * width * wide.element_bytes,
+        one * _kept_vectors(model, sizes) - vectors,
     )
 
 
@@ -84,7 +85,7 @@ def residual_norm_backward(model: ModelConfig, sizes: Sizes) -> Course:
         norm_backward(plain, wide, rows, width),
         # The gradients of the parameters are cast, and the float32 parameters are freed.
         +model.norm_vectors * width * sizes.element_bytes,
-        -2 * vectors,
+        -vectors - _vector(model, sizes) * _kept_vectors(model, sizes),
     )
 
 
@@ -94,6 +95,11 @@ def _widened(model: ModelConfig, sizes: Sizes) -> tuple[ModelConfig, Sizes]:
         replace(model, apply_layernorm_1p=False),
         replace(sizes, element_bytes=sizes.accumulate_bytes),
     )
+
+
+def _kept_vectors(model: ModelConfig, sizes: Sizes) -> int:
+    """Returns how many parameters a norm keeps. Compiled kernels do not keep the bias."""
+    return 1 if sizes.compiled_kernels else model.norm_vectors
 
 
 def _vector(model: ModelConfig, sizes: Sizes) -> int:

@@ -21,6 +21,9 @@ from megatron_lite.config.lr_schedule_settings import (
 class LrSchedule:
     """A warm-up from `warmup_init` to `max_lr`, and a decay to `min_lr`. Lengths are in samples.
 
+    skipped_samples: the consumed samples that do not count, as in Megatron. They are those of a
+        float16 run's skipped updates, and those before a start without the optimizer's states.
+
     An iteration uses the samples consumed before it, so the first one runs at `warmup_init` (0 by
     default), as in Megatron.
 
@@ -38,6 +41,7 @@ class LrSchedule:
     wsd_samples: float
     decoupled_max_lr: float | None = None
     decoupled_min_lr: float | None = None
+    skipped_samples: int = 0
 
     @classmethod
     def build(
@@ -100,7 +104,8 @@ class LrSchedule:
         if values is None:
             return None
         try:
-            found = plain.as_object(values, "schedule")
+            # The schedule of an older version has no skipped samples.
+            found = {"skipped_samples": 0, **plain.as_object(values, "schedule")}
             plain.check_names(found, [field.name for field in fields(cls)], "schedule")
             styles = {"style": LR_DECAY_STYLES, "wsd_style": WSD_DECAY_STYLES}
             for name, known in styles.items():
@@ -142,6 +147,7 @@ class LrSchedule:
             f"{field.name} {_shown(theirs)} -> {_shown(mine)}"
             for field in fields(self)
             if (theirs := getattr(saved, field.name)) != (mine := getattr(self, field.name))
+            and field.name != "skipped_samples"
         ]
 
     def decoupled_at(self, consumed_samples: int) -> float | None:
@@ -156,6 +162,7 @@ class LrSchedule:
 
     def at(self, consumed_samples: int) -> float:
         """Returns the learning rate of the iteration that starts after `consumed_samples`."""
+        consumed_samples = max(0, consumed_samples - self.skipped_samples)
         # `<=` as in Megatron: the iteration that starts at the end of the warm-up is part of it.
         if self.warmup_samples and consumed_samples <= self.warmup_samples:
             return (

@@ -204,17 +204,28 @@ class RankSearch:
         )
 
     def full_mixes(self) -> list[StageMix]:
-        """Returns the mixes in which every layer is rebuilt whole."""
-        full = next(one for one in self.choices if one.action.unit and one.store == "device")
-        return [
-            StageMix((full,), Mix((stage.num_layers,), 0.0)) for stage in self.stages[: self.size]
-        ]
+        """Returns the mixes in which every layer is rebuilt whole.
+
+        In tiny layers another choice may keep and rebuild less: that one stands for it.
+        """
+        full = min(
+            (one for one in self.choices if not one.store.endswith("host")),
+            key=lambda one: (
+                not (one.action.unit and one.store == "device"),
+                one.price.kept + one.price.rebuilt,
+            ),
+        )
+        return self._all_with(full)
 
     def keeping_mixes(self) -> list[StageMix]:
-        """Returns the mixes in which every layer keeps everything."""
-        none = next(one for one in self.choices if one.action == LayerAction())
+        """Returns the mixes in which every layer keeps everything, or what serves as well."""
+        return self._all_with(
+            min(self.choices, key=lambda one: (one.action != LayerAction(), one.price.seconds))
+        )
+
+    def _all_with(self, choice: LayerChoice) -> list[StageMix]:
         return [
-            StageMix((none,), Mix((stage.num_layers,), 0.0)) for stage in self.stages[: self.size]
+            StageMix((choice,), Mix((stage.num_layers,), 0.0)) for stage in self.stages[: self.size]
         ]
 
     def bytes_of(self, mixes: Sequence[StageMix]) -> int:

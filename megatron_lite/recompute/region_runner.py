@@ -7,7 +7,7 @@ the region. The facts about each region are in config/regions.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,6 +68,7 @@ class Regions:
     record: Record | None = None
     results: KeptResults | None = None
     discarded: DiscardedOutputs = field(default_factory=DiscardedOutputs)
+    _called: set[str] = field(default_factory=set, init=False)
 
     def run(
         self, name: str, function: Callable[..., Any], *args: Any, skip_tail: bool = False
@@ -78,6 +79,7 @@ class Regions:
         skip_tail: whether the function may leave out what only the values of its output need.
         """
         assert REGIONS[name].method == "replay", name
+        self._called.add(name)
         if name not in self.rebuilt:
             return self.noted(name, function(*args, skip_tail))
         # The replay exists only to rebuild the graph. Its output is not read, because the
@@ -93,6 +95,7 @@ class Regions:
         """Returns `function(*args)`, which draws no random numbers. If the region is rebuilt,
         `args` are kept, and the result is freed once the layer has run."""
         assert REGIONS[name].method == "discard", name
+        self._called.add(name)
         if name not in self.rebuilt:
             return self.noted(name, function(*args))
         output = checkpoint(self._verified(name, function, None), *args, rng=None)
@@ -128,12 +131,22 @@ class Regions:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Puts the hooks for discarded outputs, if any, in force around the layer's forward."""
-        if self.rebuilt & DISCARDING:
-            with self.discarded.hooks():
-                yield
-        else:
+        """Puts the hooks for discarded outputs, if any, in force around the layer's forward.
+
+        Raises ValueError if the layer has not called a region that is to be rebuilt.
+        """
+        with self.discarded.hooks() if self.rebuilt & DISCARDING else nullcontext():
             yield
+        for name in sorted(self.rebuilt - self._called):
+            # Without dropout, as in an evaluation, there is no mask to draw again, and without a
+            # norm before attention no output to discard.
+            facts = REGIONS[name]
+            if not (facts.needs_hidden_dropout or facts.needs_norms_before):
+                raise ValueError(
+                    f"region {name} saves nothing: no layer calls it. Add regions.run(..), "
+                    "regions.run_discarding(..) or regions.redraw(..) in megatron_lite/model/, or "
+                    f"remove {name} from REGIONS in megatron_lite/config/regions.py"
+                )
 
     def _verified(
         self, name: str, function: Callable[..., Any], rng: RngStreams | None

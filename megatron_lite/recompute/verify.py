@@ -22,6 +22,7 @@ from megatron_lite.parallel.torch_internals import (
     tree_leaves,
     tree_path_text,
 )
+from megatron_lite.recompute.graph import difference, run_with_graph
 
 
 class RecomputeMismatch(RuntimeError):
@@ -54,13 +55,15 @@ class Record:
     def __init__(self, what: str, rng: Generators | None, module: nn.Module | None = None) -> None:
         self.what, self.rng, self._module = what, rng, module
         self._seen: list[Seen] = []
+        self._graph: tuple[str, ...] = ()
         self._complete = False
         self._position = 0
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function` with comparison: the first call is recorded, later calls are compared.
 
-        It covers the arguments, the values passed to `see` inside the call, and the results.
+        It covers the arguments, the values passed to `see` inside the call, the results, and their
+        graph.
         RecomputeMismatch: a later call differs from the first one, or a call changes a buffer.
         """
 
@@ -68,7 +71,7 @@ class Record:
             self.restart()
             self.see(f"{self.what}, input", args)
             buffers = self._buffers()
-            outputs = function(*args)
+            outputs, graph = run_with_graph(function, args)
             changed = [name for name, value in self._buffers().items() if value != buffers[name]]
             if changed:
                 raise RecomputeMismatch(
@@ -76,6 +79,12 @@ class Record:
                     "second time"
                 )
             self.see(f"{self.what}, output", outputs)
+            if self._complete and graph != self._graph:
+                raise RecomputeMismatch(
+                    f"{self.what}: the graph of a replay is not the forward's: "
+                    f"{difference(self._graph, graph)}"
+                )
+            self._graph = graph
             self.complete()
             return outputs
 

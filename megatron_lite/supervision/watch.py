@@ -227,8 +227,11 @@ class Watch:
     # The methods below run in the watch thread.
 
     def _run(self) -> None:
+        # select.select fails for descriptors from 1024 on.
+        poll = select.poll()
+        poll.register(self._waking, select.POLLIN)
         while not self._left.is_set():
-            ready, _, _ = select.select([self._waking], [], [], BEAT_S)
+            ready = poll.poll(BEAT_S * 1000.0)
             # Each byte in the pipe is the number of a signal; __exit__ writes 0 to wake the thread.
             for number in os.read(self._waking, 64) if ready else b"":
                 if number:

@@ -17,13 +17,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.command_line import flag_of
+from megatron_lite.config.flags import only_value_faults, renamed_words, take_ignored
 from megatron_lite.config.help_format import help_columns, paragraph
 from megatron_lite.config.hf_file import read_hf_file
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.known_models import PRESETS, preset
+from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.recompute import AUTO, RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import read_up_to, replacing
@@ -60,23 +63,29 @@ class _Input(NamedTuple):
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    args = vars(plan_parser(program).parse_args(words))
+    parser = plan_parser(program)
+    renamed, notes = renamed_words(words, parser._option_string_actions)
+    args = vars(parser.parse_args(renamed))
     found: list[int] = []
-    failed = exit_status(lambda: found.append(_plan(args, [program, *words])), program)
+    failed = exit_status(lambda: found.append(_plan(args, [program, *words], notes)), program)
     return failed or found[0]
 
 
-def _plan(args: dict[str, Any], typed: Sequence[str]) -> int:
+def _plan(args: dict[str, Any], typed: Sequence[str], notes: Sequence[str]) -> int:
     """Prints the plans and returns the exit status.
 
     typed: the command line, which begins with the name of the program.
+    notes: those about the words of the command line.
 
     Raises InputError for a fault in the input.
     """
     own = {name: args.pop(name) for name in OWN}
     if own["html"] is not None and not own["html"].endswith((".html", ".htm")):
         raise InputError(f"--html {shown(own['html'])}: give a file that ends in .html")
-    given = _input(own, args)
+    if faults := only_value_faults(args):
+        raise InputError("; ".join(faults))
+    notes = [*notes, *take_ignored(args)]
+    given = _input(own, args, notes)
     problem, budget = given.problem, given.budget
     verdicts = list(_verdicts(problem, budget, own["gpus"]))
     if own["json"] is not None:
@@ -139,7 +148,7 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
+def _input(own: Mapping[str, Any], flags: Mapping[str, Any], told: Sequence[str]) -> _Input:
     machine = own["machine"] or own["gpu"]
     if (own["machine"] is None) == (own["gpu"] is None):
         raise InputError(
@@ -151,8 +160,9 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
     memory = hardware.memory_bytes
     if own["memory_budget"] is not None:
         memory = _bytes_of(own, "memory_budget")
-    values, notes = _model_values(own)
-    chosen = _chosen(own, flags)
+    values, found = _model_values(own)
+    notes = [*told, *found]
+    chosen = _chosen(own, flags, notes)
     limit = chosen.get("memory_limit") or values.get("training", {}).get("memory_limit")
     reserve = default_reserve(memory)
     if limit is not None and own["memory_budget"] is None:
@@ -176,12 +186,16 @@ def _input(own: Mapping[str, Any], flags: Mapping[str, Any]) -> _Input:
     )
 
 
-def _chosen(own: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+def _chosen(own: Mapping[str, Any], flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Returns the settings of the flags and of --fix by field.
 
-    The policy `auto` is what the tool searches, so it fixes nothing.
+    Other values of Megatron are translated, with notes. The policy `auto` is what the tool
+    searches, so it fixes nothing.
     """
-    chosen = parsed(flags)
+    chosen, faults = parsed(flags), Faults()
+    notes += translate_values(chosen, faults, has_file=True)
+    if faults.texts:
+        raise InputError("; ".join(faults.texts))
     for text in own["fix"]:
         name, value = fixed_value(text)
         if name in chosen and chosen[name] != value:

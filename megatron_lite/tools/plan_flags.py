@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 
 from megatron_lite.config.all_faults import Parser
+from megatron_lite.config.flags import add_flags_without_effect
 from megatron_lite.config.known_models import PRESETS
+from megatron_lite.config.megatron_values import add_switches_without_field
 from megatron_lite.plan.hardware import ALIASES, machine_names
 from megatron_lite.tools.run_flags import add_run_flags
 
@@ -57,4 +59,6 @@ def plan_parser(program: str) -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
     add("--html", metavar="FILE.html", help="write a page that shows the plans and their terms")
     add_run_flags(parser, without=OWN)
+    add_switches_without_field(parser)
+    add_flags_without_effect(parser)
     return parser

@@ -69,7 +69,12 @@ def parsed(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises InputError for a text that is no value of its field.
     """
     hints = {field.name: field.hint for field in run_fields()}
-    return {name: _value(name, hints[name], value) for name, value in given.items()}
+    # `translate_values` reads the texts of windows and patterns, and the flags without a field.
+    as_text = {"window_size", *PATTERNS} | given.keys() - hints.keys()
+    return {
+        name: value if name in as_text else _value(name, hints[name], value)
+        for name, value in given.items()
+    }
 
 
 def fixed_value(text: str) -> tuple[str, Any]:

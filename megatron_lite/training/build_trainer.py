@@ -39,7 +39,11 @@ from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loop import Trainer
-from megatron_lite.training.out_of_memory import limit_notices, told_where_memory_runs_out
+from megatron_lite.training.out_of_memory import (
+    check_peak_fits,
+    limit_notices,
+    told_where_memory_runs_out,
+)
 from megatron_lite.training.processor import slow_precision_notices
 from megatron_lite.training.run_notices import run_notices
 from megatron_lite.training.saved_schedule import followed_schedule
@@ -170,6 +174,8 @@ def _build(
         schedule, config, followed = followed_schedule(config, schedule, start, parallel)
     except ValueError as error:
         raise InputError(str(error)) from error
+    most = batches.num_microbatches(batches.largest)
+    check_peak_fits(config, parallel, num_microbatches=most)
     rules = document_rules(config)
     evaluation_samples = training.eval_iters * batches.full
     with told_by_rank_0("reading the data and building its sample index", parallel):

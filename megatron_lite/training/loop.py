@@ -239,8 +239,12 @@ class Trainer:
         return reason
 
     def _steps_in_flight(self) -> int:
-        """Returns how many steps may leave figures on the device while the next step starts."""
-        return 1 if self.parallel.device.type == "cuda" else 0
+        """Returns how many steps may leave figures on the device while the next step starts.
+
+        Under a loss scale the next learning rate depends on whether the update was skipped.
+        """
+        waits = self.parallel.device.type != "cuda" or self.optimizer.loss_scale is not None
+        return 0 if waits else 1
 
     def _start_step(self, log: RunLog) -> StartedStep:
         before = self.progress.consumed_samples
@@ -306,6 +310,7 @@ class Trainer:
                 step.iteration, step.samples, figures, step.result, self.progress
             )
             log.skipped(update)
+            self._hold_schedule(step.batch_size)
         self.progress = counted(self.progress, figures, update)
         log.iteration(
             step.record(
@@ -321,6 +326,13 @@ class Trainer:
         if update is not None:
             self._skipped.check(update)
         self._watchers.log(log, step.iteration)
+
+    def _hold_schedule(self, num_samples: int) -> None:
+        """Keeps a skipped update from advancing the learning rate, under a loss scale."""
+        if self.optimizer.loss_scale is not None:
+            skipped = self.schedule.skipped_samples + num_samples
+            self.schedule = replace(self.schedule, skipped_samples=skipped)
+            self._checkpoints.schedule = self.schedule
 
     def _evaluate(
         self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits

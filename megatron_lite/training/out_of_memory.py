@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import shlex
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,9 +22,11 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import size
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.texts import gather_texts
 from megatron_lite.plan.auto_policy import choose_policy
 from megatron_lite.plan.machine_choice import machine_for_policy
 from megatron_lite.training.capacity import FIX, least_bytes, memory_bytes
+from megatron_lite.training.peak_memory import own_step_peak
 
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
 WORDS = (
@@ -38,6 +41,9 @@ WORDS = (
 # that are imported late. --memory-limit leaves them so much on top.
 LIBRARIES = 256 * 2**20
 LARGEST_TERMS = 3
+# The share of each term of a predicted peak that counts as certain. A rank may hold nothing of a
+# bound, and an estimate of a workspace may be off.
+CERTAIN = {"exact": 1.0, "estimate": 0.5, "bound": 0.0}
 STATUS = Path("/proc/self/status")
 
 
@@ -137,16 +143,11 @@ def advice(
     peak: the predicted peak of this rank. when: the time, such as "in iteration 3".
     """
     allowed = allowed_bytes(config, device)
-    largest = sorted(peak.terms, key=lambda term: -term.num_bytes)[:LARGEST_TERMS]
-    terms = ", ".join(f"{term.name} {size(term.num_bytes)}" for term in largest)
     limit = config.training.memory_limit
     may = "an unknown amount"
     if allowed is not None:
         may = size(allowed) + (f" by --memory-limit {limit}" if limit is not None else "")
-    said = (
-        f"out of memory {when}. A step of this rank needs {size(peak.num_bytes)} at its peak "
-        f"({peak.moment}), of which the most are: {terms}. It may allocate {may}. "
-    )
+    said = f"out of memory {when}. {_need(peak)}. It may allocate {may}. "
     if allowed is None:
         return said + "docs/memory.md lists what needs less"
     if peak.num_bytes <= allowed:
@@ -155,6 +156,50 @@ def advice(
             "or fragmentation (docs/memory.md)"
         )
     return said + _cheapest(config, allowed, num_ranks=num_ranks, device=device)
+
+
+def check_peak_fits(config: RunConfig, parallel: ParallelState, *, num_microbatches: int) -> None:
+    """Raises InputError if the predicted peaks of a host's ranks, or of a GPU's, exceed its memory.
+
+    Only the certain part of a peak counts, so that a run that fits is never refused. The other
+    ranks raise PeerError. On a CPU this all-gathers the peaks. It does nothing under
+    --allow-predicted-out-of-memory, and for compiled code, whose temporaries are not known.
+    """
+    training = config.training
+    if training.allow_predicted_out_of_memory or training.torch_compile:
+        return
+    peak = own_step_peak(config, parallel, num_microbatches)
+    certain = round(sum(CERTAIN[term.tag] * term.num_bytes for term in peak.terms))
+    device, host = parallel.device, socket.gethostname()
+    here = [certain]
+    if device.type == "cpu":
+        rows = [text.rpartition(" ") for text in gather_texts(f"{host} {certain}", parallel)]
+        here = [int(num_bytes) for name, _, num_bytes in rows if name == host]
+
+    def check() -> None:
+        there = memory_bytes(device)
+        if there is None or sum(here) <= there:
+            return
+        others = f", of the {len(here)} ranks there {size(sum(here))}" if len(here) > 1 else ""
+        cheapest = _cheapest(
+            config, there // len(here), num_ranks=parallel.world_size, device=device
+        )
+        raise InputError(
+            f"the run does not fit. {_need(peak)}. {size(certain)} of it are certain{others}, and "
+            f"{host if device.type == 'cpu' else device} has {size(there)}. {cheapest}. "
+            "--allow-predicted-out-of-memory starts the run all the same"
+        )
+
+    parallel.together("the memory of the machine", check)
+
+
+def _need(peak: StepPeak) -> str:
+    largest = sorted(peak.terms, key=lambda term: -term.num_bytes)[:LARGEST_TERMS]
+    terms = ", ".join(f"{term.name} {size(term.num_bytes)}" for term in largest)
+    return (
+        f"A step of this rank needs {size(peak.num_bytes)} at its peak ({peak.moment}), of which "
+        f"the most are: {terms}"
+    )
 
 
 def _cheapest(config: RunConfig, allowed: int, *, num_ranks: int, device: torch.device) -> str:

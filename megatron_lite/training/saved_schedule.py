@@ -35,10 +35,15 @@ def followed_schedule(
     ValueError: the checkpoint's schedule cannot be read, or contradicts the flags.
     """
     step, metadata, options = start.step, start.metadata, config.checkpoint
-    if step is None or metadata is None or options.finetune or options.no_load_optim:
+    if step is None or metadata is None or options.finetune:
         return Followed(schedule, config)
-    if "optimizer" in metadata.missing:  # a converted checkpoint, without a schedule
-        return Followed(schedule, config)
+    # A converted checkpoint without the optimizer's states has no schedule. As in Megatron, a
+    # schedule that is not loaded begins anew, while the iterations and the data go on.
+    if options.no_load_optim or "optimizer" in metadata.missing:
+        before = start.progress.consumed_samples
+        return Followed(replace(schedule, skipped_samples=before), config)
+    if metadata.schedule is not None:
+        schedule = replace(schedule, skipped_samples=metadata.schedule.skipped_samples)
     settings = config.lr_schedule
     if not settings.use_checkpoint_opt_param_scheduler:
         notices = () if metadata.schedule is None else _differences(schedule, metadata.schedule)

@@ -352,11 +352,6 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
                 {"tokenizer_model": "t", "tokenizer_special_tokens": ("<s>",)},
                 "--tokenizer-special-tokens <s>: <unk> is missing; name it",
             ),
-            (
-                "HuggingFaceTokenizer",
-                {"tokenizer_model": "t", "tokenizer_special_tokens": ("<s>",)},
-                "needs --tokenizer-type TikTokenizer",
-            ),
         )
     ],
     *[
@@ -681,18 +676,6 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
         {"vocab_file": "v"},
         "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file",
         {"vocab_file": "v", "merge_file": "m"},
-    ),
-    (
-        TokenizerConfig,
-        {"tokenizer_type": "NullTokenizer", "tokenizer_model": "m"},
-        "NullTokenizer does not read --tokenizer-model",
-        {"tokenizer_type": "NullTokenizer"},
-    ),
-    (
-        TokenizerConfig,
-        {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "m", "merge_file": "m"},
-        "HuggingFaceTokenizer does not read --vocab-file or --merge-file",
-        {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "m"},
     ),
     (
         CheckpointConfig,

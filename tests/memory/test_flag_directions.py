@@ -246,6 +246,7 @@ NOT_RUN = {
     "activation_memory_budget": "needs --torch-compile",
     "memory_budget": "is for --recompute-policy auto, which another policy replaces at the start",
     "memory_limit": "only limits",
+    "allow_predicted_out_of_memory": "only allows",
     "overlap_p2p_comm": "adds at most one hidden state, as far as it comes early, which is luck",
     "overlap_param_gather": "gathers in place",
     "distributed_backend": "gloo is the one that runs on CPUs",

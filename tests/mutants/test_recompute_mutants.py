@@ -135,6 +135,7 @@ def layers_are_counted_over_all_forwards_of_the_process(patch: Patch) -> None:
 
 @replaces("run", regions.Regions)
 def regions_capture_their_arguments(_, self, name, function, first, *others, skip_tail=False):
+    self._called.add(name)
     return (
         regions.checkpoint(lambda tensor: function(tensor, *others, skip_tail), first, rng=self.rng)
         if name in self.rebuilt

@@ -264,3 +264,74 @@ def test_a_local_rank_of_the_command_line_agrees_with_the_environment_or_stands_
 def test_a_local_rank_that_contradicts_the_environment_is_an_error(environ, local_rank, message):
     with pytest.raises(InputError, match=message):
         read_launch(environ, local_rank=local_rank)
+
+
+MEETING = dict(MASTER_ADDR="host0", MASTER_PORT="29501")
+# The third process of four, which is the first one of the second host.
+MPI = {
+    "Open MPI": dict(
+        OMPI_COMM_WORLD_RANK="2",
+        OMPI_COMM_WORLD_SIZE="4",
+        OMPI_COMM_WORLD_LOCAL_RANK="0",
+        PMIX_RANK="2",
+    ),
+    "MVAPICH": dict(
+        MV2_COMM_WORLD_RANK="2", MV2_COMM_WORLD_SIZE="4", MV2_COMM_WORLD_LOCAL_RANK="0"
+    ),
+    "PMI": dict(PMI_RANK="2", PMI_SIZE="4", MPI_LOCALRANKID="0"),
+    "Flux": dict(FLUX_TASK_RANK="2", FLUX_JOB_SIZE="4", FLUX_TASK_LOCAL_ID="0"),
+    "JSM": dict(
+        JSM_NAMESPACE_RANK="2", JSM_NAMESPACE_SIZE="4", JSM_NAMESPACE_LOCAL_RANK="0", PMIX_RANK="2"
+    ),
+}
+PALS = dict(PALS_RANKID="2", PALS_LOCAL_RANKID="0", PMI_SIZE="4")
+
+
+@pytest.mark.parametrize("launcher, environ", [*MPI.items(), ("PMI", PALS)], ids=lambda _: "")
+def test_a_process_of_another_launcher_knows_its_place(launcher, environ):
+    expected = Launch(
+        launcher=launcher,
+        rank=2,
+        world_size=4,
+        local_rank=0,
+        master_addr="host0",
+        master_port=29501,
+    )
+    assert read_launch({**environ, **MEETING}) == expected
+    # A launcher in a Slurm job starts a daemon on each node by srun.
+    daemon = dict(SRUN, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2")
+    assert read_launch({**daemon, **environ, **MEETING}) == expected
+    with pytest.raises(InputError, match=r"--local-rank 1 contradicts \w+ 0 of the environment"):
+        read_launch({**environ, **MEETING}, local_rank=1)
+    with pytest.raises(InputError, match="MASTER_ADDR is not set.*mpirun -x"):
+        read_launch(environ)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        dict(PMIX_RANK="1"),
+        dict(ALPS_APP_PE="0"),
+        dict(PALS_RANKID="1"),
+        dict(OMPI_COMM_WORLD_RANK="0"),
+        dict(MV2_COMM_WORLD_SIZE="2"),
+        dict(PMI_SIZE="2"),
+    ],
+)
+def test_a_launcher_that_says_half_is_refused_by_name(environ):
+    with pytest.raises(InputError, match="started this process, but .* is not set: set RANK"):
+        read_launch(environ)
+
+
+def test_sruns_own_variables_of_pmi_leave_it_a_task_of_srun():
+    tasks = dict(PMI_RANK="2", PMI_SIZE="3", PMIX_RANK="2")
+    assert read_launch({**SRUN, **tasks}) == read_launch(SRUN)
+
+
+@pytest.mark.parametrize("launched", [*MPI.values(), SRUN])
+def test_a_rank_left_over_in_the_environment_does_not_make_each_process_a_run(launched):
+    stale = dict(RANK="0", WORLD_SIZE="1")
+    with pytest.raises(InputError, match=r"WORLD_SIZE is 1, but .* started [34] processes"):
+        read_launch({**launched, **stale})
+    # Several runs of torchrun, each with its own ranks, are the user's choice.
+    assert read_launch({**launched, **stale, "TORCHELASTIC_RUN_ID": "7"}).world_size == 1

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_lite.cli.arguments.parse import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.plan.auto_policy import choose_policy, fitted
+from megatron_lite.plan.auto_policy import choose_policy, fitted, whole_bytes
 from megatron_lite.plan.memo import Memo
-from megatron_lite.plan.planned_run import Run, with_policy
+from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.plan.step_time import step_time
 from tests.plan.runs import H100, preset_run, small_run
 
@@ -115,3 +116,33 @@ def test_many_stages_still_make_a_policy_within_the_limit_of_its_text() -> None:
     low, high = (peak_of(one, 32) for one in (with_policy(config, "*:full"), config))
     chosen = fitted(Run(config, H100, 32, Memo()), (low + high) // 2)
     assert chosen.peak.num_bytes <= (low + high) // 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "flags, num_ranks",
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("--tensor-model-parallel-size 2", 2),
+        ("--bf16 --parallel-residual", 1),
+        ("--bf16 --squared-relu --hidden-dropout 0", 1),
+    ],
+)
+@pytest.mark.parametrize("seq_length", [2, 16])
+def test_layers_too_small_to_be_worth_a_replay_get_a_policy_or_a_refusal(
+    flags: str, num_ranks: int, seq_length: int
+) -> None:
+    """Where another choice keeps no more than a whole layer's input, it replaces that of units."""
+    config = parse_args(
+        f"--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length {seq_length} "
+        f"--max-position-embeddings {seq_length} --micro-batch-size 1 --vocab-size 18 {flags} "
+        "--make-vocab-size-divisible-by 2 --mock-data".split()
+    ).config
+    whole = peak_of(config, num_ranks)
+    assert choose_policy(config, H100, whole, num_ranks) == "*:none"
+    with pytest.raises(InputError, match="no recompute policy fits in 1.000 KiB"):
+        choose_policy(config, H100, 1024, num_ranks)
+    for budget in (whole - 1, whole * 4 // 5):
+        found = fitted(Run(config, H100, num_ranks, Memo(), 0), budget)
+        assert whole_bytes(Run(config, H100, num_ranks, Memo(), 0)) > 0
+        if isinstance(found, Chosen):
+            assert peak_of(found.config, num_ranks) <= budget

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.regions import REGIONS as ALL_REGIONS
+from megatron_lite.config.regions import RegionFacts
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute import layer_runner as runner
@@ -252,3 +254,29 @@ def test_nested_plans_equal_none(rng: RngStreams) -> None:
                 torch.equal(mine, other)
                 for mine, other in zip(outcome(inner, outer), expected, strict=True)
             )
+
+
+def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its policy would save nothing, in silence."""
+    monkeypatch.setitem(ALL_REGIONS, "rotary", RegionFacts(method="replay", help="a new region"))
+    with tp_state(1) as parallel:
+        plan = RecomputePlan((Segment(first_layer=0, regions=frozenset({"rotary"})),))
+        model = build_tiny_model(
+            tiny_config(num_layers=1), parallel, dtype=torch.float32, plan=plan
+        )
+        with pytest.raises(ValueError, match=r"region rotary saves nothing: no layer calls it"):
+            model.loss(*sample_tokens())
+
+
+@pytest.mark.parametrize("region", ALL_REGIONS)
+def test_every_region_is_called_whatever_the_model_lacks(region: str) -> None:
+    """In an evaluation there is no dropout, and some layers have no norm before attention."""
+    for changes in ({}, dict(norm_position="after"), dict(hidden_dropout=0.0)):
+        with tp_state(1) as parallel:
+            plan = RecomputePlan((Segment(first_layer=0, regions=frozenset({region})),))
+            config = tiny_config(**{"num_layers": 1, "hidden_dropout": 0.1, **changes})
+            model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan)
+            model.loss(*sample_tokens()).mean().backward()
+            model.eval().loss(*sample_tokens())

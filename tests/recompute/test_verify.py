@@ -16,6 +16,7 @@ from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import verify
 from megatron_lite.recompute.checkpoint import checkpoint
+from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.verify import RecomputeMismatch, Record
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
@@ -312,3 +313,69 @@ def test_without_the_flag_nothing_is_recorded(
         loss_of(model).backward()
     with gpt(flags, check=True) as model, pytest.raises(AssertionError, match="recorded"):
         loss_of(model)
+
+
+def _only_in_a_replay(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: change(tensor) if is_recomputing() else tensor
+
+
+LOST: dict[str, Callable[[Tensor], Tensor]] = {
+    "detached": lambda tensor: tensor.detach(),
+    "half": lambda tensor: torch.where(tensor > 0, tensor, tensor.detach()),
+    "another operation": lambda tensor: tensor * 1,
+}
+
+
+def _lose(model: GPTModel, what: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Makes a replay of layer 1 build another graph with the same values."""
+    layer, lose = model.decoder.layers[1], _only_in_a_replay(change)
+    if what == "a norm's output":
+        norm = layer.pre_mlp_layernorm
+        true_norm = norm.normalize
+        norm.normalize = lambda *args: lose(true_norm(*args))
+    elif what == "the activation":
+        true_activate = layer.mlp._activate
+        vars(layer.mlp)["_activate"] = lambda *args: lose(true_activate(*args))
+    elif what == "the residual":
+        true_forward = layer.forward
+        vars(layer)["forward"] = lambda hidden, *rest: true_forward(lose(hidden), *rest)
+    else:
+        linear = layer.mlp.linear_fc1
+        true_linear = linear.forward
+        vars(linear)["forward"] = lambda *args, **named: _of_first(
+            lose, true_linear(*args, **named)
+        )
+
+
+def _of_first(change: Callable[[Tensor], Tensor], outputs: object) -> object:
+    if isinstance(outputs, tuple):
+        return (change(outputs[0]), *outputs[1:])
+    return change(outputs)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", LOST)
+@pytest.mark.parametrize(
+    "what", ["a norm's output", "the activation", "the residual", "a linear layer"]
+)
+@pytest.mark.parametrize("flags", [UNITS_OF_TWO, selective("mlp", "layernorm")], ids=["u2", "mlp"])
+def test_an_edge_that_only_the_replay_lost_is_found(
+    flags: dict[str, object], what: str, change: str
+) -> None:
+    """The values agree to the bit, and a gradient would be lost in silence."""
+    with gpt(flags) as model:
+        _lose(model, what, LOST[change])
+        if "recompute_modules" in flags and what == "the residual":
+            loss_of(model).backward()  # it is outside of both regions, so no replay runs it
+            return
+        text = mismatch(model)
+    assert "the graph of a replay is not the forward's: " in text
+    assert text.startswith(("unit of layers 0-1", "layer 1, "))
+
+
+def test_the_forwards_graph_keeps_no_tensor_and_the_message_names_what_was_lost() -> None:
+    with gpt(UNITS_OF_TWO) as model:
+        _lose(model, "a norm's output", LOST["detached"])
+        assert mismatch(model) == (
+            "unit of layers 0-1: the graph of a replay is not the forward's: a parameter [32] has "
+            "lost its gradient"
+        )

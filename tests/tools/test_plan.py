@@ -273,7 +273,7 @@ def test_a_fault_in_the_input_is_one_line(
             "--seq-lenght 3 --micro-batchsize=2",
             ": did you mean --seq-length and --micro-batch-size?",
         ),
-        ("--use-mcore-models", ""),
+        ("--use-mpi", ""),
         ("4096", ""),
     ],
 )
@@ -283,6 +283,38 @@ def test_an_unknown_flag_is_answered_with_the_nearest_one(
     with pytest.raises(SystemExit, match="2"):
         plan.main([*SMALL, *words.split()])
     assert capsys.readouterr().err == f"{ERROR}unrecognized arguments: {words}{meant}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        ("--use-mcore-models", "--use-mcore-models has no effect here: "),
+        ("--transformer-impl local", "--transformer-impl has no effect here: "),
+        ("--num_workers 2 --ckpt-format=torch", "--num-workers has no effect here"),
+        ("--position-embedding-type rope --no-position-embedding", "is an old flag, read as"),
+        ("--use-rotary-position-embeddings", ""),
+        ("--attention-backend fused", "--attention-backend fused is read as auto"),
+        ("--layernorm-epsilon 1e-6", "is an old spelling, read as --norm-epsilon"),
+        ("--mtp-num-layers 0 --window-size (128,0)", ""),
+        ("--no-bf16", ""),
+    ],
+)
+def test_a_harmless_flag_of_megatron_is_one_here_too(
+    words: str, note: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SMALL, "--gpus", "1", "--seq-length", "256", *words.split()]
+    train = [word for word in arguments if word not in ("--gpu", "h100", "--gpus", "1")]
+    parse_args([*train, "--micro-batch-size", "1"])
+    assert plan.main(arguments) == 0
+    printed = capsys.readouterr()
+    assert note in " ".join(printed.out.split()) and printed.err == ""
+
+
+def test_a_value_of_megatron_that_changes_the_result_is_refused_by_the_planner_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan.main([*SMALL, "--gpus", "1", "--mtp-num-layers", "1"]) == 2
+    assert "--mtp-num-layers 1 is not supported here, only 0" in capsys.readouterr().err
 
 
 def test_a_fault_in_a_policy_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:

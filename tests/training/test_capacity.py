@@ -3,6 +3,7 @@ tensor is made."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.explain.units import size
+from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer as build
-from megatron_lite.training import capacity
+from megatron_lite.training import capacity, out_of_memory
 from megatron_lite.training.capacity import check_fits, least_bytes, memory_bytes
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from tests.support.commands import MOCK, SMALL_RUN
@@ -161,3 +165,42 @@ def test_memory_that_runs_out_in_the_build_of_one_rank_ends_all_with_one_line() 
             "pretrain_gpt.py: [rank 1] error: out of memory while the run was built ("
         )
         assert "Traceback" not in run.everything()
+
+
+def _start(config: RunConfig, memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "memory_bytes", lambda device: memory)
+    with parallel_state(config.parallel, seed=1) as parallel:
+        build.build_trainer(config, parallel)
+
+
+@pytest.mark.parametrize(
+    "training", [dict(micro_batch_size=64, global_batch_size=64), dict(micro_batch_size=4)]
+)
+def test_a_predicted_peak_beyond_the_memory_is_refused_without_a_flag(
+    training: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever holds it. The margin is half of each estimate: a run that fits always starts."""
+    config = tiny_run(training=training, learning_rate=0.001)
+    peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
+    for memory in (peak.num_bytes, None):
+        _start(config, memory, monkeypatch)
+    with pytest.raises(InputError) as fault:
+        _start(config, peak.num_bytes // 2, monkeypatch)
+    for text in (size(peak.num_bytes), size(peak.num_bytes // 2), peak.moment):
+        assert text in str(fault.value)
+    assert "--allow-predicted-out-of-memory starts the run all the same" in str(fault.value)
+    allowed = replace(config.training, allow_predicted_out_of_memory=True)
+    _start(replace(config, training=allowed), peak.num_bytes // 2, monkeypatch)
+
+
+def test_the_peaks_of_the_ranks_of_one_host_are_added() -> None:
+    def work(rank: int, world_size: int, memory: int) -> str:
+        with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(InputError) as fault:
+            _start(config, memory, monkeypatch)
+        return str(fault.value)
+
+    config = tiny_run(training=dict(micro_batch_size=2), learning_rate=0.001)
+    peak = step_peak(config, 0, device="cpu", dp_cp_size=2, num_microbatches=1)
+    for text in run_ranks(work, 2, peak.num_bytes * 5 // 4):
+        assert "the run does not fit. A step of this rank needs" in text
+        assert "of the 2 ranks there" in text

@@ -267,6 +267,25 @@ def test_the_kept_bytes_are_predicted(tmp_path: Path, policy: str, norms: int) -
 
 
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    "norms", [{}, dict(apply_layernorm_1p=True), dict(normalization="RMSNorm")], ids=str
+)
+def test_so_are_those_of_norms_of_a_float32_residual_stream(
+    tmp_path: Path, norms: dict[str, Any]
+) -> None:
+    """Compiled LayerNorm does not keep its bias in float32, as torch's kernel does."""
+    for number, policy in enumerate(("*:none", "*:layernorm")):
+        config = tiny_run(
+            metrics=tmp_path / f"{number}",
+            training=dict(train_iters=1, eval_iters=0, bf16=True, torch_compile=True),
+            model=dict(fp32_residual_connection=True, **norms),
+        )
+        run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
+        (row,) = rows(tmp_path / f"{number}")
+        assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
+
+
+@pytest.mark.usefixtures("uncompiled")
 def test_a_meter_of_storages_sees_the_results_of_kernels() -> None:
     from megatron_lite.memory.measure.live_storages import LiveStorages
 

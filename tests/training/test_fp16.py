@@ -16,6 +16,7 @@ import torch
 from megatron_lite.checkpointing.step_files import METADATA
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
@@ -301,3 +302,31 @@ def test_a_run_keeps_the_bytes_that_were_predicted_and_nothing_beside_them(
         run_ranks(_measure, tp_size, tp_size, folder, policy, detail=False)
         row = rows(folder / "metrics")[0]
         assert row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0
+
+
+def test_a_skipped_update_does_not_advance_the_learning_rate_nor_does_a_restart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As in Megatron, where a scale of 2^32 skips some 15 updates before the first one."""
+
+    def run(iterations: int, **checkpoint: str) -> list[float]:
+        config = fp16_run(
+            dict(CALM, hysteresis=3),
+            metrics=tmp_path / "metrics",
+            training=dict(train_iters=iterations, eval_iters=0),
+            checkpoint=checkpoint,
+        )
+        schedule = LrScheduleConfig(
+            lr=0.01, lr_decay_style="linear", lr_warmup_iters=2, lr_decay_iters=9
+        )
+        run_to_end(replace(config, lr_schedule=schedule))
+        return [row["learning_rate"] for row in rows(tmp_path / "metrics")]
+
+    calm = run(6)
+    assert len(set(calm)) == 6
+    (tmp_path / "metrics").unlink()
+    overflow_in(monkeypatch, (2, 4), num_microbatches=4)
+    folder = str(tmp_path / "saved")
+    held = [calm[0], calm[1], calm[1], calm[2], calm[2]]
+    assert run(5, save=folder) == held
+    assert run(8, load=folder, save=folder) == [*held, *calm[3:6]]

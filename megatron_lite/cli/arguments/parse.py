@@ -6,7 +6,6 @@ Flags have Megatron-LM's names, types and defaults. The module does not import t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +55,7 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     """
     print_help(argv, program)
     parser = build_parser(program)
-    argv, notices = _rename_old_spellings(argv, parser)
+    argv, notices = flags.renamed_words(argv, parser._option_string_actions)
     read = parser.read(argv)
     unknown, meant = flags.unread_faults(read.unread, supported_flags(parser))
     faults = Faults([*read.faults, *unknown], {*read.failed, *map(field_name, meant)})
@@ -93,26 +92,6 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     )
 
 
-def _rename_old_spellings(
-    argv: Sequence[str], parser: argparse.ArgumentParser
-) -> tuple[list[str], list[str]]:
-    """Returns `argv` with old spellings replaced, and a notice for each flag replaced.
-
-    Underscores in the name of a flag are replaced by dashes.
-    """
-    renamed, notices = [], []
-    known = {*parser._option_string_actions, *flags.RENAMED, *flags.refused_flags()}
-    for word in (flags.dashed(word, known) for word in argv):
-        name, equals, value = word.partition("=")
-        if name in flags.RENAMED:
-            notices.append(f"{name} is an old spelling, read as {flags.RENAMED[name]}")
-            # The last word takes the value of the old flag. The words before it are complete.
-            *added, name = flags.RENAMED[name].split()
-            renamed += added
-        renamed.append(name + equals + value)
-    return renamed, notices
-
-
 def _without_effect(given: dict[str, Any], faults: Faults) -> list[str]:
     """Removes the flags without effect from `given` and returns notices about them.
 
@@ -132,11 +111,5 @@ def _without_effect(given: dict[str, Any], faults: Faults) -> list[str]:
             "--fsdp-reshard-after-forward contradicts --torch-fsdp2-no-reshard-after-forward: "
             "leave one of them out"
         )
-    ignored = [flag for flag in flags.ignored_flags() if given.pop(flag, None) is not None]
-    for flag, only in flags.ONLY_VALUE.items():
-        if not flags.is_only_value(flag, value := given.pop(flag, only)):
-            faults.texts.append(
-                f"Megatron's {flag} {value} is not supported here, only {only}: "
-                f"{flags.refusal_reason(flag)}"
-            )
-    return flags.ignored_notices(ignored)
+    faults.texts += flags.only_value_faults(given)
+    return flags.take_ignored(given)

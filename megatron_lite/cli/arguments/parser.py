@@ -96,24 +96,8 @@ def build_parser(program: str = SCRIPT) -> Parser:
     add_checkpoint_flags(parser)
     add_logging_flags(parser)
     add_profiling_flags(parser)
-    _add_flags_without_effect(parser)
+    flags.add_flags_without_effect(parser)
     return parser
-
-
-def _add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that are accepted and ignored, and the flags that allow only one value.
-
-    Each is stored under its own spelling with the dashes, which no field has. `_without_effect`
-    finds it by this name.
-    """
-    for flag, ignored in flags.ignored_flags().items():
-        if ignored.nargs == 0:
-            parser.add_argument(flag, dest=flag, action="store_true", help=argparse.SUPPRESS)
-        else:
-            nargs = None if ignored.nargs == 1 else ignored.nargs
-            parser.add_argument(flag, dest=flag, nargs=nargs, help=argparse.SUPPRESS)
-    for flag in flags.ONLY_VALUE:
-        parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS)
 
 
 def supported_flags(parser: Parser) -> list[str]:

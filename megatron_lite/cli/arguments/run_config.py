@@ -6,13 +6,16 @@ The file is one of --dump-config, or a config.json of Hugging Face. A known mode
 from __future__ import annotations
 
 import dataclasses
+import re
 import typing
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import alternatives, checks, hf_file
 from megatron_lite.config.all_faults import Faults
+from megatron_lite.config.command_line import flag_of
 from megatron_lite.config.json_text import LARGEST_TEXT
 from megatron_lite.config.known_models import preset
 from megatron_lite.config.run import RunConfig
@@ -20,6 +23,7 @@ from megatron_lite.config.run import RunConfig
 # A file of --dump-config holds these derived values. A flag may change the values from which they
 # are derived, and they must be derived again.
 DERIVED_FIELDS = (("model", "kv_channels"), ("model", "ffn_hidden_size"))
+STAND_IN = 1  # for a required value that is missing or wrong
 
 
 def topics() -> dict[str, type]:
@@ -43,8 +47,8 @@ def build_config(
 
     config_json, hf_config: the path of the file, or None. preset_name: a known model, or None.
 
-    Adds notices to `notices` and faults to `faults`. Each topic adds the first rule that it breaks;
-    the rules between topics are checked if no topic breaks one. Returns None if there is a fault.
+    Adds notices to `notices` and faults to `faults`. After a broken rule the values that it names
+    are taken out, so that the other rules are checked too. The result is of no use then.
     """
     values: dict[str, dict[str, Any]] = {}
     try:
@@ -57,13 +61,18 @@ def build_config(
         elif preset_name is not None:
             known = preset(preset_name)
             values = _values_of_model(*known, given, notices, f"--model {preset_name}")
+            if not {"bf16", "fp16"} & given.keys():
+                values["training"] = {"bf16": True}
+                notices.append("--bf16 is assumed for this model (--no-bf16 trains in float32)")
         elif config_json is not None:
             values = _values_of_file(config_json)
             notices += _take_out_replaced(values, given, f"--config-json {config_json}")
     except ValueError as error:
         faults.texts.append(str(error))
-        return None
-    built, missing = {}, []
+        values = {}
+        fields_of = map(dataclasses.fields, topics().values())
+        faults.fields |= {one.name for fields in fields_of for one in fields} - given.keys()
+    missing: list[str] = []
     for topic, config_class in topics().items():
         fields = dataclasses.fields(config_class)
         names = {field.name for field in fields}
@@ -76,18 +85,68 @@ def build_config(
             if field.default is dataclasses.MISSING and field.name not in values[topic]
         ]
         missing += [checks.flag(name) for name in unset if name not in faults.fields]
-        if not unset and not names & faults.fields:
-            with faults.of(*names):
-                built[topic] = config_class(**values[topic])
+        values[topic] |= dict.fromkeys(unset, STAND_IN)
+        faults.fields.update(unset)
     if missing:
         faults.texts.append(
             f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
             "flags, or a whole run with --config-json FILE"
         )
-    if len(built) == len(topics()):
-        with faults.of():
+    return _built(values, faults)
+
+
+def _built(values: Mapping[str, dict[str, Any]], faults: Faults) -> RunConfig | None:
+    """Returns the run of these values by topic and field; None if a fault hides the other rules."""
+
+    def topic_built(topic: str, config_class: type) -> Any:
+        while True:
+            try:
+                return config_class(**values[topic])
+            except ValueError as error:
+                if not _take_out_named(str(error), {topic: values[topic]}, faults):
+                    return None
+
+    while True:
+        built = {topic: topic_built(topic, kind) for topic, kind in topics().items()}
+        if None in built.values():
+            return None
+        try:
             return RunConfig(**built)
-    return None
+        except ValueError as error:
+            if not _take_out_named(str(error), values, faults):
+                return None
+
+
+def _take_out_named(text: str, values: Mapping[str, dict[str, Any]], faults: Faults) -> bool:
+    """Takes the values that a broken rule names out. Returns whether there was one.
+
+    The rule is a fault unless it names a field that has no usable value because of another one.
+    """
+
+    def is_named(field: str) -> bool:
+        return re.search(rf"{flag_of(field)}(?![\w-])", text) is not None
+
+    named = [(own, field) for own in values.values() for field in own if is_named(field)]
+    if not any(map(is_named, faults.fields)):
+        faults.texts.append(text)
+    changed = False
+    for own, field in named:
+        faults.fields.add(field)
+        value = own.pop(field)
+        if field in required_fields():
+            own[field] = STAND_IN
+        changed |= own.get(field) != value
+    return changed
+
+
+@cache
+def required_fields() -> frozenset[str]:
+    return frozenset(
+        field.name
+        for config_class in topics().values()
+        for field in dataclasses.fields(config_class)
+        if field.default is dataclasses.MISSING
+    )
 
 
 def _take_out_replaced(

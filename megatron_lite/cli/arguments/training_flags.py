@@ -32,7 +32,11 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
     group.value("--train-iters", int, "length of the run in iterations; or --train-samples")
     group.value("--train-samples", int, "length of the run in samples")
     group.value("--seed", int, "seed of initial weights, data order and dropout")
-    group.switch("--bf16", "weights and activations in bfloat16, master weights in float32")
+    group.switch(
+        "--bf16",
+        "weights and activations in bfloat16, master weights in float32; --model assumes it",
+    )
+    group.switch("--no-bf16", "train a --model in float32")
     group.switch(
         "--fp16",
         "weights and activations in float16, master weights in float32, and the loss scaled",
@@ -48,6 +52,10 @@ def add_training_flags(parser: argparse.ArgumentParser) -> None:
         str,
         "stop with advice if a rank allocates more than this, such as 4GiB, as if its device had "
         "no more",
+    )
+    group.switch(
+        "--allow-predicted-out-of-memory",
+        "start a run also if the predicted peak of a step exceeds the memory of the machine",
     )
     group.value(
         "--loss-chunk-size",

@@ -35,7 +35,7 @@ from megatron_lite.memory.predict.kept_tensors import (
     largest_first,
 )
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, ranks_memory, step_microbatches
-from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
+from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
 from megatron_lite.memory.predict.traffic import Traffic, embedding_collectives, head_collectives
 from megatron_lite.recompute.recompute_plan import keep_everything
 
@@ -60,14 +60,15 @@ class Report:
     """The report on a run. The kept bytes of its parts add up to `own.kept_bytes`.
 
     sizes: the sizes of a micro-batch in the rank's stages together.
-    rank: the pipeline rank of the figures, which is the one with the highest peak.
+    rank: the pipeline rank of the figures, the one with the highest peak of activations.
     ranks: the memory of all pipeline ranks; empty without a pipeline.
     num_microbatches: the micro-batches of a step with the run's largest batch.
     own: the cost of the run's own flags.
     without: the cost without recomputation, on the rank that then has the highest peak.
     without_here: the cost without recomputation, on `rank`.
-    step: the whole peak of a step on `rank`, on the first of `dp_cp_size` data-parallel and
-        context-parallel ranks, which holds most.
+    step: the whole peak of a step, on the pipeline rank where it is highest, as the run tells it.
+        It is that of the first of `dp_cp_size` data-parallel and context-parallel ranks, which
+        holds most.
     """
 
     config: RunConfig
@@ -105,7 +106,9 @@ def likely_device(distributed_backend: str) -> str:
     if device is not None:
         return device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return "cuda" if not hidden and glob.glob("/dev/nvidia[0-9]*") else "cpu"
+    # A GPU under Windows' subsystem for Linux, and one of AMD, have other devices.
+    there = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+    return "cuda" if not hidden and any(map(glob.glob, there)) else "cpu"
 
 
 def explain(
@@ -154,7 +157,7 @@ def explain(
         policies=policies,
         without_here=price(with_flags(config), device, rank=own.rank),
         num_microbatches=step_microbatches(config),
-        step=step_peak(config, own.rank, device=device, dp_cp_size=dp_cp_size),
+        step=fullest_step_peak(config, device=device, dp_cp_size=dp_cp_size),
         dp_cp_size=dp_cp_size,
         ranks=ranks_memory(config, device) if pipeline_size > 1 else (),
         embedding=ReportPart(

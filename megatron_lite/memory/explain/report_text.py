@@ -154,7 +154,8 @@ def _whole_rank(report: Report, lines: Lines) -> Iterator[str]:
             f"{term.num_bytes / total:5.1%}  {term.tag}"
         )
     ranks = report.dp_cp_size
-    where = f", on the first of {ranks} data-parallel ranks" if ranks > 1 else ""
+    where = f" of pipeline rank {step.rank}" if report.ranks else ""
+    where += f", on the first of {ranks} data-parallel ranks" if ranks > 1 else ""
     yield ""
     yield f"  {'together':{name}}{unit.number(total):>{own}}{f'{total:20,}' if exact else ''}"
     yield from lines.wrapped(
