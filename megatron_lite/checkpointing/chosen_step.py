@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from megatron_lite.checkpointing.start import FoundStep, candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.checkpointing.wrong_load import load_advice
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.invocation import SCRIPT
 
 
@@ -19,6 +21,8 @@ def find_step(load: str, iteration: int | None = None, program: str = SCRIPT) ->
     `iteration` does not exist or is damaged.
     """
     root = Path(load)
+    if os.path.lexists(root / LATEST):
+        regular_path(root / LATEST)  # a run would do without it, and warn
     saved = saved_steps(root)
     if iteration is None:
         there = candidates(root, program)

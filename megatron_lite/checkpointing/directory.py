@@ -23,10 +23,17 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.lock import DirectoryLock, LockLost
+from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, LockLost
 from megatron_lite.checkpointing.manifest import MANIFEST, Manifest
 from megatron_lite.checkpointing.points import Point
-from megatron_lite.checkpointing.step_files import LATEST, write_synced
+from megatron_lite.checkpointing.step_files import (
+    CONDEMNED,
+    LATEST,
+    STEP_NAME,
+    SUPERSEDED,
+    UNFINISHED,
+    write_synced,
+)
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync_folder
 
@@ -100,6 +107,20 @@ class SaveDirectory:
             # "no such file" of the rename.
             self.lock.check()
             raise
+
+
+def check_no_checkpoint(path: Path, what: str) -> None:
+    """Raises InputError if a file that a run is to write belongs to a checkpoint directory.
+
+    what: the flag that names the file, and its value.
+    """
+    place = path.resolve()
+    kinds = (STEP_NAME, SUPERSEDED, UNFINISHED, CONDEMNED)
+    names = (place.name, place.parent.name)
+    if place.name in (LATEST, LOCK) or any(kind.fullmatch(one) for kind in kinds for one in names):
+        raise InputError(
+            f"{what}: belongs to a checkpoint, which writing it would damage: choose another file"
+        )
 
 
 def publish_step(directory: SaveDirectory, temporary: Path, iteration: int) -> None:

@@ -25,8 +25,9 @@ from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.shards import ShardReader
 from megatron_lite.checkpointing.start import Start
-from megatron_lite.checkpointing.step_files import open_regular, rng_file
+from megatron_lite.checkpointing.step_files import rng_file
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import spec_of
@@ -182,8 +183,9 @@ def _load_rng(step: Path, metadata: Metadata, parallel: ParallelState) -> list[s
         ]
     path = step / rng_file(parallel.rank)
     try:
-        open_regular(path).close()
-        parallel.rng.restore(RngSnapshot(DEFAULT, load_file(str(path))))
+        parallel.rng.restore(RngSnapshot(DEFAULT, load_file(regular_path(path))))
+    except OSError:
+        raise
     except Exception as error:
         raise InputError(
             f"{path}: cannot be read ({error}): add --no-load-rng to start the streams from --seed"

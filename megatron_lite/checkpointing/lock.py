@@ -25,9 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_lite.checkpointing.origin import MOST_STARTS
-from megatron_lite.checkpointing.step_files import read_bounded
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import read_input
 from megatron_lite.data.durable_files import sync_folder
 
 LOCK = "lock.json"
@@ -89,7 +89,7 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """Returns the holder that a file names; None if the file is missing or incomplete."""
         try:
-            values = plain.parse_object(read_bounded(path, 2**16))
+            values = plain.parse_object(read_input(path, 2**16))
             texts = {
                 name: str(plain.field(values, name)) for name in ("job", "run", "host", "token")
             }
@@ -265,7 +265,7 @@ def _name_if_free(source: Path, target: Path) -> None:
 def _start_of(path: Path) -> int:
     """Returns the number of the start that holds the lock; 0 if the file names none."""
     try:
-        return plain.whole(plain.parse_object(read_bounded(path, 2**16)), "start", 0, MOST_STARTS)
+        return plain.whole(plain.parse_object(read_input(path, 2**16)), "start", 0, MOST_STARTS)
     except ValueError:
         return 0
 

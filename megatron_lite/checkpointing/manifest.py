@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,15 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing.origin import Origin
-from megatron_lite.checkpointing.step_files import (
-    METADATA,
-    MOST_ITERATIONS,
-    open_regular,
-    read_bounded,
-    regular_size,
-)
+from megatron_lite.checkpointing.step_files import METADATA, MOST_ITERATIONS
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import input_size, open_input, read_input, retried
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -91,13 +85,7 @@ class Manifest:
     def check_sizes(self, step: Path) -> None:
         """Raises InputError if a file is missing, is no regular file, or has another size."""
         for name, row in sorted(self.files.items()):
-            try:
-                found = regular_size(step / name)
-            except OSError as error:
-                raise InputError(
-                    f"{step / name}: cannot be read ({error.strerror}): the checkpoint is "
-                    "incomplete"
-                ) from error
+            found = input_size(step / name)
             if found != row.bytes:
                 raise InputError(
                     f"{step / name}: {found} bytes, but {MANIFEST} says {row.bytes}: the "
@@ -129,24 +117,23 @@ def is_complete(step: Path) -> bool:
 
 
 def row_of(path: Path, *, limit: int | None = None) -> FileRow:
-    """Returns the size and checksum of a file. Raises InputError if it cannot be read.
+    """Returns the size and checksum of a file. Raises as `open_input` does.
 
     limit: stops shortly after this many bytes, so that a file that is too long costs no more time.
     Other threads can run meanwhile: reading and hashing a buffer release Python's global lock.
     """
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
-    size = 0
-    try:
-        with open_regular(path) as file:
+
+    def read() -> FileRow:
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
+        size = 0
+        with open_input(path) as file:
             read_into = file.readinto  # type: ignore[attr-defined]
             while (limit is None or size <= limit) and (count := read_into(buffer)):
                 digest.update(buffer[:count])
                 size += count
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({os.strerror(error.errno or 0)}): the checkpoint is damaged"
-        ) from error
-    return FileRow(size, digest.hexdigest())
+        return FileRow(size, digest.hexdigest())
+
+    return retried(path, read)
 
 
 def rows_to_plain(rows: Mapping[str, FileRow]) -> dict[str, dict[str, object]]:
@@ -181,7 +168,7 @@ def parse_json(path: Path) -> dict[str, Any]:
 
     Raises InputError if the file cannot be read or is too long, and ValueError on any other text.
     """
-    return plain.parse_object(read_bounded(path, MOST_BYTES))
+    return plain.parse_object(read_input(path, MOST_BYTES))
 
 
 def parse_formatted(path: Path) -> dict[str, Any]:

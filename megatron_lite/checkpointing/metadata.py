@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpointing.layout import MOST_ELEMENTS, SavedLayout
+from megatron_lite.checkpointing.layout import SavedLayout
 from megatron_lite.checkpointing.manifest import (
     FORMAT,
     MOST_BYTES,
@@ -22,12 +22,12 @@ from megatron_lite.checkpointing.step_files import (
     CONFIG,
     METADATA,
     parameters_file,
-    read_bounded,
     rng_file,
     shard_file,
 )
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import read_input
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.optim.loss_scale import LossScaleState
@@ -35,7 +35,6 @@ from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.spike import MeanLossState
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
-MOST_RANKS = 2**20
 MOST_UPDATES = 10**9 - 1
 
 
@@ -125,10 +124,12 @@ class Metadata:
         values = parse_formatted(path)
         try:
             plain.check_names(values, _FIELDS, METADATA)
-            sizes = {axis: plain.whole(values, axis, 1, MOST_RANKS) for axis in AXES}
+            sizes = {axis: plain.whole(values, axis, 1, plain.MOST_RANKS) for axis in AXES}
             ranks = math.prod(sizes.values())
-            if ranks > MOST_RANKS:
-                raise ValueError(f"{' x '.join(AXES)} must be at most {MOST_RANKS} (got {ranks})")
+            if ranks > plain.MOST_RANKS:
+                raise ValueError(
+                    f"{' x '.join(AXES)} must be at most {plain.MOST_RANKS} (got {ranks})"
+                )
             found = cls(
                 progress=Progress.from_plain(plain.field(values, "progress")),
                 parameters={},
@@ -180,9 +181,8 @@ def read_config(step: Path) -> RunConfig:
     """
     path = step / CONFIG
     try:
-        text = read_bounded(path, MOST_BYTES).decode()
+        text = read_input(path, MOST_BYTES).decode()
         values = plain.parse_object(text)
-        _check_sizes(values)
         try:
             return RunConfig.from_json(text)
         except ValueError:
@@ -206,21 +206,3 @@ def check_config_fits(step: Path, config: RunConfig, metadata: Metadata) -> None
             f"{step / CONFIG}: describes a model of {counted} weights, but the step holds {held}: "
             "the checkpoint is damaged"
         )
-
-
-def _check_sizes(values: Mapping[str, Any]) -> None:
-    """Raises ValueError if a size is larger than that of any model.
-
-    The rules of RunConfig loop over layers and stages, so a damaged size could keep them busy for
-    very long.
-    """
-    model, parallel = (
-        plain.as_object(plain.field(values, topic), topic) for topic in ("model", "parallel")
-    )
-    plain.whole(model, "num_layers", 1, plain.MOST_LAYERS)
-    for name, value in (*model.items(), *parallel.items()):
-        if type(value) is int:
-            plain.as_whole(value, name, -MOST_ELEMENTS, MOST_ELEMENTS)
-    for name, value in parallel.items():
-        if type(value) is int:
-            plain.as_whole(value, name, -MOST_RANKS, MOST_RANKS)

@@ -4,6 +4,9 @@ A Saver holds the directory of --save, has at most one save under way, and logs 
 is durable. With --async-save training goes on as soon as the tensors are copied, and one thread of
 each rank writes them. While that thread writes, the ranks agree after every iteration whether all
 of them have finished or any has failed. Therefore either all ranks go on, or all raise.
+
+A failed save is no reason to lose the run: it is tried again, reported, and the run goes on to its
+next save. Only a run whose last save has failed ends with an error.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ from megatron_lite.checkpointing.retention import remove_leftovers
 from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.checkpointing.start import origin_of
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
-from megatron_lite.checkpointing.write import StepWriter
+from megatron_lite.checkpointing.write import SaveFailed, StepWriter
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
 
@@ -131,6 +134,7 @@ class Saver:
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )
         self._under_way: _UnderWay | None = None
+        self.failure: SaveFailed | None = None  # of the last save; None if it is durable
 
     @property
     def notices(self) -> list[str]:
@@ -154,20 +158,21 @@ class Saver:
         """Writes the snapshot, or starts the thread's write with --async-save.
 
         Waits for the save before it first. Every rank must call this. Raises InputError on every
-        rank if any rank could not write this snapshot or the one before it. With --async-save,
-        `poll` or `wait` raises the error of this snapshot.
+        rank if the lock was lost. `failure` says whether a rank could not write this snapshot; with
+        --async-save only once `poll` or `wait` has logged it.
         """
         assert self._writer is not None
+        writer = self._writer
         self.wait(say)
         if self._threads is None:
-            self._finished(snapshot.iteration, self._writer.write(snapshot), say)
+            self._finish(snapshot.iteration, lambda: writer.write(snapshot), say)
         else:
             self._under_way = _UnderWay(
-                snapshot.iteration, self._threads.submit(self._writer.write, snapshot)
+                snapshot.iteration, self._threads.submit(writer.write, snapshot)
             )
 
     def poll(self, say: Say) -> None:
-        """Logs the save under way if every rank is done; raises InputError if it has failed.
+        """Logs the save under way if every rank is done or any has failed.
 
         Every rank must call this after every iteration. It issues one all-reduce of one number
         between CPUs while a save is under way, and no collective otherwise.
@@ -180,10 +185,17 @@ class Saver:
             self.wait(say)
 
     def wait(self, say: Say) -> None:
-        """Returns once no save is under way. Raises InputError on every rank if it has failed."""
+        """Returns once no save is under way. Raises InputError on every rank if the lock was
+        lost."""
         if self._under_way is not None:
             (iteration, future), self._under_way = self._under_way, None
-            self._finished(iteration, future.result(), say)
+            self._finish(iteration, future.result, say)
+
+    def check(self) -> None:
+        """Raises InputError on every rank if the last save has failed."""
+        if self.failure is not None:
+            kind = InputError if self._parallel.rank == 0 else PeerError
+            raise kind(str(self.failure)) from self.failure
 
     def __enter__(self) -> Saver:
         return self
@@ -195,7 +207,9 @@ class Saver:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.wait(lambda line: None)
+            if self._under_way is not None:
+                self.wait(lambda line: None)
+                self.check()
         except Exception as failure:
             if error is None:
                 raise
@@ -206,7 +220,15 @@ class Saver:
                 self._threads.shutdown()
             self._claim.release()
 
-    def _finished(self, iteration: int, notices: list[str], say: Say) -> None:
+    def _finish(self, iteration: int, written: Callable[[], list[str]], say: Say) -> None:
+        """Logs a save once it is durable or has failed."""
+        try:
+            notices = written()
+        except SaveFailed as failure:
+            self.failure = failure
+            say(f"warning: {failure}. The run goes on, and its next save is tried as usual")
+            return
+        self.failure = None
         say(
             f"  successfully saved checkpoint from iteration {iteration:7d} to {self._options.save}"
         )

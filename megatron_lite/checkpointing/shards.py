@@ -14,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from megatron_lite.checkpointing.layout import SavedLayout
-from megatron_lite.checkpointing.step_files import open_regular, shard_file
+from megatron_lite.checkpointing.step_files import shard_file
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -45,6 +46,12 @@ def owned_rows(tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: in
         for span in spec.spans(tp_rank, tp_size)
     ]
     return torch.cat(rows, spec.tp_dim) if rows else tensor.detach().narrow(spec.tp_dim, 0, 0)
+
+
+def open_tensors(path: Path) -> Any:
+    """Opens a safetensors file. Raises SafetensorError if it is none, and as `open_input` does."""
+    open_input(path).close()  # its errors say more than those of the library
+    return safe_open(regular_path(path), framework="pt")
 
 
 class ShardReader:
@@ -175,10 +182,9 @@ class ShardReader:
     def _file(self, path: Path) -> Any:
         if path not in self._files:
             try:
-                open_regular(path).close()
-                self._files[path] = self._stack.enter_context(safe_open(str(path), framework="pt"))
-            except (OSError, SafetensorError) as error:
+                self._files[path] = self._stack.enter_context(open_tensors(path))
+            except SafetensorError as error:
                 raise InputError(
-                    f"{path}: cannot be read ({error}): the checkpoint is incomplete or damaged"
+                    f"{path}: cannot be read ({error}): the checkpoint is damaged"
                 ) from error
         return self._files[path]

@@ -100,7 +100,10 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
         return Start(notices=(_nothing_there(options, there, program),))
 
     def fault_of(step: Path) -> str | None:
-        found = step_fault(step, rank=parallel.rank, size=parallel.world_size)
+        # A rank may be refused a read, which is no fault of the step: all ranks stop.
+        found = parallel.together(
+            "--load", lambda: step_fault(step, rank=parallel.rank, size=parallel.world_size)
+        )
         faults = [
             fault.decode()
             for fault in all_gather_bytes((found or "").encode(), parallel.world_group)
@@ -263,6 +266,7 @@ def newest_good_step(
 def step_fault(step: Path, *, rank: int = 0, size: int = 1) -> str | None:
     """Returns why a step cannot be relied on; None if it holds what was written.
 
+    Raises OSError if the system refuses to read a file, which says nothing about the step.
     rank, size: this call reads and checks the contents of one rank's part of the files.
     """
     try:

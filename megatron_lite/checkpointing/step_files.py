@@ -31,14 +31,12 @@ embedding is in the file of the first pipeline rank only. These other names are 
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import read_up_to, sync_file
+from megatron_lite.config.input_file import read_input
+from megatron_lite.data.durable_files import sync_file
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG, METADATA = "config.json", "metadata.json"
@@ -89,66 +87,13 @@ def read_pointer(root: Path) -> int:
     pointer = root / LATEST
     if not pointer.exists():
         raise InputError(f"{pointer}: no such file")
-    text = read_bounded(pointer, 32).decode(errors="replace").strip()
+    text = read_input(pointer, 32).decode(errors="replace").strip()
     if not re.fullmatch(r"\d{1,9}", text):
         raise InputError(f"{pointer}: expected an iteration number, found {text!r}")
     step = step_directory(root, int(text))
     if not step.is_dir():
         raise InputError(f"{pointer}: names iteration {text}, but {step.name} does not exist")
     return int(text)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file to read, unbuffered.
-
-    Raises OSError if the file cannot be opened, and InputError if it is a link, a pipe or a device.
-    Without O_NONBLOCK, opening a pipe that no process writes to would wait for ever.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if path.is_symlink():
-            raise _not_regular(path) from error
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _not_regular(path)
-    return os.fdopen(descriptor, "rb", buffering=0)
-
-
-def regular_size(path: Path) -> int:
-    """Returns the size of a regular file.
-
-    Raises OSError if the file is missing, and InputError if it is a link, a pipe or a device.
-    """
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
-        raise _not_regular(path)
-    return found.st_size
-
-
-def _not_regular(path: Path) -> InputError:
-    return InputError(
-        f"{path}: is no regular file, and links, pipes and devices are not read: the "
-        "checkpoint is damaged"
-    )
-
-
-def read_bounded(path: Path, limit: int) -> bytes:
-    """Returns the contents of a regular file.
-
-    Raises InputError if it cannot be read, or is longer than `limit` bytes.
-    """
-    try:
-        with open_regular(path) as file:
-            data = read_up_to(file, limit)
-    except OSError as error:
-        raise InputError(
-            f"{path}: cannot be read ({error.strerror}): the checkpoint is incomplete or damaged"
-        ) from error
-    if data is None:
-        raise InputError(f"{path}: longer than {limit} bytes: the checkpoint is damaged")
-    return data
 
 
 def write_synced(path: Path, data: bytes) -> None:

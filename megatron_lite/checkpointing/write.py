@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,9 +42,16 @@ from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
 
 Rows = dict[str, FileRow]
-# The first byte of an answer. REFUSED: the action raised InputError. FAILED: another exception.
-DONE, FAILED, REFUSED = b"0", b"1", b"2"
+# The first byte of an answer. REFUSED: the action raised InputError. FAILED: the file system did.
+# BROKEN: another exception, which ends the run.
+DONE, FAILED, REFUSED, BROKEN = b"0", b"1", b"2", b"3"
 LONGEST_REASON = 4000
+PAUSES_S = (1.0,)  # between the tries of a save
+
+
+class SaveFailed(InputError):
+    """A rank could not write a step, and every rank raises this. The lock is still held, and the
+    earlier steps are as they were, so that a later save may succeed."""
 
 
 class StepWriter:
@@ -73,10 +81,19 @@ class StepWriter:
     def write(self, snapshot: Snapshot) -> list[str]:
         """Returns notices for the log, once the step is durable and the pointer names it.
 
-        Every rank must call this. If any rank could not write, or the lock was lost, every rank
-        raises InputError, and the earlier steps stay as they are. Issues three exchanges of a few
-        bytes over `parallel.saver_group`; the second one carries the checksums of all files.
+        Every rank must call this. If any rank could not write, all ranks try again, and in the end
+        raise SaveFailed. If the lock was lost, every rank raises InputError. The earlier steps stay
+        as they are. A try issues three exchanges of a few bytes over `parallel.saver_group`; the
+        second one carries the checksums of all files.
         """
+        for pause in PAUSES_S:
+            try:
+                return self._write(snapshot)
+            except SaveFailed:
+                time.sleep(pause)
+        return self._write(snapshot)
+
+    def _write(self, snapshot: Snapshot) -> list[str]:
         temporary = self._root / f"iter_{snapshot.iteration:07d}.tmp-{self._token}"
         try:
             self._on_rank_0(snapshot, lambda: self._make_folder(temporary))
@@ -176,9 +193,9 @@ class StepWriter:
             answer = DONE + action()
         except Exception as error:
             failure = error
-            answer = (REFUSED if isinstance(error, InputError) else FAILED) + str(error).encode()[
-                :LONGEST_REASON
-            ]
+            passing = isinstance(error, (OSError, SafetensorError))
+            kind = REFUSED if isinstance(error, InputError) else FAILED if passing else BROKEN
+            answer = kind + str(error).encode()[:LONGEST_REASON]
         answers = all_gather_bytes(answer, self._parallel.saver_group)
         failed = [rank for rank, one in enumerate(answers) if not one.startswith(DONE)]
         if not failed:
@@ -186,14 +203,17 @@ class StepWriter:
         if failure is not None and not isinstance(failure, (OSError, InputError, SafetensorError)):
             raise failure
         # An InputError such as LockLost names the cause, so it comes first. If a later start has
-        # removed the folder, the other ranks see only a missing file.
-        first = min(failed, key=lambda rank: (not answers[rank].startswith(REFUSED), rank))
+        # removed the folder, the other ranks see only a missing file. A passing failure comes last.
+        order = (REFUSED, BROKEN, FAILED)
+        first = min(failed, key=lambda rank: (order.index(answers[rank][:1]), rank))
         reason = answers[first][1:].decode(errors="replace")
-        if answers[first].startswith(FAILED):
+        if not answers[first].startswith(REFUSED):
             reason = (
                 f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not "
                 f"be written by rank {first}: {reason}. Earlier checkpoints are as they were"
             )
+        if answers[first].startswith(FAILED):
+            raise SaveFailed(reason) from failure
         # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
         raise (InputError if self._parallel.rank == 0 else PeerError)(reason) from failure
 

@@ -14,6 +14,7 @@ from megatron_lite.config.hf_families import FAMILIES, REASONS
 from megatron_lite.config.hf_values import REQUIRED, value_of
 from megatron_lite.config.json_text import shown
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
+from megatron_lite.config.plain import as_whole
 
 
 class HfModel(NamedTuple):
@@ -22,6 +23,7 @@ class HfModel(NamedTuple):
     family: its model_type. fields: those of ModelConfig. vocab_size: V, the rows of its embedding.
     inexact: what is left out although it changes results, in words. The sizes are right.
     notes: `inexact`, and what was not read.
+    token_ids: the keys TOKEN_IDS that the config has.
     """
 
     family: str
@@ -29,8 +31,12 @@ class HfModel(NamedTuple):
     vocab_size: int
     inexact: tuple[str, ...]
     notes: tuple[str, ...]
+    token_ids: Mapping[str, Any]
 
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MOST_ID = 2**31 - 1
+MOST_IDS = 64  # of one key: some models have several ends of a text
 # Keys that say nothing about the model, besides those that begin with _.
 NEUTRAL = frozenset(
     (
@@ -95,7 +101,24 @@ def from_hf(config: Any) -> HfModel:
         str(key) for key in config if key not in known | NEUTRAL and not str(key).startswith("_")
     ]
     notes = [f"keys that are not read: {shown(', '.join(unread))}"] if unread else []
-    return HfModel(name, fields, vocab_size, tuple(inexact), (*inexact, *notes))
+    return HfModel(
+        name, fields, vocab_size, tuple(inexact), (*inexact, *notes), token_ids_of(config)
+    )
+
+
+def token_ids_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the ids of special tokens that a config has: each a number, a list of them or null.
+
+    Raises ValueError for any other value.
+    """
+    found = {key: config[key] for key in TOKEN_IDS if key in config}
+    for key, value in found.items():
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if len(ids) > MOST_IDS:
+            raise ValueError(f"{key} must have at most {MOST_IDS} ids (got {len(ids)})")
+        for one in ids:
+            as_whole(one, key, -1, MOST_ID)  # -1: some configs say "none" so
+    return found
 
 
 def to_hf(model: ModelConfig, vocab_size: int, family: str | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.hf_config import HfModel, from_hf
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_json
 
 CONFIG = "config.json"
@@ -20,14 +21,12 @@ def read_hf_file(path: Path) -> HfModel:
     """
     file = path / CONFIG if path.is_dir() else path
     try:
-        with file.open(encoding="utf-8-sig") as opened:
-            text = opened.read(LARGEST_TEXT + 1)
-        if len(text) > LARGEST_TEXT:
-            raise ValueError(f"longer than {LARGEST_TEXT} characters, which no config is")
-        return from_hf(parse_json(text))
-    except OSError as error:
+        return from_hf(parse_json(read_input_text(file, LARGEST_TEXT)))
+    except InputError as error:
         advice = "" if path.exists() else _download_advice(path)
-        raise InputError(f"{file}: cannot be read ({error.strerror}){advice}") from error
+        raise InputError(f"{error}{advice}") from error
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise InputError(f"{file}: {error}") from error
 

@@ -21,6 +21,8 @@ LLAMA3 = {
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
 
+KNOWN = frozenset(("rope_theta", "rope_type", "type", "factor", "partial_rotary_factor"))
+
 
 def rotary(
     *,
@@ -37,7 +39,10 @@ def rotary(
     def read(config: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
         inside = _parameters(config, base, default_base)
         fields["rotary_base"] = whole_number({base: inside["rope_theta"]}, base, default_base)
-        if share is not None:
+        if share is None:
+            if inside.get("partial_rotary_factor") not in (1, None):
+                raise ValueError("partial_rotary_factor: the whole head is rotated in this family")
+        else:
             within = {share: inside.get("partial_rotary_factor", config.get(share))}
             fields["rotary_percent"] = value_of(within, share, float, default_share)
         return _scaling(inside, config, fields)
@@ -84,7 +89,14 @@ def _parameters(config: Mapping[str, Any], base: str, default_base: int) -> dict
                 f"rope_parameters and rope_scaling differ in {shown(', '.join(differing))}, and "
                 "versions of transformers read one or the other: remove one"
             )
-    return full[1] if older else full[0]
+    found = full[1] if older else full[0]
+    unknown = found.keys() - KNOWN - LLAMA3.keys()
+    if found["rope_type"] in (None, "default", "linear", "llama3") and unknown:
+        raise ValueError(
+            f"the rotary embedding has the unknown key {shown(', '.join(sorted(unknown)))}: it "
+            "may change results, so the config is not read"
+        )
+    return found
 
 
 def _scaling(

@@ -6,6 +6,7 @@ directions. Standard library only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -82,7 +83,7 @@ def value_of(config: Mapping[str, Any], key: str, kind: type, default: Any) -> A
     if type(value) is not kind:
         raise ValueError(f"{key} must be of type {kind.__name__} (got {shown(repr(value))})")
     most = MOST_LAYERS if key in LAYER_KEYS else MOST_SIZE
-    if isinstance(value, int) and not -most <= value <= most:
+    if isinstance(value, (int, float)) and not -most <= value <= most:
         raise ValueError(f"{key} must be at most {most} (got {shown(repr(value))})")
     return value
 
@@ -90,8 +91,10 @@ def value_of(config: Mapping[str, Any], key: str, kind: type, default: Any) -> A
 def whole_number(config: Mapping[str, Any], key: str, default: int) -> int:
     """Returns a number that may be written as a float but must be whole."""
     value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+    if type(value) not in (int, float) or not math.isfinite(value) or value != int(value):
         raise ValueError(f"{key} must be a whole number (got {shown(repr(value))})")
+    if abs(value) > MOST_SIZE:
+        raise ValueError(f"{key} must be at most {MOST_SIZE} (got {shown(repr(value))})")
     return int(value)
 
 

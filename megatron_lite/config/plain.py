@@ -16,6 +16,7 @@ LONGEST_SHOWN = 60
 LONGEST_LINE = 400
 # A reader builds something for each layer that a file names. No model has more layers than this.
 MOST_LAYERS = 2**16
+MOST_SIZE, MOST_RANKS = 2**48, 2**20
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
@@ -105,6 +106,20 @@ def as_line(value: object, name: str) -> str:
     if not isinstance(value, str) or len(value) > LONGEST_LINE or not (value + " ").isprintable():
         raise ValueError(f"{name} must be one line of text (got {shown(value)})")
     return value
+
+
+def check_sizes(values: object) -> None:
+    """Raises ValueError if a run's JSON has a size larger than that of any model or machine.
+
+    The rules of RunConfig loop over layers and stages, so such a size could keep them busy for very
+    long.
+    """
+    topics = values if isinstance(values, dict) else {}
+    for topic, most in (("model", MOST_SIZE), ("parallel", MOST_RANKS)):
+        found = topics.get(topic)
+        for name, value in found.items() if isinstance(found, dict) else ():
+            if type(value) is int and value > 0:
+                as_whole(value, name, 1, MOST_LAYERS if name == "num_layers" else most)
 
 
 def shown(value: object) -> str:

@@ -26,6 +26,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
+from megatron_lite.config.plain import check_sizes
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.config.profiling import ProfilingConfig
@@ -322,4 +323,6 @@ class RunConfig:
         Raises ValueError if the text is not JSON, if a topic or field is unknown, if a value has
         the wrong type, or if a rule is broken.
         """
-        return typing.cast(RunConfig, from_plain(cls, parse_json(text), "run"))
+        values = parse_json(text)
+        check_sizes(values)
+        return typing.cast(RunConfig, from_plain(cls, values, "run"))

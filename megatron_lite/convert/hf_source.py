@@ -7,24 +7,25 @@ any work is done. Pickled weights (pytorch_model.bin) are never read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_lite.checkpointing.shards import FLOATS
-from megatron_lite.checkpointing.step_files import read_bounded
+from megatron_lite.checkpointing.shards import FLOATS, open_tensors
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_file import CONFIG, exact_fields, read_hf_file
+from megatron_lite.config.input_file import read_input
 from megatron_lite.config.json_text import shown
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf_layouts import LAYOUTS
 from megatron_lite.convert.hf_tensors import BUFFERS, EMBEDDING, FAMILIES, Row, known_name, row_of
-from megatron_lite.convert.parameters import parameter_specs
+from megatron_lite.convert.parameters import check_layers, parameter_specs
 from megatron_lite.convert.weight_formats import Described
 from megatron_lite.data.tokenizer_files import in_folder
 
@@ -67,6 +68,7 @@ class HfSource:
             raise InputError(f"{path / CONFIG}: {error}") from error
         self._places = self._find(path)
         self._head = f"{FAMILIES[self._family].head}.weight"
+        check_layers(self._model.num_layers, len(self._places), path / CONFIG)
         specs = parameter_specs(self._model, mapped.vocab_size)
         self._rows = {name: self._row(name) for name in specs}
         self._check({name: spec.global_shape for name, spec in specs.items()})
@@ -74,6 +76,7 @@ class HfSource:
             model=self._model,
             true_vocab_size=mapped.vocab_size,
             tokenizer=in_folder(path),
+            token_ids=mapped.token_ids,
             num_bytes=sum(
                 math.prod(place.shape) * FLOATS[place.dtype].itemsize
                 for row in self._rows.values()
@@ -129,18 +132,10 @@ class HfSource:
 
     def _check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raises InputError for tensors that are missing, not expected, or do not map."""
-        expected: dict[str, tuple[int, ...]] = {}
-        for name, row in self._rows.items():
-            whole = torch.empty(shapes[name], device="meta")
-            parts = LAYOUTS[row.layout].split(whole, self._model)
-            expected |= {
-                part: tuple(tensor.shape) for part, tensor in zip(row.theirs, parts, strict=True)
-            }
-        _refuse(
-            f"{self._folder}: tensors missing from the files", expected.keys() - self._places.keys()
-        )
+        expected = {part for row in self._rows.values() for part in row.theirs}
+        _refuse(f"{self._folder}: tensors missing from the files", expected - self._places.keys())
         # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
-        unexpected = self._places.keys() - expected.keys() - {self._head}
+        unexpected = self._places.keys() - expected - {self._head}
         if self._head in self._places and self._head not in expected and not self._is_tied:
             unexpected.add(self._head)
         _refuse(
@@ -148,7 +143,7 @@ class HfSource:
             "of that name",
             {name for name in unexpected if not BUFFERS.search(name)},
         )
-        for part, shape in expected.items():
+        for part, shape in self._their_shapes(shapes):
             place = self._places[part]
             if place.shape != shape:
                 raise InputError(
@@ -161,26 +156,39 @@ class HfSource:
                     f"{', '.join(FLOATS)} are read: convert quantised weights to one of them first"
                 )
 
+    def _their_shapes(
+        self, shapes: dict[str, tuple[int, ...]]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the shape of each tensor there. Layers are alike, so few splits are computed."""
+        known: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
+        for name, row in self._rows.items():
+            case = (row.layout, shapes[name])
+            if case not in known:
+                whole = torch.empty(shapes[name], device="meta")
+                known[case] = LAYOUTS[row.layout].split(whole, self._model)
+            for part, tensor in zip(row.theirs, known[case], strict=True):
+                yield part, tuple(tensor.shape)
+
     def _tensor(self, name: str) -> Tensor:
         place = self._places[name]
         try:
             return self._open(place.file).get_tensor(place.name)
-        except (OSError, SafetensorError) as error:
+        except SafetensorError as error:
             raise _unreadable(place.file, error) from error
 
     def _open(self, file: Path) -> Any:
         if file not in self._files:
             try:
-                self._files[file] = safe_open(str(file), framework="pt").__enter__()
-            except (OSError, SafetensorError) as error:
+                self._files[file] = open_tensors(file).__enter__()
+            except SafetensorError as error:
                 raise _unreadable(file, error) from error
         return self._files[file]
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / INDEX).is_file():
+    if os.path.lexists(folder / INDEX):
         return _indexed(folder)
-    if (folder / WEIGHTS).is_file():
+    if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS]
     pickles = [name for name in PICKLES if (folder / name).exists()]
     if pickles:
@@ -196,8 +204,7 @@ def _indexed(folder: Path) -> list[Path]:
     """Returns the files that the index names."""
     try:
         weight_map = plain.field(
-            plain.parse_object(read_bounded((folder / INDEX).resolve(), LARGEST_INDEX)),
-            "weight_map",
+            plain.parse_object(read_input(folder / INDEX, LARGEST_INDEX)), "weight_map"
         )
         names = sorted({str(name) for name in plain.as_object(weight_map, "weight_map").values()})
         for name in names:

@@ -6,10 +6,8 @@ the tokenizer. Weights keep their dtype. Optimizer states are left out.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,9 +21,8 @@ from megatron_lite.convert.hf_tensors import row_of
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.safetensors_file import SafetensorsFile
 from megatron_lite.convert.staging import check_absent, complete_folder
+from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
 from megatron_lite.convert.weight_formats import Described, WeightSource
-from megatron_lite.data.tokenizer_files import config_of, contents_of
-from megatron_lite.data.tokenizers import build_tokenizer
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = {
@@ -59,21 +56,21 @@ class HfTarget:
             config = to_hf(described.model, described.true_vocab_size, self._family)
         except ValueError as error:
             raise InputError(f"--to hf: {error}") from error
-        tokenizer = contents_of((path.name, path) for path in described.tokenizer)
-        end = _end_of_document(described)
+        tokenizer, end = stored_tokenizer(described)
         with complete_folder(self._path) as folder:
             shards = _SafetensorsParts(folder, config["model_type"], described, self._shard_bytes)
             dtype = shards.write(source, advance)
             config |= dict(
                 torch_dtype=DTYPES[dtype], bos_token_id=None, eos_token_id=end, pad_token_id=None
             )
-            write_synced(folder / CONFIG, _json(config))
+            config |= described.token_ids
+            write_synced(folder / CONFIG, json_bytes(config))
             for name, content in tokenizer.items():
                 write_synced(folder / name, content)
             if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
                 # AutoTokenizer asks this file for the class.
                 written = {"tokenizer_class": "PreTrainedTokenizerFast"}
-                write_synced(folder / "tokenizer_config.json", _json(written))
+                write_synced(folder / "tokenizer_config.json", json_bytes(written))
 
 
 class _SafetensorsParts:
@@ -144,21 +141,4 @@ class _SafetensorsParts:
             (self._folder / f"shard-{number}").rename(self._folder / names[number])
         weight_map = {name: names[number] for name, number in self._weight_map.items()}
         index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        write_synced(self._folder / INDEX, _json(index))
-
-
-def _end_of_document(described: Described) -> int | None:
-    """Returns the id that ends a document; None if the tokenizer has none, or cannot be built."""
-    if not described.tokenizer:
-        return None
-    folder = described.tokenizer[0].parent
-    try:
-        return build_tokenizer(
-            config_of(described.tokenizer, folder, described.true_vocab_size)
-        ).eod
-    except InputError:
-        return None
-
-
-def _json(values: Any) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()
+        write_synced(self._folder / INDEX, json_bytes(index))

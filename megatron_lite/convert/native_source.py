@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,13 @@ from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.shards import ShardReader
 from megatron_lite.checkpointing.step_files import CONFIG
+from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.hf_config import token_ids_of
+from megatron_lite.config.input_file import read_input
+from megatron_lite.config.json_text import LARGEST_TEXT
 from megatron_lite.convert.weight_formats import Described
-from megatron_lite.data.tokenizer_files import in_folder
+from megatron_lite.data.tokenizer_files import TOKEN_IDS, in_folder
 
 
 class NativeSource:
@@ -46,6 +51,7 @@ class NativeSource:
             model=config.model,
             true_vocab_size=config.tokenizer.true_vocab_size,
             tokenizer=tokenizer,
+            token_ids=_token_ids(self._step / TOKEN_IDS),
             progress=self._metadata.progress,
             state_keys=self._state_keys(),
             num_updates=self._metadata.num_updates,
@@ -79,3 +85,8 @@ class NativeSource:
             keys = self._states.suffixes(name, saved)
             common = keys if common is None else [key for key in common if key in keys]
         return tuple(common or ())
+
+
+def _token_ids(path: Path) -> dict[str, Any]:
+    """Returns the ids of special tokens that a conversion from Hugging Face has stored."""
+    return token_ids_of(plain.parse_object(read_input(path, LARGEST_TEXT))) if path.exists() else {}

@@ -36,8 +36,9 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.convert.parameters import parameter_specs, pipeline_rank_of
 from megatron_lite.convert.safetensors_file import SafetensorsFile
 from megatron_lite.convert.staging import check_absent, complete_folder
+from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
 from megatron_lite.convert.weight_formats import Described, WeightSource
-from megatron_lite.data.tokenizer_files import config_of, contents_of
+from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 
 Files = dict[tuple[str, int, int], SafetensorsFile]
@@ -67,7 +68,9 @@ class NativeTarget:
         progress = described.progress if described.state_keys else None
         progress = progress or Progress()
         step_name = f"iter_{progress.iteration:07d}"
-        tokenizer = contents_of((path.name, path) for path in described.tokenizer)
+        tokenizer = stored_tokenizer(described).contents
+        if described.token_ids:
+            tokenizer[TOKEN_IDS] = json_bytes(dict(described.token_ids))
         try:
             config = self._config(described, self._path.absolute() / step_name)
             specs = self._specs(config)

@@ -7,10 +7,10 @@ not one for every other format. Only one tensor is in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ class Described:
     model: the shape of the model.
     true_vocab_size: V, without padding.
     tokenizer: the files of the tokenizer; () if the format has none.
+    token_ids: the ids of special tokens, as the config.json of Hugging Face names them.
     progress: how far the run had come that saved them; None if the format does not say.
     state_keys: the optimizer states that can be read for every parameter, such as "exp_avg"; () if
         there are none.
@@ -37,6 +38,7 @@ class Described:
     model: ModelConfig
     true_vocab_size: int
     tokenizer: tuple[Path, ...] = ()
+    token_ids: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress | None = None
     state_keys: tuple[str, ...] = ()
     num_updates: int = 0

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.data_settings import PER_SPLIT_PATHS, DataConfig
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.json_text import parse_json
 from megatron_lite.data.blend import DataPath, parse_data_path
 from megatron_lite.data.splits import Splits
@@ -87,11 +88,7 @@ def _words(value: object, source: str, expected: str) -> list[str]:
 
 def _content(path: str, source: str) -> str:
     try:
-        with open(path, encoding="utf-8") as file:
-            content = file.read(LARGEST_FILE + 1)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{source} cannot be read: {reason}") from error
-    if len(content) > LARGEST_FILE:
-        raise InputError(f"{source} is longer than {LARGEST_FILE} characters: is it another file?")
-    return content
+        return read_input_text(path, LARGEST_FILE)
+    except (InputError, OSError) as error:
+        reason = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
+        raise InputError(f"{source}: {reason}") from error

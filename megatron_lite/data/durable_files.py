@@ -58,12 +58,3 @@ def replacing(path: str) -> Iterator[str]:
             yield tmp
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def read_up_to(file: IO[bytes], limit: int) -> bytes | None:
-    """Returns the rest of an open file; None if it is longer than `limit` bytes."""
-    data = bytearray()
-    # an unbuffered file may return less
-    while len(data) <= limit and (part := file.read(limit + 1 - len(data))):
-        data += part
-    return bytes(data) if len(data) <= limit else None

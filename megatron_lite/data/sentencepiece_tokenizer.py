@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.extras import install_advice
-from megatron_lite.data.tokenizers import check_encodes, require_files
+from megatron_lite.data.tokenizer_files import contents_of
+from megatron_lite.data.tokenizers import MissingPackage, check_encodes, require_files
 
 
 class SentencePieceTokenizer:
@@ -29,13 +31,13 @@ class SentencePieceTokenizer:
         try:
             from sentencepiece import SentencePieceProcessor
         except ImportError:
-            raise InputError(
+            raise MissingPackage(
                 f"this tokenizer needs the sentencepiece package: {install_advice('tokenizers')}"
             ) from None
+        content = contents_of([("tokenizer.model", Path(file))])["tokenizer.model"]
         try:
             # The processor would take any folder or longer text for a path as well.
-            with open(file, "rb") as opened:
-                self._processor: Any = SentencePieceProcessor(model_proto=opened.read())
+            self._processor: Any = SentencePieceProcessor(model_proto=content)
             self.vocab_size = int(self._processor.get_piece_size())
         except Exception as error:  # the library raises nothing more specific
             raise InputError(

@@ -18,8 +18,9 @@ from typing import Any
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.extras import install_advice
+from megatron_lite.config.input_file import read_input
 from megatron_lite.data.tokenizer_files import MOST_BYTES
-from megatron_lite.data.tokenizers import check_encodes, require_files
+from megatron_lite.data.tokenizers import MissingPackage, check_encodes, require_files
 
 USUAL_VOCABULARY = 2**17
 # The tokens that every vocabulary has, in this order unless --tokenizer-special-tokens names them.
@@ -70,7 +71,7 @@ class TikTokenizer:
         try:
             import tiktoken
         except ImportError:
-            raise InputError(
+            raise MissingPackage(
                 f"this tokenizer needs the tiktoken package: {install_advice('tokenizers')}"
             ) from None
         self._encoding: Any = tiktoken.Encoding(
@@ -92,10 +93,7 @@ class TikTokenizer:
 def _ranks(file: str, count: int, *, first: int) -> dict[bytes, int]:
     """Returns the ids of the first `count` tokens of a file; the first one has the id `first`."""
     try:
-        if os.path.getsize(file) > MOST_BYTES:
-            raise ValueError(f"longer than {MOST_BYTES} bytes")
-        with open(file, encoding="utf-8") as opened:
-            entries = plain.as_list(json.load(opened), "the text")
+        entries = plain.as_list(json.loads(read_input(file, MOST_BYTES)), "the text")
         if len(entries) < count:
             raise ValueError(
                 f"{len(entries)} tokens, but --vocab-size and --tiktoken-num-special-tokens leave "

@@ -6,12 +6,17 @@ tokenizer from the checkpoint, also after the files were moved or on another mac
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
+from megatron_lite.config.input_file import read_input
+from megatron_lite.data.token_ids import check_ids, merges_of, words_of
 
 # The files that each type reads: the field of TokenizerConfig with the path, and the stored name.
 READ_FILES: dict[str, dict[str, str]] = {
@@ -23,12 +28,15 @@ READ_FILES: dict[str, dict[str, str]] = {
 }
 # The types that the names of files tell, the likeliest first.
 TOLD_BY_FILES = ("HuggingFaceTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer")
-# Files that other libraries read, if they lie beside a tokenizer.json.
+TOKEN_IDS = "token_ids.json"  # the ids of special tokens in the config.json of Hugging Face
+# Files that other libraries read, if they lie beside those of a tokenizer.
 BESIDE = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "generation_config.json",
+    TOKEN_IDS,
 )
 NAMES = frozenset((*BESIDE, *(name for row in READ_FILES.values() for name in row.values())))
 MOST_BYTES = 2**28  # the largest tokenizer.json known has 2**25
@@ -40,28 +48,54 @@ def files_of(config: TokenizerConfig) -> dict[str, Path]:
     for field, name in READ_FILES.get(str(config.tokenizer_type), {}).items():
         path = Path(str(getattr(config, field)))
         found[name] = path / name if path.is_dir() else path
-    if "tokenizer.json" in found:
-        folder = found["tokenizer.json"].parent
-        found |= {name: folder / name for name in BESIDE if (folder / name).is_file()}
+    for folder in {path.parent for path in found.values()}:
+        found |= {name: folder / name for name in BESIDE if os.path.lexists(folder / name)}
     return found
 
 
-def contents_of(files: Iterable[tuple[str, Path]]) -> dict[str, bytes]:
-    """Returns the contents of files, by name. Raises InputError if one cannot be read."""
+def contents_of(
+    files: Iterable[tuple[str, Path]], vocab_size: int | None = None
+) -> dict[str, bytes]:
+    """Returns the contents of files, by stored name.
+
+    vocab_size: V of the model; None if it is not known.
+    Raises InputError if one cannot be read, is not what its name says, or has ids of no such model.
+    """
     contents = {}
     for name, path in files:
+        contents[name] = read_input(path, MOST_BYTES)
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise InputError(f"{path}: longer than {MOST_BYTES} bytes: no file of a tokenizer")
-            contents[name] = path.read_bytes()
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read ({error.strerror})") from error
+            _check_kind(name, contents[name], vocab_size)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not a tokenizer that can be read ({error})") from error
     return contents
+
+
+def _check_kind(name: str, content: bytes, vocab_size: int | None) -> None:
+    """Raises ValueError unless the contents are what a file of this name holds."""
+    if name.endswith(".model"):
+        if not content.startswith(b"\n"):  # the pieces, field 1 of the protocol buffer
+            raise ValueError("it does not begin with the pieces of SentencePiece")
+        return
+    text = content.decode("utf-8-sig")
+    if "\0" in text:
+        raise ValueError("it is no text")
+    if name == "merges.txt":
+        merges_of(text)
+    if not name.endswith(".json"):
+        return
+    values = json.loads(text)
+    if name == "tiktoken.json":
+        plain.as_list(values, "the text")
+    elif name in ("tokenizer.json", "vocab.json"):
+        check_ids(words_of(plain.as_object(values, "the text"), name), vocab_size)
+    else:
+        plain.as_object(values, "the text")
 
 
 def in_folder(folder: Path) -> tuple[Path, ...]:
     """Returns the files of a tokenizer that lie in a folder."""
-    return tuple(sorted(folder / name for name in NAMES if (folder / name).is_file()))
+    return tuple(sorted(folder / name for name in NAMES if os.path.lexists(folder / name)))
 
 
 def read_from(config: TokenizerConfig, folder: Path) -> TokenizerConfig:

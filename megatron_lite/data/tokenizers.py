@@ -17,16 +17,23 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_lite.config.checks import InputError, chosen
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
+from megatron_lite.config.input_file import read_input
+from megatron_lite.data.token_ids import LARGEST_ID, merges_of
+from megatron_lite.data.tokenizer_files import MOST_BYTES, contents_of
 
 if TYPE_CHECKING:
     import tokenizers
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
-LARGEST_ID = 2**31 - 1  # token ids are stored in 32 bits
+
+
+class MissingPackage(InputError):
+    """The library of a tokenizer is not installed."""
 
 
 class Tokenizer(Protocol):
@@ -222,13 +229,15 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         require_files("--tokenizer-model", file)
 
+        content = contents_of([("tokenizer.json", Path(file))])["tokenizer.json"]
+
         def load() -> tokenizers.Tokenizer:
             from tokenizers import Tokenizer
 
-            return Tokenizer.from_file(file)
+            return Tokenizer.from_buffer(content)
 
         config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
-        named = _eos_token(config) if os.path.isfile(config) else None
+        named = _eos_token(config) if os.path.lexists(config) else None
         super().__init__(
             file, _load(file, load), (named, *END_OF_DOCUMENT) if named else END_OF_DOCUMENT
         )
@@ -243,11 +252,14 @@ class GPT2BPETokenizer(_LibraryTokenizer):
     def __init__(self, vocab_file: str, merge_file: str) -> None:
         require_files("--vocab-file", vocab_file)
         require_files("--merge-file", merge_file)
+        contents = contents_of([("vocab.json", Path(vocab_file)), ("merges.txt", Path(merge_file))])
 
         def load() -> tokenizers.Tokenizer:
             from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-            tokenizer = Tokenizer(models.BPE.from_file(vocab_file, merge_file))
+            vocabulary = json.loads(contents["vocab.json"])
+            merges = merges_of(contents["merges.txt"].decode("utf-8-sig"))
+            tokenizer = Tokenizer(models.BPE(vocabulary, merges))
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
             return tokenizer
@@ -258,8 +270,8 @@ class GPT2BPETokenizer(_LibraryTokenizer):
 
 
 def require_files(flag: str, path: str) -> None:
-    """Raises InputError unless the path is a file."""
-    if not os.path.isfile(path):
+    """Raises InputError if nothing has this path."""
+    if not os.path.exists(path):
         raise InputError(
             f"{flag} {path}: no such file (tokenizers are read from local files, never downloaded)"
         )
@@ -269,7 +281,7 @@ def _load(source: str, load: Callable[[], tokenizers.Tokenizer]) -> tokenizers.T
     try:
         return load()
     except ImportError:
-        raise InputError(
+        raise MissingPackage(
             "this tokenizer needs the tokenizers package: pip install tokenizers"
         ) from None
     except Exception as error:  # the library raises nothing more specific
@@ -277,9 +289,9 @@ def _load(source: str, load: Callable[[], tokenizers.Tokenizer]) -> tokenizers.T
 
 
 def _eos_token(path: str) -> str | None:
+    content = read_input(path, MOST_BYTES)
     try:
-        with open(path, encoding="utf-8") as file:
-            token = json.load(file).get("eos_token")
+        token = json.loads(content).get("eos_token")
         name = token.get("content") if isinstance(token, dict) else token
         if isinstance(name, str):
             check_encodes(name)

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_lite.checkpointing.step_files import STEP_NAME
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import open_input
 
 DEPTH = 3
 MOST_ENTRIES = 20_000
@@ -53,7 +54,7 @@ def find_run(paths: Sequence[str]) -> RunFiles:
         if path.is_dir():
             for file in _files_under(path):
                 _sort_in(file, found, metrics, named=False)
-        elif path.is_file():
+        elif path.exists():
             _sort_in(path, found, metrics, named=True)
         else:
             raise InputError(
@@ -85,7 +86,7 @@ def find_run(paths: Sequence[str]) -> RunFiles:
 def rows_of(path: Path) -> Iterator[dict[str, object] | None]:
     """Yields the JSON objects of a file with one per line, and None for any other line.
 
-    A line longer than LONGEST_LINE yields None once. Raises InputError if the file cannot be read.
+    A line longer than LONGEST_LINE yields None once. Raises as `open_input` does.
     """
     for line in lines_of(path):
         try:
@@ -97,20 +98,17 @@ def rows_of(path: Path) -> Iterator[dict[str, object] | None]:
 def lines_of(path: Path) -> Iterator[bytes | None]:
     """Yields the lines of a file that are not blank; None for one longer than LONGEST_LINE.
 
-    At most one line is in memory. Raises InputError if the file cannot be read.
+    At most one line is in memory. Raises as `open_input` does.
     """
-    try:
-        with path.open("rb") as file:
-            while line := file.readline(LONGEST_LINE + 1):
-                if len(line) <= LONGEST_LINE:
-                    if line.strip():
-                        yield line
-                    continue
-                yield None
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(LONGEST_LINE)
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    with open_input(path) as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            if len(line) <= LONGEST_LINE:
+                if line.strip():
+                    yield line
+                continue
+            yield None
+            while line and not line.endswith(b"\n"):
+                line = file.readline(LONGEST_LINE)
 
 
 def is_metrics_row(row: dict[str, object] | None) -> bool:
@@ -141,7 +139,8 @@ def _files_under(root: Path) -> Iterator[Path]:
                     yield path
                 elif depth > 1 and not entry.name.startswith("."):
                     folders.append((path, depth - 1))
-            elif entry.is_file():
+            # Names that begin with a point are those of editors, such as links that lock a file.
+            elif not entry.is_dir() and not entry.name.startswith("."):
                 yield path
 
 

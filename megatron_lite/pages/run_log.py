@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_lite.config.invocation import TRAINING
+from megatron_lite.pages.course import Course, figure
 from megatron_lite.pages.markup import shortened
 
 ITERATION = re.compile(r"\] iteration +(\d{1,9})/ *(\d{1,9}) \|")
 ROW = re.compile(r" *(\d{1,9})/(\d{1,9})  +[0-9,.]{1,20} ")  # a short row
-FIGURE = re.compile(r"\| (MFU|HFU|peak GiB)[a-zA-Z0-9, ]{0,60}: ([0-9.]{1,12})%? ")
-SHARE = re.compile(r" ([0-9.]{1,12})% ")  # the MFU of a short row
+FIGURE = re.compile(r"\| (MFU|HFU|peak GiB)[a-zA-Z0-9, ]{0,60}: (\d{1,9}(?:\.\d{1,9})?)%? ")
+SHARE = re.compile(r" (\d{1,9}(?:\.\d{1,9})?)% ")  # the MFU of a short row
 EVALUATION = re.compile(
     r"(validation|test) loss at iteration (\d{1,9})(?: \| lm loss value)?: "
     r"(\d{1,9}\.\d{1,9}(?:E[+-]\d{2,3})?) "
@@ -36,16 +37,17 @@ class LogFacts:
 
     figures: by name ("MFU", "HFU", "peak GiB") the value of each logged iteration.
     evaluations: by name ("validation", "test") the loss at each iteration.
-    exits, faults: pairs of an iteration and a text. A fault has the iteration logged before it.
+    exits, faults: pairs of an iteration and a text, each once although several logs of a run may
+        have it. A fault has the iteration logged before it.
     num_iterations: the iterations of the whole run, or None.
     """
 
-    figures: dict[str, dict[int, float]] = field(default_factory=dict)
-    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
+    figures: dict[str, Course] = field(default_factory=dict)
+    evaluations: dict[str, Course] = field(default_factory=dict)
     restarts: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
-    exits: list[tuple[int, str]] = field(default_factory=list)
-    faults: list[tuple[int, str]] = field(default_factory=list)
+    exits: dict[tuple[int, str], None] = field(default_factory=dict)
+    faults: dict[tuple[int, str], None] = field(default_factory=dict)
     num_iterations: int | None = None
 
     def read(self, lines: Iterable[bytes | None]) -> None:
@@ -58,32 +60,22 @@ class LogFacts:
             if found := ITERATION.search(text):
                 iteration, self.num_iterations = int(found[1]), int(found[2])
                 for name, value in FIGURE.findall(text):
-                    self.figures.setdefault(name, {})[iteration] = float(value)
+                    self.figures.setdefault(name, Course())[iteration] = float(value)
             elif found := ROW.match(text):
                 iteration, self.num_iterations = int(found[1]), int(found[2])
                 if share := SHARE.search(text):
-                    self.figures.setdefault("MFU", {})[iteration] = float(share[1])
+                    self.figures.setdefault("MFU", Course())[iteration] = float(share[1])
             elif found := EVALUATION.search(text):
-                self.evaluations.setdefault(found[1], {})[int(found[2])] = float(found[3])
+                if (loss := figure(float(found[3]))) is not None:
+                    self.evaluations.setdefault(found[1], Course())[int(found[2])] = loss
             elif found := LOADED.match(text):
                 iteration = int(found[1])
                 self.restarts.append(iteration)
-                self._forget_after(iteration)
+                for series in (*self.figures.values(), *self.evaluations.values()):
+                    series.forget_after(iteration)
             elif found := SAVING.match(text):
                 self.saved.append(int(found[1]))
             elif found := EXITING.match(text):
-                _add_once(self.exits, (int(found[1]), shortened(found[2])))
+                self.exits[int(found[1]), shortened(found[2])] = None
             elif (found := FAULT.match(text)) and len(self.faults) < MOST_FAULTS:
-                _add_once(self.faults, (iteration, shortened(found[1])))
-
-    def _forget_after(self, iteration: int) -> None:
-        """Drops the figures after the iteration, which the run computes again after a restart."""
-        for series in (*self.figures.values(), *self.evaluations.values()):
-            for later in [number for number in series if number > iteration]:
-                del series[later]
-
-
-def _add_once(events: list[tuple[int, str]], event: tuple[int, str]) -> None:
-    """Adds an event, unless another log of the same run has it already."""
-    if event not in events:
-        events.append(event)
+                self.faults[iteration, shortened(found[1])] = None

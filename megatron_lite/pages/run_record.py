@@ -7,16 +7,17 @@ no finite number is a gap, a line that is no row is counted, and sizes are bound
 from __future__ import annotations
 
 import bisect
-import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_lite.checkpointing.step_files import CONFIG, METADATA, STEP_NAME
+from megatron_lite.checkpointing.step_files import CONFIG, METADATA, MOST_ITERATIONS, STEP_NAME
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import input_size, read_input
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.durable_files import read_up_to
+from megatron_lite.pages.course import Course, figure
 from megatron_lite.pages.event_file import Scalar, read_events
 from megatron_lite.pages.line_chart import Mark
 from megatron_lite.pages.markup import shortened
@@ -52,7 +53,7 @@ class RunRecord:
     name: str
     iterations: list[int] = field(default_factory=list)
     columns: dict[str, list[float | None]] = field(default_factory=dict)
-    evaluations: dict[str, dict[int, float]] = field(default_factory=dict)
+    evaluations: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     num_iterations: int | None = None
     summary: dict[str, float] = field(default_factory=dict)
@@ -91,19 +92,18 @@ def read_run(files: RunFiles) -> RunRecord:
 
 def _summary(path: Path, run: RunRecord) -> dict[str, float]:
     """Returns the finite numbers of a run's summary; none if there is no such file."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
+    text = read_input(path, MOST_SUMMARY_BYTES)
     try:
-        with path.open("rb") as file:
-            text = read_up_to(file, MOST_SUMMARY_BYTES)
-        values = plain.parse_object(text or b"")
-    except (OSError, ValueError):
+        values = plain.parse_object(text)
+    except ValueError:
         run.notices.append(f"{path.name} is no summary of a run")
         return {}
     return {
-        shortened(name, 60): float(value)
+        shortened(name, 60): number
         for name, value in list(values.items())[:MOST_COLUMNS]
-        if type(value) in (int, float) and math.isfinite(value)
+        if type(value) is not bool and (number := figure(value)) is not None
     }
 
 
@@ -112,7 +112,7 @@ def _read_metrics(path: Path, run: RunRecord) -> list[int]:
 
     A row whose iteration is not above the last one replaces that iteration and all later ones.
     """
-    if path.stat().st_size > MOST_METRICS_BYTES:
+    if input_size(path) > MOST_METRICS_BYTES:
         raise InputError(
             f"{path}: larger than {MOST_METRICS_BYTES >> 20} MiB: give a part of it, such as "
             "`tail -n 500000`"
@@ -124,7 +124,7 @@ def _read_metrics(path: Path, run: RunRecord) -> list[int]:
             continue
         iteration = row["iteration"]
         assert isinstance(iteration, int)
-        if not 0 <= iteration < 10**9:
+        if not 0 <= iteration <= MOST_ITERATIONS:
             not_rows += 1
             continue
         if run.iterations and iteration <= run.iterations[-1]:
@@ -141,7 +141,7 @@ def _read_metrics(path: Path, run: RunRecord) -> list[int]:
                     left_out.add(name)
                     continue
                 run.columns[name] = [None] * len(run.iterations)
-            run.columns[name].append(_number(value))
+            run.columns[name].append(figure(value))
         run.iterations.append(iteration)
         for values in run.columns.values():
             if len(values) < len(run.iterations):
@@ -161,21 +161,10 @@ def _read_metrics(path: Path, run: RunRecord) -> list[int]:
     return rewritten
 
 
-def _number(value: object) -> float | None:
-    """Returns the value if it is a finite number. true and false are 1 and 0."""
-    if not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
-
-
 def _read_logs(files: RunFiles, run: RunRecord) -> LogFacts:
     facts = LogFacts()
     for path in files.logs:
-        if path.stat().st_size > MOST_LOG_BYTES:
+        if input_size(path) > MOST_LOG_BYTES:
             run.notices.append(f"{path.name} is larger than {MOST_LOG_BYTES >> 20} MiB: left out")
             continue
         facts.read(lines_of(path))
@@ -188,32 +177,32 @@ def _read_events(files: RunFiles, run: RunRecord, log: LogFacts) -> Iterator[int
     TensorBoard has a point for each iteration, the log only for each interval. So its points
     replace those of the log.
     """
-    evaluations: dict[str, dict[int, float]] = {}
-    figures: dict[str, dict[int, float]] = {}
+    evaluations: dict[str, Course] = {}
+    figures: dict[str, Course] = {}
     for path in files.events:
+        if input_size(path) > MOST_EVENT_BYTES:
+            run.notices.append(f"{path.name}: larger than {MOST_EVENT_BYTES >> 20} MiB: left out")
+            continue
+        data = read_input(path, MOST_EVENT_BYTES)
         try:
-            with path.open("rb") as file:
-                data = read_up_to(file, MOST_EVENT_BYTES)
-            if data is None:
-                raise ValueError(f"larger than {MOST_EVENT_BYTES >> 20} MiB")
             for event in read_events(data):
+                if event.step > MOST_ITERATIONS:
+                    continue
                 if isinstance(event, Scalar):
-                    if event.tag in EVALUATIONS and math.isfinite(event.value):
-                        series = evaluations.setdefault(EVALUATIONS[event.tag], {})
-                        series[event.step] = event.value
-                    elif event.tag in FIGURES and math.isfinite(event.value):
-                        figures.setdefault(FIGURES[event.tag], {})[event.step] = event.value
+                    for names, into in ((EVALUATIONS, evaluations), (FIGURES, figures)):
+                        value = figure(event.value)
+                        if event.tag in names and value is not None:
+                            into.setdefault(names[event.tag], Course())[event.step] = value
                     continue
                 # A start: the points that earlier starts wrote from its step on do not count.
                 for series in (*evaluations.values(), *figures.values()):
-                    for step in [step for step in series if step >= event.step]:
-                        del series[step]
+                    series.forget_after(event.step - 1)
                 if event.step > 1:
                     yield event.step - 1
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             run.notices.append(f"{path.name}: {error}: left out")
     for name, series in evaluations.items():
-        log.evaluations.setdefault(name, {}).update(series)
+        log.evaluations.setdefault(name, Course()).update(series)
     log.figures.update(figures)
 
 
@@ -225,7 +214,7 @@ def _abandoned(files: RunFiles, run: RunRecord) -> set[int]:
     found: set[int] = set()
     times = dict(zip(run.iterations, run.columns.get("iteration_ms", ()), strict=False))
     for path in files.previous:
-        if path.stat().st_size > MOST_METRICS_BYTES:
+        if input_size(path) > MOST_METRICS_BYTES:
             continue
         last = None
         for row in rows_of(path):
@@ -233,7 +222,7 @@ def _abandoned(files: RunFiles, run: RunRecord) -> set[int]:
                 continue
             iteration = row["iteration"]
             assert isinstance(iteration, int)
-            if times.get(iteration) != _number(row.get("iteration_ms")):
+            if times.get(iteration) != figure(row.get("iteration_ms")):
                 if last is not None:
                     found.add(last)
                 break
@@ -246,18 +235,16 @@ def _read_newest_step(files: RunFiles, run: RunRecord) -> None:
     if not files.steps:
         return
     step = files.steps[-1]
+    if not all(os.path.lexists(step / name) for name in (CONFIG, METADATA)):
+        run.notices.append(f"{step.name} has no {CONFIG} and {METADATA}")
+        return
+    text, metadata = (read_input(step / name, MOST_CONFIG_BYTES) for name in (CONFIG, METADATA))
     try:
-        with (step / CONFIG).open("rb") as file:
-            text = read_up_to(file, MOST_CONFIG_BYTES)
-        with (step / METADATA).open("rb") as file:
-            metadata = read_up_to(file, MOST_CONFIG_BYTES)
-        if text is None or metadata is None:
-            raise ValueError("a file is too long")
         values = plain.parse_object(metadata)
         run.axes = {axis: plain.whole(values, axis, 1, 2**20) for axis in AXES}
         run.config = RunConfig.from_json(text.decode())
         run.num_iterations = run.num_iterations or run.config.training.train_iters
-    except (ValueError, OSError, OverflowError, RecursionError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         run.notices.append(
             f"the settings of {step.name} cannot be read: {shortened(str(error), 200)}"
         )
@@ -281,7 +268,7 @@ def _skipped(files: RunFiles, run: RunRecord) -> Iterator[Mark]:
 
 def _reason(row: dict[str, object]) -> str:
     text = str(row.get("reason"))
-    mean, loss = _number(row.get("mean_loss")), _number(row.get("lm_loss"))
+    mean, loss = figure(row.get("mean_loss")), figure(row.get("lm_loss"))
     if mean and loss:
         text += f", lm loss {loss:.4f} is {loss / mean:.2f} x its running mean"
     if row.get("found_on"):

@@ -12,7 +12,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -55,6 +55,34 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def postponed() -> Iterator[Callable[[], None]]:
+    """Postpones the signals STOPPING to the end of the block, or to a call of what it yields.
+
+    That function raises Stopped if a signal has arrived. An exception from a handler may be lost in
+    an import, and below torch's C++ code it may abort the process.
+    """
+    arrived: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {
+            number: signal.signal(number, lambda number, _: arrived.append(number))
+            for number in STOPPING
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+
+    def check() -> None:
+        if arrived:
+            raise Stopped(arrived[0])
+
+    try:
+        yield check
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    check()
 
 
 def die_of(number: int) -> NoReturn:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, chosen
-from megatron_lite.config.json_text import parse_json, shown
+from megatron_lite.config.input_file import read_input_text
+from megatron_lite.config.json_text import LARGEST_TEXT, parse_json, shown
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -216,11 +217,9 @@ def load_hardware(name: str) -> Hardware:
             "or the path of a .json file (python -m megatron_lite.tools.calibrate writes one)"
         )
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise InputError(f"{shown(str(path))}: cannot be read ({error})") from None
-    try:
-        return from_json(text)
+        return from_json(read_input_text(path, LARGEST_TEXT))
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"{shown(str(path))}: {error}") from None
 

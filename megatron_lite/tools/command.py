@@ -16,6 +16,7 @@ from megatron_lite.parallel.signals import Stopped, die_of, dies_without_reader,
 
 # A fault that all ranks find is printed once: the launcher ends the other ranks while they wait.
 RANK_0_SPEAKS_FIRST_S = 5.0
+LONGEST_MESSAGE = 900
 
 
 def exit_status(command: Callable[[], None], program: str = "") -> int:
@@ -66,10 +67,16 @@ def rank_0_speaks() -> Iterator[None]:
 
 
 def _text(error: InputError | OSError) -> str:
-    """Returns the message of an error; that of a file begins with the name of the file."""
+    """Returns the message of an error, of at most LONGEST_MESSAGE characters.
+
+    That of a file begins with the name of the file. A file from outside may hold long names.
+    """
+    text = str(error)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
-    return str(error)
+        text = f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}"
+    if len(text) <= LONGEST_MESSAGE:
+        return text
+    return f"{text[: LONGEST_MESSAGE - 100]} ... {text[-90:]}"
 
 
 def _rank() -> int:

@@ -18,8 +18,8 @@ from typing import Any
 import yaml
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.json_text import without_repetition
-from megatron_lite.data.durable_files import read_up_to
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,14 +41,7 @@ def read_config_file(path: str) -> Any:
     Raises OSError if the file cannot be read. Raises InputError, which names the file, if it is too
     large, is not text, or cannot be parsed.
     """
-    with open(path, "rb") as file:
-        content = read_up_to(file, MAX_FILE_BYTES)
-    if content is None:
-        raise InputError(f"{path}: larger than {MAX_FILE_BYTES // 2**10} KiB, so not a config")
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a text in UTF-8 (byte {error.start})") from None
+    text = read_input_text(path, MAX_FILE_BYTES)
     formats = FORMATS.get(Path(path).suffix.lower()) or _formats_of(text)
     faults = []
     for name in formats:

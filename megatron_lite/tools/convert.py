@@ -17,7 +17,9 @@ from pathlib import Path
 from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.help_format import RawHelpLayout
+from megatron_lite.config.input_file import crafted
 from megatron_lite.convert.format_names import FORMAT_HELP, HF, NATIVE
+from megatron_lite.parallel.signals import postponed
 from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.convert"
@@ -29,9 +31,16 @@ def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
     """Converts, and prints what to run next.
 
     program: the name of the program that the user started.
-    Raises InputError for a fault in the flags, in the source or in the target.
+    Raises InputError for a fault in the flags, in the source or in the target. A signal ends it
+    after the tensor that is being converted.
     """
+    with postponed() as check:
+        _convert(args, program, check)
+
+
+def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) -> None:
     # Imported late: the modules import torch, which --help does not need.
+    from megatron_lite.convert.checked_source import CheckedSource
     from megatron_lite.convert.formats import FORMATS, TargetOptions
     from megatron_lite.convert.next_commands import next_lines
 
@@ -49,11 +58,19 @@ def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
         raise InputError("--hf-family names the family of --to hf: leave it out")
     options = TargetOptions(tp_size=sizes[0], pp_size=sizes[1], hf_family=args.hf_family)
     target = target_format.target(Path(args.save), options)
-    source = FORMATS[args.source].source(Path(args.load))
+    with crafted(f"--load {args.load}"):
+        source = CheckedSource(FORMATS[args.source].source(Path(args.load)))
+    check()
     for note in source.described.notes:
         print(f"note: {note}", file=sys.stderr, flush=True)
-    with progress_bar(source.described.num_bytes) as advance:
-        target.write(source, advance)
+    with crafted(f"--load {args.load}"), progress_bar(source.described.num_bytes) as advance:
+
+        def written(num_bytes: int) -> None:
+            check()
+            advance(num_bytes)
+
+        target.write(source, written)
+    check()
     print(f"{args.save}: converted from {args.load} ({args.source} -> {args.target})", flush=True)
     if args.target == NATIVE:
         print(*next_lines(Path(args.save), program), sep="\n", flush=True)

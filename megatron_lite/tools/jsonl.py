@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import open_input
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.data.tokenizers import check_encodes
 from megatron_lite.data.wrong_prefix import paragraphs_command
@@ -52,10 +53,10 @@ def lines_of(path: str, max_line_bytes: int) -> Iterator[Line]:
     Raises InputError if the file does not exist or cannot be read, and for a line longer than
     `max_line_bytes`. It reads no more of such a line than the limit and one byte.
     """
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise InputError(f"--input {path}: no such file (one JSON object per line)")
     try:
-        with open(path, "rb") as file:
+        with open_input(path) as file:
             for number in itertools.count(1):
                 content = file.readline(max_line_bytes + 1)
                 if not content:

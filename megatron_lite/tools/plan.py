@@ -24,12 +24,13 @@ from megatron_lite.config.command_line import flag_of
 from megatron_lite.config.flags import only_value_faults, renamed_words, take_ignored
 from megatron_lite.config.help_format import help_columns, paragraph
 from megatron_lite.config.hf_file import read_hf_file
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.recompute import AUTO, RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.durable_files import read_up_to, replacing
+from megatron_lite.data.durable_files import replacing
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.parallel.told_work import told_on_terminal
@@ -252,14 +253,7 @@ def _from_run(path: str) -> dict[str, dict[str, Any]]:
 
 
 def _text(path: str) -> str:
-    with open(path, "rb") as file:
-        content = read_up_to(file, LARGEST_TEXT)
-    if content is None:
-        raise InputError(f"{path}: larger than {LARGEST_TEXT} bytes, so not a config")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not a text in UTF-8 (byte {error.start})") from None
+    return read_input_text(path, LARGEST_TEXT)
 
 
 def problem_of(

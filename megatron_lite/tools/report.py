@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import crafted
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.pages.run_files import find_run
 from megatron_lite.pages.run_page import run_page
@@ -56,7 +57,8 @@ def report(paths: Sequence[str], output: str | None = None) -> None:
     target = output or _default_output(paths[0])
     if os.path.splitext(target)[1] not in (".html", ".htm"):
         raise InputError(f"--output must end in .html or .htm (got {target!r})")
-    text = run_page(read_run(find_run(paths)))
+    with crafted(", ".join(paths)):
+        text = run_page(read_run(find_run(paths)))
     with replacing(target) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         file.write(text)
     print(target)

@@ -10,6 +10,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from megatron_lite.checkpointing.directory import check_no_checkpoint
+
 
 class AppendedFile:
     """A file to which whole records are appended without a buffer.
@@ -17,10 +19,11 @@ class AppendedFile:
     If a record does not fit, its written part is cut off, so the file holds whole records only. The
     next record is tried again.
     name: the file's name in messages.
-    Raises OSError if the file cannot be opened.
+    Raises OSError if the file cannot be opened, and InputError if it is a checkpoint's.
     """
 
     def __init__(self, path: Path, *, name: str) -> None:
+        check_no_checkpoint(path, name)
         self._name, self._lost = name, 0
         self._descriptor = os.open(
             path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666

@@ -171,6 +171,7 @@ class Trainer:
                 )
             self._checkpoints.save(self.progress, log)
             self.saver.wait(log.line)
+            self.saver.check()
             if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
                 self._evaluate("test", self.datasets.test, log, exits)
             log.summary(self.predictions.summary(), self.progress, finished=finished)

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync_folder, written_beside
 from megatron_lite.training.appended import AppendedFile
@@ -78,6 +79,7 @@ class MetricsFile:
         keep_last: int | None = None,
     ) -> None:
         target = Path(path)
+        check_no_checkpoint(target, f"{flag} {path}")
         try:
             kept = _rows_up_to(target, after_iteration)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,6 +156,10 @@ def _rows_up_to(path: Path, iteration: int) -> list[str] | None:
         return None
     lines = path.read_text(errors="replace").splitlines(keepends=True)
     numbered = [(line, _iteration_of(line)) for line in lines]
+    if len(lines) > 1 and all(number is None for _, number in numbered):
+        raise InputError(
+            f"{path}: holds no metrics of a run, and would be emptied: choose another file"
+        )
     kept = [line for line, number in numbered if number is not None and number <= iteration]
     return None if kept == lines else kept
 

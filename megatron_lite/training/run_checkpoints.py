@@ -72,10 +72,14 @@ class RunCheckpoints:
     def save(self, progress: Progress, log: RunLog) -> None:
         """Saves the run under `--save`, unless this iteration has been saved already.
 
-        Raises TrainingError if a weight is not finite, and InputError if a rank cannot write.
+        Raises TrainingError if a weight is not finite. If a rank cannot write, a line of the log
+        says so, and the run goes on.
         """
         directory, iteration = self.config.checkpoint.save, progress.iteration
-        if directory is None or iteration in (0, self.saved_at):
+        if directory is None or iteration == 0:
+            return
+        self.saver.wait(log.line)
+        if iteration == self.saved_at and self.saver.failure is None:
             return
         if not math.isfinite(self.optimizer.params_norm().item()):
             raise TrainingError(
@@ -84,7 +88,6 @@ class RunCheckpoints:
             )
         self.compare_replicas(iteration)
         self.pulse.at(f"iteration {iteration} (saving)", limited=False)
-        self.saver.wait(log.line)
         log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
         began = time.perf_counter()
         with log.slow("saving the checkpoint"):

@@ -4,6 +4,7 @@ not fit."""
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,14 +231,14 @@ def test_a_kill_while_a_step_is_replaced_leaves_the_one_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_to_end(tiny_run(training=dict(train_iters=1), checkpoint=dict(save=str(tmp_path))))
-    replace_file = files.os.replace
+    replace_file = os.replace
 
     def killed_before_the_new_step_appears(source: Path, target: Path) -> None:
         if source.name.startswith("iter_0000001.tmp"):
             raise OSError("killed")
         replace_file(source, target)
 
-    monkeypatch.setattr(files.os, "replace", killed_before_the_new_step_appears)
+    monkeypatch.setattr(os, "replace", killed_before_the_new_step_appears)
     with pytest.raises(InputError, match="killed"):
         _save_the_same_step_again(tmp_path, seed=2)
     monkeypatch.undo()

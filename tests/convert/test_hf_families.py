@@ -86,7 +86,7 @@ def test_weights_keep_their_dtype_and_their_tokenizer(tmp_path: Path) -> None:
     assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
     assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
     config = json.loads((tmp_path / "again/config.json").read_text())
-    assert (config["torch_dtype"], config["eos_token_id"]) == ("bfloat16", 0)
+    assert (config["torch_dtype"], config["eos_token_id"]) == ("bfloat16", 2)  # as there
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")

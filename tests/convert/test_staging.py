@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.staging import SUFFIX, complete_folder
+from megatron_lite.convert.staging import LOCK, MARK, SUFFIX, complete_folder
 from tests.support.conversions import converted, same_weights, saved_peer, weights_in
 from tests.support.forks import status_of_fork
 
@@ -96,10 +98,78 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
         )
 
     assert status_of_fork(convert) == -signal.SIGKILL
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"ours{SUFFIX}", "theirs"]
-    (tmp_path / f"ours{SUFFIX}" / "odd").write_text("of an older version")
+    left, theirs = sorted(tmp_path.iterdir())
+    assert left.name.startswith(f"ours{SUFFIX}-") and theirs.name == "theirs"
     assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
-    assert not (tmp_path / "ours" / "odd").exists()
     assert converted(tmp_path / "ours", tmp_path / "again", "megatron-lite hf") == 0
     assert same_weights(weights_in(tmp_path / "theirs"), weights_in(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("name", [f"new{SUFFIX}", f"new{SUFFIX}-12345678"])
+@pytest.mark.parametrize("kind", ["link", "folder", "with a lock of its own", "link as lock"])
+def test_what_is_not_ours_stays(kind: str, name: str, tmp_path: Path) -> None:
+    """Whatever lies beside the target under the name of a conversion's folder."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("years of work")
+    beside = tmp_path / "deep" / name
+    beside.parent.mkdir()
+    if kind == "link":
+        (theirs / LOCK).write_bytes(MARK)
+        beside.symlink_to(theirs)
+    else:
+        theirs.rename(beside)
+    if kind == "with a lock of its own":
+        (beside / LOCK).touch()
+    if kind == "link as lock":
+        (tmp_path / "mark").write_bytes(MARK)
+        (beside / LOCK).symlink_to(tmp_path / "mark")
+    with complete_folder(tmp_path / "deep" / "new") as folder:
+        (folder / "file").write_text("text")
+    assert (beside / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in (tmp_path / "deep" / "new").iterdir()] == ["file"]
+
+
+def test_a_left_folder_is_removed_only_while_its_lock_is_free(tmp_path: Path) -> None:
+    left = tmp_path / f"new{SUFFIX}-1"
+    left.mkdir()
+    (left / LOCK).write_bytes(MARK)
+    with (left / LOCK).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with (
+            pytest.raises(InputError, match="another conversion"),
+            complete_folder(tmp_path / "new"),
+        ):
+            pass
+        assert left.exists()
+    with complete_folder(tmp_path / "new"):
+        assert not left.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_a_conversion_in_one_line(
+    number: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It arrives below torch's C++ code, where an exception would be lost."""
+    pytest.importorskip("transformers")
+    saved_peer("llama", tmp_path / "theirs")
+
+    def convert() -> None:
+        from megatron_lite.convert.checked_source import CheckedSource
+
+        read = CheckedSource.read
+
+        def interrupted(self: CheckedSource, name: str) -> Tensor:
+            os.kill(os.getpid(), number)
+            return read(self, name)
+
+        CheckedSource.read = interrupted  # type: ignore[method-assign]
+        converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite")
+
+    capfd.readouterr()
+    assert status_of_fork(convert) == -number
+    error = capfd.readouterr().err
+    assert error.endswith(f"error: stopped by {signal.Signals(number).name}\n")
+    assert len(error.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]

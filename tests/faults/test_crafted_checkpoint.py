@@ -262,8 +262,8 @@ def to_a_pipe(path: Path) -> None:
 
 
 def to_a_file_elsewhere(path: Path) -> None:
-    path.with_suffix(".elsewhere").write_bytes(b"")
-    path.symlink_to(path.with_suffix(".elsewhere"))
+    (path.parent.parent / "elsewhere").write_bytes(b"")
+    path.symlink_to(path.parent.parent / "elsewhere")
 
 
 def to_a_folder(path: Path) -> None:

@@ -74,10 +74,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory, begun: Path) -> dict[str, by
 
 
 def check(folder: Path, begun: Path, messages: list[str], *, rank: int, reason: str) -> None:
-    """Both ranks raised the same, rank 0 in its own name, and the directory is as it was.
+    """Both ranks raised the same, rank 0 in its own name, about the last save, and the directory is
+    as it was.
 
     But for the log file, to which lines are appended."""
-    said = f"--save {folder}: the checkpoint of iteration 4 could not be written by rank {rank}: "
+    said = (
+        f"--save {folder}: the checkpoint of iteration {LAST} could not be written by rank {rank}: "
+    )
     assert messages[0].startswith(f"{InputError.__name__}: {said}") and reason in messages[0]
     assert messages[1] == messages[0].replace(InputError.__name__, PeerError.__name__, 1)
     assert sorted(path.name for path in folder.iterdir()) == sorted(
@@ -158,6 +161,7 @@ def test_a_directory_that_becomes_read_only(
         def close(rank: int) -> None:
             def reached(at: Point) -> None:
                 if at is Point.SNAPSHOT and rank == 0:
+                    points.reached = lambda at: None
                     make_read_only(folder)
 
             points.reached = reached

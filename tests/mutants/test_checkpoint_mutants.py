@@ -117,11 +117,11 @@ def every_step_is_on_the_course(_, self, other, iteration):
 
 
 def links_and_pipes_are_read(patch: Patch) -> None:
-    @replaces("regular_size", manifest)
+    @replaces("input_size", manifest)
     def size(_: Any, path: Path) -> int:
         return path.stat().st_size
 
-    @replaces("open_regular", manifest)
+    @replaces("open_input", manifest)
     def opened(_: Any, path: Path) -> FileIO:
         return path.open("rb", buffering=0)
 

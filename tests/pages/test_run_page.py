@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -590,4 +591,49 @@ def test_the_look_at_a_page_sees_overflow_and_errors_in_the_console(tmp_path: Pa
 def test_an_error_in_a_log_is_found_whatever_the_program_was_called(program: str) -> None:
     facts = LogFacts()
     facts.read([f"{program}: error: the disk is full".encode(), f"{program} is no fault".encode()])
-    assert facts.faults == [(0, "the disk is full")]
+    assert list(facts.faults) == [(0, "the disk is full")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("m.jsonl", '{"iteration": 9, "lm_loss": 1e308, "x": %s}' % ("9" * 400)),
+        ("m.jsonl", '{"iteration": %s, "lm_loss": 1}' % ("9" * 400)),
+        ("m.jsonl", '{"iteration": 9, "lm_loss": -1e308, "y_bytes": 5e-324, "y_predicted": 1e308}'),
+        ("m.jsonl", '{"iteration": 9, "lm_loss": 1, "iteration_ms": 1e308, "grad_norm": 1e308}'),
+        ("m.jsonl.summary.json", '{"a_predicted": %s, "b_predicted": 1e308}' % ("9" * 400)),
+        ("train.log", "[x] iteration 3/ 9 | MFU: 1.2.3 | \n"),
+        ("train.log", "       3/9   1.0  1.2.3% x"),
+        ("train.log", "validation loss at iteration 3 | lm loss value: 1.0E+999 | "),
+        ("skipped_batches.jsonl", '{"iteration": 3, "mean_loss": 1e-320, "lm_loss": 1e308}'),
+    ],
+)
+def test_no_figure_of_a_file_ends_in_a_traceback(tmp_path: Path, name: str, content: str) -> None:
+    write_rows(tmp_path / "m.jsonl", [row(number, lm_loss=1e308) for number in range(1, 99)])
+    with (tmp_path / name).open("a") as file:
+        file.write(content + "\n")
+    assert report.main([str(tmp_path)]) == 0
+
+
+def test_many_exits_restarts_and_starts_take_linear_time(tmp_path: Path) -> None:
+    """A quadratic reader takes minutes."""
+    write_rows(tmp_path / "m.jsonl", [row(number) for number in range(1, 9)])
+    count = 20_000
+    lines = [f"exiting at iteration {at}: reason {at}" for at in range(count)]
+    lines += [f"[x] iteration {at:8}/ {count} | MFU: 12.3% | " for at in range(count, 0, -1)]
+    lines += [f"loaded the checkpoint of iteration {count} from x"] * count
+    (tmp_path / "train.log").write_text("\n".join(lines))
+    file = ScalarFile(str(tmp_path / "tensorboard"), purge_step=1)
+    for step in range(count):
+        file.add_scalar("MFU", 1.0, step)
+    file.close()
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    first = path.read_bytes()
+    begins = ScalarFile(str(tmp_path / "starts"), purge_step=count)
+    begins.close()
+    (start,) = (tmp_path / "starts").iterdir()
+    path.write_bytes(first + start.read_bytes() * count)
+    megabytes = sum(one.stat().st_size for one in tmp_path.rglob("*")) / 1e6
+    began = time.process_time()
+    assert report.main([str(tmp_path)]) == 0
+    assert time.process_time() - began < 5.0 + megabytes

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_lite.config import alternatives, checks, hf_file
 from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.command_line import flag_of
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.json_text import LARGEST_TEXT
 from megatron_lite.config.known_models import preset
 from megatron_lite.config.run import RunConfig
@@ -219,9 +220,9 @@ def _values_of_file(path: str) -> dict[str, dict[str, Any]]:
     A derived value becomes None if it equals the value that would be derived anyway.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(LARGEST_TEXT + 1)
-        config = RunConfig.from_json(text)
+        config = RunConfig.from_json(read_input_text(path, LARGEST_TEXT))
+    except checks.InputError as error:  # which names the file
+        raise ValueError(f"--config-json {error}") from error
     except OSError as error:
         raise ValueError(f"--config-json {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:

@@ -138,14 +138,21 @@ def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, tuple[str,
     )
 
 
-def progress_of(value: Mapping[str, Any], args: Mapping[str, Any]) -> Progress:
-    """Returns how far the run had come; zero where the checkpoint does not say."""
-    iteration, samples = value.get("iteration"), args.get("consumed_train_samples")
-    known = type(iteration) is int and 0 <= iteration <= MOST_ITERATIONS
-    return Progress(
-        iteration=iteration if known else 0,  # type: ignore[arg-type]
-        consumed_samples=samples if type(samples) is int and 0 <= samples <= MOST_SAMPLES else 0,
-    )
+def progress_of(value: Mapping[str, Any], args: Mapping[str, Any], where: str) -> Progress:
+    """Returns how far the run had come; zero where the checkpoint does not say.
+
+    Raises InputError for numbers that no run reaches.
+    """
+    found = {"iteration": (value, MOST_ITERATIONS), "consumed_train_samples": (args, MOST_SAMPLES)}
+    numbers = []
+    for name, (values, most) in found.items():
+        number = 0 if values.get(name) is None else values[name]
+        if type(number) is not int or not 0 <= number <= most:
+            raise InputError(
+                f"{where}: its {name} must be a whole number from 0 to {most} (got {_text(number)})"
+            )
+        numbers.append(number)
+    return Progress(iteration=numbers[0], consumed_samples=numbers[1])
 
 
 def size_of(args: Mapping[str, Any], *names: str) -> int | None:
@@ -170,12 +177,11 @@ def _plain(name: str, value: Any, where: str) -> Any:
         value = tuple(value)
         if all(type(one) in (int, bool) for one in value):
             return tuple(int(one) for one in value)
-    elif name == "rotary_base" and type(value) is float and value.is_integer():
-        return int(value)
-    elif type(value) in (bool, float, str) or (
-        type(value) is int
-        and abs(value) <= (MOST_LAYERS if name == "num_layers" else MOST_ELEMENTS)
-    ):
+    if name == "rotary_base" and type(value) is float and value.is_integer():
+        value = int(value)
+    most = MOST_LAYERS if name == "num_layers" else MOST_ELEMENTS
+    # NaN and infinity are not at most a size either.
+    if type(value) in (bool, str) or (type(value) in (int, float) and abs(value) <= most):
         return value
     raise InputError(f"{where}: {name} of its args has a value of no model ({_text(value)})")
 

@@ -8,8 +8,12 @@ iter_0000040/.metadata        a pickle: the shape of each tensor, its chunks, an
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +22,11 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.layout import MOST_DIMS, MOST_ELEMENTS
 from megatron_lite.checkpointing.other_systems import DIST_METADATA
-from megatron_lite.checkpointing.step_files import read_bounded
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import input_size, read_input
 from megatron_lite.convert.megatron.pickles import (
     INERT,
+    LONGEST_NAME,
     MOST_BYTES,
     Inert,
     Name,
@@ -51,12 +56,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class DistTensor:
-    """One tensor of the checkpoint, in chunks."""
+    """One tensor of the checkpoint, in chunks. The chunks are in the order of their first rows."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
+    _opened: dict[int, StoredTensor] = field(default_factory=dict)  # by the id of a chunk
 
     def read(self, index: int | None = None) -> Tensor:
         """Returns the tensor, or its part at an index of the first dim.
@@ -72,7 +78,7 @@ class DistTensor:
             return only if index is None else only[0]
         whole = torch.empty((last - first, *self.shape[1:]) if self.shape else (), dtype=self.dtype)
         covered = 0
-        for chunk in self.chunks:
+        for chunk in self._near(first, last):
             start, stop = first, last
             if self.shape:
                 start = max(first, chunk.offsets[0])
@@ -95,13 +101,34 @@ class DistTensor:
             )
         return whole if index is None else whole[0]
 
+    def _near(self, first: int, last: int) -> tuple[Chunk, ...]:
+        """Returns the chunks that may hold rows [first, last)."""
+        if not self.shape:
+            return self.chunks
+        start, stop = (
+            bisect_left(self.chunks, row, key=lambda chunk: chunk.offsets[0])
+            for row in (first - self._longest + 1, last)
+        )
+        return self.chunks[start:stop]
+
+    @cached_property
+    def _longest(self) -> int:
+        return max((chunk.sizes[0] for chunk in self.chunks), default=0)
+
     def _saved(self, chunk: Chunk) -> StoredTensor:
+        if id(chunk) in self._opened:
+            return self._opened[id(chunk)]
         value = TorchFile(chunk.window).value
-        if not isinstance(value, StoredTensor) or value.shape != chunk.sizes:
+        if (
+            not isinstance(value, StoredTensor)
+            or value.shape != chunk.sizes
+            or value.dtype != self.dtype
+        ):
             raise InputError(
                 f"{chunk.window}: must hold a chunk {chunk.sizes} of {self.name}: the checkpoint "
                 "is damaged"
             )
+        self._opened[id(chunk)] = value
         return value
 
 
@@ -128,7 +155,7 @@ def tensors_of(folder: Path) -> dict[str, DistTensor]:
             f"{folder}: holds no {DIST_METADATA}: it is no torch_dist checkpoint{hint}"
         )
     value = read_pickle(
-        read_bounded(path, MOST_BYTES),
+        read_input(path, MOST_BYTES),
         str(path),
         calls=CALLS,
         inert=Inert(INERT.modules, INERT.names | NAMES),
@@ -136,6 +163,7 @@ def tensors_of(folder: Path) -> dict[str, DistTensor]:
     try:
         tensors, places = (_fields(value)[name] for name in ("state_dict_metadata", "storage_data"))
         where = {_index(key): _window(folder, place) for key, place in places.items()}
+        _check_lengths(list(where.values()))
         return {
             name: _tensor(name, found, where)
             for name, found in tensors.items()
@@ -148,7 +176,14 @@ def tensors_of(folder: Path) -> dict[str, DistTensor]:
         ) from error
 
 
-Index = tuple[str, tuple[int, ...] | None]
+def _check_lengths(windows: list[Window]) -> None:
+    """Raises ValueError if chunks share bytes: a small file could then hold very many chunks."""
+    lengths: Counter[Path] = Counter()
+    for window in windows:
+        lengths[window.path] += window.length or 0
+    for path, length in lengths.items():
+        if length > input_size(path):
+            raise ValueError(f"the chunks in {path.name} have {length} bytes, more than the file")
 
 
 def _kind(value: Any) -> str:
@@ -163,11 +198,18 @@ def _fields(value: Any) -> dict[Any, Any]:
     return value.fields
 
 
-def _index(key: Any) -> Index:
-    """Returns the name of a tensor and the offsets of a chunk."""
+def _index(key: Any) -> str:
+    """Returns the name of a tensor and the offsets of a chunk, as a text: a file can choose tuples
+    of numbers whose hashes collide."""
     found = _fields(key)
-    offsets = found.get("offset")
-    return found["fqn"], None if offsets is None else _sizes(offsets)
+    offsets, name = found.get("offset"), found["fqn"]
+    if type(name) is not str or len(name) > LONGEST_NAME:
+        raise ValueError("a tensor has no name")
+    return _place(name, None if offsets is None else _sizes(offsets))
+
+
+def _place(name: str, offsets: tuple[int, ...] | None) -> str:
+    return f"{offsets} of {name}"
 
 
 def _window(folder: Path, place: Any) -> Window:
@@ -183,7 +225,7 @@ def _window(folder: Path, place: Any) -> Window:
     return Window(folder / name, start, length)
 
 
-def _tensor(name: Any, value: Any, where: Mapping[Index, Window]) -> DistTensor:
+def _tensor(name: Any, value: Any, where: Mapping[str, Window]) -> DistTensor:
     found = _fields(value)
     shape = _sizes(found["size"])
     dtype = DTYPE_NAMES.get(_dtype_name(found["properties"]))
@@ -197,11 +239,14 @@ def _tensor(name: Any, value: Any, where: Mapping[Index, Window]) -> DistTensor:
             offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
         ):
             raise ValueError(f"a chunk of {name} lies outside of the tensor")
-        window = where.get((name, offsets))
-        if window is None:
+        window = where.get(_place(name, offsets))
+        if window is None or math.prod(sizes) * dtype.itemsize > (window.length or 0):
             raise ValueError(f"a chunk of {name} is in no file")
         chunks.append(Chunk(offsets, sizes, window))
-    return DistTensor(name, shape, dtype, tuple(chunks))
+    covered, numel = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(shape)
+    if covered != numel:
+        raise ValueError(f"the chunks of {name} hold {covered} of its {numel} numbers")
+    return DistTensor(name, shape, dtype, tuple(sorted(chunks, key=lambda one: one.offsets[:1])))
 
 
 def _dtype_name(properties: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron_lite.convert.megatron.legacy_source import WORDS
 from megatron_lite.convert.megatron.legacy_states import WEIGHTS_ONLY
 from megatron_lite.convert.megatron.parameter_names import OUTPUT, layer_name, our_name
 from megatron_lite.convert.megatron.torch_file import StoredTensor
-from megatron_lite.convert.parameters import parameter_specs
+from megatron_lite.convert.parameters import check_layers, parameter_specs
 from megatron_lite.convert.weight_formats import Described
 
 # The names of optimizer states in the checkpoint, by their names here.
@@ -58,6 +59,9 @@ class DistSource:
         common = common_values(folder)
         args = arguments_of(common, where)
         model = model_of(args, where)
+        # Layers may be stacked in one tensor, but each has at least one number.
+        numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        check_layers(model.num_layers, numbers, where)
         self._places, self._states = _places(tensors, model.num_layers, where)
         if not model.untie_embeddings_and_output_weights:
             self._places.pop(OUTPUT, None)
@@ -74,7 +78,7 @@ class DistSource:
         self.described = Described(
             model=model,
             true_vocab_size=vocab_size,
-            progress=progress_of(common, args),
+            progress=progress_of(common, args, where),
             state_keys=keys,
             num_updates=num_updates,
             num_bytes=self._num_bytes(keys),

@@ -7,6 +7,8 @@ DIR/iter_0000040/mp_rank_00/model_optim_rng.pt     without pipeline parallelism
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing.other_systems import DIST_METADATA
-from megatron_lite.checkpointing.step_files import LATEST, read_bounded
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import read_input
 from megatron_lite.convert.megatron.checkpoint_args import arguments_of, size_of
 from megatron_lite.convert.megatron.torch_file import TorchFile, Window
 
@@ -66,13 +69,15 @@ class LegacyFiles:
         # Without the sizes in the arguments, the names of the folders show them.
         tp_size = tp_size or 1 + max(tp for tp, _ in found)
         pp_size = pp_size or 1 + max(pp for _, pp in found)
-        wanted = {(tp, pp) for pp in range(pp_size) for tp in range(tp_size)}
-        missing = sorted(wanted - set(found), key=lambda ranks: ranks[::-1])
-        if missing:
+        # The sizes may name more ranks than there are folders on earth: one too many is enough.
+        every = ((tp, pp) for pp in range(pp_size) for tp in range(tp_size))
+        wanted = list(itertools.islice(every, len(found) + 1))
+        missing = next((ranks for ranks in wanted if ranks not in found), None)
+        if missing is not None:
             raise InputError(
-                f"{folder}: was saved by TP {tp_size} x PP {pp_size} ranks, and the files of "
-                f"{len(missing)} are missing, first that of TP rank {missing[0][0]}, pipeline "
-                f"rank {missing[0][1]}: copy all mp_rank_* folders"
+                f"{folder}: was saved by TP {tp_size} x PP {pp_size} ranks, and files are missing, "
+                f"first that of TP rank {missing[0]}, pipeline rank {missing[1]}: copy all "
+                "mp_rank_* folders"
             )
         return cls(
             folder=folder,
@@ -116,7 +121,7 @@ def iteration_folder(path: Path) -> Path:
     pointer = path / LATEST
     if not pointer.exists():
         return path
-    text = read_bounded(pointer, 32).decode(errors="replace").strip()
+    text = read_input(pointer, 32).decode(errors="replace").strip()
     if not re.fullmatch(r"\d{1,9}|release", text):
         raise InputError(f"{pointer}: expected an iteration number or `release`, found {text!r}")
     folder = path / (text if text == "release" else f"iter_{int(text):07d}")
@@ -135,7 +140,7 @@ def _rank_folders(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _model_file(folder: Path) -> Path | None:
-    return next((folder / name for name in MODEL_FILES if (folder / name).exists()), None)
+    return next((folder / name for name in MODEL_FILES if os.path.lexists(folder / name)), None)
 
 
 def _value(path: Path | None, where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from megatron_lite.convert.megatron.legacy_files import LegacyFiles
 from megatron_lite.convert.megatron.legacy_states import States, read_states
 from megatron_lite.convert.megatron.parameter_names import OUTPUT, flat, our_name
 from megatron_lite.convert.megatron.torch_file import StoredTensor
-from megatron_lite.convert.parameters import parameter_specs
+from megatron_lite.convert.parameters import check_layers, parameter_specs
 from megatron_lite.convert.weight_formats import Described
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 
@@ -51,6 +51,7 @@ class LegacySource:
             self._add(stage)
         if not model.untie_embeddings_and_output_weights:
             self._parts.pop(OUTPUT, None)  # the last stage's copy of the embedding
+        check_layers(model.num_layers, len(self._parts), where)
         padded = self._padded()
         vocab_size, notes = vocabulary_of(files.args, padded)
         self._specs = _specs(model, vocab_size, padded, files.tp_size, where)
@@ -61,7 +62,7 @@ class LegacySource:
         self.described = Described(
             model=model,
             true_vocab_size=vocab_size,
-            progress=progress_of(files.values[0, 0], files.args),
+            progress=progress_of(files.values[0, 0], files.args, where),
             state_keys=states.keys,
             num_updates=states.num_updates,
             num_bytes=self._num_bytes(states.keys),
@@ -156,6 +157,7 @@ def _stages(files: LegacyFiles, model: ModelConfig) -> list[list[StagePart]]:
     """Returns the stages in the order of the model, each with the part of every TP rank."""
     first_layer = 0
     found = []
+    seen: set[int] = set()
     chunks = {ranks: files.chunks(ranks) for ranks in files.values}
     count = len(chunks[0, 0])
     if any(len(one) != count for one in chunks.values()):
@@ -165,7 +167,7 @@ def _stages(files: LegacyFiles, model: ModelConfig) -> list[list[StagePart]]:
             stage, layers = [], 0
             for tp_rank in range(files.tp_size):
                 ranks = (tp_rank, pp_rank)
-                tensors, own = _tensors(files, chunks[ranks][chunk], ranks, first_layer)
+                tensors, own = _tensors(files, chunks[ranks][chunk], ranks, first_layer, seen)
                 layers = max(layers, own)
                 stage.append(StagePart(ranks, chunk, tensors))
             found.append(stage)
@@ -179,7 +181,7 @@ def _stages(files: LegacyFiles, model: ModelConfig) -> list[list[StagePart]]:
 
 
 def _tensors(
-    files: LegacyFiles, chunk: Any, ranks: tuple[int, int], first_layer: int
+    files: LegacyFiles, chunk: Any, ranks: tuple[int, int], first_layer: int, seen: set[int]
 ) -> tuple[dict[str, StoredTensor], int]:
     """Returns the tensors of a model chunk by their names in the whole model, and its layers."""
     where = f"{files.folder}: TP rank {ranks[0]}, pipeline rank {ranks[1]}"
@@ -187,7 +189,7 @@ def _tensors(
         raise InputError(f"{where}: its model is no state dict")
     tensors, layers = {}, 0
     try:
-        named = flat(chunk)
+        named = flat(chunk, seen)
     except ValueError as error:
         raise InputError(f"{where}: {error}") from error
     for key, value in named.items():

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-MOST_DEPTH, MOST_NAMES = 8, 2**22
+MOST_DEPTH, LONGEST_NAME = 8, 1000
 LAYERS = "decoder.layers."
 LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 # Tensors without weights. TE keeps its FP8 scales as `_extra_state`, old releases their tables of
@@ -87,21 +87,30 @@ def stacked_name(name: str) -> tuple[str, int | None]:
     return (name, None) if found is None else (LAYERS + found[2], int(found[1]))
 
 
-def flat(values: Mapping[Any, Any]) -> dict[str, Any]:
+def flat(values: Mapping[Any, Any], seen: set[int]) -> dict[str, Any]:
     """Returns the values of nested dicts under their keys, joined with points.
 
-    Raises ValueError on more levels or values than any model has: a dict may contain itself.
+    seen: the ids of all dicts that were read before, to which it adds its own.
+    Raises ValueError on more levels or longer names than any model has, and for a dict that is
+    read twice: a small file can hold one dict at very many places.
     """
     found: dict[str, Any] = {}
-    _flatten(values, "", 0, found)
+    _flatten(values, "", 0, found, seen)
     return found
 
 
-def _flatten(values: Mapping[Any, Any], prefix: str, depth: int, found: dict[str, Any]) -> None:
-    if depth > MOST_DEPTH or len(found) > MOST_NAMES:
-        raise ValueError(f"a state dict has more than {MOST_DEPTH} levels or {MOST_NAMES} names")
+def _flatten(
+    values: Mapping[Any, Any], prefix: str, depth: int, found: dict[str, Any], seen: set[int]
+) -> None:
+    if depth > MOST_DEPTH or len(prefix) > LONGEST_NAME:
+        raise ValueError(
+            f"a state dict has more than {MOST_DEPTH} levels or names of {LONGEST_NAME} characters"
+        )
+    if values and id(values) in seen:
+        raise ValueError("a state dict is at two places")
+    seen.add(id(values))
     for key, value in values.items():
         if isinstance(value, dict):
-            _flatten(value, f"{prefix}{key}.", depth + 1, found)
+            _flatten(value, f"{prefix}{str(key)[:LONGEST_NAME]}.", depth + 1, found, seen)
         elif isinstance(key, str):
-            found[f"{prefix}{key}"] = value
+            found[f"{prefix}{key[:LONGEST_NAME]}"] = value

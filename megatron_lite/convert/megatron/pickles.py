@@ -9,6 +9,7 @@ tensor. Any name outside the tables is refused, so that a file of another kind f
 
 from __future__ import annotations
 
+import gc
 import pickletools
 import struct
 from collections.abc import Callable, Mapping
@@ -19,7 +20,9 @@ from megatron_lite.config.checks import InputError
 
 MOST_BYTES = 2**28  # of one pickle; tensors are stored outside of it
 MOST_OPCODES = 2 * 10**7  # each makes one small object at most
-MOST_KEY_PARTS = 16
+MOST_KEY_PARTS = MOST_ARGUMENTS = 16
+SMALL_KEY, LARGEST_KEY = 2**20, 2**63  # optimizer states are numbered from 0
+LONGEST_NAME = 512
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,9 @@ def read_pickle(
     """
     if len(data) > MOST_BYTES:
         raise InputError(f"{where}: its pickle is longer than {MOST_BYTES} bytes: it is not read")
+    # Without this the garbage collector visits all new objects again and again: twice the time.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         return _Machine(where, calls, inert, persistent_load).run(data)
     except InputError:
@@ -109,6 +115,9 @@ def read_pickle(
             f"{where}: its pickle cannot be read ({type(error).__name__}: {error}): the file is "
             "damaged or of another kind"
         ) from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 _MARK = object()
@@ -172,6 +181,8 @@ class _Machine:
     # memo
 
     def _op_put(self, index: int) -> None:
+        if index > MOST_OPCODES:
+            raise ValueError("it remembers more than it has operations")
         self._memo[index] = self._top()
 
     _op_binput = _op_long_binput = _op_put
@@ -277,6 +288,8 @@ class _Machine:
         self._stack.append(self._persistent_load(found))
 
     def _name(self, module: str, name: str) -> None:
+        if len(module) + len(name) > LONGEST_NAME:
+            raise ValueError("it asks for a name that no class has")
         full = f"{module}.{name}"
         inert = full in self._inert.names or any(
             module == one or module.startswith(f"{one}.") for one in self._inert.modules
@@ -293,6 +306,8 @@ class _Machine:
     def _called(self, function: Any, arguments: Any) -> Any:
         if type(function) is not Name or type(arguments) is not tuple:
             raise ValueError("it calls what is no name")
+        if len(arguments) > MOST_ARGUMENTS:
+            raise ValueError(f"it calls a name with {len(arguments)} arguments")
         call = self._calls.get(function.text)
         return PickledObject(function.text, arguments) if call is None else call(*arguments)
 
@@ -336,11 +351,21 @@ class _Machine:
 
 
 def _key(value: Any) -> Any:
-    """Returns a value that may be a key. The hash of a deeply nested tuple may take for ever."""
-    parts = value if type(value) is tuple and len(value) <= MOST_KEY_PARTS else (value,)
-    if any(
-        type(part) not in (str, bytes, int, float, bool, type(None), Name, PickledObject)
-        for part in parts
-    ):
-        raise ValueError(f"a {type(value).__name__} is used as a key")
-    return value
+    """Returns a value that may be a key.
+
+    A file can choose large numbers, and tuples of numbers, whose hashes collide: a dict of them
+    takes quadratic time. So these keys become texts, whose hash no file can foresee. The hash of a
+    deeply nested tuple may take for ever, and such a key is refused.
+    """
+    if type(value) is tuple and len(value) <= MOST_KEY_PARTS:
+        return tuple(_scalar_key(part, small=0) for part in value)
+    return _scalar_key(value, small=SMALL_KEY)
+
+
+def _scalar_key(value: Any, *, small: int) -> Any:
+    kind = type(value)
+    if kind in (str, bytes, bool, type(None), Name, PickledObject):
+        return value
+    if kind is float or (kind is int and abs(value) < LARGEST_KEY):
+        return value if kind is int and abs(value) < small else str(value)
+    raise ValueError(f"a {kind.__name__} is used as a key")

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.layout import MOST_DIMS, MOST_ELEMENTS
-from megatron_lite.checkpointing.step_files import open_regular
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import crafted, open_input
 from megatron_lite.convert.megatron.pickles import (
     INERT,
+    LONGEST_NAME,
     MOST_BYTES,
     Inert,
     Name,
@@ -133,31 +134,18 @@ class TorchFile:
     def __init__(self, window: Window) -> None:
         self._window = window
         self._members: dict[str, zipfile.ZipInfo] = {}
-        try:
-            with self._open() as file:
-                self._check_start(file)
-                self.value = self._read_value(file)
-        except InputError:
-            raise
-        except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError, KeyError) as error:
-            raise InputError(
-                f"{window}: cannot be read ({error}): the file is incomplete or damaged"
-            ) from error
+        with crafted(str(window)), self._open() as file:
+            self._check_start(file)
+            self.value = self._read_value(file)
 
     def read_storage(self, storage: _Storage, offset: int, numel: int) -> Tensor:
         """Returns elements [offset, offset + numel) of a storage as a flat tensor."""
         size = storage.dtype.itemsize
         buffer = bytearray(numel * size)
-        try:
-            with self._open() as file:
-                file.seek(self._data_start(file, self._members[storage.name]) + offset * size)
-                if file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
-                    raise OSError("it ends too early")
-        except (OSError, struct.error) as error:
-            raise InputError(
-                f"{self._window}: {storage.name} cannot be read ({error}): the file is incomplete "
-                "or damaged"
-            ) from error
+        with crafted(f"{self._window}: {storage.name}"), self._open() as file:
+            file.seek(self._data_start(file, self._members[storage.name]) + offset * size)
+            if file.readinto(buffer) != len(buffer):  # type: ignore[attr-defined]
+                raise ValueError("it ends too early")
         return (
             torch.frombuffer(buffer, dtype=storage.dtype)
             if numel
@@ -173,7 +161,7 @@ class TorchFile:
             file.write(flat.view(torch.uint8).numpy().data)
 
     def _open(self) -> BinaryIO:
-        raw = open_regular(self._window.path)
+        raw = open_input(self._window.path)
         return io.BufferedReader(_FilePart(raw, self._window.start, self._window.length))
 
     def _check_start(self, file: BinaryIO) -> None:
@@ -217,18 +205,19 @@ class TorchFile:
 
     def _data_start(self, file: BinaryIO, member: zipfile.ZipInfo) -> int:
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-            raise OSError(f"{member.filename} is compressed or encrypted")
+            raise ValueError(f"{member.filename} is compressed or encrypted")
         file.seek(member.header_offset)
         signature, name_length, extra_length = LOCAL_HEADER.unpack(file.read(LOCAL_HEADER.size))
         if signature != b"PK\x03\x04":
-            raise OSError(f"{member.filename} is not where the archive says")
+            raise ValueError(f"{member.filename} is not where the archive says")
         # The extra field here may be longer than the one in the archive's directory: torch fills it
         # up so that the data are aligned.
         return member.header_offset + LOCAL_HEADER.size + name_length + extra_length
 
     def _storage(self, folder: str, found: Any) -> _Storage:
         kind, storage_type, key, _, numel = found
-        if type(key) is not str:  # the text of a nested list could be endless
+        # the text of a nested list could be endless
+        if type(key) is not str or len(key) > LONGEST_NAME:
             raise ValueError("the name of a storage is no text")
         dtype = STORAGES.get(storage_type.text)
         name = f"{folder}data/{key}"
@@ -247,13 +236,13 @@ class TorchFile:
         stride: tuple[int, ...],
         *_: Any,
     ) -> StoredTensor:
+        if len(shape) > MOST_DIMS or len(shape) != len(stride):
+            raise ValueError(f"a tensor has {len(shape)} dims and {len(stride)} strides")
         numbers = (offset, *shape, *stride)
         if not isinstance(storage, _Storage) or any(
             type(one) is not int or not 0 <= one < MOST_ELEMENTS for one in numbers
         ):
             raise ValueError("a tensor has no storage, or sizes that are no numbers")
-        if len(shape) > MOST_DIMS or len(shape) != len(stride):
-            raise ValueError(f"a tensor has {len(shape)} dims and {len(stride)} strides")
         numel, last = 1, offset
         for size, step in zip(shape, stride, strict=True):
             numel, last = numel * size, last + max(0, size - 1) * step
@@ -281,7 +270,7 @@ class _FilePart(io.RawIOBase):
         self._length = size - start if length is None else length
         if start < 0 or self._length < 0 or start + self._length > size:
             raw.close()
-            raise OSError(f"it has {size} bytes, and {start + self._length} are needed")
+            raise ValueError(f"it has {size} bytes, and {start + self._length} are needed")
         self._position = 0
 
     def readable(self) -> bool:
@@ -320,7 +309,9 @@ def _ordered(items: Any = ()) -> dict[Any, Any]:
 
 
 def _size(sizes: Any) -> tuple[int, ...]:
-    if type(sizes) not in (list, tuple) or any(type(size) is not int for size in sizes):
+    if type(sizes) not in (list, tuple) or len(sizes) > MOST_DIMS:
+        raise ValueError(f"a torch.Size has more than {MOST_DIMS} dims")
+    if any(type(size) is not int for size in sizes):
         raise ValueError("a torch.Size is no list of numbers")
     return tuple(sizes)
 

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import read_up_to, written_beside
+from megatron_lite.config.input_file import read_input
+from megatron_lite.data.durable_files import written_beside
 
 FORMAT, VERSION = "megatron_lite memory timeline", 1
 PHASES = FORWARD, REPLAY, BACKWARD = "forward", "replay", "backward"
@@ -130,12 +131,7 @@ def read_timeline(path: str) -> Timeline:
     OSError: the file cannot be read.
     InputError: the file is not of this format; the error names the fault.
     """
-    with open(path, "rb") as file:
-        text = read_up_to(file, MAX_FILE_BYTES)
-    if text is None:
-        raise InputError(
-            f"{path}: larger than {MAX_FILE_BYTES // 2**20} MiB, so not a memory timeline"
-        )
+    text = read_input(path, MAX_FILE_BYTES)
     try:
         document = json.loads(text)
     # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError. Deep nesting raises

@@ -209,6 +209,8 @@ def test_python_s_own_pickles_of_plain_values_are_read_alike() -> None:
             plain[("a", 1)] = expected["a", 1] = [{}, [], ()]
         else:
             expected = {**value, "shape": (2, 3)}
+        # A number in a key becomes a text, whose hash no file can foresee.
+        expected["a", "1"] = expected.pop(("a", 1))
         assert read_pickle(pickle.dumps(plain, protocol=protocol), "f", calls=CALLS) == expected
 
 

@@ -1,0 +1,150 @@
+"""Every tool, with each file that it opens replaced by a pipe, a device or a link out of its
+folder: one clear error, status 2, and no wait. What a tool opens is found by recording, so that no
+new file is forgotten."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from megatron_lite.tools import (
+    convert,
+    generate,
+    plan,
+    plot_memory,
+    preprocess_data,
+    report,
+    train_tokenizer,
+    translate_recompute,
+)
+from tests.support.conversions import converted, save_tokenizer, saved_peer
+from tests.support.opens import opened_below
+from tests.support.runs import run_to_end, tiny_run, with_checkpoint
+
+Main = Callable[[Sequence[str]], int]
+
+
+class Tool(NamedTuple):
+    """A command. prepare: makes its files in a folder. words: with {} for that folder."""
+
+    main: Main
+    prepare: Callable[[Path], object]
+    words: str
+
+
+def hf_model(folder: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+    saved_peer("llama", folder / "in")
+    save_tokenizer(folder / "in")
+    (folder / "in" / "merges.txt").write_text("#version: 0.2\na b\n")
+
+
+def converted_to(target: str) -> Callable[[Path], None]:
+    def prepare(folder: Path) -> None:
+        hf_model(folder)
+        assert converted(folder / "in", folder / "mid", f"hf {target}") == 0
+        shutil.rmtree(folder / "in")
+
+    return prepare
+
+
+def run(folder: Path) -> None:
+    config = tiny_run(training=dict(train_iters=2, eval_iters=0), metrics=folder / "in" / "m.jsonl")
+    (folder / "in").mkdir()
+    run_to_end(with_checkpoint(config, save=str(folder / "in" / "steps"), save_interval=1))
+
+
+def lines(folder: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (folder / "in.jsonl").write_text('{"text": "to be or not to be"}\n')
+    save_tokenizer(folder)
+
+
+def config(folder: Path) -> None:
+    (folder / "ds.json").write_text(json.dumps({"activation_checkpointing": {"cpu_offload": True}}))
+    (folder / "run.json").write_text(tiny_run().to_json())
+    (folder / "timeline.json").write_text("{}")
+
+
+CONVERT = "--load {0}/%s --save {0}/out --from %s --to %s"
+PREPROCESS = "--input {0}/in.jsonl --output-prefix {0}/out --tokenizer-type HuggingFaceTokenizer"
+TOOLS = {
+    "convert hf": Tool(convert.main, hf_model, CONVERT % ("in", "hf", "megatron-lite")),
+    "convert native": Tool(
+        convert.main, converted_to("megatron-lite"), CONVERT % ("mid", "megatron-lite", "hf")
+    ),
+    "convert megatron": Tool(
+        convert.main, converted_to("megatron"), CONVERT % ("mid", "megatron", "hf")
+    ),
+    "convert megatron-dist": Tool(
+        convert.main, converted_to("megatron-dist"), CONVERT % ("mid", "megatron-dist", "hf")
+    ),
+    "report": Tool(report.main, run, "{0}/in --output {0}/out.html"),
+    "generate": Tool(
+        generate.main, converted_to("megatron-lite"), "--load {}/mid --prompt to --max-new-tokens 1"
+    ),
+    "preprocess": Tool(
+        preprocess_data.main, lines, PREPROCESS + " --tokenizer-model {0}/tokenizer.json"
+    ),
+    "train_tokenizer": Tool(
+        train_tokenizer.main, lines, "--input {0}/in.jsonl --output {0}/out --vocab-size 260"
+    ),
+    "plan": Tool(plan.main, config, "--config-json {}/run.json --gpus 1 --gpu cpu"),
+    "translate": Tool(translate_recompute.main, config, "--from deepspeed --json {}/ds.json"),
+    "plot": Tool(plot_memory.main, config, "{0}/timeline.json --output {0}/out.svg"),
+}
+
+
+def pipe(path: Path, outside: Path) -> None:
+    os.mkfifo(path)
+
+
+def device(path: Path, outside: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def link(path: Path, outside: Path) -> None:
+    path.symlink_to(outside)
+
+
+def status(tool: Tool, folder: Path) -> int:
+    for name in ("out", "out.html", "out.svg"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    try:
+        return tool.main(tool.words.format(folder).split())
+    except SystemExit as stopped:
+        assert isinstance(stopped.code, int)
+        return stopped.code
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_file_that_is_no_file_of_its_folder_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool, folder = TOOLS[name], tmp_path / "work"
+    folder.mkdir()
+    tool.prepare(folder)
+    before = {path for path in folder.rglob("*") if path.is_file()}
+    with opened_below(folder) as opened:
+        status(tool, folder)
+    files = sorted(before & opened)
+    assert files
+    for path in files:
+        kept = path.rename(tmp_path / "kept")
+        for replace in (pipe, device, link):
+            replace(path, kept)
+            capsys.readouterr()
+            case = f"{name}: {path.relative_to(folder)} as a {replace.__name__}"
+            assert status(tool, folder) == 2, case
+            error = capsys.readouterr().err
+            assert "error: " in error and "Traceback" not in error, (case, error)
+            assert len(error) < 1024 * 2 and not (folder / "out").exists(), case
+            path.unlink()
+        kept.rename(path)

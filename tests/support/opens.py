@@ -1,0 +1,39 @@
+"""Records the files that Python opens to read below a folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_recording: list[tuple[str, set[Path]]] = []
+
+
+def _hook(event: str, arguments: tuple[object, ...]) -> None:
+    if event != "open" or not _recording:
+        return
+    path, _, flags = arguments
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(flags, int):
+        return
+    absolute = os.path.abspath(path)
+    if flags & (os.O_WRONLY | os.O_CREAT | os.O_DIRECTORY):
+        return
+    for root, found in _recording:
+        if absolute.startswith(root + os.sep) and os.path.isfile(absolute):
+            found.add(Path(absolute))
+
+
+sys.addaudithook(_hook)  # a hook stays for ever, so there is one for all tests
+
+
+@contextmanager
+def opened_below(root: Path) -> Iterator[set[Path]]:
+    """Yields the set of regular files below `root` that are opened to read during the block."""
+    entry: tuple[str, set[Path]] = (str(root), set())
+    _recording.append(entry)
+    try:
+        yield entry[1]
+    finally:
+        _recording.remove(entry)
