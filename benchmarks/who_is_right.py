@@ -44,10 +44,11 @@ from tests.support.foreign_wrapped import (
     train_compiled,
     train_in_ddp,
 )
+from tests.support.odd_state import CONTEXTS, STATES
 from tests.support.ranks import run_ranks
 
 BEGIN, END = "<!-- tables of benchmarks/who_is_right.py -->", "<!-- end of the tables -->"
-MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN}
+MODELS: dict[str, Foreign] = {**FAMILIES, **VARIANTS, **LAYERS, **UNSEEN, **STATES, **CONTEXTS}
 ROUNDING = 1e-3  # relative; a gradient further off is wrong
 BF16_ROUNDING = 2.0**-5  # under autocast
 WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
@@ -246,6 +247,11 @@ TABLES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
     ),
     "Layers of plain torch": ("a layer returns, holds, takes or does", lambda: _trained([*LAYERS])),
     "What other engines do not see": ("a layer draws or counts with", lambda: _trained([*UNSEEN])),
+    "State that a replay must restore or refuse": ("a layer has", lambda: _trained([*STATES])),
+    "What surrounds the forward, and not backward": (
+        "the caller sets",
+        lambda: _trained([*CONTEXTS]),
+    ),
     f"Ways to train ({WAYS_OF} unless said)": ("way", _ways),
 }
 

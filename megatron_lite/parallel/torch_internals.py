@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch.autograd import forward_ad
 
 from megatron_lite.config.checks import InputError
 
@@ -158,6 +159,8 @@ address_of = attribute("torch.UntypedStorage._cdata", f"{_RECOMPUTE} and {_METER
 write_count_of = attribute("torch.Tensor._version", _RECOMPUTE)
 base_of = attribute("torch.Tensor._base", "--use-torch-fsdp2")
 is_view = private("torch.Tensor._is_view", _RECOMPUTE)
+sparse_indices = private("torch.Tensor._indices", _RECOMPUTE)
+sparse_values = private("torch.Tensor._values", _RECOMPUTE)
 num_users_of_tensor = private("torch.Tensor._use_count", f"--use-torch-fsdp2 and {_METERS}")
 num_users_of_storage = private("torch._C._storage_Use_Count", f"--use-torch-fsdp2 and {_METERS}")
 fills_its_memory = private(
@@ -178,9 +181,36 @@ saved_tensors_hooks_in_force = private(
 )
 without_dispatch_key = private("torch._C._SetExcludeDispatchKeyGuard", f"{_RECOMPUTE} with ops(..)")
 KEY_OF_VERSIONS = private("torch._C.DispatchKey.ADInplaceOrView", f"{_RECOMPUTE} with ops(..)")
-current_node = private("torch._C._current_autograd_node", _METERS)
-next_node_number = private("torch.autograd._get_sequence_nr", _METERS)
+current_node = private("torch._C._current_autograd_node", f"{_RECOMPUTE} and {_METERS}")
+next_node_number = private("torch.autograd._get_sequence_nr", f"{_RECOMPUTE} and {_METERS}")
 number_function_of = attribute("torch._C._FunctionBase._sequence_nr", _METERS)
+
+PythonNode = private("torch.autograd.function.BackwardCFunction", _RECOMPUTE)
+without_torch_function = private("torch._C.DisableTorchFunction", _RECOMPUTE)
+
+
+def is_in_forward_mode() -> bool:
+    """Tells whether forward-mode differentiation is on (`dual_level`, `torch.func.jvp`)."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+# Modes on torch's functions (a default device is one), and hooks on all modules.
+function_modes = private("torch.overrides._get_current_function_mode_stack", _RECOMPUTE)
+push_function_mode = private("torch.overrides._push_mode", _RECOMPUTE)
+pop_function_mode = private("torch.overrides._pop_mode", _RECOMPUTE)
+hooks_of_all_modules = tuple(
+    private(f"torch.nn.modules.module._global_{name}", _RECOMPUTE)
+    for name in (
+        "forward_pre_hooks",
+        "forward_hooks",
+        "forward_hooks_always_called",
+        "forward_hooks_with_kwargs",
+        "backward_pre_hooks",
+        "backward_hooks",
+    )
+)
+attention_kernels = private("torch.nn.attention._cur_sdpa_kernel_backends", _RECOMPUTE)
+choose_attention_kernels = private("torch.nn.attention._sdpa_kernel", _RECOMPUTE)
 
 # Trees of tensors, in arguments and results.
 tree_flatten = private("torch.utils._pytree.tree_flatten", _RECOMPUTE)

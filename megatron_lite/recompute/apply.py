@@ -11,6 +11,7 @@ layers of this project have them. `docs/any-model.md` lists what is supported an
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,9 +26,10 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
-from megatron_lite.parallel.torch_internals import disable_dynamo, tree_leaves
+from megatron_lite.parallel.torch_internals import disable_dynamo, is_in_forward_mode, tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
+from megatron_lite.recompute.guard import Guard, Verify
 from megatron_lite.recompute.hooked import rebuild_call
 from megatron_lite.recompute.layer_state import Written
 from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
@@ -35,6 +37,10 @@ from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.schedule import segments
+from megatron_lite.recompute.turns import Turns
+
+MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some
+CALLERS = frozenset({"_call_impl", "_slow_forward"})
 
 
 def apply_policy_(
@@ -42,7 +48,7 @@ def apply_policy_(
     *,
     layers_fqn: str,
     policy: str,
-    verify: bool = False,
+    verify: Verify = "first",
     rng: Generators | None = None,
 ) -> RecomputePlan:
     """Wraps the layers of `model.<layers_fqn>` and returns the plan that they follow.
@@ -56,8 +62,9 @@ def apply_policy_(
     copies of the buffers and arguments that it writes to. With @host everything a layer saves is
     offloaded, except tensors passed after the first one (attention masks), which layers share.
 
-    verify: whether to compare each replay with its forward, bit by bit. A difference raises
-        RecomputeMismatch in backward.
+    verify: which replays are compared with their forwards. "first": the first one of each layer,
+        those of its calls 2, 4, 8, 16, .., and those of calls that differ from all before in kind
+        (guard.py). True: all. False: none. A difference raises RecomputeMismatch in backward.
     rng: the named random-number streams that the layers draw from. Without it, a replay restores
         torch's default generators of all devices in use.
 
@@ -75,10 +82,10 @@ def apply_policy_(
     setting = f"policy for {layers_fqn}"
     parsed = parse_policy(policy, setting=setting)
     notices = check_policy_reaches(parsed, [len(layers)], setting=setting)
-    plan = RecomputePlan(tuple(segments(parsed, len(layers))), skip_tail=False, verify=verify)
+    plan = RecomputePlan(tuple(segments(parsed, len(layers))), skip_tail=False, verify=bool(verify))
     for segment in plan.segments:
         _check(segment, setting)
-    if any(isinstance(layer.__dict__.get("forward"), _Recomputed) for layer in layers):
+    if any(_policies(layer) for layer in layers):
         raise ValueError(
             f"the layers of {layers_fqn} have a recompute policy already: take it off with "
             "remove_policy_(model)"
@@ -89,7 +96,7 @@ def apply_policy_(
     for segment, layer in zip(plan.segments, layers, strict=True):
         if segment.unit or segment.ops or segment.on_host:
             layer.forward = _Recomputed(
-                layer, f"{layers_fqn}.{segment.first_layer}", segment, shared, verify=verify
+                layer, f"{layers_fqn}.{segment.first_layer}", segment, shared, verify
             )
     return plan
 
@@ -100,16 +107,26 @@ def remove_policy_(model: nn.Module) -> int:
     Returns the number of layers that had one; with 0 nothing has changed. Graphs of earlier
     forwards can still be used.
     """
-    wrapped = [
-        module
-        for module in model.modules()
-        if isinstance(module.__dict__.get("forward"), _Recomputed)
-    ]
+    wrapped = [module for module in model.modules() if _policies(module)]
     for module in wrapped:
-        # a layer that stands twice in a list is wrapped twice
-        while isinstance(module.__dict__.get("forward"), _Recomputed):
-            module.__dict__["forward"].take_off()
+        # A layer that stands twice in a list has two policies.
+        for policy in _policies(module):
+            policy.take_off(module)
     return len(wrapped)
+
+
+def _policies(module: nn.Module) -> list[_Recomputed]:
+    """Returns the policies of a module, outermost first.
+
+    Other libraries (accelerate) wrap the forward that they find, or keep it as another attribute.
+    """
+    found = [value for value in vars(module).values() if isinstance(value, _Recomputed)]
+    forward = vars(module).get("forward")
+    while forward is not None:
+        if isinstance(forward, _Recomputed):
+            found.append(forward)
+        forward = getattr(forward, "__wrapped__", None)
+    return [policy for policy in dict.fromkeys(found) if not policy._is_off]
 
 
 class _Recomputed:
@@ -119,70 +136,110 @@ class _Recomputed:
     """
 
     def __init__(
-        self, layer: nn.Module, name: str, segment: Segment, shared: _Shared, *, verify: bool
+        self, layer: nn.Module, name: str, segment: Segment, shared: _Shared, verify: Verify
     ) -> None:
         self._layer = layer
         self._name = name
         self._segment = segment
         self._shared = shared
-        self._verify = verify
+        self._guard = Guard(verify)
         # another library's wrapper; None for the method of the class
         self._before = layer.__dict__.get("forward")
         self._written: dict[tuple[bool, ...], Written] = {}
+        self._is_off = False
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward of the layer without this policy."""
-        forward: Callable[..., Any] = self._before or type(self._layer).forward.__get__(self._layer)
-        return forward
+        return self._forward_of(self._layer)
 
-    def take_off(self) -> None:
-        """Puts the layer's own forward back."""
+    def _forward_of(self, layer: nn.Module) -> Callable[..., Any]:
         if self._before is None:
-            del self._layer.__dict__["forward"]
-        else:
-            self._layer.__dict__["forward"] = self._before
+            method: Callable[..., Any] = inspect.getattr_static(type(layer), "forward")
+            bound: Callable[..., Any] = method.__get__(layer, type(layer))
+            return bound
+        is_method = getattr(self._before, "__self__", None) is self._layer
+        return self._before.__func__.__get__(layer) if is_method else self._before
+
+    def take_off(self, layer: nn.Module) -> None:
+        """Puts the layer's own forward back, wherever another library may have put this one."""
+        self._is_off = True  # what wrapped it goes on calling it
+        held = vars(layer)
+        for name in [name for name, value in held.items() if value is self]:
+            if name == "forward" and self._before is None:
+                del held[name]
+            else:
+                held[name] = self._forward_of(layer)
+
+    def _called(self) -> nn.Module:
+        """Returns the module that is called: a copy of the layer may share this forward.
+
+        copy.copy and DataParallel copy the attributes of a module, this one among them. nn.Module
+        calls it without the module, which only the frame of the caller has.
+        """
+        frame = sys._getframe(1)
+        for _ in range(MAX_FRAMES):
+            if frame.f_back is None:
+                break
+            frame = frame.f_back
+            module = frame.f_locals.get("self") if frame.f_code.co_name in CALLERS else None
+            if isinstance(module, nn.Module) and vars(module).get("forward") is self:
+                return module
+        return self._layer
 
     # A compiler around the model cannot trace hooks and replays, so layers with a policy run
     # uncompiled. Functions that a layer compiles itself stay compiled, in the forward and the
     # replay.
     @disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.__wrapped__(*args, **kwargs)
-        if not self._segment.unit and not self._segment.ops:
-            with self._on_host(args, kwargs):
-                return self.__wrapped__(*args, **kwargs)
-        forward, args, kwargs = with_own_caches(self.__wrapped__, args, kwargs, self._shared.notify)
+        layer = self._called()
+        forward = self._forward_of(layer)
+        if self._is_off or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if is_in_forward_mode():
+            # A tangent belongs to one tensor, and what a replay rebuilds has none.
+            self._shared.notify(
+                "Under forward-mode differentiation (jvp) layers with a recompute policy keep all "
+                "that they save for backward on the device"
+            )
+            return forward(*args, **kwargs)
+        with self._on_host(layer, args, kwargs):
+            if not self._segment.unit and not self._segment.ops:
+                return forward(*args, **kwargs)
+            return self._recomputed(layer, forward, args, kwargs)
+
+    def _recomputed(
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        forward, args, kwargs = with_own_caches(forward, args, kwargs, self._shared.notify)
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
         # record of earlier writes is kept apart for each combination of modes.
-        training = tuple(module.training for module in self._layer.modules())
-        results = (
-            KeptResults(self._segment.ops, skip_tail=not self._verify)
-            if self._segment.ops
-            else None
+        training = tuple(module.training for module in layer.modules())
+        return rebuild_call(
+            forward,
+            args,
+            kwargs,
+            name=self._name,
+            rng=self._shared.streams(layer, args, kwargs),
+            layer=layer,
+            written=self._written.setdefault(training, Written()),
+            results=KeptResults(self._segment.ops, skip_tail=True) if self._segment.ops else None,
+            guard=self._guard,
+            turns=self._shared.turns,
         )
-        with self._on_host(args, kwargs):
-            return rebuild_call(
-                forward,
-                args,
-                kwargs,
-                name=self._name,
-                rng=self._shared.streams(self._layer, args, kwargs),
-                layer=self._layer,
-                written=self._written.setdefault(training, Written()),
-                results=results,
-                verify=self._verify,
-            )
 
-    def _on_host(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_host(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._segment.on_host:
             return nullcontext()
         # The first tensor is the hidden states, which belong to this layer. All others stay.
         given = _tensors(args, kwargs)
         device = given[0].device if given else torch.device("cpu")
         return self._shared.offloaded(
-            self._segment.first_layer, device, stay=[*weights_in_use(self._layer), *given[1:]]
+            self._segment.first_layer, device, stay=[*weights_in_use(layer), *given[1:]]
         )
 
 
@@ -199,6 +256,7 @@ class _Shared:
         self._copy_streams: CopyStreams | None = None
         self._offload: Offload | None = None
         self._notified: set[str] = set()
+        self.turns = Turns()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out host memory and streams, which belong to a process; a copy makes its own."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-PARTS = ("self_attention_cache", "cross_attention_cache")  # in an encoder-decoder cache
+CACHES = "transformers.cache_utils"
 
 
 def with_own_caches(
@@ -32,7 +33,8 @@ def with_own_caches(
 
     notify: called with a message for the user if a cache is among the arguments.
     """
-    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    forward, args, kwargs = _with_plain_dictionaries(forward, args, kwargs)
+    kind = getattr(sys.modules.get(CACHES), "Cache", None)
     if kind is None or not any(isinstance(value, kind) for value in (*args, *kwargs.values())):
         return forward, args, kwargs
 
@@ -54,20 +56,54 @@ def with_own_caches(
     return run, tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
 
 
+def _with_plain_dictionaries(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Passes the contents of each UserDict, of which a replay gets a copy of its own.
+
+    Gemma's layers hand keys and values to later layers in such a dictionary, with their graph.
+    """
+    found = {place: value for place, value in enumerate(args) if isinstance(value, UserDict)}
+    named = {name: value for name, value in kwargs.items() if isinstance(value, UserDict)}
+    if not found and not named:
+        return forward, args, kwargs
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return forward(
+            *(_filled(found[p], value) if p in found else value for p, value in enumerate(args)),
+            **{n: _filled(named[n], value) if n in named else value for n, value in kwargs.items()},
+        )
+
+    # The graph holds `run`, so it must not hold the tensors in the dictionaries.
+    given = tuple(value.data if place in found else value for place, value in enumerate(args))
+    other = {name: value.data if name in named else value for name, value in kwargs.items()}
+    found = {place: _filled(value, {}) for place, value in found.items()}
+    named = {name: _filled(value, {}) for name, value in named.items()}
+    return run, given, other
+
+
+def _filled(like: Any, data: dict[Any, Any]) -> Any:
+    own = like.__class__.__new__(like.__class__)
+    vars(own).update(vars(like))
+    own.data = data
+    return own
+
+
 def _copied(cache: Any) -> Any:
     """Returns a copy of a cache with the same tensors, but with its own lists and entries.
 
-    Keys and values that a layer appends to the copy do not reach the original.
+    Keys, values and states that a layer puts into the copy do not reach the original.
     """
     own = copy.copy(cache)
-    for name in PARTS:
-        if getattr(cache, name, None) is not None:
-            setattr(own, name, _copied(getattr(cache, name)))
     for name, value in vars(cache).items():
-        if isinstance(value, dict):
-            vars(own)[name] = dict(value)
-        elif isinstance(value, list):
-            vars(own)[name] = [
-                copy.copy(entry) if hasattr(entry, "__dict__") else entry for entry in value
-            ]
+        vars(own)[name] = _own(value)
     return own
+
+
+def _own(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _own(each) for key, each in value.items()}
+    if type(value) is list:
+        return [_own(each) for each in value]
+    return _copied(value) if type(value).__module__ == CACHES else value

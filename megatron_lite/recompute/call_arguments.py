@@ -12,44 +12,23 @@ contents of other objects.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator
-from enum import Enum
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from megatron_lite.parallel.tensor_hash import differing
 from megatron_lite.parallel.torch_internals import (
     tree_flatten,
     tree_flatten_with_path,
     tree_path_text,
     tree_unflatten,
 )
-from megatron_lite.recompute.layer_state import GeneratorState, Written
+from megatron_lite.recompute.contents import CONSTANT, contents, same
+from megatron_lite.recompute.layer_state import ReplayInputs, Written
+from megatron_lite.recompute.own_generators import GeneratorState, is_generator
 from megatron_lite.recompute.saved import SavedValue
 from megatron_lite.recompute.versions import has_values, version_of
-
-MAX_PARTS = 10_000  # how many parts of an object among the arguments are compared
-CONSTANT = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    type,
-    Enum,
-    nn.Module,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    types.ModuleType,
-)
 
 
 class Arguments:
@@ -87,10 +66,10 @@ class Arguments:
                     self._kept[place] = copies[id(value)] = known or _Tensor(
                         value, value.detach().clone() if copied else None
                     )
-            elif isinstance(value, torch.Generator):
+            elif is_generator(value):
                 self.generators.append(GeneratorState.of(value))
             elif not isinstance(value, CONSTANT):
-                self._contents[place] = list(_contents(value))
+                self._contents[place] = list(contents(value))
 
     def tensors(self) -> list[Tensor]:
         """Returns all tensors among the arguments. Call it before `settle`, which drops them."""
@@ -104,19 +83,20 @@ class Arguments:
         value was not copied.
         """
         for place, before in self._contents.items():
-            if not _same(before, list(_contents(self._leaves[place]))):
+            if not same(before, list(contents(self._leaves[place]))):
                 raise RuntimeError(
                     f"{self._name} changes its argument {self._path(place)}, a "
                     f"{type(self._leaves[place]).__name__}, in place: a replay in backward would "
                     "change it once more. Call the model without it (for a cache: "
                     "use_cache=False), or take the layer out of the policy"
                 )
+        silently = self._written_silently() if self._written.arguments is None else set()
         if self._written.arguments is None:
             self._written.arguments = set()
         for place, kept in self._kept.items():
             if kept.saved is not None:
                 continue
-            was_written = version_of(kept.tensor) != kept.version
+            was_written = version_of(kept.tensor) != kept.version or id(kept) in silently
             if was_written:
                 self._written.arguments.add(place)
                 if kept.copy is None:
@@ -134,13 +114,25 @@ class Arguments:
         ]
         self._described = None
 
+    def _written_silently(self) -> set[int]:
+        """Returns which arguments have other values at the same version, as BatchNorm's statistics.
+
+        Only the first call copies all arguments.
+        """
+        pairs = {
+            id(kept): (kept.copy, kept.tensor)
+            for kept in self._kept.values()
+            if kept.copy is not None
+        }
+        return set(compress(pairs, differing(list(pairs.values()))))
+
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) for a replay: the values of the forward, in new containers.
 
         RuntimeError: a tensor or an object among the arguments was changed since the forward.
         """
         for place, before in self._contents.items():
-            if not _same(before, list(_contents(self._leaves[place]))):
+            if not same(before, list(contents(self._leaves[place]))):
                 raise RuntimeError(
                     f"{self._name}: a {type(self._leaves[place]).__name__} among its arguments was "
                     "changed after the forward and before backward, so that a replay would compute "
@@ -167,21 +159,6 @@ class Arguments:
     def _path(self, place: int) -> str:
         path = tree_path_text(tree_flatten_with_path(self._described)[0][place][0])
         return path.removeprefix("[0]").removeprefix("[1]")
-
-
-class ReplayInputs(torch.autograd.Function):
-    """Makes the inputs of a replay results of an operation.
-
-    A layer may write to such tensors in place, which autograd refuses for leaves that require grad.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-        return tuple(leaf.detach() for leaf in leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
 
 
 class _Tensor:
@@ -222,64 +199,3 @@ class _Tensor:
             ) from error
         # The replay writes to it again, and a later replay needs the value from before.
         return value.clone() if self._is_written else value
-
-
-class _Value(NamedTuple):
-    """A tensor inside an object among the arguments, and its version."""
-
-    tensor: Tensor
-    version: int | None
-
-
-def _contents(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yields the parts of an object in one flat sequence: attributes and items, and their parts.
-
-    Each tensor comes with its version. Types and numbers of parts are included, so that equal
-    sequences mean equal structures.
-    """
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        yield _Value(value, version_of(value))
-        return
-    if isinstance(value, CONSTANT) or id(value) in seen or len(seen) >= MAX_PARTS:
-        yield value
-        return
-    seen.add(id(value))
-    yield type(value)
-    if isinstance(value, dict):
-        parts: list[Any] = [part for item in value.items() for part in item]
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = list(value)
-    else:
-        named = dict(getattr(value, "__dict__", {}))
-        named |= {
-            name: getattr(value, name)
-            for kind in type(value).__mro__
-            for name in getattr(kind, "__slots__", ())
-            if hasattr(value, name)
-        }
-        parts = [part for item in named.items() for part in item]
-    yield len(parts)
-    for part in parts:
-        yield from _contents(part, seen)
-
-
-def _same(before: list[Any], now: list[Any]) -> bool:
-    return len(before) == len(now) and all(map(_equal, before, now))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, _Value) or isinstance(other, _Value):
-        return (
-            isinstance(one, _Value)
-            and isinstance(other, _Value)
-            and one.tensor is other.tensor
-            and one.version == other.version
-        )
-    if one is other:
-        return True
-    return (
-        isinstance(one, (bool, int, float, complex, str, bytes))
-        and type(one) is type(other)
-        and bool(one == other)
-    )

@@ -1,50 +1,55 @@
-"""Restores a layer's state for a replay: attributes, buffers and generators of all its modules.
+"""Restores a layer's state for a replay: all that its modules hold.
 
 A replay runs with the values that the forward found. Afterwards the layer has the values from
 before the replay. Examples are BatchNorm statistics, the vectors of a spectral norm, counters,
-`self.aux = ...`, and lists that the layer appends to. Values are exchanged by assignment, so a
-replay never writes to a tensor that other code holds.
+`self.aux = ...`, a memory of the last segment, lists that the layer appends to, parameters that the
+first forward initializes, hooks that it registers. Values are exchanged by assignment, so a replay
+never writes to a tensor that other code holds.
 
 Two things are not covered: objects that a module holds as plain attributes (a statistics collector)
-and changes in place, and tensors that a module changes without owning them.
+and changes in place, and tensors that a module changes without owning them. witness.py finds them.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
-import weakref
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.recompute.versions import has_values, version_of
+from megatron_lite.parallel.tensor_hash import differing
+from megatron_lite.recompute.own_generators import GeneratorState, drawn_again, is_generator
+from megatron_lite.recompute.versions import check_unwritten, has_values, version_of
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
-# The attributes of every module: registries, hooks, `training`. Also the forward, which a policy
-# replaces.
-STANDARD = frozenset(vars(nn.Module())) | {"forward"}
-CONTAINERS = frozenset({list, dict, set, deque})
+# The attributes of every module: registries, hooks, `training`.
+STANDARD = frozenset(vars(nn.Module()))
+HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
+CONTAINERS = (list, dict, set, deque, tuple, OrderedDict, defaultdict, Counter)
 PLAIN = frozenset({int, float, bool, str, type(None)})
+PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @dataclass
 class Written:
-    """A record of the buffers and arguments that the forwards of a layer wrote to.
+    """A record of the state and the arguments that the forwards of a layer wrote to.
 
     The first forward copies everything that a layer could write to, and compares. Later forwards
-    copy only the buffers and arguments in this record.
+    copy only the tensors, arrays and arguments in this record.
 
-    buffers: their names; None before the first forward.
+    state: the names of tensors and arrays of the layer; None before the first forward.
     arguments: their places among the flattened arguments; None before the first forward.
     """
 
-    buffers: set[str] | None = None
+    state: set[str] | None = None
     arguments: set[int] | None = None
 
 
@@ -56,53 +61,45 @@ class LayerState:
 
     def __init__(self, name: str, layer: nn.Module, written: Written) -> None:
         self._name, self._written = name, written
-        named = list(layer.named_modules())
-        self._modules = [_ModuleState.of(module) for _, module in named]
-        self._owns_parameters = not _is_sharded(layer)
-        self._parameters = [
-            _StateTensor(path, module, key, value)
-            for path, module in (named if self._owns_parameters else ())
-            for key, value in module._parameters.items()
-            if value is not None
+        owns_parameters, known = not _is_sharded(layer), {}
+        self._modules = [
+            _ModuleState.of(module, path, owns_parameters, known)
+            for path, module in layer.named_modules()
         ]
-        self._buffers = [
-            _StateTensor(path, module, key, value, version_of(value))
-            for path, module in named
-            for key, value in module._buffers.items()
-            if value is not None
+        self._parts = {part.name: part for module in self._modules for part in module.parts}
+        self._trainable = [
+            (part.value, part.value.requires_grad)
+            for part in self._parts.values()
+            if part.kind == "parameter" and part.value.is_leaf
         ]
-        self._first, self._is_settled = written.buffers is None, False
+        self._first, self._is_settled = written.state is None, False
         self._copies = {
-            buffer.name: buffer.tensor.detach().clone()
-            for buffer in self._buffers
-            if (self._first or buffer.name in (written.buffers or ())) and has_values(buffer.tensor)
+            name: part.copied()
+            for name, part in self._parts.items()
+            if (self._first or name in (written.state or ())) and part.has_values()
         }
 
     def settle(self) -> None:
-        """Drops the copies of buffers that the forward did not change. Call it after the forward.
+        """Drops the copies of what the forward did not change. Call it after the forward.
 
-        RuntimeError: the forward changed a buffer that no earlier forward changed, so the old value
-        was not copied.
+        RuntimeError: the forward changed something that no earlier forward changed, so the old
+        value was not copied.
         """
         for state in self._modules:
             state.settle()
-        changed = {buffer.name for buffer in self._buffers if self._has_changed(buffer)}
-        if self._written.buffers is None:
-            self._written.buffers = set()
-        self._written.buffers |= changed
+        changed = self._changed()
+        if self._written.state is None:
+            self._written.state = set()
+        self._written.state |= changed
         for name in changed - self._copies.keys():
             raise RuntimeError(
-                f"{self._name} wrote to its buffer {name}, which its first forward did not: there "
-                "is no copy of the old value for a replay. The next forward makes one; to avoid "
-                "this one error, take the layer out of the policy"
+                f"{self._name} wrote to its {self._parts[name].kind} {name}, which its first "
+                "forward did not: there is no copy of the old value for a replay. The next forward "
+                "makes one; to avoid this one error, take the layer out of the policy"
             )
         self._copies = {name: before for name, before in self._copies.items() if name in changed}
-        self._buffers = [
-            buffer._replace(version=version_of(buffer.tensor)) for buffer in self._buffers
-        ]
-        self._parameters = [
-            part._replace(version=version_of(part.tensor)) for part in self._parameters
-        ]
+        for part in self._parts.values():
+            part.version = version_of(part.value) if isinstance(part.value, Tensor) else None
         self._is_settled = True
 
     @contextmanager
@@ -110,178 +107,340 @@ class LayerState:
         """Gives the layer the state from before the forward inside the block.
 
         After the block the layer has the state from before the block.
-        RuntimeError: a parameter was written to since the forward, or a buffer was that the forward
-        did not change.
+        RuntimeError: a parameter was written to since the forward, or a tensor of the layer was
+        that the forward did not change.
         """
-        for part in self._parameters if self._is_settled else ():
-            if version_of(part.tensor) != part.version:
+        self._check_unwritten()
+        # The replay works on new dictionaries, lists and tensors. Putting the module's own
+        # attributes back undoes all that it did, also if it raised.
+        with ExitStack() as around:
+            for state in self._modules:
+                around.callback(_put_back, state.module, dict(vars(state.module)))
+            around.enter_context(_trainable_as(self._trainable))
+            around.enter_context(
+                registered_as([hooks for state in self._modules for hooks in state.hooks_now()])
+            )
+            again: dict[int, Any] = {}
+            for name, before in self._copies.items():
+                part = self._parts[name]
+                again[id(part.value)] = part.again(before)
+            for state in self._modules:
+                state.put(again, around)
+            generators = [each for state in self._modules for each in state.generators]
+            around.enter_context(drawn_again(generators))
+            yield
+
+    def _check_unwritten(self) -> None:
+        for name, part in self._parts.items() if self._is_settled else ():
+            if not isinstance(part.value, Tensor) or version_of(part.value) == part.version:
+                continue
+            if part.kind == "parameter":
                 raise RuntimeError(
-                    f"{self._name}: its parameter {part.name} has been modified by an inplace "
+                    f"{self._name}: its parameter {name} has been modified by an inplace "
                     "operation after the forward and before backward, so that a replay would "
                     "compute something else. Run backward before the optimizer's step"
                 )
-        for buffer in self._buffers:
-            if buffer.name not in self._copies and version_of(buffer.tensor) != buffer.version:
+            if name not in self._copies:
                 raise RuntimeError(
-                    f"{self._name}: its buffer {buffer.name} was written to after the forward and "
+                    f"{self._name}: its {part.kind} {name} was written to after the forward and "
                     "before backward, so that a replay would compute something else. Write to it "
                     "after backward"
                 )
-        # The replay works on new dictionaries, lists and buffers. Putting the module's own
-        # attributes back undoes all that it did, also if it raised.
-        now = [(state.module, dict(vars(state.module))) for state in self._modules]
-        try:
-            for module in self._modules:
-                module.put(parameters=self._owns_parameters)
-            for buffer in self._buffers:
-                if buffer.name in self._copies:
-                    buffer.module._buffers[buffer.key] = self._copies[buffer.name].clone()
-            with drawn_again([state for module in self._modules for state in module.generators]):
-                yield
-        finally:
-            for owner, attributes in now:
-                vars(owner).clear()
-                vars(owner).update(attributes)
 
-    def _has_changed(self, buffer: _StateTensor) -> bool:
-        if version_of(buffer.tensor) != buffer.version:
-            return True
-        before = self._copies.get(buffer.name)
-        if before is None:
-            return False
-        # BatchNorm's kernels do not count their writes to the running statistics, so the first
-        # forward compares the values. Later forwards take a buffer that changed once to change
-        # every time.
-        return not self._first or not torch.equal(before, buffer.tensor)
+    def _changed(self) -> set[str]:
+        changed = {
+            name
+            for name, part in self._parts.items()
+            if isinstance(part.value, Tensor) and version_of(part.value) != part.version
+        }
+        # BatchNorm's kernels do not count their writes to the running statistics, nor does
+        # `weight.data.copy_`. So the first forward compares the values. Later forwards take what
+        # changed once to change every time.
+        rest = [name for name in self._copies if name not in changed]
+        if not self._first:
+            return changed | set(rest)
+        pairs = {name: (self._copies[name], self._parts[name].value) for name in rest}
+        arrays = {name for name, (before, _) in pairs.items() if not isinstance(before, Tensor)}
+        changed |= {name for name in arrays if not _same_bytes(*pairs.pop(name))}
+        return changed | set(compress(pairs, differing(list(pairs.values()))))
 
 
-class GeneratorState(NamedTuple):
-    """A generator of a layer, besides torch's default ones, and one of its states."""
+@dataclass
+class _Part:
+    """A tensor or an array of a module in the layer.
 
-    generator: torch.Generator
-    state: Tensor
+    name: its name within the layer.
+    kind: "parameter", "buffer" or "attribute".
+    version: a tensor's version before the forward. `settle` replaces it by that after the forward.
+    """
+
+    name: str
+    kind: str
+    value: Any
+    version: int | None
 
     @classmethod
-    def of(cls, generator: torch.Generator) -> GeneratorState:
-        """Returns the generator with its present state."""
-        return cls(generator, generator.get_state())
+    def of(cls, name: str, kind: str, value: Any) -> _Part:
+        return cls(name, kind, value, version_of(value) if isinstance(value, Tensor) else None)
 
+    def has_values(self) -> bool:
+        return not isinstance(self.value, Tensor) or has_values(self.value)
 
-@contextmanager
-def drawn_again(states: list[GeneratorState]) -> Iterator[None]:
-    """Makes the generators repeat inside the block the draws that followed these states.
+    def copied(self) -> Any:
+        return self.value.detach().clone() if isinstance(self.value, Tensor) else self.value.copy()
 
-    After the block they continue as if nothing had been drawn in it.
-    """
-    before = [GeneratorState.of(each.generator) for each in states]
-    try:
-        for each in states:
-            each.generator.set_state(each.state)
-        yield
-    finally:
-        for each in before:
-            each.generator.set_state(each.state)
+    def again(self, before: Any) -> Any:
+        """Returns a new tensor or array with the value before the forward, for one replay."""
+        if not isinstance(before, Tensor):
+            return before.copy()
+        if isinstance(self.value, nn.Parameter):
+            return nn.Parameter(before.clone(), requires_grad=self.value.requires_grad)
+        return before.clone().requires_grad_(self.value.requires_grad)
 
 
 @dataclass
 class _ModuleState:
-    """The attributes of one module before the forward, without those of its submodules.
+    """What one module held before the forward, without its submodules.
 
-    attributes: `training` and all attributes that are not standard. Lists, dicts, sets and deques
-        are shallow copies; other values are the objects themselves.
+    attributes: `training` and all attributes that are not standard. Containers are copies, down to
+        the values that are none; other values are the objects themselves.
     registries: copies of the dictionaries of parameters, buffers and submodules.
-    containers: the names of the attributes that are such copies.
+    kind: the module's class.
+    others: the names of the attributes that are left alone.
     graphs: the names of the attributes that are tensors with a grad_fn.
+    parts: the tensors and arrays that a forward might write to.
     generators: the generators among the attributes, with their states.
+    hooks: the module's dictionaries of hooks, each with its contents.
     """
 
     module: nn.Module
     attributes: dict[str, Any]
     registries: dict[str, dict[str, Any]]
+    kind: type
+    others: frozenset[str]
     containers: list[str] = field(default_factory=list)
     graphs: list[str] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
     generators: list[GeneratorState] = field(default_factory=list)
+    hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, module: nn.Module) -> _ModuleState:
-        found = vars(module)
-        attributes = {"training": found["training"]}
-        state = cls(module, attributes, {name: found[name].copy() for name in REGISTRIES})
+    def of(
+        cls, module: nn.Module, path: str, owns_parameters: bool, known: dict[int, Any]
+    ) -> _ModuleState:
+        """Returns the present state.
+
+        path: the name of the module within the layer. The layer's own `forward`, which a policy
+            replaces, is left alone.
+        owns_parameters: whether a replay exchanges the registry of parameters.
+        known: the containers that are copied already, with their copies.
+        """
+        found, prefix = vars(module), f"{path}." if path else ""
+        # A scripted module has registries of its own kind, and no attribute `training`.
+        names = [name for name in REGISTRIES if owns_parameters or name != "_parameters"]
+        registries = {name: found[name].copy() for name in names if type(found[name]) is dict}
+        state = cls(
+            module, {}, registries, type(module), STANDARD if path else STANDARD | {"forward"}
+        )
+        state.hooks = [(found[name], dict(found[name])) for name in HOOKS]
+        for kind, named in (("parameter", "_parameters"), ("buffer", "_buffers")):
+            if named in names:
+                state.parts += [
+                    _Part.of(f"{prefix}{key}", kind, value)
+                    for key, value in found[named].items()
+                    if value is not None
+                ]
+        if "training" in found:
+            state.attributes["training"] = found["training"]
         for name, value in found.items():
-            if name in STANDARD:
-                continue
-            attributes[name] = value
-            kind = type(value)
-            if kind in PLAIN:
-                continue
-            if kind in CONTAINERS:
-                attributes[name] = copy.copy(value)
-                state.containers.append(name)
-            elif kind is torch.Generator:
-                state.generators.append(GeneratorState.of(value))
-            elif kind is Tensor and value.grad_fn is not None:
-                state.graphs.append(name)
+            if name not in state.others:
+                state.attributes[name] = state._read(f"{prefix}{name}", name, value, known)
         return state
 
-    def settle(self) -> None:
-        """Makes the reference weak to each tensor with a graph that the forward replaced.
+    def _read(self, path: str, name: str, value: Any, known: dict[int, Any]) -> Any:
+        """Returns an attribute as it is kept, and records what a replay must restore in it."""
+        kind = type(value)
+        if kind in PLAIN:
+            return value
+        if kind is Tensor and value.grad_fn is not None:
+            self.graphs.append(name)
+            return value
+        if kind not in CONTAINERS:
+            self._note(path, value)
+            return value
+        self.containers.append(name)
+        return copied(value, known, lambda leaf: self._note(f"{path}.", leaf))
 
-        Otherwise each forward of a layer that assigns `self.aux = ...` would hold the graph of the
-        forward before it.
+    def _note(self, path: str, value: Any) -> None:
+        if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.is_leaf):
+            suffix = str(len(self.parts)) if path.endswith(".") else ""
+            self.parts.append(_Part.of(f"{path}{suffix}", "attribute", value))
+        elif is_generator(value):
+            self.generators.append(GeneratorState.of(value))
+
+    def settle(self) -> None:
+        """Keeps the values of the tensors with a graph that the forward replaced.
+
+        Their graphs are not kept. Otherwise each forward of a layer that assigns `self.aux = ...`
+        would hold the graph of the forward before it.
         """
         for name in self.graphs:
             value = self.attributes[name]
             if vars(self.module).get(name) is not value:
-                self.attributes[name] = _Replaced(weakref.ref(value))
+                self.attributes[name] = _Detached(value.detach(), version_of(value))
 
-    def put(self, *, parameters: bool) -> None:
-        """Restores the attributes from before the forward, with new containers and registries.
+    def hooks_now(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Returns the dictionaries of hooks with their contents before the forward.
 
-        parameters: whether to replace the registry of parameters, too.
+        A lazy module has become another one in its first forward, and its hooks went with it.
+        """
+        return self.hooks if type(self.module) is self.kind else []
+
+    def put(self, again: dict[int, Any], around: ExitStack) -> None:
+        """Restores what the module held, with new containers and registries.
+
+        again: what takes the place of a tensor or an array, by the id of that.
+        around: is left after the replay.
         """
         target = vars(self.module)
         for name in [
-            name for name in target if name not in STANDARD and name not in self.attributes
+            name for name in target if name not in self.others and name not in self.attributes
         ]:
             del target[name]
-        target.update(self.attributes)
-        target.update({name: copy.copy(self.attributes[name]) for name in self.containers})
-        # A tensor that only the replaced attribute held is gone. The replay then runs without it.
-        for name in self.graphs:
-            value = target[name]
-            if isinstance(value, _Replaced):
-                target[name] = value.tensor()
-                if target[name] is None:
-                    del target[name]
+        for name, value in self.attributes.items():
+            if isinstance(value, _Detached):
+                check_unwritten(*value)
+                target[name] = _with_grad(value.tensor.detach())
+            elif name in self.containers:
+                target[name] = copied(value, again)
+            else:
+                target[name] = again.get(id(value), value)
         for name, registry in self.registries.items():
-            if parameters or name != "_parameters":
-                target[name] = registry.copy()
+            target[name] = {key: again.get(id(value), value) for key, value in registry.items()}
+        for part in self.parts:
+            if "_buffers" not in self.registries and id(part.value) in again:
+                key = part.name.rpartition(".")[2]
+                around.callback(setattr, self.module, key, part.value)
+                setattr(self.module, key, again[id(part.value)])
 
 
-class _Replaced(NamedTuple):
-    """An attribute that the forward replaced; None if no other code holds the tensor any more."""
+class ReplayInputs(torch.autograd.Function):
+    """Makes the inputs of a replay results of an operation.
 
-    tensor: weakref.ref[Tensor]
-
-
-class _StateTensor(NamedTuple):
-    """A parameter or a buffer of a module in the layer.
-
-    path: the name of the module within the layer.
-    key: the name of the tensor within the module.
-    version: its version before the forward. `settle` replaces it by the version after the forward.
+    A layer may write to such tensors in place, which autograd refuses for leaves that require grad.
     """
 
-    path: str
-    module: nn.Module
-    key: str
-    tensor: Tensor
-    version: int | None = None
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(leaf.detach() for leaf in leaves)
 
-    @property
-    def name(self) -> str:
-        """The name of the tensor within the layer."""
-        return f"{self.path}.{self.key}" if self.path else self.key
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+class _Detached(NamedTuple):
+    """A tensor that the forward replaced, without its graph, and its version."""
+
+    tensor: Tensor
+    version: int | None
+
+
+def _with_grad(value: Tensor) -> Tensor:
+    """Returns the tensor as an input of a replay that requires grad."""
+    with torch.enable_grad():
+        again: tuple[Tensor] = ReplayInputs.apply(value.requires_grad_())
+    return again[0]
+
+
+def copied(
+    value: Any, again: dict[int, Any], note: Callable[[Any], None] = lambda leaf: None
+) -> Any:
+    """Returns a copy of nested containers, in which `again` replaces values by their id.
+
+    note: called with each value that is no container.
+    """
+    if id(value) in again:
+        return again[id(value)]
+    kind = type(value)
+    if kind not in CONTAINERS:
+        note(value)
+        return value
+    if kind in (set, Counter):
+        return copy(value)
+    if kind is tuple:
+        parts = tuple(copied(part, again, note) for part in value)
+        return value if all(map(_is, parts, value)) else parts
+    # The copy is known before its parts are: a container may hold itself.
+    new = again[id(value)] = copy(value)
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        new[key] = copied(part, again, note)
+    return new
+
+
+def _same_bytes(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and one.tobytes() == other.tobytes()
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
+    target = vars(module)
+    for name in [name for name in target if name not in attributes]:
+        del target[name]
+    target.update(attributes)
+
+
+@contextmanager
+def _trainable_as(flags: list[tuple[Tensor, bool]]) -> Iterator[None]:
+    """Gives the parameters these values of `requires_grad` inside the block.
+
+    After the block they have their present ones, and their present hooks.
+    """
+    others = [(parameter, not flag) for parameter, flag in flags if parameter.requires_grad != flag]
+    hooks = [
+        (parameter, name, found, None if found is None else dict(found))
+        for parameter, _ in flags
+        for name in PARAMETER_HOOKS
+        for found in (getattr(parameter, name),)
+    ]
+    try:
+        for parameter, flag in others:
+            parameter.requires_grad_(not flag)
+        yield
+    finally:
+        for parameter, flag in others:
+            parameter.requires_grad_(flag)
+        for parameter, name, found, before in hooks:
+            if found is None and getattr(parameter, name) is not None:
+                setattr(parameter, name, None)
+            elif found is not None and found != before:
+                _refill(found, before)
+
+
+@contextmanager
+def registered_as(hooks: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> Iterator[None]:
+    """Gives dictionaries of hooks these contents inside the block; then their present ones.
+
+    The dictionaries stay the same objects, because the handles that remove a hook refer to them.
+    """
+    hooks = [(found, before, dict(found)) for found, before in hooks]
+    try:
+        for found, before, now in hooks:
+            if now != before:
+                _refill(found, before)
+        yield
+    finally:
+        for found, _, now in hooks:
+            if found != now:
+                _refill(found, now)
+
+
+def _refill(found: dict[Any, Any], contents: dict[Any, Any] | None) -> None:
+    found.clear()
+    found.update(contents or {})
 
 
 def _is_sharded(layer: nn.Module) -> bool:

@@ -14,6 +14,7 @@ and states of generators are not moved: see saved.py.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.torch_internals import write_count_of
+from megatron_lite.parallel.torch_internals import next_node_number, write_count_of
 from megatron_lite.recompute.pool import Memory, Slot
 from megatron_lite.recompute.saved import bytes_of, moving
 
@@ -108,21 +109,25 @@ class Offload:
         wanted: whether a storage that is saved now, for the first time, is moved.
         """
         group, leaving = _SegmentCopies(self._before), []
+        waiting: list[_Waiting] = []
 
         def move(tensor: Tensor) -> _OnHost:
+            copy_out(next_node_number())
             slot = memory.take(tensor.untyped_storage().nbytes())
-            # The slot's last user may still be copied back from it, on the other side stream.
-            slot.last_use = self._copy_streams.out(
-                slot.memory, bytes_of(tensor), after=slot.last_use
-            )
             copy = _OnHost(self._copy_streams, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
-            leaving.append(
-                _MovingOut(
-                    tensor.detach(), write_count_of(tensor), weakref.ref(copy), slot.last_use
-                )
+            waiting.append(
+                _Waiting(tensor.detach(), write_count_of(tensor), copy, next_node_number())
             )
             return copy
+
+        # An operator may save a tensor before it fills it (RReLU), so a copy begins when another
+        # operator saves, which has a larger number, or when the segment ends.
+        def copy_out(before: float = math.inf) -> None:
+            while waiting and waiting[0].node < before:
+                leaving.append(waiting.pop(0).copy_out(self._copy_streams))
+
+        group.copy_out = copy_out
 
         # The originals stay alive for one more segment. Without that the current stream would have
         # to wait for the copies at the end of each segment, before the allocator may use their
@@ -131,6 +136,7 @@ class Offload:
             with moving(move, kind=self._kind, stay=stay, wanted=wanted):
                 yield
         finally:
+            copy_out()
             self.finish()
             self._leaving = leaving
             self._before = group if group.copies else self._before
@@ -148,6 +154,27 @@ class Offload:
             if copy is not None and write_count_of(original.tensor) != original.version:
                 copy.torn = True
         self._leaving.clear()  # not a new list: the graph holds the hooks, which hold this one
+
+
+class _Waiting(NamedTuple):
+    """A tensor that is saved, and not yet copied.
+
+    version: its version when it was saved.
+    copy: the copy to be.
+    node: the number of the graph's next node at that moment.
+    """
+
+    tensor: Tensor
+    version: int
+    copy: _OnHost
+    node: int
+
+    def copy_out(self, copy_streams: CopyStreams) -> _MovingOut:
+        """Starts the copy."""
+        slot = self.copy.slot
+        # The slot's last user may still be copied back from it, on the other side stream.
+        slot.last_use = copy_streams.out(slot.memory, bytes_of(self.tensor), after=slot.last_use)
+        return _MovingOut(self.tensor, self.version, weakref.ref(self.copy), slot.last_use)
 
 
 class _MovingOut(NamedTuple):
@@ -177,6 +204,7 @@ class _SegmentCopies:
         self.before = before
         self.copies: list[weakref.ref[_OnHost]] = []
         self._called = False
+        self.copy_out: Callable[[], None] = lambda: None  # starts the copies that are due yet
 
     def call_back(self) -> None:
         """Starts the segment's copies back to the device, in the order of backward. Runs once."""
@@ -199,7 +227,7 @@ class _OnHost:
         self, copy_streams: CopyStreams, slot: Slot, group: _SegmentCopies, device: torch.device
     ) -> None:
         self._copy_streams = copy_streams
-        self._slot = slot
+        self.slot = slot
         self._group = group
         self._device = device
         self._returned: Tensor | None = None
@@ -213,10 +241,10 @@ class _OnHost:
         """
         if self._returned is None:
             self._returned = torch.empty(
-                self._slot.memory.numel(), dtype=torch.uint8, device=self._device
+                self.slot.memory.numel(), dtype=torch.uint8, device=self._device
             )
-            self._slot.last_use = self._copy_streams.back(
-                self._returned, self._slot.memory, after=self._slot.last_use
+            self.slot.last_use = self._copy_streams.back(
+                self._returned, self.slot.memory, after=self.slot.last_use
             )
             self._is_awaited = False
 
@@ -231,13 +259,14 @@ class _OnHost:
                 "a tensor that was saved for backward has been modified by an inplace operation "
                 "while it was being copied to host memory"
             )
+        self._group.copy_out()  # in a backward inside the forward
         self.call_back()
         self._group.call_back()
         if self._group.before is not None:
             self._group.before.call_back()
         assert self._returned is not None
         if not self._is_awaited:
-            self._copy_streams.wait(self._slot.last_use)
+            self._copy_streams.wait(self.slot.last_use)
             self._is_awaited = True
         return self._returned
 

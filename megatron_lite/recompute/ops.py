@@ -66,25 +66,31 @@ class KeptResults:
         """Keeps the chosen results of the forward inside the block, up to the layer's tail."""
         return self._under(self._keep)
 
-    def save(self, name: str) -> None:
+    def save(self) -> None:
         """Passes the kept results to the saved-tensor hooks in force. Call it after the forward.
 
-        name: the name of the layer in messages.
-        RuntimeError: the layer wrote to a kept result.
+        A result that the layer wrote to is not kept, so a replay computes it.
         """
         self._storages.clear()
-        for place, result in self._kept.items():
-            self._kept[place] = tree_map(
-                lambda value, place=place: _saved(value, place[0], name), result
+        kept = {place: result for place, result in self._kept.items() if not _is_written(result)}
+        self._kept = {
+            place: tree_map(
+                lambda each: (
+                    SavedValue(each.value) if isinstance(each.value, Tensor) else each.value
+                ),
+                result,
             )
+            for place, result in kept.items()
+        }
 
-    def reusing(self) -> AbstractContextManager[None]:
+    def reusing(self, *, again: bool = False) -> AbstractContextManager[None]:
         """Returns kept results in place of calls inside the block, up to the layer's tail.
 
+        again: runs these calls again instead, so that the layer's results prove something.
         The block is around a replay. A replay may also happen inside the forward, if the forward
         runs a backward of its own.
         """
-        return self._under(self._reuse)
+        return self._under(self._run_again if again else self._reuse)
 
     def enter_tail(self) -> None:
         """Marks the start of the layer's tail: the operations that only the layer's output needs.
@@ -149,12 +155,19 @@ class KeptResults:
                         if isinstance(tensor, Tensor)
                         else None
                     )
-                    if result is not None:
+                    if result is None:
+                        continue
+                    if torch.Tag.inplace_view in operator.tags:  # matmul's squeeze_: no bit changes
+                        result.version += 1
+                    else:
                         result.is_written = True
+
+    def _run_again(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return place[0](*args, **kwargs)
 
     def _reuse(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kept = self._kept.get(place)
-        if kept is None:
+        if kept is None or _is_written(kept):
             return place[0](*args, **kwargs)
         return tree_map(
             lambda saved: saved.tensor() if isinstance(saved, (SavedValue, _Result)) else saved,
@@ -220,15 +233,14 @@ class _Result:
         return self.value.detach() if isinstance(self.value, Tensor) else self.value
 
 
-def _saved(result: _Result, operator: Any, name: str) -> Any:
-    if not isinstance(result.value, Tensor):
-        return result.value
-    if result.is_written or version_of(result.value) != result.version:
-        raise RuntimeError(
-            f"{name}: the result of {operator} is to be kept for backward, but was written to "
-            "later in the layer. Leave the operator out of ops(...), or use full"
-        )
-    return SavedValue(result.value)
+def _is_written(kept: Any) -> bool:
+    """Tells whether the layer wrote to a kept result, or to one of several."""
+    return any(
+        each.is_written
+        or (isinstance(each.value, Tensor) and version_of(each.value) != each.version)
+        for each in tree_leaves(kept)
+        if isinstance(each, _Result)
+    )
 
 
 def find_operators(ops: Sequence[str], *, setting: str = "--recompute-policy") -> dict[Any, str]:

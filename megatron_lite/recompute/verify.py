@@ -1,27 +1,19 @@
-"""Compares a replay with its forward, by hashes of tensors and of random-number streams.
+"""Compares the replay of a unit or region with its forward: hashes of tensors and RNG streams.
 
-`Record` serves the layers of this project: it compares the outputs of their regions. `Witness`
-serves any function: it compares the tensors that the function saves for backward. Both run only
-with `--recompute-verify` or `apply_policy_(..., verify=True)`, since each comparison waits for the
-device.
+It runs only with `--recompute-verify`, since each comparison waits for the device. witness.py does
+the same for layers of any kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from megatron_lite.parallel.rng import Generators
 from megatron_lite.parallel.tensor_hash import tensor_hash
-from megatron_lite.parallel.torch_internals import (
-    disable_current_modes,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_path_text,
-)
+from megatron_lite.parallel.torch_internals import disable_current_modes
 from megatron_lite.recompute.graph import difference, run_with_graph
 
 
@@ -139,96 +131,6 @@ class Record:
         if self.rng is None:
             return {}
         return {name: _hash(state) for name, state in self.rng.snapshot().states.items()}
-
-
-class Witness:
-    """The record of one call of any function. Every replay is compared with it.
-
-    The record covers the arguments, each tensor that is saved for backward, the results, and the
-    random-number streams before and after the call. It also covers which arguments and parameters
-    the graph of the results reaches, because a lost edge would silently lose a gradient.
-    """
-
-    def __init__(self, name: str, rng: Generators | None, layer: nn.Module | None) -> None:
-        self._record = Record(name, rng)
-        self._layer = layer
-        self._name = name
-        self._saved = 0
-        self._reached: frozenset[str] | None = None
-        self._inputs: dict[tuple[Any, int], str] = {}
-
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begins the forward or a replay, and records or compares its arguments."""
-        self._saved = 0
-        self._record.restart()
-        paths = [
-            (tree_path_text(path).partition("]")[2], value)
-            for path, value in tree_flatten_with_path((args, kwargs))[0]
-        ]
-        self._record.see(f"{self._name}, input", [value for _, value in paths])
-        # A replay gets new tensors, so inputs are known by their edges in this run's graph.
-        self._inputs = {
-            (gradient_edge.node, gradient_edge.output_nr): f"argument {path}"
-            for path, gradient_edge in (
-                (path, get_gradient_edge(value))
-                for path, value in paths
-                if isinstance(value, Tensor) and value.requires_grad
-            )
-        }
-
-    def save(self, tensor: Tensor) -> None:
-        """Records a tensor that is saved for backward, or compares it if this is a replay."""
-        self._record.see(f"{self._name}, saved tensor {self._saved}", tensor, streams=False)
-        self._saved += 1
-
-    def end(self, outputs: Any) -> None:
-        """Ends the forward or a replay, and records or compares its results and their graph.
-
-        RecomputeMismatch: the replay differs from the forward.
-        """
-        self._record.see(f"{self._name}, output", tree_leaves(outputs))
-        reached = frozenset(self._reaches(outputs))
-        if self._reached is None:
-            self._reached = reached
-            self._record.complete()
-        elif reached != self._reached:
-            lost, new = sorted(self._reached - reached), sorted(reached - self._reached)
-            changes = [f"lost {', '.join(lost)}"] if lost else []
-            changes += [f"has {', '.join(new)} besides"] if new else []
-            raise RecomputeMismatch(
-                f"{self._name}: the graph of a replay is not the forward's: it "
-                f"{' and '.join(changes)}"
-            )
-
-    def _reaches(self, outputs: Any) -> Iterator[str]:
-        parameters = (
-            {}
-            if self._layer is None
-            else {id(parameter): name for name, parameter in self._layer.named_parameters()}
-        )
-        edges: list[tuple[Any, int]] = [
-            (value.grad_fn, value.output_nr)
-            for value in tree_leaves(outputs)
-            if isinstance(value, Tensor) and value.grad_fn is not None
-        ]
-        # The search goes back through the graph and stops at the arguments: their own history is
-        # that of the caller, and a replay does not have it. A node with a `variable` accumulates
-        # the gradient of that leaf.
-        seen = set()
-        while edges:
-            edge = edges.pop()
-            node = edge[0]
-            if node is None or edge in seen:
-                continue
-            seen.add(edge)
-            if edge in self._inputs:
-                yield self._inputs[edge]
-                continue
-            if hasattr(node, "variable"):
-                yield parameters.get(
-                    id(node.variable), "a tensor that is no parameter of the layer"
-                )
-            edges += node.next_functions
 
 
 def _hash(tensor: Tensor) -> int:

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron_lite.recompute import apply, caches, hooked, layer_state, ops, saved, verify
+from megatron_lite.recompute import (
+    apply,
+    caches,
+    hooked,
+    layer_state,
+    ops,
+    saved,
+    surroundings,
+    witness,
+)
 from megatron_lite.recompute import call_arguments as arguments
 from megatron_lite.recompute.randomness import Randomness
 from tests.recompute import test_families, test_foreign_layers, test_hooked, test_hooked_refusals
@@ -25,13 +34,14 @@ def a_replay_changes_buffers_once_more(_, self):
 
 
 @replaces("put", layer_state._ModuleState)
-def attributes_are_those_of_the_last_forward(_, self, parameters):
+def attributes_are_those_of_the_last_forward(_, self, again, around):
     pass
 
 
 @replaces("put", layer_state._ModuleState)
-def weights_are_those_of_backward(put, self, parameters):
-    return put(self, parameters=False)
+def weights_are_those_of_backward(put, self, again, around):
+    self.registries.pop("_parameters")
+    return put(self, again, around)
 
 
 @replaces("has_values", layer_state)
@@ -71,7 +81,7 @@ def pythons_and_numpys_numbers_go_on_in_the_replay(_, self):
     return nullcontext()
 
 
-@replaces("autocast_states", hooked)
+@replaces("autocast_states", surroundings)
 def autocast_is_that_of_backward(_, kinds):
     return []
 
@@ -96,23 +106,23 @@ def nobody_looks_whether_a_parameter_was_written_to(_, tensor):
     return 0
 
 
-@replaces("_same", arguments)
+@replaces("same", arguments)
 def nobody_looks_whether_an_object_was_changed(_, before, now):
     return True
 
 
-@replaces("_compare", hooked._LayerCall)
+@replaces("compare", hooked._LayerCall)
 def nobody_counts_what_a_replay_saves(_, self, number, tensor):
     pass
 
 
-@replaces("save", verify.Witness)
+@replaces("save", witness.Witness)
 def saved_values_are_not_compared(_, self, tensor):
     pass
 
 
-@replaces("_reaches", verify.Witness)
-def the_graph_is_not_compared(_, self, outputs):
+@replaces("reaches", witness._Run)
+def the_graph_is_not_compared(_, self, results, parameters):
     return iter(())
 
 

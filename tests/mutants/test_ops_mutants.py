@@ -44,7 +44,7 @@ def every_second_begins_with_the_second(choice, names):
 
 
 @replaces("save", ops.KeptResults)
-def kept_results_stay_with_torch(_, self, name):
+def kept_results_stay_with_torch(_, self):
     pass
 
 

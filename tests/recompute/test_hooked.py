@@ -274,8 +274,17 @@ def test_a_replay_knows_that_it_is_one_and_ends_where_backward_has_all_it_reads(
 
     model = Model(Notes)
     apply_policy_(model, layers_fqn="layers", policy="0:full")
-    model(batches()[0]).backward()
-    assert calls == ["forward", "end"] * 3 + ["again"] and not is_recomputing()
+    model(batches()[0]).backward()  # the first replay finds out whether later ones may end early
+    assert calls == ["forward", "end"] * 3 + ["again", "end"]
+    for verify in (False, True):
+        calls.clear()
+        remove_policy_(model)
+        apply_policy_(model, layers_fqn="layers", policy="0:full", verify=verify)
+        model(batches()[0]).backward()
+        calls.clear()
+        model(batches()[0]).backward()
+        assert calls == ["forward", "end"] * 3 + ["again"] + ["end"] * verify
+    assert not is_recomputing()
 
 
 def test_other_errors_in_a_layer_are_its_own() -> None:

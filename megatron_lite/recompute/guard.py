@@ -1,0 +1,116 @@
+"""Decides which calls of a layer are verified, and remembers what their replays showed.
+
+A layer that repeats itself once will do so again, unless something changes. So with
+`verify="first"` a call is verified if its signature is new, and the calls 2, 4, 8, 16, .. of each
+layer are: some layers change later, such as a teacher that equals its student at first. A signature
+counts only after a replay has been compared, so a forward without backward does not use it up.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from megatron_lite.parallel.torch_internals import tree_leaves
+from megatron_lite.recompute.layer_state import HOOKS, PARAMETER_HOOKS
+from megatron_lite.recompute.surroundings import Surroundings, kind_of
+
+MAX_SHAPES = 4  # so many sets of shapes are verified, because lengths may vary for ever
+
+Verify = bool | Literal["first"]
+
+
+class Signature(NamedTuple):
+    """What a replay may depend on, besides values. shapes: those of the arguments."""
+
+    kinds: int
+    shapes: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        surroundings: Surroundings,
+    ) -> Signature:
+        """Returns the signature of a call of the layer."""
+        given = tree_leaves((args, kwargs))
+        modules, parameters = list(layer.modules()), list(layer.parameters())
+        return cls(
+            hash(
+                (
+                    tuple(module.training for module in modules),
+                    tuple(map(_kind_of_argument, given)),
+                    tuple(kwargs),
+                    tuple(
+                        kind_of(hook)
+                        for module in modules
+                        for name in HOOKS
+                        for hook in vars(module)[name].values()
+                    ),
+                    tuple(
+                        kind_of(hook)
+                        for parameter in parameters
+                        for name in PARAMETER_HOOKS
+                        for hook in (getattr(parameter, name, None) or {}).values()
+                    ),
+                    tuple(kind_of(vars(module).get("forward")) for module in modules),
+                    tuple(parameter.requires_grad for parameter in parameters),
+                    surroundings.kinds(),
+                )
+            ),
+            tuple(tuple(value.shape) for value in given if isinstance(value, Tensor)),
+        )
+
+
+class Guard:
+    """The verification of one layer: which of its calls, and what their replays showed.
+
+    verify: "first", or True for all calls, or False for none.
+    stops_early: whether a replay may end before the layer does, when all saved tensors are rebuilt.
+        None until a replay has run to the end.
+    reads_again: whether a Function of the layer reads its saved tensors more than once.
+    doubts: the numbers of saved tensors whose bytes differed in a replay, where all else agreed.
+    harmless: the numbers of those whose difference backward does not read.
+    """
+
+    def __init__(self, verify: Verify) -> None:
+        self.verify = verify
+        self.stops_early: bool | None = None
+        self.reads_again = False
+        self.doubts: set[int] = set()
+        self.harmless: set[int] = set()
+        self._calls = 0
+        self._seen: set[int] = set()
+        self._shapes: set[Signature] = set()
+
+    def wants(self, signature: Signature | None) -> bool:
+        """Tells whether this call is verified. Call it once for each call of the layer."""
+        self._calls += 1
+        if signature is None:
+            return bool(self.verify)
+        return (
+            self._calls & (self._calls - 1) == 0
+            or bool(self.doubts)
+            or signature.kinds not in self._seen
+            or (signature not in self._shapes and len(self._shapes) < MAX_SHAPES)
+        )
+
+    def saw(self, signature: Signature) -> None:
+        """Records that a replay of a call with this signature was compared."""
+        self._seen.add(signature.kinds)
+        if len(self._shapes) < MAX_SHAPES:
+            self._shapes.add(signature)
+
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self._calls
+
+
+def _kind_of_argument(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.requires_grad, value.layout
+    return type(value)

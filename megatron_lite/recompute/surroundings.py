@@ -1,0 +1,132 @@
+"""The settings of torch around a forward, which its replay repeats.
+
+They are autocast, the modes on torch's functions (a default device is one), the default dtype, the
+choice of kernels, and the hooks on all modules. A caller may have set them for the forward alone.
+A context of another library is not known here: the verified replay finds what it changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_lite.parallel.torch_internals import (
+    attention_kernels,
+    choose_attention_kernels,
+    function_modes,
+    hooks_of_all_modules,
+    pop_function_mode,
+    push_function_mode,
+)
+from megatron_lite.recompute.layer_state import registered_as
+from megatron_lite.recompute.randomness import autocast_states
+
+Flag = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads it, sets it
+
+
+@cache
+def _flags() -> tuple[Flag, ...]:
+    cuda, cudnn, onednn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    return (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (
+            lambda: attention_kernels(with_priority=True),
+            lambda kernels: choose_attention_kernels(kernels, set_priority=True),
+        ),
+        (cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp),
+        (
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda now: torch.use_deterministic_algorithms(now[0], warn_only=now[1]),
+        ),
+        *(
+            (partial(getattr, of, name), partial(setattr, of, name))
+            for of, name in (
+                (onednn, "enabled"),
+                (cudnn, "enabled"),
+                (cudnn, "benchmark"),
+                (cudnn, "deterministic"),
+            )
+        ),
+    )
+
+
+class Surroundings(NamedTuple):
+    """The settings of torch at one moment.
+
+    autocast: the settings of each kind of device.
+    flags: the values of the settings of `_flags`.
+    modes: the modes on torch's functions, outermost first.
+    hooks: the dictionaries of hooks on all modules, each with its contents.
+    """
+
+    autocast: list[dict[str, Any]]
+    flags: tuple[Any, ...]
+    modes: tuple[Any, ...]
+    hooks: tuple[tuple[dict[Any, Any], dict[Any, Any]], ...]
+
+    @classmethod
+    def now(cls, kinds: set[str]) -> Surroundings:
+        """Returns the present settings. kinds: the kinds of devices in use, such as "cuda"."""
+        return cls(
+            autocast_states(kinds),
+            tuple(read() for read, _ in _flags()),
+            tuple(function_modes()),
+            tuple((found, dict(found)) for found in hooks_of_all_modules),
+        )
+
+    def kinds(self) -> tuple[Any, ...]:
+        """Returns the settings with the kinds of modes and hooks in place of these, as a key."""
+        return (
+            tuple(tuple(state.values()) for state in self.autocast),
+            str(self.flags),
+            tuple(map(type, self.modes)),
+            tuple(kind_of(hook) for _, hooks in self.hooks for hook in hooks.values()),
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Gives torch these settings inside the block, and after it the present ones."""
+        with ExitStack() as around:
+            for (read, put), then in zip(_flags(), self.flags, strict=True):
+                if (now := read()) != then:
+                    around.callback(put, now)
+                    put(then)
+            around.enter_context(registered_as(self.hooks))
+            around.enter_context(_modes_as(self.modes))
+            for state in self.autocast:
+                around.enter_context(torch.autocast(**state))
+            yield
+
+
+def kind_of(function: Any) -> Any:
+    """Returns what stays the same when a function is made again, as in each step: its code."""
+    function = getattr(function, "func", getattr(function, "__func__", function))  # a partial's
+    return getattr(function, "__code__", type(function))
+
+
+@contextmanager
+def _modes_as(modes: tuple[Any, ...]) -> Iterator[None]:
+    now = tuple(function_modes())
+    if all(one is other for one, other in zip(now, modes, strict=False)) and len(now) == len(modes):
+        yield
+        return
+    _exchange(now, modes)
+    try:
+        yield
+    finally:
+        _exchange(tuple(function_modes()), now)
+
+
+def _exchange(now: tuple[Any, ...], modes: tuple[Any, ...]) -> None:
+    for _ in now:
+        pop_function_mode()
+    for mode in modes:
+        push_function_mode(mode)

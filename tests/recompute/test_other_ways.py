@@ -1,0 +1,212 @@
+"""Layers of other kinds (compiled, scripted, wrapped by accelerate) and ways to differentiate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron_lite.recompute.apply import apply_policy_, remove_policy_
+from tests.support.odd_layers import Block, Model, assert_equal, batches
+
+POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.batch_norm = nn.LayerNorm(6), nn.BatchNorm1d(6)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.linear(self.batch_norm(self.norm(hidden)))
+
+
+class Tensors(nn.Module):
+    """A list of layers that is called in order."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make() for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Any:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def gradients(model: nn.Module, given: Tensor) -> list[Tensor]:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.zero_grad()
+    for _ in range(3):
+        model(given).square().sum().backward()
+    found = [each.grad.clone() for each in model.parameters()]
+    found += [each.clone() for each in model.buffers()]
+    model.load_state_dict(state)
+    return found
+
+
+def assert_right(model: nn.Module, policy: str, given: Tensor) -> None:
+    expected = gradients(model, given)
+    apply_policy_(model, layers_fqn="layers", policy=policy)
+    assert_equal(gradients(model, given), expected)
+    assert remove_policy_(model) == 2
+    assert_equal(gradients(model, given), expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_scripted_layers_train_as_without_a_policy(policy: str) -> None:
+    assert_right(Tensors(lambda: torch.jit.script(Normed())), policy, batches()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy: str) -> None:
+    assert_right(
+        Tensors(lambda: torch.compile(Normed(), backend="aot_eager")), policy, batches()[0]
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        q, k, v = self.qkv(hidden).view(2, 5, 2, 12).transpose(1, 2).chunk(3, -1)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v)
+        return attended.transpose(1, 2).reshape(2, 5, 8)
+
+
+def test_a_choice_of_attention_kernels_around_the_forward_is_that_of_the_replay() -> None:
+    class Chosen(Tensors):
+        def forward(self, hidden: Tensor) -> Tensor:
+            with sdpa_kernel(SDPBackend.MATH):
+                result: Tensor = super().forward(hidden)
+            return result
+
+    assert_right(Chosen(Attention), "*:full", torch.randn(2, 5, 8))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_forward_mode_differentiation_is_that_of_the_plain_model(policy: str) -> None:
+    """The tangent of the loss is differentiated once more, backward."""
+
+    def derivatives() -> list[Any]:
+        hidden = batches()[0].clone().requires_grad_()
+        with forward_ad.dual_level():
+            result = model(forward_ad.make_dual(hidden, torch.ones_like(hidden)))
+            tangent = forward_ad.unpack_dual(result).tangent
+            found = torch.autograd.grad(
+                tangent.sum() + result.sum(), [hidden, *model.parameters()], allow_unused=True
+            )
+        functional = torch.func.jvp(model, (hidden.detach(),), (torch.ones_like(hidden),))[1]
+        return [tangent.detach(), *found, functional.detach()]
+
+    model = Tensors(Normed).eval()
+    expected = derivatives()
+    apply_policy_(model, layers_fqn="layers", policy=policy)
+    with pytest.warns(UserWarning, match="jvp"):
+        found = derivatives()
+    assert_equal(found, expected)
+
+
+def hooked_like_accelerate(layer: nn.Module) -> None:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return module._old_forward(*args, **kwargs)
+
+    layer._old_forward = layer.forward
+    layer.forward = update_wrapper(partial(forward, layer), layer.forward)
+
+
+def test_a_policy_is_found_and_removed_under_another_librarys_wrapper() -> None:
+    model = Tensors(Normed)
+    expected = gradients(model, batches()[0])
+    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    for layer in model.layers:
+        hooked_like_accelerate(layer)
+    with pytest.raises(ValueError, match="have a recompute policy already"):
+        apply_policy_(model, layers_fqn="layers", policy="*:full")
+    assert_equal(gradients(model, batches()[0]), expected)
+    assert remove_policy_(model) == 2 and remove_policy_(model) == 0
+    assert_equal(gradients(model, batches()[0]), expected)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(*(part * 1.0 for part in parts))
+        return sum(parts)  # type: ignore[return-value]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad * ctx.saved_tensors[number] for number in range(4))
+
+
+def test_a_function_that_reads_its_saved_tensors_again_costs_no_replay_each() -> None:
+    runs: list[int] = []
+
+    class Sums(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            runs.append(1)
+            hidden = self.body(hidden)
+            return _Sum.apply(hidden, 2 * hidden, 3 * hidden, 4 * hidden)
+
+    model = Model(Sums)
+    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    counts = []
+    for _ in range(3):
+        runs.clear()
+        model(batches()[0]).backward()
+        counts.append(len(runs))
+    assert counts == [3 + 2 * 3, 3 + 3, 3 + 3]  # the first one finds out
+
+
+class Vector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.matmul(hidden, self.weight)
+
+
+@pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
+@pytest.mark.parametrize(
+    "kind", [Vector, *(partial(kind, 6, 6) for kind in (nn.RNNCell, nn.GRUCell))]
+)
+def test_results_that_a_layer_writes_to_are_computed_again(kind: Any, ops: str) -> None:
+    given = batches()[0][0] if kind is Vector else batches()[0]
+    assert_right(Tensors(kind), f"*:ops({ops})", given)
+
+
+def test_threads_take_turns() -> None:
+    def losses(model: nn.Module) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+
+        def train(number: int) -> None:
+            for _ in range(5):
+                loss = model(batches()[number])
+                found[number] = torch.stack(
+                    [each.norm() for each in torch.autograd.grad(loss, list(model.parameters()))]
+                )
+
+        threads = [Thread(target=train, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return [found[number] for number in range(3)]
+
+    torch.manual_seed(3)
+    model = Model(Block).eval()
+    expected = losses(model)
+    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    assert_equal(losses(model), expected)

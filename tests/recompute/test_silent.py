@@ -1,0 +1,96 @@
+"""Layers and callers that recomputation used to train wrongly without an error.
+
+Each one is now equal to the plain model, or ends in an error, with the default arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.support.foreign import Foreign
+from tests.support.odd_layers import Block, Model, assert_equal, batches, outcome
+from tests.support.odd_state import CONTEXTS, STATES
+
+POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
+CASES = {**STATES, **CONTEXTS}
+
+
+def trained(foreign: Foreign, policy: str | None, **options: Any) -> list[Any]:
+    """Returns the result of nine steps, so that the calls 2, 4 and 8 are among them."""
+
+    def run(model: nn.Module) -> list[Tensor]:
+        losses = []
+        for number in range(9):
+            losses.append(foreign.loss(model, number % 3))
+            losses[-1].backward()
+        return losses
+
+    return outcome(foreign.build, policy, run, **options)
+
+
+def trained_or_error(foreign: Foreign, policy: str | None, **options: Any) -> list[Any] | None:
+    try:
+        return trained(foreign, policy, **options)
+    except RuntimeError:
+        return None
+
+
+@pytest.mark.parametrize("verify", ["first", False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_equal_or_refused(name: str, policy: str, verify: Any) -> None:
+    foreign = CASES[name]
+    if foreign.may_refuse and not verify:
+        pytest.skip("what may be refused is seen by verification alone")
+    expected = trained_or_error(foreign, None)
+    found = trained_or_error(foreign, policy, verify=verify)
+    if found is None:
+        assert expected is None or (foreign.may_refuse and policy != "*:none@host")
+    else:
+        assert expected is not None, "plain torch refuses"
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_copy_that_shares_the_forward_runs_its_own_weights(policy: str) -> None:
+    def shared(model: nn.Module) -> list[Tensor]:
+        other = copy.copy(model.layers[1])
+        other._modules = {
+            name: nn.Linear(each.in_features, each.out_features)
+            if isinstance(each, nn.Linear)
+            else each
+            for name, each in other._modules.items()
+        }
+        model.extra = other
+        losses = [other(model.layers[0](model.embedding(x))).square().mean() for x in batches()]
+        for loss in losses:
+            loss.backward()
+        return losses
+
+    assert_equal(
+        outcome(lambda: Model(Block), policy, shared), outcome(lambda: Model(Block), None, shared)
+    )
+
+
+def test_replicas_of_data_parallel_run_their_own_weights() -> None:
+    def replicated(model: nn.Module) -> list[Tensor]:
+        layer = model.layers[1]
+        replica = layer._replicate_for_data_parallel()
+        replica._modules = dict(layer._modules)
+        for name in ("first", "second"):
+            inner = layer._modules[name]._replicate_for_data_parallel()
+            for key, value in layer._modules[name]._parameters.items():
+                setattr(inner, key, value * 2.0)
+            replica._modules[name] = inner
+        losses = [replica(model.embedding(x)).square().mean() for x in batches()]
+        sum(losses).backward()  # type: ignore[union-attr]
+        return losses
+
+    assert_equal(
+        outcome(lambda: Model(Block), "*:full", replicated),
+        outcome(lambda: Model(Block), None, replicated),
+    )

@@ -1,0 +1,158 @@
+"""Every differentiable operator and every module of torch as a layer, from torch's own databases.
+
+`torch.testing._internal` has sample inputs of each. Several steps of such a layer under a policy
+are equal to the plain ones to the bit, or plain torch refuses them too.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron_lite.recompute.apply import apply_policy_
+
+# torch's own tests need this package, and its databases import it.
+pytest.importorskip("expecttest")
+op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
+module_db = pytest.importorskip("torch.testing._internal.common_modules").module_db
+
+POLICIES = ["*:full", "*:full@host", "*:none@host", "*:ops(matmul)"]
+NUM_STEPS = 4
+# These do not repeat themselves in plain torch: memory that no kernel sets, or a choice of threads.
+NOT_REPEATABLE = frozenset({
+    "empty_like", "new_empty", "new_empty_strided", "empty", "empty_permuted", "empty_strided",
+    "linalg.lstsq",
+})  # fmt: skip
+Case = tuple[str, Callable[[], nn.Module], tuple[Any, ...], dict[str, Any]]
+
+
+class Operator(nn.Module):
+    """A layer that is one operator."""
+
+    def __init__(self, op: Callable[..., Any]) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the operator's result. Its arguments are no leaves, as in a model."""
+        args, kwargs = tree_map(_no_leaf, (args, kwargs))
+        return self.op(*args, **kwargs)
+
+
+def _no_leaf(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.requires_grad and value.is_floating_point():
+        return value * 1.0
+    return value
+
+
+def operators() -> Iterator[Case]:
+    for op in op_db:
+        if not op.supports_autograd or torch.float32 not in op.dtypes or op.name in NOT_REPEATABLE:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(1)
+            samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
+        for number, sample in enumerate(samples[:6]):
+            name = f"{op.name}.{op.variant_test_name}#{number}"
+            yield name, lambda op=op: Operator(op.op), (sample.input, *sample.args), sample.kwargs
+
+
+def modules(training: bool) -> Iterator[Case]:
+    for info in module_db:
+        torch.manual_seed(1)
+        inputs = info.module_inputs_func(
+            info, device="cpu", dtype=torch.float32, requires_grad=True, training=training
+        )
+        for number, each in enumerate(inputs):
+            made, given = each.constructor_input, each.forward_input
+            if given is None:
+                continue
+
+            def make(info: Any = info, made: Any = made) -> nn.Module:
+                module: nn.Module = info.module_cls(*made.args, **made.kwargs)
+                return module.train(training)
+
+            name = f"{info.name}#{number} {'train' if training else 'eval'}"
+            yield name, make, given.args, given.kwargs
+
+
+def train(case: Case, policy: str | None, **options: Any) -> list[Any]:
+    """Returns results, gradients and state after each step."""
+    _, make, args, kwargs = case
+    torch.manual_seed(2)
+    model = nn.Module()
+    model.layers = nn.ModuleList([make()])
+    if policy is not None:
+        apply_policy_(model, layers_fqn="layers", policy=policy, **options)
+    given = tree_map(_fresh, (args, kwargs))
+    found: list[Any] = []
+    for _ in range(NUM_STEPS):
+        result = model.layers[0](*given[0], **given[1])
+        losses = [
+            torch.view_as_real(each).sum() if each.is_complex() else each.square().sum()
+            for each in tree_leaves(result)
+            if isinstance(each, Tensor) and each.requires_grad and each.layout == torch.strided
+        ]
+        if losses:
+            sum(loss.float() for loss in losses).backward()  # type: ignore[union-attr]
+        found += [loss.detach() for loss in losses]
+    leaves = [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+    found += [each.grad for each in (*leaves, *model.parameters())]
+    return found + [each.detach().clone() for each in (*leaves, *model.buffers())] + [torch.rand(1)]
+
+
+def _fresh(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value) if isinstance(value, torch.Generator) else value
+    return value.detach().clone().requires_grad_(value.requires_grad)
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    if one is None or other is None or one.layout != torch.strided:
+        return (one is None) == (other is None)
+    return torch.equal(
+        one.resolve_conj().nan_to_num() if one.is_floating_point() else one,
+        other.resolve_conj().nan_to_num() if other.is_floating_point() else other,
+    )
+
+
+def faults(cases: Iterator[Case], policy: str, **options: Any) -> list[str]:
+    lines = []
+    for case in cases:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                plain, again = train(case, None), train(case, None)
+            except Exception:
+                continue
+            if not all(map(is_equal, plain, again)):
+                continue  # plain torch does not repeat it
+            try:
+                found = train(case, policy, **options)
+            except Exception as error:
+                lines.append(f"{case[0]}: {type(error).__name__}: {str(error)[:300]}")
+                continue
+        if len(found) != len(plain) or not all(map(is_equal, plain, found)):
+            lines.append(f"{case[0]}: silent")
+    return lines
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", POLICIES)
+def test_operators_are_right(policy: str) -> None:
+    assert faults(operators(), policy) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_modules_are_right(policy: str, training: bool) -> None:
+    assert faults(modules(training), policy) == []

@@ -1,0 +1,380 @@
+"""Layers with state, and contexts around a forward, that a replay must restore or refuse.
+
+Recomputation used to train them wrongly without an error. The names are rows of
+docs/who-is-right.md.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from tests.support.foreign import Foreign
+from tests.support.odd_layers import Block, Model, batches
+
+
+def plainly(model: nn.Module, number: int) -> Tensor:
+    loss: Tensor = model(batches()[number])
+    return loss
+
+
+class Sequel(Block):
+    """Keeps its state with its graph, for the next segment (BPTT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mem: Any = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        past = 0.0 if self.mem is None else torch.tanh(self.second(self.dropout(self.mem)))
+        self.mem = self.first(hidden)
+        return self.body(hidden) + past
+
+
+def segments(model: nn.Module, number: int) -> Tensor:
+    """Returns the loss over three segments, each of which reads the memory of the one before."""
+    for layer in model.layers:
+        layer.mem = None
+    return sum(plainly(model, each) for each in (number, 1, 2))  # type: ignore[return-value]
+
+
+def frozen_in_forward(model: nn.Module, number: int) -> Tensor:
+    for layer in model.layers:
+        layer.first.requires_grad_(False)
+    loss = plainly(model, number)
+    for layer in model.layers:
+        layer.first.requires_grad_(True)
+    return loss
+
+
+class ParameterHook(Block):
+    """Registers a hook on its own parameter in the first forward."""
+
+    hook: Any = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.hook is None:
+            self.hook = self.first.weight.register_hook(lambda grad: 2 * grad)
+        return self.body(hidden)
+
+
+class HookAgain(Block):
+    """Registers its hook anew in each forward."""
+
+    hook: Any = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.hook is not None:
+            self.hook.remove()
+        self.hook = self.first.register_forward_hook(lambda module, args, output: 2 * output)
+        return self.body(hidden)
+
+
+class InnerHook(Block):
+    hook: Any = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.hook is None:
+            self.hook = self.first.register_forward_hook(lambda module, args, output: 2 * output)
+        return self.body(hidden)
+
+
+class ReplacesForward(Block):
+    """Changes its inner forward once, in the first call."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.body(hidden)
+        self.first.forward = lambda x: F.linear(x, 2 * self.first.weight, self.first.bias)
+        return hidden
+
+
+class WritesView(nn.Module):
+    """Its list of layers has a layer that gets a tensor and a view of it, and writes the view."""
+
+    class Layer(Block):
+        def forward(self, hidden: Tensor, row: Tensor) -> Tensor:
+            row.mul_(3.0)
+            return self.body(hidden)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer()])
+        self.embedding = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        return self.layers[0](hidden, hidden[0]).square().mean()
+
+
+class WritesParameter(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.mul_(0.9)
+        return self.body(hidden)
+
+
+class ActNorm(Block):
+    """Initializes its scale from the first batch."""
+
+    def __init__(self, by_data: bool = True) -> None:
+        super().__init__()
+        self.scale, self.by_data = nn.Parameter(torch.ones(6)), by_data
+        self.register_buffer("initialized", torch.tensor(0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if not self.initialized:
+            scale = 1 / (hidden.detach().std(0) + 1)
+            if self.by_data:
+                self.scale.data.copy_(scale)
+            else:
+                with torch.no_grad():
+                    self.scale.copy_(scale)
+            self.initialized.fill_(1)
+        return self.body(hidden * self.scale)
+
+
+class ActNormInPlace(ActNorm):
+    def __init__(self) -> None:
+        super().__init__(by_data=False)
+
+
+class OwnNumpy(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.default_rng(3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden) * float(self.random.random())
+
+
+class OwnPython(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden) * self.random.random()
+
+
+class OwnLegacyNumpy(OwnNumpy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = np.random.RandomState(3)
+
+
+class NestedGenerators(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = {"a": [torch.Generator().manual_seed(3)], "b": (random.Random(3),)}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        noise = torch.rand(hidden.shape, generator=self.random["a"][0])
+        return self.body(hidden) * noise * self.random["b"][0].random()
+
+
+class Load(Block):
+    """Plain attributes written in place: a tensor, an array, what is in nested containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.load, self.count = torch.zeros(6), np.zeros(1)
+        self.nested = {"loads": [torch.zeros(6)], "seen": ([0],)}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.load.add_(hidden.detach().mean(0))
+        self.count += 1
+        self.nested["loads"][0].add_(self.load)
+        self.nested["seen"][0][0] += 1
+        shift = self.load + self.nested["loads"][0] + float(self.count[0])
+        return self.body(hidden + shift * self.nested["seen"][0][0])
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Collects(Block):
+    """Changes an object that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collector = Collector()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.collector.total += 1.0
+        return self.body(hidden * self.collector.total)
+
+
+class OnlyCounts(Collects):
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.collector.total += 1.0
+        return self.body(hidden)
+
+
+class WritesSaved(Block):
+    """Writes to a result that an operator saved; plain torch refuses."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product = torch.sigmoid(self.body(hidden))
+        return product.mul_(2.0)
+
+
+class RRelu(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.RReLU()
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.relu(self.body(hidden))
+
+
+class RReluBeforeSum(RRelu):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.relu(self.first(hidden))[:, :6]
+
+
+class Doubles(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is torch.tanh else result
+
+
+def around(enter: Callable[[nn.Module], Any]) -> Callable[[nn.Module, int], Tensor]:
+    """Returns a loss whose forward runs in a context, which backward does not have."""
+
+    def loss(model: nn.Module, number: int) -> Tensor:
+        batch = batches()[number]
+        with enter(model):
+            result: Tensor = model(batch)
+        return result
+
+    return loss
+
+
+def later(loss: Callable[[nn.Module, int], Tensor]) -> Callable[[nn.Module, int], Tensor]:
+    """Returns a loss that is the plain one in the first two calls."""
+
+    def changing(model: nn.Module, number: int) -> Tensor:
+        model.calls = getattr(model, "calls", 0) + 1
+        return loss(model, number) if model.calls > 2 else plainly(model, number)
+
+    return changing
+
+
+@contextmanager
+def hook(model: nn.Module) -> Iterator[None]:
+    handle = model.layers[1].first.register_forward_hook(lambda module, args, output: 2 * output)
+    yield
+    handle.remove()
+
+
+@contextmanager
+def hook_on_all(model: nn.Module) -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: 2 * output if isinstance(module, nn.Dropout) else None
+    )
+    yield
+    handle.remove()
+
+
+@contextmanager
+def replaced(model: nn.Module) -> Iterator[None]:
+    inner = model.layers[1].first
+    inner.forward = lambda x: F.linear(x, 2 * inner.weight, inner.bias)
+    yield
+    del inner.forward
+
+
+@contextmanager
+def default_dtype(model: nn.Module) -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class MakesTensors(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden) + (torch.ones(6) / 3).sum().float()
+
+
+SCALE = contextvars.ContextVar("scale", default=1.0)
+LOCAL = threading.local()
+
+
+class ReadsContext(Block):
+    """Reads a setting of a library, which its caller sets for the forward alone."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden * SCALE.get() * getattr(LOCAL, "scale", 1.0))
+
+
+@contextmanager
+def variable(model: nn.Module) -> Iterator[None]:
+    token = SCALE.set(2.0)
+    yield
+    SCALE.reset(token)
+
+
+@contextmanager
+def local(model: nn.Module) -> Iterator[None]:
+    LOCAL.scale = 2.0
+    yield
+    del LOCAL.scale
+
+
+def case(
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, int], Tensor] = plainly,
+    *,
+    may_refuse: bool = False,
+) -> Foreign:
+    """Returns a model. build: makes the model, or one layer of it."""
+    make = build if build is WritesView else (lambda: Model(build))  # type: ignore[arg-type]
+    return Foreign(build=make, loss=loss, lists=("layers",), may_refuse=may_refuse)
+
+
+STATES: dict[str, Foreign] = {
+    "a memory with its graph, for the next segment": case(Sequel, segments),
+    "its parameters, frozen during the forward alone": case(Block, frozen_in_forward),
+    "a hook on its own parameter, registered once": case(ParameterHook),
+    "a hook on an inner module, registered once": case(InnerHook),
+    "a hook on an inner module, registered anew": case(HookAgain),
+    "an inner forward, replaced once": case(ReplacesForward),
+    "an argument and a view of it, which it writes": case(WritesView, may_refuse=True),
+    "its own parameter, which it writes": case(WritesParameter),
+    "ActNorm, by weight.data": case(ActNorm),
+    "ActNorm, without gradients": case(ActNormInPlace),
+    "NumPy's generator": case(OwnNumpy),
+    "NumPy's older generator": case(OwnLegacyNumpy),
+    "a Random of Python": case(OwnPython),
+    "generators in containers": case(NestedGenerators),
+    "plain tensors, arrays and nested lists that it writes": case(Load),
+    "an object that it changes and reads": case(Collects, may_refuse=True),
+    "an object that it changes": case(OnlyCounts, may_refuse=True),
+    "a saved result that it writes afterwards": case(WritesSaved, may_refuse=True),
+    "RReLU, last": case(RRelu),
+    "RReLU, before a sum": case(RReluBeforeSum),
+}
+CONTEXTS: dict[str, Foreign] = {
+    "a mode on torch's functions": case(Block, around(lambda model: Doubles())),
+    "the same, from the third call on": case(Block, later(around(lambda model: Doubles()))),
+    "a hook on an inner module": case(Block, around(hook)),
+    "a hook on all modules": case(Block, around(hook_on_all)),
+    "another inner forward": case(Block, around(replaced)),
+    "the default dtype": case(MakesTensors, around(default_dtype)),
+    "a context variable of a library": case(ReadsContext, around(variable), may_refuse=True),
+    "a thread-local variable": case(ReadsContext, around(local), may_refuse=True),
+}
