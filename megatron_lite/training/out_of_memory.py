@@ -41,9 +41,9 @@ WORDS = (
 # that are imported late. --memory-limit leaves them so much on top.
 LIBRARIES = 256 * 2**20
 LARGEST_TERMS = 3
-# The share of each term of a predicted peak that counts as certain. A rank may hold nothing of a
+# The share of each term of a predicted peak that counts as certain: a rank may hold less than a
 # bound, and an estimate of a workspace may be off.
-CERTAIN = {"exact": 1.0, "estimate": 0.5, "bound": 0.0}
+CERTAIN = {"exact": 1.0, "estimate": 0.5, "bound": 0.5}
 STATUS = Path("/proc/self/status")
 
 
