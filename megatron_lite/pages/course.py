@@ -8,7 +8,7 @@ import math
 LARGEST, SMALLEST = 1e100, 1e-100  # sums and ratios of such figures stay finite
 
 
-class Course(dict[int, float]):
+class FigureCourse(dict[int, float]):
     """Values by iteration.
 
     Going back is cheap: it looks at the iterations that it drops, and at no others.

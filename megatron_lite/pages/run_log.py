@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_lite.config.invocation import TRAINING
-from megatron_lite.pages.course import Course, figure
+from megatron_lite.pages.course import FigureCourse, figure
 from megatron_lite.pages.markup import shortened
 
 ITERATION = re.compile(r"\] iteration +(\d{1,9})/ *(\d{1,9}) \|")
@@ -42,8 +42,8 @@ class LogFacts:
     num_iterations: the iterations of the whole run, or None.
     """
 
-    figures: dict[str, Course] = field(default_factory=dict)
-    evaluations: dict[str, Course] = field(default_factory=dict)
+    figures: dict[str, FigureCourse] = field(default_factory=dict)
+    evaluations: dict[str, FigureCourse] = field(default_factory=dict)
     restarts: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
     exits: dict[tuple[int, str], None] = field(default_factory=dict)
@@ -60,14 +60,14 @@ class LogFacts:
             if found := ITERATION.search(text):
                 iteration, self.num_iterations = int(found[1]), int(found[2])
                 for name, value in FIGURE.findall(text):
-                    self.figures.setdefault(name, Course())[iteration] = float(value)
+                    self.figures.setdefault(name, FigureCourse())[iteration] = float(value)
             elif found := ROW.match(text):
                 iteration, self.num_iterations = int(found[1]), int(found[2])
                 if share := SHARE.search(text):
-                    self.figures.setdefault("MFU", Course())[iteration] = float(share[1])
+                    self.figures.setdefault("MFU", FigureCourse())[iteration] = float(share[1])
             elif found := EVALUATION.search(text):
                 if (loss := figure(float(found[3]))) is not None:
-                    self.evaluations.setdefault(found[1], Course())[int(found[2])] = loss
+                    self.evaluations.setdefault(found[1], FigureCourse())[int(found[2])] = loss
             elif found := LOADED.match(text):
                 iteration = int(found[1])
                 self.restarts.append(iteration)

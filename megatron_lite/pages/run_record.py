@@ -17,7 +17,7 @@ from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import input_size, read_input
 from megatron_lite.config.run import RunConfig
-from megatron_lite.pages.course import Course, figure
+from megatron_lite.pages.course import FigureCourse, figure
 from megatron_lite.pages.event_file import Scalar, read_events
 from megatron_lite.pages.line_chart import Mark
 from megatron_lite.pages.markup import shortened
@@ -177,8 +177,8 @@ def _read_events(files: RunFiles, run: RunRecord, log: LogFacts) -> Iterator[int
     TensorBoard has a point for each iteration, the log only for each interval. So its points
     replace those of the log.
     """
-    evaluations: dict[str, Course] = {}
-    figures: dict[str, Course] = {}
+    evaluations: dict[str, FigureCourse] = {}
+    figures: dict[str, FigureCourse] = {}
     for path in files.events:
         if input_size(path) > MOST_EVENT_BYTES:
             run.notices.append(f"{path.name}: larger than {MOST_EVENT_BYTES >> 20} MiB: left out")
@@ -192,7 +192,7 @@ def _read_events(files: RunFiles, run: RunRecord, log: LogFacts) -> Iterator[int
                     for names, into in ((EVALUATIONS, evaluations), (FIGURES, figures)):
                         value = figure(event.value)
                         if event.tag in names and value is not None:
-                            into.setdefault(names[event.tag], Course())[event.step] = value
+                            into.setdefault(names[event.tag], FigureCourse())[event.step] = value
                     continue
                 # A start: the points that earlier starts wrote from its step on do not count.
                 for series in (*evaluations.values(), *figures.values()):
@@ -202,7 +202,7 @@ def _read_events(files: RunFiles, run: RunRecord, log: LogFacts) -> Iterator[int
         except ValueError as error:
             run.notices.append(f"{path.name}: {error}: left out")
     for name, series in evaluations.items():
-        log.evaluations.setdefault(name, Course()).update(series)
+        log.evaluations.setdefault(name, FigureCourse()).update(series)
     log.figures.update(figures)
 
 

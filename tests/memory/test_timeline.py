@@ -141,7 +141,7 @@ def test_json_that_is_no_object_is_refused(tmp_path: Path, value: Any) -> None:
 def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
     with open(tmp_path / "huge.json", "wb") as file:
         file.truncate(100 * MAX_FILE_BYTES)  # a hole: takes no space
-    with pytest.raises(InputError, match="larger than 32 MiB"):
+    with pytest.raises(InputError, match="longer than 33554432 bytes"):
         read_timeline(str(tmp_path / "huge.json"))
 
 

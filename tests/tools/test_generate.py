@@ -284,7 +284,7 @@ def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_b
     assert read_config(tmp_path) == run
     stored["model"]["num_layers"] = 0
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    with pytest.raises(InputError, match="num_layers must be a whole number from 1"):
+    with pytest.raises(InputError, match="--num-layers must be at least 1"):
         read_config(tmp_path)
 
 

@@ -191,7 +191,7 @@ def test_a_file_that_will_not_do_is_one_line(
 def test_a_huge_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open(tmp_path / "huge.json", "wb") as file:
         file.truncate(2**33)
-    assert "larger than" in fault(
+    assert "longer than" in fault(
         [str(tmp_path / "huge.json"), "--output", str(tmp_path / "m.svg")], capsys
     )
 

@@ -122,7 +122,7 @@ def test_a_file_that_will_not_do_is_one_line(
 def test_a_huge_file_is_one_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open(config, "wb") as file:
         file.truncate(2**33)
-    assert "larger than 256 KiB" in fault(["--from", "oslo", "--json", str(config)], capsys)
+    assert "longer than 262144 bytes" in fault(["--from", "oslo", "--json", str(config)], capsys)
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])
