@@ -34,6 +34,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.outcomes import EQUAL, ROUNDED, alone, verdict
 from megatron_lite.recompute.apply import apply_policy_
+from megatron_lite.recompute.guard import Verify
 from tests.support.foreign import Foreign, Outcome, Prepare, train
 from tests.support.foreign_families import FAMILIES, VARIANTS
 from tests.support.foreign_layers import LAYERS, UNSEEN
@@ -54,6 +55,7 @@ BF16_ROUNDING = 2.0**-5  # under autocast
 WAYS_OF = "BERT"  # the model of the table of ways to train: no cache, no side channel
 NOT_APPLICABLE = "-"
 REFUSED_TOO = "error, as without"
+REFUSED_BY_PLAIN = "a saved result that it writes afterwards"
 PLAIN_REFUSES = "weights written before backward"
 
 
@@ -103,7 +105,7 @@ def _enable(model: nn.Module, foreign: Foreign, *, use_reentrant: bool | None) -
     )
 
 
-def _policy(model: nn.Module, foreign: Foreign, *, text: str, verify: bool = False) -> None:
+def _policy(model: nn.Module, foreign: Foreign, *, text: str, verify: Verify = "first") -> None:
     for name in foreign.lists:
         apply_policy_(model, layers_fqn=name, policy=text, verify=verify)
 
@@ -163,7 +165,12 @@ def _is_of_transformers(foreign: Foreign) -> bool:
 
 def _trained(names: Sequence[str]) -> Iterator[Row]:
     for name in names:
-        yield Row(name, MODELS[name], partial(train, MODELS[name], "two micro-batches"))
+        yield Row(
+            name,
+            MODELS[name],
+            partial(train, MODELS[name], "two micro-batches"),
+            plain_refuses=name == REFUSED_BY_PLAIN,
+        )
 
 
 def _ways() -> Iterator[Row]:

@@ -129,12 +129,15 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
         inner = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     elif tensor.layout != torch.strided:  # the blocks of oneDNN
         inner = [tensor.to_dense()]
+    elif tensor.untyped_storage().nbytes() == 0:  # it was freed, as FSDP does
+        return
     else:
         dense = tensor.int_repr() if tensor.is_quantized else tensor.resolve_conj().resolve_neg()
         yield torch.view_as_real(dense) if dense.is_complex() else dense
         return
     for part in inner:
-        yield from _dense_parts(part)
+        if isinstance(part, Tensor):  # a DTensor names its mesh as well
+            yield from _dense_parts(part)
 
 
 @cache

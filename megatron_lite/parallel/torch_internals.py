@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import operator
 import pkgutil
+import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -230,6 +231,16 @@ foreach_norm = private("torch._foreach_norm", _UPDATE)
 disable_dynamo = private(
     "torch._compile._disable_dynamo", "torch.compile", instead="torch.compiler.disable"
 )
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function so that a compiler that is in use does not trace it. A `def`, no method.
+
+    It would trace hooks that operators in an uncompiled part call, and make their objects twice.
+    """
+    return disable_dynamo(function) if "torch._dynamo" in sys.modules else function  # type: ignore[no-any-return]
+
+
 inductor_compile = late("torch._inductor.compile", _KERNELS)
 compiler_settings = late("torch._functorch.config", "--activation-memory-budget")
 

@@ -61,7 +61,7 @@ class LayerState:
 
     def __init__(self, name: str, layer: nn.Module, written: Written) -> None:
         self._name, self._written = name, written
-        owns_parameters, known = not _is_sharded(layer), {}
+        owns_parameters, known = not is_sharded(layer), {}
         self._modules = [
             _ModuleState.of(module, path, owns_parameters, known)
             for path, module in layer.named_modules()
@@ -443,7 +443,7 @@ def _refill(found: dict[Any, Any], contents: dict[Any, Any] | None) -> None:
     found.update(contents or {})
 
 
-def _is_sharded(layer: nn.Module) -> bool:
+def is_sharded(layer: nn.Module) -> bool:
     """Tells whether FSDP2 exchanges the parameters of a module in the layer. If so, a replay
     does not."""
     fsdp = sys.modules.get("torch.distributed.fsdp")

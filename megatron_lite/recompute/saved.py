@@ -21,6 +21,7 @@ from megatron_lite.parallel.torch_internals import (
     address_of,
     is_view,
     saved_tensors_hooks_in_force,
+    untraced,
     write_count_of,
 )
 from megatron_lite.recompute.versions import check_unwritten, version_of
@@ -58,7 +59,7 @@ def exchanging(exchange: Callable[[Tensor], SavedHandle | None]) -> Iterator[Non
             return _Passed(tensor.detach(), None, version_of(tensor))
         return _Passed(outer.pack(tensor), outer.unpack, None)
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, _tensor):
+    with torch.autograd.graph.saved_tensors_hooks(untraced(pack), _tensor):
         yield
 
 

@@ -42,7 +42,7 @@ from megatron_lite.parallel.torch_internals import (
 )
 from megatron_lite.recompute.contents import Value, contents, same
 from megatron_lite.recompute.guard import Guard, Signature
-from megatron_lite.recompute.layer_state import STANDARD
+from megatron_lite.recompute.layer_state import STANDARD, is_sharded
 from megatron_lite.recompute.randomness import Randomness
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.recompute.versions import version_of
@@ -70,7 +70,8 @@ class Witness:
         self.guard, self._signature, self._call = guard, signature, guard.calls
         self.rewritten: set[int] = set()
         self._forward = self._replay = _Run()
-        self._saved: list[tuple[Tensor, int | None]] = []
+        self._saved: list[tuple[Tensor, int | None, Tensor | None]] = []
+        self._is_sharded = is_sharded(layer)
         self._doubtful: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
         self._left: list[_Belongings] = []
@@ -100,7 +101,12 @@ class Witness:
 
     def save(self, tensor: Tensor) -> None:
         """Takes note of a tensor that is saved for backward."""
-        self._saved.append((tensor, version_of(tensor)))
+        # FSDP2 frees gathered weights before the layer returns, so their views are hashed now.
+        hashed = None
+        if self._is_sharded:
+            with _unobserved():
+                hashed = quick_hash(tensor)
+        self._saved.append((tensor, version_of(tensor), hashed))
 
     def end(self, outputs: Any) -> None:
         """Ends the forward or a replay, with the layer in the state after it."""
@@ -108,20 +114,22 @@ class Witness:
         run.outputs = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
         lost = dict(self._attributes())
         with _unobserved():
-            for number, (tensor, _) in enumerate(self._saved):
-                run.see(f"saved tensor {number}", tensor)
+            for number, (tensor, _, hashed) in enumerate(self._saved):
+                run.see(f"saved tensor {number}", tensor, hashed)
             for number, tensor in enumerate(run.outputs):
                 run.see(f"result {number}", tensor)
             for place, tensor in lost.items():
                 run.see(place, tensor)
             run.see_streams("at the end", self._rng)
-        names = {id(each): name for name, each in self._layer.named_parameters()}
+        # FSDP2 has other parameters in the layer during a forward than in a replay.
+        named = () if self._is_sharded else self._layer.named_parameters()
+        names = {id(each): name for name, each in named}
         run.reached = frozenset(run.reaches([*run.outputs, *lost.values()], names))
 
     def settle(self) -> None:
         """Ends the record of the forward."""
         self._forward = run = self._replay
-        for number, (tensor, version) in enumerate(self._saved):
+        for number, (tensor, version, _) in enumerate(self._saved):
             if version_of(tensor) != version:
                 self.rewritten.add(number)
             if number in self.guard.doubts:
@@ -278,10 +286,10 @@ class _Run:
         self.reached: frozenset[str] = frozenset()
         self.outputs: list[Tensor] = []
 
-    def see(self, place: str, tensor: Tensor) -> None:
-        """Hashes a tensor."""
+    def see(self, place: str, tensor: Tensor, hashed: Tensor | None = None) -> None:
+        """Hashes a tensor, unless that was done before."""
         self.places.append(f"{place}: tensor 0 {list(tensor.shape)}")
-        self.hashes.append(quick_hash(tensor))
+        self.hashes.append(quick_hash(tensor) if hashed is None else hashed)
 
     def see_streams(self, when: str, rng: Generators | None) -> None:
         """Hashes the states of the random-number generators."""
@@ -344,7 +352,11 @@ class _Belongings:
         self.parts: dict[str, list[Any]] = {}
         tensors: dict[str, Tensor] = {}
         for path, module in layer.named_modules():
-            for registry in (module._parameters, module._buffers):
+            # FSDP2 exchanges parameters by itself.
+            registries = (
+                [module._buffers] if is_sharded(layer) else [module._parameters, module._buffers]
+            )
+            for registry in registries:
                 for name, value in registry.items():
                     if value is not None:
                         tensors[f"{path}.{name}".lstrip(".")] = value

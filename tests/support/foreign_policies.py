@@ -11,6 +11,7 @@ from functools import cache
 from torch import nn
 
 from megatron_lite.recompute.apply import apply_policy_
+from megatron_lite.recompute.guard import Verify
 from tests.support.foreign import Foreign, Outcome, Prepare, differences, train
 from tests.support.foreign_families import FAMILIES, VARIANTS
 from tests.support.foreign_layers import LAYERS, UNSEEN
@@ -32,7 +33,7 @@ MUST_REFUSE = "weights written before backward"
 MAY_REFUSE = ("second-order gradients", "functional_call")
 
 
-def policy_on(foreign: Foreign, text: str, *, verify: bool = False) -> Prepare:
+def policy_on(foreign: Foreign, text: str, *, verify: Verify = "first") -> Prepare:
     """Returns a function that puts the policy on every list of layers of the model."""
 
     def prepare(model: nn.Module) -> None:
@@ -55,7 +56,7 @@ def plain(name: str, situation: str = "two micro-batches") -> Outcome | str:
 
 
 def faults(
-    name: str, text: str, situation: str = "two micro-batches", *, verify: bool = False
+    name: str, text: str, situation: str = "two micro-batches", *, verify: Verify = "first"
 ) -> list[str]:
     """Returns everything that differs from the model without a policy.
 
