@@ -21,7 +21,13 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.parallel.torch_internals import FakeTensorMode, fake_store
+from megatron_lite.parallel.torch_internals import (
+    FakeTensorMode,
+    fake_store,
+    fake_work,
+    has_kernel_for,
+    schema_of,
+)
 
 TAKES_STORAGE = (
     torch.ops.aten.set_.source_Storage,
@@ -70,12 +76,20 @@ class SimulatedTensors(FakeTensorMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] = MappingProxyType({}),
     ) -> object:
+        if func.namespace == "c10d" and not has_kernel_for(func.name(), "Meta"):
+            return _finished(func, args)
         remembers = self.cache_enabled
         self.cache_enabled = remembers and func not in TAKES_STORAGE
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.cache_enabled = remembers
+
+
+def _finished(func: Any, args: Sequence[Any]) -> Any:
+    """Returns what a finished collective returns. torch 2.8 has no fakes of collectives."""
+    work = fake_work().boxed()
+    return work if len(schema_of(func).returns) == 1 else (args[0], work)
 
 
 class _FakeStreams(RngStreams):

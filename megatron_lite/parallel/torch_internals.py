@@ -248,6 +248,8 @@ compiler_settings = late("torch._functorch.config", "--activation-memory-budget"
 FakeTensorMode = private(
     "torch._subclasses.fake_tensor.FakeTensorMode", f"{_DRY_RUN} and the converter to Megatron"
 )
+fake_work = private("torch._C._distributed_c10d.FakeWork", _DRY_RUN)
+has_kernel_for = private("torch._C._dispatch_has_kernel_for_dispatch_key", _DRY_RUN)
 fake_store = late("torch.testing._internal.distributed.fake_pg.FakeStore", _DRY_RUN)
 
 # The place of a tensor in a file of torch.distributed.checkpoint.

@@ -111,6 +111,9 @@ def assert_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, **more_fixtures
         for name, value in fixtures.items()
         if name in inspect.signature(mutant.test).parameters
     }
+    for mark in getattr(mutant.test, "pytestmark", ()):
+        if mark.name == "skipif" and mark.args[0]:
+            pytest.skip(mark.kwargs["reason"])
     mutant.fault(monkeypatch)
     failure = RuntimeError if mutant.error else (AssertionError, pytest.fail.Exception)
     with pytest.raises(failure, match=mutant.error or None):

@@ -492,8 +492,10 @@ def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint: str) -> 
         main=main,
     )
     assert done.returncode == 0, done.stderr
+    # torch 2.8 prints lines about connections.
+    printed = [line for line in done.stdout.splitlines(True) if not line.startswith("[Gloo]")]
     assert (
-        done.stdout
+        "".join(printed)
         == run_main(
             "--load", checkpoint, "--greedy", "--max-new-tokens", "8", "--prompt", PROMPT
         ).stdout

@@ -51,6 +51,7 @@ from tests.support.models import build_tiny_model, tp_state
 from tests.support.pairs import covered, thirds
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
+from tests.support.torch_features import NEEDS_GROUPED_KERNEL
 from tests.support.traffic import plan_collectives
 
 VOCABULARY, BATCH, SEQ_LENGTH, MICRO_BATCHES = 61, 2, 8, 2
@@ -249,6 +250,7 @@ def differing_stretches(sizes: Sizes, parallel: ParallelState) -> list[object]:
     return found + ([] if head.course == expected else [(head, expected)])
 
 
+@NEEDS_GROUPED_KERNEL
 @pytest.mark.parametrize(
     ("layout", "masks", "chunk_size"),
     covered(itertools.product(((1, False), (2, False), (2, True)), (False, True), (5, 7, 100))),
