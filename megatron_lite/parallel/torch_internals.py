@@ -167,7 +167,7 @@ num_users_of_storage = private("torch._C._storage_Use_Count", f"--use-torch-fsdp
 fills_its_memory = private(
     "torch._prims_common.is_non_overlapping_and_dense_or_false",
     _METERS,
-    instead="torch._prims_common.is_non_overlapping_and_dense",  # before torch 2.9
+    instead="torch._prims_common.is_non_overlapping_and_dense",  # torch 2.8 and 2.9
 )
 
 # Autograd: the running backward, its node, and the hooks on saved tensors.
@@ -268,7 +268,7 @@ write_memory_history = private("torch.cuda.memory._dump_snapshot", "--record-mem
 def cpu_attention_takes_groups() -> bool:
     """Returns whether a head of the CPU's flash kernel finds the key and value of its group.
 
-    Before torch 2.10 the kernel reads past the last group's key and value, and computes something
+    Before torch 2.9 the kernel reads past the last group's key and value, and computes something
     else. Here it finds a second head, since key and value are parts of larger tensors.
     """
     with disable_current_modes(), torch.no_grad():
