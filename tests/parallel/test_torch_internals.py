@@ -39,6 +39,11 @@ def private_names(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+    }
     for node in nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
