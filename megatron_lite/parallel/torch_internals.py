@@ -238,7 +238,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
     It would trace hooks that operators in an uncompiled part call, and make their objects twice.
     """
-    return disable_dynamo(function) if "torch._dynamo" in sys.modules else function  # type: ignore[no-any-return]
+    return disable_dynamo(function) if "torch._dynamo" in sys.modules else function
 
 
 inductor_compile = late("torch._inductor.compile", _KERNELS)

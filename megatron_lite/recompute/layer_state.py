@@ -61,7 +61,8 @@ class LayerState:
 
     def __init__(self, name: str, layer: nn.Module, written: Written) -> None:
         self._name, self._written = name, written
-        owns_parameters, known = not is_sharded(layer), {}
+        owns_parameters = not is_sharded(layer)
+        known: dict[int, Any] = {}
         self._modules = [
             _ModuleState.of(module, path, owns_parameters, known)
             for path, module in layer.named_modules()
@@ -426,14 +427,14 @@ def registered_as(hooks: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> Ite
 
     The dictionaries stay the same objects, because the handles that remove a hook refer to them.
     """
-    hooks = [(found, before, dict(found)) for found, before in hooks]
+    changes = [(found, before, dict(found)) for found, before in hooks]
     try:
-        for found, before, now in hooks:
+        for found, before, now in changes:
             if now != before:
                 _refill(found, before)
         yield
     finally:
-        for found, _, now in hooks:
+        for found, _, now in changes:
             if found != now:
                 _refill(found, now)
 

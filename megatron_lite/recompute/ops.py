@@ -158,7 +158,7 @@ class KeptResults:
                     if result is None:
                         continue
                     if torch.Tag.inplace_view in operator.tags:  # matmul's squeeze_: no bit changes
-                        result.version += 1
+                        result.version = (result.version or 0) + 1
                     else:
                         result.is_written = True
 

@@ -293,9 +293,11 @@ class _Run:
 
     def see_streams(self, when: str, rng: Generators | None) -> None:
         """Hashes the states of the random-number generators."""
-        now = None if rng is None else Randomness.now(rng)
-        for number, state in enumerate(now.states if now else ()):
-            self.places.append(f"stream {[*now.names.names, 'cpu'][number]} {when}")
+        if rng is None:
+            return
+        now = Randomness.now(rng)
+        for name, state in zip((*now.names.names, "cpu"), now.states, strict=False):
+            self.places.append(f"stream {name} {when}")
             self.hashes.append(quick_hash(state))
 
     def enter(self, place: str, value: Tensor) -> None:
@@ -331,7 +333,7 @@ class _Run:
 
     def gradients(self, results: list[Tensor], layer: nn.Module) -> list[Tensor]:
         """Returns the gradients of the results, weighted at random, of all inputs."""
-        inputs = [GradientEdge(*edge) for edge in self.entries]
+        inputs: list[Any] = [GradientEdge(*edge) for edge in self.entries]
         inputs += [each for each in layer.parameters() if each.requires_grad]
         random = torch.Generator().manual_seed(1)
         weights = [
