@@ -109,7 +109,7 @@ class Offload:
         wanted: whether a storage that is saved now, for the first time, is moved.
         """
         group, leaving = _SegmentCopies(self._before), []
-        waiting: list[_Waiting] = []
+        waiting: list[_LateCopy] = []
 
         def move(tensor: Tensor) -> _OnHost:
             copy_out(next_node_number())
@@ -117,7 +117,7 @@ class Offload:
             copy = _OnHost(self._copy_streams, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
             waiting.append(
-                _Waiting(tensor.detach(), write_count_of(tensor), copy, next_node_number())
+                _LateCopy(tensor.detach(), write_count_of(tensor), copy, next_node_number())
             )
             return copy
 
@@ -156,7 +156,7 @@ class Offload:
         self._leaving.clear()  # not a new list: the graph holds the hooks, which hold this one
 
 
-class _Waiting(NamedTuple):
+class _LateCopy(NamedTuple):
     """A tensor that is saved, and not yet copied.
 
     version: its version when it was saved.

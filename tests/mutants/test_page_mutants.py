@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.pages import (
+    course,
     line_chart,
     markup,
     plan_grid,
     plan_page,
     run_charts,
-    run_log,
     run_page,
     run_record,
 )
@@ -27,12 +27,12 @@ def text_is_not_escaped(_, text):
     return Html(text)
 
 
-@replaces("_number", run_record)
+@replaces("figure", run_record)
 def a_number_that_is_infinite_counts(number, value):
     return value if isinstance(value, float) else number(value)
 
 
-@replaces("_forget_after", run_log.LogFacts)
+@replaces("forget_after", course.FigureCourse)
 def a_course_that_was_left_still_counts(_, self, iteration):
     return None
 
