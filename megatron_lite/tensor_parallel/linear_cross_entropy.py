@@ -151,6 +151,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         parts = []
         for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, loss_chunk_size):
             parts.append(row_statistics(logits[:, :num_ids], local.column[tokens]))
+            del logits  # which would hold the buffer after the loop
         losses, share = combined(
             RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group
         )
@@ -197,6 +198,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
                 add_weight_product_(grad_weight, rows[tokens], logits, first=tokens.start == 0)
             elif needs_weight:
                 weight_gradient(ctx.add, rows[tokens], logits)
+            del logits
         return None if reduction is None else reduction.wait(), grad_weight, *[None] * 6
 
 
@@ -248,6 +250,7 @@ class _InOnePass(torch.autograd.Function):
                 start = start_reduce_scatter_first_dim if sequence_parallel else start_all_reduce_
                 reduction = start(grad_rows.view(whole.shape), tp_group)
             weight_gradient(add, rows[tokens], logits)
+            del logits
         assert reduction is not None  # there is a token
         ctx.save_for_backward(reduction.wait())
         return losses.view(labels.shape)
