@@ -22,7 +22,7 @@ Verify = bool | Literal["first"]
 
 
 class Signature(NamedTuple):
-    """What a replay may depend on, besides values. shapes: those of the arguments."""
+    """Describes all that a replay may depend on but values. shapes: those of the arguments."""
 
     kinds: int
     shapes: tuple[Any, ...]

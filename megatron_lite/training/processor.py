@@ -1,4 +1,4 @@
-"""What computes a run: its processor and its torch, and whether they are fit for its precision."""
+"""Names the processor and the torch that compute a run, and warns if they are slow for it."""
 
 from __future__ import annotations
 
