@@ -1,23 +1,19 @@
 """The texts, figures and pictures of the pages that are made of results and of the package itself.
 
-TEXTS has the functions that a mark `made by: NAME` names, FIGURES those of `<!--=NAME-->`, PARTS
-those of `<!-- begin part: NAME -->`, and FILES those that make a whole file. All are quick: they
-read results in JSON and run no command.
+TEXTS has the functions of the marks `made by: NAME`, FIGURES those of `<!--=NAME-->`, and FILES
+those that make a whole file. All are quick: they run no command.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from arguments import build_parser
-from benchmarks.recompute_cost_page import recompute_cost_part
 from megatron_lite.config import policy
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.known_models import preset
@@ -36,14 +32,7 @@ from tests.docs import outputs, torch_versions
 from tests.docs.layer_drawing import layer_svg
 from tests.docs.marks import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 GIB = 2**30
-
-
-@lru_cache
-def result(name: str) -> Any:
-    """Returns benchmarks/results/cpu/NAME.json."""
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 # who-is-right.md
@@ -141,44 +130,6 @@ def drawn_run() -> RunConfig:
     )
 
 
-COSTS = {  # by the name in benchmarks/recompute.py: the name on the page, and its rivals
-    "uniform 1": ("`*:full`", ("torch layers, non-reentrant", "torch layers, reentrant")),
-    "mlp": ("`*:mlp`", ("torch mlp, non-reentrant", "torch mlp, reentrant")),
-    "*:pointwise": ("`*:pointwise`", ()),
-    "*:pointwise+core_attn": ("`*:pointwise+core_attn`", ()),
-    "every-2:full": (
-        "`every-2:full`",
-        ("torch every-2, non-reentrant", "torch every-2, reentrant"),
-    ),
-}
-
-
-def costs() -> str:
-    """Returns the table of what policies cost on a CPU, from recompute_tp1.json."""
-    rows = [row for row in result("recompute_tp1")["rows"] if row["tp_size"] == 1]
-    lines = [
-        "| policy | float32 | bf16, dropout 0.1 | torch.utils.checkpoint / ours |",
-        "|---|---|---|---|",
-    ]
-    for engine, (name, rivals) in COSTS.items():
-        cells = []
-        for dtype, dropout in (("float32", 0.0), ("bf16", 0.1)):
-            (row,) = [
-                one
-                for one in rows
-                if (one["engine"], one["dtype"], one["dropout"]) == (engine, dtype, dropout)
-            ]
-            cells.append(f"{row['kept_ratio']:.0%}, {row['time_ratio'][0]:.2f}")
-        ratios = [
-            one["rival_time_ratio"][0]
-            for one in rows
-            if one["engine"] in rivals and one["rival_time_ratio"]
-        ]
-        cells.append(f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "")
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def regions_table() -> str:
     """Returns the table of regions, from config/regions.py."""
     from megatron_lite.config.regions import REGIONS
@@ -263,52 +214,7 @@ def flags_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-# Other results
-
-
-def worst_peak() -> str:
-    """Returns the largest error of a predicted peak in benchmarks/results/cpu/memory.json."""
-    return f"{max(abs(row['ratio'] - 1) for row in result('memory')['rows']):.1%}"
-
-
-def peak_rows() -> str:
-    """Returns the number of measured peaks."""
-    return str(len(result("memory")["rows"]))
-
-
-LAYOUTS = (
-    *("TP 2", "PP 2", "PP 2, 2 virtual stages", "CP 2"),
-    *("DP 2", "DP 2, distributed optimizer", "FSDP 2"),
-)
-
-
-def layouts_table() -> str:
-    """Returns the table of docs/parallelism.md, from parallel.json."""
-    bubbles = {"PP 2": "1/4", "PP 2, 2 virtual stages": "1/8"}
-    lines = [
-        "| layout | time over one process | MiB received | MiB kept between steps | bubble |",
-        "|---|---|---|---|---|",
-    ]
-    for row in result("parallel")["rows"]:
-        if row["dtype"] == "float32" and not row["dropout"] and row["layout"] in LAYOUTS:
-            received, kept = (sum(row[key].values()) / 2**20 for key in ("received_bytes", "kept"))
-            lines.append(
-                f"| {row['layout']} | {row['time_ratio'][0]:.2f} | {received:.1f} | {kept:.1f} "
-                f"| {bubbles.get(row['layout'], '')} |"
-            )
-    return "\n".join(lines)
-
-
-def any_model(what: str) -> str:
-    """Returns a figure of any_model.json."""
-    rows = {row["engine"]: row for row in result("any_model")["rows"]}
-    least = min(row["kept_bytes"] for row in rows.values())
-    same = [row["ratio"] for row in rows.values() if row["kept_bytes"] < 1.1 * least]
-    return {
-        "least": f"{least / 2**20:.1f}",
-        "none": f"{rows['none']['kept_bytes'] / 2**20:.1f}",
-        "ratios": f"{min(same):.2f} to {max(same):.2f}",
-    }[what]
+# Pictures and texts
 
 
 def picture_of_memory() -> str:
@@ -364,24 +270,16 @@ def terminal_row() -> str:
 TEXTS: dict[str, Callable[[], str]] = {
     "grammar": grammar,
     "ladder": ladder,
-    "costs": costs,
     "regions": regions_table,
-    "layouts": layouts_table,
     "schedule": schedule,
     "terminal-row": terminal_row,
     "torch-versions": lambda: torch_versions.table(torch_versions.recorded()),
 }
 FIGURES: dict[str, Callable[[], str]] = {
     "situations": situations,
-    "worst-peak": worst_peak,
-    "peak-rows": peak_rows,
     "right.ours": partial(right, "ours, `full`"),
     "right.torch": partial(right, "torch, non-reentrant"),
     "wrong.torch": partial(wrong, "torch, non-reentrant"),
-    **{f"any-model.{what}": partial(any_model, what) for what in ("least", "none", "ratios")},
-}
-PARTS: dict[str, Callable[[], str]] = {
-    "recompute-cost": partial(recompute_cost_part, "recompute_cost")
 }
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,

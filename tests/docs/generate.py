@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.docs import figures, outputs
-from tests.docs.marks import GENERATED, INLINE, PAGES, PART, Block, blocks, name_of, with_texts
+from tests.docs.marks import GENERATED, INLINE, PAGES, Block, blocks, name_of, with_texts
 
 
 def made(block: Block) -> str:
@@ -45,7 +45,6 @@ def remade(page: Path, choose: Callable[[Block], bool] = lambda block: True) -> 
     text = page.read_text(encoding="utf-8")
     chosen = [one for one in blocks(page) if one.kind in GENERATED and choose(one)]
     text = with_texts(text, [(block, made(block)) for block in chosen])
-    text = PART.sub(lambda found: f"{found[1]}\n{figures.PARTS[found[2]]()}\n{found[3]}", text)
     return INLINE.sub(
         lambda found: f"<!--={found[1]}-->{figures.FIGURES[found[1]]()}<!--/-->", text
     )

@@ -17,9 +17,6 @@ before a fenced block or a table:
 
 In a line of text a figure stands between <!--=NAME--> and <!--/-->.
 
-Between <!-- begin part: NAME --> and <!-- end part --> stands any text that a function of PARTS in
-tests/docs/figures.py returns.
-
 The benchmarks that write into a page themselves have marks of their own (THEIR_BEGIN, THEIR_END).
 """
 
@@ -41,8 +38,7 @@ KINDS = ("output of", "record", "made by", "printed", "run", "not run", "not out
 GENERATED = KINDS[:4]
 COMMANDS = ("bash", "python")
 INLINE = re.compile(r"<!--=([\w.-]+)-->(.*?)<!--/-->", re.DOTALL)
-PART = re.compile(r"(<!-- begin part: ([\w-]+) -->)\n.*?(<!-- end part -->)", re.DOTALL)
-# Parts that a benchmark writes, and those of PART.
+# Parts that a benchmark writes.
 THEIR_BEGIN = re.compile(r"<!-- (begin|tables of|figures: begin)\b")
 THEIR_END = re.compile(r"<!-- (end|figures: end)\b")
 _MARK = re.compile(rf"<!-- ({'|'.join(KINDS)})(?:: (.*?))? -->\s*", re.DOTALL)

@@ -15,7 +15,6 @@ from tests.docs.marks import (
     GENERATED,
     INLINE,
     PAGES,
-    PART,
     ROOT,
     THEIR_BEGIN,
     THEIR_END,
@@ -120,8 +119,6 @@ def test_every_function_and_record_is_used() -> None:
     assert {value for kind, value in named if kind == "record"} == set(outputs.COMMANDS)
     inline = {name for page in PAGES for name, _ in INLINE.findall(page.read_text())}
     assert inline == set(figures.FIGURES)
-    parts = {found[1] for page in PAGES for found in PART.findall(page.read_text())}
-    assert parts == set(figures.PARTS)
     shown = "".join(page.read_text() for page in PAGES)
     assert all(path.relative_to(ROOT).name in shown for path in figures.FILES)
 
@@ -153,22 +150,6 @@ def test_a_record_of_another_command_is_refused(tmp_path: Path) -> None:
     (tmp_path / "quickstart.txt").write_text("$ bash another.sh\nfine\n")
     with pytest.raises(ValueError, match="record it again"):
         outputs.record("quickstart", tmp_path)
-
-
-def test_a_part_of_text_and_tables_is_written_between_its_marks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Before\n\n<!-- begin part: recompute-cost -->\nold\n<!-- end part -->\n\nAfter\n"
-    )
-    text = figures.PARTS["recompute-cost"]()
-    assert "|---" in text and "\n\n" in text
-    assert main(["--check", str(page)], files={}) == 1
-    assert f"+{text.splitlines()[-1]}" in capsys.readouterr().out
-    assert main(["--write", str(page)], files={}) == 0
-    assert main(["--check", str(page)], files={}) == 0
-    assert f"-->\n{text}\n<!-- end part -->\n\nAfter\n" in page.read_text()
 
 
 def test_the_timelines_of_the_picture_are_recorded_by_their_commands(tmp_path: Path) -> None:
