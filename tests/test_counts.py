@@ -1,0 +1,20 @@
+"""The budgets of the code: no count of tests/counts.py is above its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.counts import BUDGETS, ROOT, counts, tokens_of
+
+
+def test_no_count_is_above_its_budget() -> None:
+    found = dict(counts(ROOT))
+    assert found.keys() == BUDGETS.keys()
+    assert {name: value for name, value in found.items() if value > BUDGETS[name]} == {}
+    assert all(value > 0 for name, value in found.items() if name.startswith(("own", "tokens")))
+
+
+def test_comments_and_line_breaks_are_no_tokens(tmp_path: Path) -> None:
+    source = tmp_path / "one.py"
+    source.write_text("# A comment.\n\nvalue = (\n    1,\n)  # another\n")
+    assert tokens_of([source]) == 6
