@@ -72,7 +72,7 @@ SPLIT = (
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
     "--distribute-saved-activations"
 )
-PRECISIONS = {"float32": "", "bf16": "--bf16", "fp16": "--fp16"}
+PRECISIONS = {"float32": "", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"}
 # Shapes that reach what a kernel does with more than one block: long sequences, wide products.
 WIDE = (
     "--num-layers 2 --hidden-size 512 --num-attention-heads 8 --max-position-embeddings 512 "
@@ -100,7 +100,12 @@ WIDE_CASES = {
     ),
     "llama_512_bf16_tp1": ("llama", "tp1", 512, f"--bf16 {POLICIES['ops']}"),
     "llama_256_bf16_tp2-sp": ("llama", "tp2-sp", 256, "--bf16 --loss-chunk-size 100"),
-    "gpt_256_fp16_tp1": ("no-dropout", "tp1", 256, "--fp16 --loss-chunk-size 64"),
+    "gpt_256_fp16_tp1": (
+        "no-dropout",
+        "tp1",
+        256,
+        "--fp16 --initial-loss-scale 65536 --loss-chunk-size 64",
+    ),
     "llama_256_muon_bf16_tp1": ("llama", "tp1", 256, "--bf16 --optimizer muon"),
     "gpt_512_chunks_tp1": ("no-dropout", "tp1", 512, "--loss-chunk-size 300"),
     "llama_256_float32_dp2-zero1": ("llama", "dp2-zero1", 256, ""),
