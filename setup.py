@@ -36,7 +36,7 @@ setup(
     package_data={
         "megatron_lite": ["py.typed"],
         "megatron_lite.plan": ["machines/*.json"],
-        "megatron_lite.pages": ["*.css", "*.js"],
+        "megatron_lite.pages": ["page.html"],
     },
     install_requires=[
         # The releases that the tests have run with are 2.8, 2.13 and 2.14: tests/torch_versions.sh
@@ -50,7 +50,7 @@ setup(
         "tomli; python_version < '3.11'",
     ],
     extras_require={
-        "plot": ["matplotlib"],
+        "plot": ["matplotlib", "jinja2"],  # pages of runs and plans, and pictures
         "tensorboard": ["tensorboard"],  # shows the files of --tensorboard-dir, which need nothing
         "hf": ["transformers"],
         "wandb": ["wandb"],
@@ -65,6 +65,7 @@ setup(
             "ruff",
             "mypy",
             "matplotlib",
+            "jinja2",
         ],
         # Tests compare with megatron-core, and skip these comparisons if it is not installed. CI
         # installs it without its dependencies:

@@ -25,7 +25,7 @@ DATA_FILES = {
     f"megatron_lite/{name}"
     for name in (
         "py.typed",
-        *(f"pages/{name}" for name in ("page.css", "page.js", "plan.js")),
+        "pages/page.html",
         *(
             f"plan/machines/{name}.json"
             for name in ("a100-80gb", "b200", "cpu", "h100-80gb", "h200")

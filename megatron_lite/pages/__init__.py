@@ -1,1 +1,1 @@
-"""Self-contained HTML pages: one file each, without network, external scripts or fonts."""
+"""Self-contained HTML pages: one file each, without scripts, network or external fonts."""

@@ -291,6 +291,7 @@ def _plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
     return {
         "command": command(plan.config, hardware, plan.num_ranks),
         "config": json.loads(plan.config.to_json()),
+        "layout": _layout(plan),
         "recompute_policy": str(plan.config.recompute.policy),
         "pipeline_rank": plan.peak.rank,
         "moment": plan.peak.moment,

@@ -9,9 +9,7 @@ needs matplotlib, which the extra `plot` installs. It does not import torch.
 
 from __future__ import annotations
 
-import io
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -19,7 +17,7 @@ from typing import Any
 
 from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.extras import install_advice
+from megatron_lite.config.extras import module_of_extra
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.memory.measure.compared import compared, layer_of
 from megatron_lite.memory.measure.timeline import (
@@ -36,6 +34,7 @@ from megatron_lite.memory.measure.timeline import (
     Timeline,
     read_timeline,
 )
+from megatron_lite.pages.document import STYLE, svg_text
 from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.plot_memory"
@@ -43,13 +42,6 @@ PROGRAM = "python -m megatron_lite.tools.plot_memory"
 ENDINGS = (".svg", ".png")
 PANELS_IN_A_ROW = 4
 MAX_EVENTS = 2000  # in one panel: more would not be visible, and would make an SVG large
-STYLE: Any = {
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "memory",
-}  # the salt: the same file from the same timelines
 # Paul Tol's "bright" scheme, whose colours a colour-blind reader can tell apart.
 CATEGORY_COLORS = {
     ACTIVATION: "#4477AA",
@@ -64,14 +56,6 @@ CATEGORY_LABELS = {
     TEMPORARY: "temporary",
 }
 LINE_LABEL = "activations, predicted before the run"
-# Inside of an SVG: what is dark on a light page is light on a dark one.
-DARK = """<style>@media (prefers-color-scheme: dark) {
-text { fill: #d1d7e0 !important } g[id="grid"] path { stroke: #3d444d !important }
-path[style*="stroke: #000000"], path[style*="stroke: #333333"], use[style*="stroke: #000000"]
-{ stroke: #d1d7e0 !important } use[style*="stroke: #000000"] { fill: #d1d7e0 }
-[style*="fill: #bbbbbb"] { fill: #6e7681 !important; stroke: #6e7681 !important }
-[style*="fill: #dddddd"] { fill: #57606a !important; stroke: #57606a !important }
-}</style>"""
 PHASE_COLORS = {FORWARD: "#66CCEE", REPLAY: "#AA3377", BACKWARD: "#DDDDDD"}
 
 
@@ -104,12 +88,7 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
     ending = os.path.splitext(output)[1]
     if ending not in ENDINGS:
         raise InputError(f"--output must end in {' or '.join(ENDINGS)} (got {output!r})")
-    try:
-        import matplotlib
-    except ImportError:
-        raise InputError(
-            f"the picture needs the package matplotlib: {install_advice('plot')}"
-        ) from None
+    matplotlib = module_of_extra("matplotlib", "plot", needed_by="the picture")
     for path in paths:
         if not os.path.isfile(path):
             what = "is a folder" if os.path.isdir(path) else "no such file"
@@ -122,20 +101,6 @@ def plot_memory(paths: Sequence[str], output: str) -> None:
         else:
             with open(unfinished, "w", encoding="utf-8") as file:
                 file.write(svg_text(figure))
-
-
-def svg_text(figure: Any) -> str:
-    """Returns the figure as an SVG without a background, for light and dark pages."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    start, tag, rest = text.getvalue().partition("<defs>")
-    lines: list[str] = []
-    for line in f"{start}{DARK}\n {tag}{rest}".splitlines():
-        # Points of a path: a tenth of a pixel is enough.
-        short = re.sub(r"(\d+\.\d)\d+", r"\1", line) if line.startswith("L ") else line
-        if not (short.startswith("L ") and lines and lines[-1] == short.rstrip()):
-            lines.append(short.rstrip())
-    return "\n".join(lines) + "\n"
 
 
 def draw(timelines: Sequence[Timeline]) -> Any:
@@ -216,7 +181,7 @@ def _draw_panel(
             [point.predicted_bytes / unit.num_bytes for point in points],
             **dict(color="black", linewidth=1.2, marker="o", markersize=2.5, zorder=3),
         )
-    main.set_title(_shortened(timeline.name, 48), fontsize=10, parse_math=False)
+    main.set_title(_shortened(timeline.name, 48), fontsize=10)
     main.set_ylim(0, 1.3 * unit.most / unit.num_bytes)
     main.margins(x=0)
     _annotate_peak(main, timeline, first, unit)
@@ -277,7 +242,6 @@ def _annotate_peak(axes: Any, timeline: Timeline, first: Timeline, unit: _Unit) 
         ha="center",
         va="top",
         fontsize=8,
-        parse_math=False,
         arrowprops=dict(arrowstyle="->", color="#333333"),
     )
 

@@ -1,9 +1,8 @@
 """Makes a page of a finished or running run, to look at in a browser:
 `python -m megatron_lite.tools.report RUN_DIR [--output FILE.html]`
 
-The page is one file. It shows the curves of the metrics, the run's events, what was predicted and
-measured, and the settings that differ from the defaults. docs/report.md describes it. The tool
-needs neither torch nor any other package.
+The page is one file. It shows the curves of the metrics, the run's events, and what was predicted
+and measured. docs/report.md describes it. The tool needs the extra `plot`, and no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.data.durable_files import replacing
-from megatron_lite.pages.run_files import find_run
 from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_record import read_run
 from megatron_lite.tools.command import exit_status
@@ -30,14 +28,14 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     parser = Parser(
         prog=program,
         allow_abbrev=False,
-        description="Makes a page of a run: curves, events, predictions and settings, in one file.",
+        description="Makes a page of a run: curves, events and predictions, in one file.",
     )
     parser.add_argument(
         "paths",
         nargs="+",
         metavar="RUN",
         help="the folder of a run, which holds the file of --metrics-jsonl, or the files and "
-        "folders themselves: metrics, *.log, --tensorboard-dir, --save",
+        "folders themselves: metrics and *.log",
     )
     parser.add_argument(
         "--output",
@@ -58,7 +56,7 @@ def report(paths: Sequence[str], output: str | None = None) -> None:
     if os.path.splitext(target)[1] not in (".html", ".htm"):
         raise InputError(f"--output must end in .html or .htm (got {target!r})")
     with crafted(", ".join(paths)):
-        text = run_page(read_run(find_run(paths)))
+        text = run_page(read_run(paths))
     with replacing(target) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         file.write(text)
     print(target)

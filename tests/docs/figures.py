@@ -222,7 +222,8 @@ def picture_of_memory() -> str:
     import matplotlib
 
     from megatron_lite.memory.measure.timeline import read_timeline
-    from megatron_lite.tools.plot_memory import STYLE, draw, svg_text
+    from megatron_lite.pages.document import STYLE, svg_text
+    from megatron_lite.tools.plot_memory import draw
 
     files = [ROOT / "docs" / "records" / f"memory_{name}.json" for name in outputs.MEMORY_RUNS]
     with matplotlib.rc_context(STYLE):

@@ -1,0 +1,117 @@
+"""One HTML file of sections, made by a jinja2 template, with pictures by matplotlib.
+
+The template escapes every text. A page has no script, and its Content-Security-Policy lets a
+browser run none and request nothing. Its pictures are SVG images inside the file, and a browser
+runs no script of an image either. Both packages are optional (the extra `plot`) and imported late.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from megatron_lite.config.extras import module_of_extra
+
+LONGEST_TEXT = 4000
+STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "memory",  # the same file from the same figures
+    "text.parse_math": False,  # a name from outside is no formula
+    "path.simplify_threshold": 0.5,  # of a pixel: a long curve stays a small file
+}
+# What is dark on a light page is light on a dark one.
+DARK = """<style>@media (prefers-color-scheme: dark) {
+text { fill: #d1d7e0 !important } g[id="grid"] path { stroke: #3d444d !important }
+path[style*="stroke: #000000"], path[style*="stroke: #333333"], use[style*="stroke: #000000"]
+{ stroke: #d1d7e0 !important } use[style*="stroke: #000000"] { fill: #d1d7e0 }
+[style*="fill: #bbbbbb"] { fill: #6e7681 !important; stroke: #6e7681 !important }
+[style*="fill: #dddddd"] { fill: #57606a !important; stroke: #57606a !important }
+}</style>"""
+
+
+class Table(NamedTuple):
+    """A table. Every row has one cell for each name of the head."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class Section(NamedTuple):
+    """A section of a page. facts: names with values. picture: what `picture` returns."""
+
+    heading: str
+    text: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    command: str = ""
+    picture: str = ""
+    tables: Sequence[Table] = ()
+
+
+def document(title: str, sections: Sequence[Section], notes: Sequence[str] = ()) -> str:
+    """Returns the page as HTML. Raises InputError if jinja2 is not installed."""
+    jinja2 = module_of_extra("jinja2", "plot", needed_by="a page")
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
+    )
+    template = (files("megatron_lite.pages") / "page.html").read_text(encoding="utf-8")
+    text: str = environment.from_string(template).render(
+        title=shortened(title, 120), sections=sections, notes=notes
+    )
+    return text
+
+
+def picture(draw: Callable[..., Any], *values: Any) -> Any:
+    """Returns the figure that `draw(*values)` makes, as the address of an image in the page.
+
+    Raises InputError if matplotlib is not installed.
+    """
+    matplotlib = module_of_extra("matplotlib", "plot", needed_by="a picture")
+    with matplotlib.rc_context(STYLE):
+        svg = svg_text(draw(*values))
+    address = f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+    return module_of_extra("markupsafe", "plot", needed_by="a page").Markup(address)
+
+
+def svg_text(figure: Any) -> str:
+    """Returns the figure as an SVG without a background, for light and dark pages."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    start, tag, rest = text.getvalue().partition("<defs>")
+    lines: list[str] = []
+    for line in f"{start}{DARK}\n {tag}{rest}".splitlines():
+        # Points of a path: a tenth of a pixel is enough.
+        short = re.sub(r"(\d+\.\d)\d+", r"\1", line) if line.startswith("L ") else line
+        if not (short.startswith("L ") and lines and lines[-1] == short.rstrip()):
+            lines.append(short.rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def printable(text: str) -> str:
+    """Returns the text without characters that cannot be printed, and not endlessly long."""
+    return "".join(
+        one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}"
+        for one in shortened(text)
+    )
+
+
+def shortened(text: str, length: int = LONGEST_TEXT) -> str:
+    """Returns the text, or its beginning and "..." if it has more characters than `length`."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def number(value: float | None) -> str:
+    """Returns a value with four significant digits, or all before the point; "" for None."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e12 else f"{value:.4g}"

@@ -1,0 +1,71 @@
+"""Parses an HTML page, and finds what a page must not have."""
+
+from __future__ import annotations
+
+import base64
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+VOID = {"meta", "link", "input", "br", "img"}
+IMAGE = "data:image/svg+xml;base64,"
+
+
+class ParsedPage(HTMLParser):
+    """An HTML page as its elements.
+
+    faults: end tags without a beginning, elements without an end, tables whose rows differ in
+        their number of cells, scripts, handlers of events, addresses of other files, and pictures
+        that are no well-formed XML or have a script.
+    rows: the cells of each row of the tables, those of the heads included.
+    """
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.faults: list[str] = []
+        self.text = ""
+        self.rows: list[list[str]] = [[]]  # of cells before the first row
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self._open: list[str] = []
+        self._columns = 0
+        self.feed(page)
+        self.close()
+        self.faults += [f"<{tag}> has no end" for tag in self._open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        for name, value in attrs:
+            if name.startswith("on"):
+                self.faults.append(f"a handler: {name}")
+            if name in ("src", "href"):
+                self._address(str(value))
+        if tag in ("script", "iframe", "object", "form"):
+            self.faults.append(f"<{tag}>")
+        if tag not in VOID:
+            self._open.append(tag)
+        if tag == "table":
+            self._columns = 0
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("th", "td"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self._open or self._open.pop() != tag:
+            self.faults.append(f"</{tag}> ends no element")
+        if tag == "tr":
+            self._columns = self._columns or len(self.rows[-1])
+            if len(self.rows[-1]) != self._columns:
+                self.faults.append(f"a row of {len(self.rows[-1])} cells")
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("th", "td") and self.rows[-1]:
+            self.rows[-1][-1] += data
+        if not self._open or self._open[-1] != "style":
+            self.text += data
+
+    def _address(self, address: str) -> None:
+        if not address.startswith("data:"):
+            self.faults.append(f"another file: {address}")
+        if address.startswith(IMAGE):
+            picture = ElementTree.fromstring(base64.b64decode(address.removeprefix(IMAGE)))
+            self.faults += [f"a picture with <{one.tag}>" for one in picture.iter("script")]
