@@ -51,7 +51,7 @@ setup(
     ],
     extras_require={
         "plot": ["matplotlib", "jinja2"],  # pages of runs and plans, and pictures
-        "tensorboard": ["tensorboard"],  # shows the files of --tensorboard-dir, which need nothing
+        "tensorboard": ["tensorboard"],  # writes and shows the files of --tensorboard-dir
         "hf": ["transformers"],
         "wandb": ["wandb"],
         "tokenizers": ["sentencepiece", "tiktoken"],

@@ -71,7 +71,7 @@ EVAL_AND_LOGGING_ARGS=(
     --save-interval 10
     --load "$CHECKPOINT_PATH"
     --allow-fresh-start
-    --tensorboard-dir "$CHECKPOINT_PATH/tensorboard"
+    --metrics-jsonl "$CHECKPOINT_PATH/metrics.jsonl"
 )
 
 launch \

@@ -114,7 +114,6 @@ define_command() {
         --eval-iters 20
         --save "$RUN/checkpoint"
         --metrics-jsonl "$RUN/metrics.jsonl"
-        --tensorboard-dir "$RUN/tensorboard"
     )
     COMMAND=(  # --local-addr: works even if the machine's own name does not resolve
         torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "$RANKS"
@@ -207,10 +206,9 @@ you can
 
   sample again      python -m megatron_lite.tools.generate --load $RUN/checkpoint \\
                         --prompt "..." --top-p 0.8
-  look at the run   python -m megatron_lite.tools.report $RUN
+  look at the run   pip install -e '$root[plot]'
+                    python -m megatron_lite.tools.report $RUN
                     (it makes an HTML page of the run)
-  see the curves    pip install -e '$root[tensorboard]'
-                    tensorboard --logdir $RUN/tensorboard
   use your text     prepare it as $root/docs/data.md says, and give the command
                     at the top of $RUN/train.log
                     your --data-path, --tokenizer-model and --save

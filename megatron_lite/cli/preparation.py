@@ -17,9 +17,7 @@ from megatron_lite.plan.chosen_policy import with_chosen_policy
 from megatron_lite.plan.machine_choice import machine_for_policy
 from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.capacity import memory_bytes
-from megatron_lite.training.short_line import MOST_COLUMNS
 from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings
-from megatron_lite.training.terminal import terminal_columns
 
 
 class Ready(NamedTuple):
@@ -67,6 +65,5 @@ def start_lines(config: RunConfig, parallel: ParallelState) -> Iterator[str]:
     if config.logging.log_style == "megatron":
         yield arguments_table(config)
     else:
-        columns = min(terminal_columns(), MOST_COLUMNS)
-        yield from short_settings(config, columns=columns)
+        yield from short_settings(config)
     yield ranks_line(parallel)

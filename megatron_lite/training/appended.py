@@ -7,10 +7,23 @@ from __future__ import annotations
 
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megatron_lite.checkpointing.directory import check_no_checkpoint
+from megatron_lite.config.checks import InputError
+
+
+@contextmanager
+def opening(name: str) -> Iterator[None]:
+    """Turns an OSError inside the block into an InputError about the file of this name."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{name}: cannot be written ({error.strerror}): choose another file"
+        ) from error
 
 
 class AppendedFile:
@@ -19,15 +32,17 @@ class AppendedFile:
     If a record does not fit, its written part is cut off, so the file holds whole records only. The
     next record is tried again.
     name: the file's name in messages.
-    Raises OSError if the file cannot be opened, and InputError if it is a checkpoint's.
+    Raises InputError if the file cannot be opened, or if it is a checkpoint's.
     """
 
     def __init__(self, path: Path, *, name: str) -> None:
         check_no_checkpoint(path, name)
         self._name, self._lost = name, 0
-        self._descriptor = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-        )
+        with opening(name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
 
     def append(self, record: bytes, *, what: str) -> str | None:
         """Writes a record. Returns a warning if it is the first record that could not be written.

@@ -1,4 +1,11 @@
-"""Megatron's iteration line, and the speeds, the utilization and the time left that it shows."""
+"""The line of an iteration: Megatron's, or a short row of a table that fits the terminal.
+
+    iteration     loss   ms/step   tokens/s      norm        lr       ETA   kept pred./measured
+       10/100   4.9146     325.4      6,295      2.79  5.78e-04   0:00:29     14.332/14.332 MiB
+
+The row also has the samples so far, and MFU if the peak is known. `tokens/s` are those of all
+ranks, and `norm` is the gradient norm before clipping. A narrow terminal gets the first columns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,9 @@ from typing import NamedTuple
 
 import torch
 
+from megatron_lite.memory.explain.units import ByteUnit
 from megatron_lite.training.metrics import IterationRecord
+from megatron_lite.training.peak_memory import PeakMemory
 
 # What `peak_gib` measures, by the kind of device.
 PEAK_OF = {"cuda": "allocated on the GPU by rank 0", "cpu": "resident, of the process of rank 0"}
@@ -90,6 +99,55 @@ def iteration_line(
     return " | ".join(field for field in fields if field is not None) + " |"
 
 
+def short_row(
+    records: Sequence[IterationRecord],
+    facts: RunFacts,
+    peak: PeakMemory | None,
+    *,
+    columns: int,
+    shows_peak: bool,
+) -> tuple[str, str]:
+    """Returns the heading and the row of these iterations, of at most `columns` columns.
+
+    shows_peak: whether the memory is the peak of a step (`peak`, None until it is measured) or the
+        kept bytes of one micro-batch.
+    """
+    last, full_ms = records[-1], full_batch_ms(records, facts)
+    share = utilization(records, facts)
+    kept = last.activation_bytes_predicted, last.activation_bytes_measured
+    if shows_peak:
+        kept = (None, None) if peak is None else (peak.predicted, peak.measured)
+    cells = [
+        (
+            "iteration",
+            max(9, 2 * len(str(facts.num_iterations)) + 1),
+            f"{last.iteration}/{facts.num_iterations}",
+        ),
+        ("loss", 7, f"{mean_loss(records):.4f}"),
+        ("ms/step", 8, f"{sum(one.iteration_ms for one in records) / len(records):,.1f}"),
+        ("tokens/s", 9, f"{facts.tokens / (full_ms / 1000.0):,.0f}"),
+        *([("MFU", 5, f"{share['MFU']:.1f}%")] if share else []),
+        ("norm", 8, f"{last.grad_norm:.3g}"),
+        ("lr", 8, f"{last.learning_rate:.2e}"),
+        ("ETA", 8, eta(last, facts, full_ms)),
+        (f"{'peak' if shows_peak else 'kept'} pred./measured", 20, _pair(*kept)),
+        ("samples", 10, str(last.consumed_samples)),
+    ]
+    texts = [[f"{text:>{width}}" for text in (name, value)] for name, width, value in cells]
+    while sum(len(row) + 2 for _, row in texts) > columns + 2 and len(texts) > 1:
+        texts.pop()
+    heading, row = ("  ".join(column) for column in zip(*texts, strict=True))
+    return heading, row
+
+
+def _pair(predicted: int | None, measured: int | None) -> str:
+    """Returns "14.332/14.332 MiB", or "-" if a figure is not known yet."""
+    if predicted is None or measured is None:
+        return "-"
+    unit = ByteUnit.of(max(predicted, measured))
+    return f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
+
+
 def mean_loss(records: Sequence[IterationRecord]) -> float:
     """Returns the mean of the losses that are finite; NaN if none is."""
     losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
@@ -107,13 +165,13 @@ def peak_gib(device: torch.device) -> float:
     return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes
 
 
-def full_batch_ms(records: list[IterationRecord], facts: RunFacts) -> float:
+def full_batch_ms(records: Sequence[IterationRecord], facts: RunFacts) -> float:
     """Returns the milliseconds of an iteration with the full batch at the speed of `records`."""
     ms = sum(record.iteration_ms for record in records)
     return facts.batch_size * ms / sum(record.global_batch_size for record in records)
 
 
-def utilization(records: list[IterationRecord], facts: RunFacts) -> dict[str, float]:
+def utilization(records: Sequence[IterationRecord], facts: RunFacts) -> dict[str, float]:
     """Returns MFU and HFU of these iterations in percent of the peak, or {} if the peak is unknown.
 
     MFU counts model FLOPs, HFU counts hardware FLOPs (memory/predict/flops.py).

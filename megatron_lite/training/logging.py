@@ -1,7 +1,7 @@
 """The log of a run: the terminal, the log file, JSON lines, TensorBoard and W&B.
 
                      terminal                             log file
-    iteration        a short row (short_line.py)          Megatron's line (iteration_line.py)
+    iteration        a short row                          Megatron's line (iteration_line.py)
     evaluation       one line                             Megatron's three lines
     settings         those that are not the default       the table of all arguments
     other lines      the same in both
@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT
+from megatron_lite.config.plural import plural
 from megatron_lite.config.run import RunConfig
+from megatron_lite.training.appended import AppendedFile
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.iteration_line import (
     LogExtras,
@@ -29,20 +33,21 @@ from megatron_lite.training.iteration_line import (
     eta,
     full_batch_ms,
     iteration_line,
+    short_row,
 )
-from megatron_lite.training.log_file import LogFile, log_file_path
+from megatron_lite.training.log_file import log_file_path
 from megatron_lite.training.metrics import IterationRecord, MetricsFile
 from megatron_lite.training.peak_memory import PeakMemory
 from megatron_lite.training.run_summary import RunSummary, write_summary
 from megatron_lite.training.run_totals import RunTotals
 from megatron_lite.training.scalars import BY_SAMPLES, Scalars, scalars_of
-from megatron_lite.training.short_line import ShortLines
 from megatron_lite.training.skipped import SkippedUpdate, skipped_batches_path
 from megatron_lite.training.slow_work import told_if_slow
 from megatron_lite.training.terminal import Terminal
 from megatron_lite.training.timers import Times
-from megatron_lite.training.wandb_run import WandbRun
 
+File = TypeVar("File", AppendedFile, MetricsFile, Scalars)
+HEADING_EVERY = 25
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk, not of a wrong path
 
 
@@ -53,7 +58,6 @@ class RunLog:
     program: the name of the program that the user started.
     shows_peak: whether the run measures the peak of a step, so that the rows show it.
     opening: lines with which the log file begins.
-    wandb: gets the same scalars as TensorBoard; the log closes it.
     """
 
     def __init__(
@@ -66,7 +70,6 @@ class RunLog:
         program: str = SCRIPT,
         shows_peak: bool = False,
         opening: Sequence[str] = (),
-        wandb: WandbRun | None = None,
     ) -> None:
         self._run, self._config = config, config.logging
         self._facts, self._enabled, self._start = facts, enabled, start
@@ -75,26 +78,26 @@ class RunLog:
         self._totals = RunTotals(facts, program)
         self._stack = ExitStack()
         self._metrics: MetricsFile | None = None
-        self._file: LogFile | None = None
+        self._file: AppendedFile | None = None
         self._skipped_batches = skipped_batches_path(config)
         self._skipped_rows: MetricsFile | None = None
         if not enabled:
             return
         self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
         self._stack.callback(self._terminal.close)
-        self._short = ShortLines(facts, columns=self._terminal.columns, shows_peak=shows_peak)
-        self._open_file(opening)
+        self._shows_peak, self._num_rows = shows_peak, 0
+        if (name := log_file_path(config)) is not None:
+            what = f"{name.flag}: the log file {name.path}"
+            self._file = self._opened(lambda: AppendedFile(Path(name.path), name=what))
+        for text in opening:
+            self._write(text)
         if self._skipped_batches is not None and os.path.exists(self._skipped_batches):
-            self._skipped_rows = self._open_rows(
-                self._skipped_batches, start.iteration, flag="--save"
-            )
+            self._skipped_rows = self._open_rows(self._skipped_batches, start.iteration, "--save")
         if self._config.metrics_jsonl:
             self._metrics = self._open_rows(
-                self._config.metrics_jsonl, start.iteration, flag="--metrics-jsonl"
+                self._config.metrics_jsonl, start.iteration, "--metrics-jsonl"
             )
-        self._scalars = Scalars(self._config.tensorboard_dir, wandb, start)
-        self._stack.callback(self._scalars.close)
-        self._warn(*self._scalars.opening())
+        self._scalars = self._opened(lambda: Scalars(config, start))
 
     def __enter__(self) -> RunLog:
         return self
@@ -107,7 +110,7 @@ class RunLog:
     ) -> None:
         if error is not None and self._file is not None:
             # The terminal gets the error from the program, on standard error.
-            self._file.line(f"error: {error}" if str(error) else f"error: {type(error).__name__}")
+            self._write(f"error: {error}" if str(error) else f"error: {type(error).__name__}")
         self._stack.close()
 
     def line(self, text: str) -> None:
@@ -166,9 +169,33 @@ class RunLog:
                 iteration_line(
                     self._interval, self._facts, extras, throughput=self._config.log_throughput
                 ),
-                short="\n".join(self._short.lines(self._interval, peak)),
+                short=self._short(peak),
             )
             self._interval.clear()
+
+    def _short(self, peak: PeakMemory | None) -> str:
+        """Returns the row of the terminal, below a heading from time to time.
+
+        A line after the row counts skipped updates, if there were any.
+        """
+        heading, row = short_row(
+            self._interval,
+            self._facts,
+            peak,
+            columns=self._terminal.columns,
+            shows_peak=self._shows_peak,
+        )
+        lines = [row] if self._num_rows % HEADING_EVERY else [heading, row]
+        self._num_rows += 1
+        skipped, nan = (
+            sum(getattr(record, name) for record in self._interval) for name in ("skipped", "nan")
+        )
+        if skipped or nan:
+            lines.append(
+                f"  {plural(skipped, 'skipped update')}, {plural(nan, 'loss', 'losses')} "
+                "not finite since the last row"
+            )
+        return "\n".join(lines)
 
     def summary(self, summary: RunSummary, progress: Progress, *, finished: bool) -> None:
         """Prints the lines at the end of the run. Writes the predictions beside the metrics.
@@ -197,7 +224,7 @@ class RunLog:
             self.line(update.line())
         if self._skipped_batches is not None and self._skipped_rows is None:
             self._skipped_rows = self._open_rows(
-                self._skipped_batches, update.iteration - 1, flag="--save"
+                self._skipped_batches, update.iteration - 1, "--save"
             )
             if self._skipped_rows is None:
                 self._skipped_batches = None
@@ -232,41 +259,34 @@ class RunLog:
                 iteration, {f"{name}-time": max(ms) / 1000.0 for name, ms in times.ranks.items()}
             )
 
-    def _open_file(self, opening: Sequence[str]) -> None:
-        """Opens the log file, or warns if its disk is full. Raises InputError for a wrong path."""
-        if (name := log_file_path(self._run)) is None:
-            return
-        try:
-            self._file = LogFile(name)
-        except InputError as error:
-            if not _is_full(error):
-                raise
-            self._terminal.line(f"warning: {error}; this run writes no log file")
-            return
-        self._stack.callback(self._file.close)
-        for text in opening:
-            self._write(text)
+    def _open_rows(self, path: str, iteration: int, flag: str) -> MetricsFile | None:
+        keep_last = self._run.checkpoint.save_keep_last
+        return self._opened(
+            lambda: MetricsFile(path, after_iteration=iteration, flag=flag, keep_last=keep_last)
+        )
 
-    def _open_rows(self, path: str, iteration: int, *, flag: str) -> MetricsFile | None:
-        """Returns the file, or None with a warning if its disk is full: the run then goes on.
+    def _opened(self, open_: Callable[[], File]) -> File | None:
+        """Returns a file that is closed with the log, or None with a warning if its disk is full.
 
         Raises InputError for any other reason why the file cannot be opened.
         """
-        keep_last = self._run.checkpoint.save_keep_last
         try:
-            return self._stack.enter_context(
-                MetricsFile(path, after_iteration=iteration, flag=flag, keep_last=keep_last)
-            )
+            file = open_()
         except InputError as error:
-            if not _is_full(error):
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno in FULL):
                 raise
-            self._warn(f"warning: {error}; this run writes no rows to it")
+            self.line(f"warning: {error}; this run does not write it")
             return None
+        self._stack.callback(file.close)
+        return file
 
     def _write(self, text: str) -> None:
         """Writes lines to the log file. Its own warning goes to the terminal alone."""
-        if self._file is not None and (warning := self._file.line(text)) is not None:
-            self._terminal.line(warning)
+        if self._file is not None:
+            data = f"{text}\n".encode(errors="replace")
+            if (warning := self._file.append(data, what="a line")) is not None:
+                self._terminal.line(warning)
 
     def _warn(self, *warnings: str | None) -> None:
         for warning in filter(None, warnings):
@@ -279,13 +299,9 @@ class RunLog:
         *,
         by_samples: Collection[str] = (),
     ) -> None:
-        if self._enabled:
+        if self._enabled and self._scalars is not None:
             self._warn(
                 *self._scalars.write(
                     scalars, iteration=iteration, consumed=self._consumed, by_samples=by_samples
                 )
             )
-
-
-def _is_full(error: InputError) -> bool:
-    return isinstance(error.__cause__, OSError) and error.__cause__.errno in FULL

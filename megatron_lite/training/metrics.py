@@ -13,12 +13,11 @@ import re
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync_folder, written_beside
-from megatron_lite.training.appended import AppendedFile
+from megatron_lite.training.appended import AppendedFile, opening
 from megatron_lite.training.skipped import SkippedUpdate
 
 
@@ -78,21 +77,16 @@ class MetricsFile:
         flag: str = "--metrics-jsonl",
         keep_last: int | None = None,
     ) -> None:
-        target = Path(path)
-        check_no_checkpoint(target, f"{flag} {path}")
-        try:
+        target, name = Path(path), f"{flag} {path}"
+        check_no_checkpoint(target, name)
+        with opening(name):
             kept = _rows_up_to(target, after_iteration)
-            target.parent.mkdir(parents=True, exist_ok=True)
             if kept is not None:
                 _replace(target, "".join(kept))
-            if keep_last is not None:
+            if keep_last is not None and target.parent.is_dir():
                 for _, old in _previous(target)[:-keep_last]:
                     old.unlink(missing_ok=True)
-            self._file = AppendedFile(target, name=f"{flag} {path}")
-        except OSError as error:
-            raise InputError(
-                f"{flag} {path}: cannot be written ({error.strerror}): choose another file"
-            ) from error
+        self._file = AppendedFile(target, name=name)
 
     def write(self, record: IterationRecord | SkippedUpdate) -> str | None:
         """Appends one row. Returns a warning if the row is the first one that could not be
@@ -106,15 +100,8 @@ class MetricsFile:
             (json.dumps(row) + "\n").encode(), what=f"iteration {record.iteration}"
         )
 
-    def __enter__(self) -> MetricsFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
 

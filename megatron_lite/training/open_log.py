@@ -15,7 +15,6 @@ from megatron_lite.training.logging import RunLog
 from megatron_lite.training.peak_rate import peak_rate
 from megatron_lite.training.run_facts import run_facts
 from megatron_lite.training.start_text import arguments_table, ranks_line
-from megatron_lite.training.wandb_run import WandbRun
 
 
 def open_log(
@@ -53,7 +52,6 @@ def open_log(
         program=invocation.program,
         shows_peak=shows_peak,
         opening=[*_opening(config, parallel), *invocation.printed] if writes else (),
-        wandb=WandbRun(config) if config.logging.wandb_project and writes else None,
     )
     log.line(peak.line())
     return log

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,20 +116,8 @@ class RunTotals:
         if log is not None:
             yield "log", log.path
         if logging.metrics_jsonl is not None:
-            own = log.path if log is not None and log.flag == "--log-file" else None
-            others = [path for path in (logging.tensorboard_dir, save, own) if path is not None]
-            words = _paths_of_report(logging.metrics_jsonl, others)
-            yield "report", shlex.join([*subcommand(self.program, "report"), *words])
-
-
-def _paths_of_report(metrics: str, others: Sequence[str]) -> list[str]:
-    """Returns what the report tool needs: the folder of the run if it has one, else each path."""
-    folder = Path(metrics).parent
-    # Another file of metrics could be another run's. The current folder may hold anything.
-    alone = folder != Path() and list(folder.glob("*.jsonl")) == [Path(metrics)]
-    if alone and all(Path(path).absolute().is_relative_to(folder.absolute()) for path in others):
-        return [str(folder)]
-    return list(dict.fromkeys([metrics, *others]))
+            paths = [logging.metrics_jsonl, *([] if log is None else [log.path])]
+            yield "report", shlex.join([*subcommand(self.program, "report"), *paths])
 
 
 def _of_memory(

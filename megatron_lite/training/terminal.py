@@ -1,15 +1,13 @@
 """Standard output of rank 0: lines, and a progress bar if it is a terminal.
 
-Standard output that is full or closed does not end the run.
+rich breaks long lines between words on a terminal, and nowhere else: programs read files. Standard
+output that is full or closed does not end the run.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -18,23 +16,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 BATCH_COLUMNS = 120  # of a file or a pipe
-LEAST_COLUMNS = 60
-LABEL = re.compile(r" {2,4}[a-z]+(?: [a-z]+){0,2} {2,16}(?=\S)")  # of a row of facts
 
 
-def terminal_columns() -> int:
-    """Returns the columns of standard output: those of the terminal, or 120 if it is none."""
-    if not sys.stdout.isatty():
-        return BATCH_COLUMNS
-    return max(LEAST_COLUMNS, shutil.get_terminal_size((BATCH_COLUMNS, 24)).columns)
+def console() -> Console:
+    """Returns what prints on standard output, if it is a terminal."""
+    on_terminal = sys.stdout.isatty()
+    return Console(
+        width=None if on_terminal else BATCH_COLUMNS,
+        force_terminal=on_terminal,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
 
 
-def print_lines(lines: Iterable[str]) -> None:
-    """Prints lines before a Terminal exists: a terminal's are broken between words."""
-    on_terminal, columns = sys.stdout.isatty(), terminal_columns()
-    for line in (line for text in lines for line in text.split("\n")):
-        print(_wrapped(line, columns) if on_terminal else line)
-    sys.stdout.flush()
+def print_lines(lines: Iterable[str], output: Console | None = None) -> None:
+    """Prints lines, those before a Terminal exists included."""
+    output = console() if output is None else output
+    for line in lines:
+        if output.is_terminal:
+            output.print(line)
+        else:
+            print(line, flush=True)
 
 
 class Terminal:
@@ -45,50 +48,27 @@ class Terminal:
 
     def __init__(self, *, total: int, done: int) -> None:
         self._output_is_lost = False
-        self._bar: ProgressBar | None = None
-        self.columns = terminal_columns()
-        if sys.stdout.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
-                TimeElapsedColumn(),
-            )
-            self._bar = ProgressBar(*columns, console=Console(soft_wrap=True))
-            self._bar.start()
-            self._task = self._bar.add_task("training", total=total, completed=done, status="")
+        self._console = console()
+        self.columns = min(self._console.width, BATCH_COLUMNS)
+        self._bar = ProgressBar(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("", total=total, completed=done, status="")
 
     def line(self, text: str) -> None:
-        """Prints one line, above the progress bar."""
-        if self._bar is not None:
-            self._bar.console.print(
-                "\n".join(_wrapped(line, self.columns) for line in text.split("\n")),
-                markup=False,
-                highlight=False,
-            )
-        else:
-            self._print(text)
+        """Prints lines, above the progress bar.
 
-    def advance(self, iteration: int, status: str) -> None:
-        """Moves the progress bar to an iteration."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=iteration, status=status)
-
-    def close(self) -> None:
-        """Ends the progress bar, and prevents an error of Python's own flush at its end."""
-        if self._bar is not None:
-            self._bar.stop()
-        if self._output_is_lost:
-            try:
-                sys.stdout.flush()
-            except OSError:  # else Python's own flush at exit fails, and the status is 120
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-    def _print(self, text: str) -> None:
-        """Prints `text`. If standard output is full or closed, warns once on standard error."""
+        If standard output is full or closed, this warns once on standard error.
+        """
         try:
-            print(text, flush=True)
+            print_lines([text], self._console)
         except OSError as error:
             if not self._output_is_lost:
                 self._output_is_lost = True
@@ -100,16 +80,15 @@ class Terminal:
                         flush=True,
                     )
 
+    def advance(self, iteration: int, status: str) -> None:
+        """Moves the progress bar to an iteration."""
+        self._bar.update(self._task, completed=iteration, status=status)
 
-def _wrapped(line: str, columns: int) -> str:
-    """Returns a line broken between words. Only a terminal breaks lines: programs read files.
-
-    The text of a row such as "  log          train.log" continues below its beginning.
-    """
-    if len(line) <= columns:
-        return line
-    label = LABEL.match(line)
-    indent = " " * (label.end() if label is not None else 4)
-    return textwrap.fill(
-        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    def close(self) -> None:
+        """Ends the progress bar, and prevents an error of Python's own flush at its end."""
+        self._bar.stop()
+        if self._output_is_lost:
+            try:
+                sys.stdout.flush()
+            except OSError:  # else Python's own flush at exit fails, and the status is 120
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -234,9 +234,8 @@ def terminal_row() -> str:
     """Returns the heading and one row of the terminal, of made-up figures."""
     import torch
 
-    from megatron_lite.training.iteration_line import RunFacts
+    from megatron_lite.training.iteration_line import RunFacts, short_row
     from megatron_lite.training.metrics import IterationRecord
-    from megatron_lite.training.short_line import ShortLines
 
     facts = RunFacts(
         num_iterations=300,
@@ -264,8 +263,7 @@ def terminal_row() -> str:
         activation_bytes_predicted=round(14.332 * 2**20),
         activation_bytes_measured=round(14.332 * 2**20),
     )
-    lines = ShortLines(facts, columns=100, shows_peak=False).lines([record], None)
-    return "\n".join(lines)
+    return "\n".join(short_row([record], facts, None, columns=100, shows_peak=False))
 
 
 TEXTS: dict[str, Callable[[], str]] = {

@@ -254,7 +254,7 @@ MUTANTS = [
     ),
     Mutant(
         a_row_that_did_not_fit_stays,
-        test_full_log.test_a_full_tensorboard_folder_is_said_once_and_later_points_are_readable,
+        test_full_log.test_rows_that_fit_again_are_written_and_the_others_leave_nothing,
     ),
     Mutant(
         the_old_text_moves_away_before_the_new_one_is_there,

@@ -272,7 +272,7 @@ def test_the_log_has_the_scale_and_the_skipped_iterations(
     )
     assert found == [("512.0", "1"), ("512.0", "0")]
     printed = capsys.readouterr().out
-    assert printed.count("  of these 5: 1 skipped update, 0 losses not finite\n") == 1
+    assert printed.count("  1 skipped update, 0 losses not finite since the last row\n") == 1
     assert "skipped      1 update\n" in printed
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [event.value for event in events.Scalars("loss-scale")] == [1024.0] * 2 + [512.0] * 8

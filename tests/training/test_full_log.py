@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import appended
 from megatron_lite.training.metrics import MetricsFile
-from megatron_lite.training.tensorboard import ScalarFile
+from megatron_lite.training.scalars import Scalars
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.syscalls import recorded
 
@@ -64,7 +67,8 @@ def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(
 ) -> None:
     full(range(1, 3))
     run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
-    assert [row["iteration"] for row in rows(tmp_path / "m")] == [1, 4]
+    lines = (tmp_path / "m").read_text().splitlines()
+    assert [line.split(",")[0] for line in lines] == ['{"iteration": 1', '{"iteration": 4']
     assert capsys.readouterr().out.count("No space left") == 1
 
 
@@ -79,40 +83,63 @@ def test_a_write_that_takes_a_part_is_finished(
     assert [row["iteration"] for row in rows(tmp_path / "m")] == [1, 2, 3, 4]
 
 
-def test_a_full_tensorboard_folder_is_said_once_and_later_points_are_readable(
-    tmp_path: Path, full: Callable[[range], None], capfd: pytest.CaptureFixture[str]
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_tensorboard_folder_is_said_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    full(range(10, 20))
+    written, count = RecordWriter.write, iter(range(10**6))
+
+    def write(self: RecordWriter, data: bytes) -> None:
+        if next(count) >= 30:
+            raise OSError(28, "No space left on device")
+        written(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", write)
     trainer = run_to_end(run_config(tensorboard_dir=str(tmp_path)))
-    printed = capfd.readouterr()
-    # of the two files
-    assert trainer.progress.iteration == 4 and printed.out.count("No space left") == 2
-    assert "Traceback" not in printed.err
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert "lm loss" in events.Tags()["scalars"]
-    steps = [event.step for event in events.Scalars("lm loss")]
-    assert steps[-1] == 4 and len(steps) < 4
+    assert trainer.progress.iteration == 4
+    out = capsys.readouterr().out
+    assert out.count("No space left") == out.count("warning: --tensorboard-dir: iteration ") == 1
+    assert 0 < len(losses(tmp_path)) < 4
 
 
-def test_points_of_an_earlier_start_are_void_from_where_a_later_one_goes_on(tmp_path: Path) -> None:
-    """In the order of the files' names, which is that of the starts."""
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """The points that TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    for start, loss in ((0, 5.0), (2, 7.0)):
-        file = ScalarFile(str(tmp_path), purge_step=start + 1)
-        for step in range(start + 1, 4):
-            assert file.add_scalar("lm loss", loss, step) is None
-        file.close()
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
-        (1, 5.0),
-        (2, 5.0),
-        (3, 7.0),
-    ]
+    events = EventAccumulator(str(folder)).Reload()
+    return [(event.step, event.value) for event in events.Scalars("lm loss")]
+
+
+def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_on(
+    tmp_path: Path,
+) -> None:
+    config = run_config(tensorboard_dir=str(tmp_path))
+    for done, loss in ((0, 5.0), (2, 7.0)):
+        scalars = Scalars(config, Progress(iteration=done, consumed_samples=4 * done))
+        for step in range(done + 1, 4):
+            assert not list(
+                scalars.write({"lm loss": loss, "x": None}, iteration=step, consumed=4 * step)
+            )
+        assert losses(tmp_path)[-1] == (3, loss), "before the file is closed"
+        scalars.close()
+    assert losses(tmp_path) == [(1, 5.0), (2, 5.0), (3, 7.0)]
+
+
+@pytest.mark.parametrize("folder", ["tensorboard", "file/below", "iter_0000001"])
+def test_tensorboard_that_cannot_be_used_is_one_clear_error(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    message = r"cannot be written|belongs to a checkpoint"
+    if folder == "tensorboard":
+        monkeypatch.setitem(sys.modules, "tensorboard", None)
+        message = r"needs the package tensorboard, which is not installed: .*\[tensorboard\]"
+    with pytest.raises(InputError, match=f"--tensorboard-dir .*({message})"):
+        run_to_end(
+            run_config(tensorboard_dir=str(tmp_path / folder), log_file=str(tmp_path / "log"))
+        )
 
 
 def test_a_full_disk_at_the_start_ends_no_run_either(

@@ -9,26 +9,29 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_settings import changed_settings
 from megatron_lite.parallel.told_work import told_on_terminal
 from megatron_lite.training import terminal
-from megatron_lite.training.iteration_line import RunFacts, clock
+from megatron_lite.training.iteration_line import LogExtras, RunFacts, clock, short_row
+from megatron_lite.training.logging import HEADING_EVERY, RunLog
 from megatron_lite.training.peak_memory import PeakMemory
-from megatron_lite.training.short_line import HEADING_EVERY, ShortLines
 from megatron_lite.training.slow_work import told_if_slow
-from megatron_lite.training.start_text import MOST_LINES, arguments_table, short_settings
+from megatron_lite.training.start_text import arguments_table, short_settings
 from tests.support.changes import with_fields
 from tests.support.limits import HANG_S
 from tests.support.rank_faults import first_step_fails
-from tests.support.runs import run_to_end, tiny_run, with_checkpoint
+from tests.support.runs import run_to_end, tiny_run
 from tests.training.test_logging import FACTS, record
 
 # A run of a trillion parameters: every number has as many digits as it can have.
@@ -58,55 +61,53 @@ PEAK = PeakMemory(predicted=79 * 2**30, measured=79 * 2**30 + 5 * 2**20)
 
 
 @pytest.mark.parametrize("shows_peak", [False, True])
-@pytest.mark.parametrize("columns", [60, 80, 100, 120, 400])
 @pytest.mark.parametrize("case", ["small", "large"])
-def test_a_short_line_fits_its_columns(case: str, columns: int, shows_peak: bool) -> None:
-    """At 120 columns, which a file and a wide terminal get, no column is left out."""
+def test_a_short_row_fits_its_columns(case: str, shows_peak: bool) -> None:
     facts, one = (FACTS, record()) if case == "small" else (LARGE, LARGE_RECORD)
-    short = ShortLines(facts, columns=columns, shows_peak=shows_peak)
-    heading, row = short.lines([one], PEAK)
-    assert max(len(heading), len(row)) <= min(columns, 120)
-    memory = "peak pred./measured" if shows_peak else "kept pred./measured"
-    names = ["iteration", "ms/step", "tokens/s", "loss", "ETA"]
-    if columns >= 120:
-        names += ["samples", memory]
-    if columns == 100 and case == "small":
-        names += [memory]
-    if columns >= 100 or (columns == 80 and case == "small"):
-        names += ["MFU", "norm", "lr"]
-    assert all(name in heading for name in names)
-    assert str(one.iteration) in row.split("/")[0]
+    for columns in range(40, 130):
+        heading, row = short_row([one], facts, PEAK, columns=columns, shows_peak=shows_peak)
+        assert len(heading) == len(row) <= columns
+        assert heading.split()[:3] == ["iteration", "loss", "ms/step"]
+        assert columns < 80 or ("ETA" in heading and "norm" in heading)
+    assert "pred./measured" in heading and heading.endswith("samples")
 
 
-def test_a_short_line_has_the_figures_of_the_run() -> None:
-    short = ShortLines(FACTS, columns=120, shows_peak=True)
+def test_a_short_row_has_the_figures_of_the_run() -> None:
+    show = partial(short_row, columns=120)
     records = [record(iteration_ms=50.0), record(iteration_ms=150.0, lm_loss=2.5)]
-    heading, row = short.lines(records, PEAK)
+    heading, row = show(records, FACTS, PEAK, shows_peak=True)
     assert re.split("  +", heading.strip()) == [
-        *("iteration", "samples", "ms/step", "tokens/s", "MFU", "loss", "norm", "lr"),
-        *("peak pred./measured", "ETA"),
+        *("iteration", "loss", "ms/step", "tokens/s", "MFU", "norm", "lr", "ETA"),
+        *("peak pred./measured", "samples"),
     ]
     assert re.split("  +", row.strip()) == [
-        *("3/9", "12", "100.0", "640", "15.0%", "2.0000", "0.500", "1.00e-02"),
-        *("79.000/79.005 GiB", "0:00:00"),
+        *("3/9", "2.0000", "100.0", "640", "15.0%", "0.5", "1.00e-02", "0:00:00"),
+        *("79.000/79.005 GiB", "12"),
     ]
-    assert "  -  " in short.lines([record()], None)[-1], "a peak before it is measured"
+    assert "  -  " in show([record()], FACTS, None, shows_peak=True)[-1], "not measured yet"
     unknown = with_fields(FACTS, peak_flops=None)
-    kept = ShortLines(unknown, columns=120, shows_peak=False)
     known = record(activation_bytes_predicted=3 * 2**19, activation_bytes_measured=2**20)
-    heading, row = kept.lines([known], PEAK)
+    heading, row = show([known], unknown, PEAK, shows_peak=False)
     assert "MFU" not in heading and "  1.500/1.000 MiB  " in row
-    known = record(activation_bytes_predicted=1000 * 2**20, activation_bytes_measured=2**20)
-    assert "  0.977/0.001 GiB  " in kept.lines([known], PEAK)[-1], "four digits are too wide"
 
 
-def test_the_heading_is_repeated_and_skipped_updates_are_counted() -> None:
-    short = ShortLines(FACTS, columns=120, shows_peak=False)
-    rows = [short.lines([record()], None) for _ in range(2 * HEADING_EVERY)]
-    assert [len(lines) for lines in rows] == ([2] + [1] * (HEADING_EVERY - 1)) * 2
-    skipped = short.lines([record(skipped=1), record(skipped=1, nan=1, lm_loss=float("nan"))], None)
-    assert skipped[-1] == "  of these 2: 2 skipped updates, 1 loss not finite"
-    assert " 1.5000 " in skipped[-2], "the mean of the finite losses"
+def test_the_heading_is_repeated_and_skipped_updates_are_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = tiny_run()
+    start = Progress(iteration=0, consumed_samples=0)
+    config = replace(config, logging=replace(config.logging, log_interval=2))
+    facts = with_fields(FACTS, num_iterations=10**6)
+    with RunLog(config, facts, enabled=True, start=start) as log:
+        for number in range(1, 4 * HEADING_EVERY + 1):
+            log.iteration(record(iteration=number), LogExtras())
+        for number, changes in ((101, {}), (102, dict(nan=1, lm_loss=float("nan")))):
+            log.iteration(record(iteration=number, skipped=1, **changes), LogExtras())
+    lines = capsys.readouterr().out.splitlines()
+    headings = [place for place, line in enumerate(lines) if "tokens/s" in line]
+    assert headings == [0, HEADING_EVERY + 1, 2 * HEADING_EVERY + 2]
+    assert lines[-1] == "  2 skipped updates, 1 loss not finite since the last row"
+    assert " 1.5000 " in lines[-2], "the mean of the finite losses"
 
 
 def test_a_duration_is_short() -> None:
@@ -118,11 +119,10 @@ def test_a_duration_is_short() -> None:
 def test_the_settings_at_the_start_are_those_that_differ() -> None:
     config = tiny_run(model=dict(ffn_hidden_size=100, add_bias_linear=False))
     config = replace(config, recompute=RecomputeConfig(recompute_policy="*:full"))
-    assert short_settings(config, columns=100) == [
+    assert short_settings(config) == [
         "settings that differ from the defaults (--dump-config prints all)",
         "  model        --num-layers 2 --hidden-size 32 --num-attention-heads 4 "
-        "--max-position-embeddings 16",
-        "               --ffn-hidden-size 100 --disable-bias-linear",
+        "--max-position-embeddings 16 --ffn-hidden-size 100 --disable-bias-linear",
         "  training     --micro-batch-size 1 --global-batch-size 4 --train-iters 20 --eval-iters 1",
         "  data         --seq-length 16 --mock-data",
         "  tokenizer    --vocab-size 98 --make-vocab-size-divisible-by 64",
@@ -131,29 +131,21 @@ def test_the_settings_at_the_start_are_those_that_differ() -> None:
         "  lr schedule  --lr 0.01 --lr-decay-style cosine --lr-decay-iters 20 --lr-warmup-iters 3",
         "  logging      --log-interval 5",
     ]
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-def test_a_run_with_many_settings_prints_twenty_lines(columns: int) -> None:
-    """Paths of 200 datasets, and a non-default value in nearly every field of two topics."""
-    config = tiny_run()
     paths = tuple(f"/a/very/long/path/to/dataset-{number}_text_document" for number in range(200))
-    changed = {
-        name: not value if isinstance(value, bool) else value + 1
-        for name, value in vars(config.logging).items()
-        if name.startswith("log_") and isinstance(value, (bool, int))
-    }
-    config = replace(
-        config,
-        data=replace(config.data, mock_data=False, data_path=paths, split="90,5,5"),
-        logging=replace(config.logging, **changed, metrics_jsonl="m" * 300, log_file="l" * 30),
-        checkpoint=replace(config.checkpoint, save="s" * 100, save_interval=3),
-    )
-    lines = short_settings(config, columns=columns)
-    assert len(lines) <= MOST_LINES + 1 and max(map(len, lines[1:])) <= columns
-    text = "\n".join(lines)
-    assert "(200 words)" in text and "m" * 70 not in text and f"all of them: {'l' * 30}" in text
-    assert columns > 60 or re.search(r"and \d+ more", text)
+    config = replace(config, data=replace(config.data, mock_data=False, data_path=paths))
+    text = "\n".join(short_settings(config))
+    assert "(200 words)" in text and len(text) < 1000
+
+
+def test_settings_that_follow_from_others_are_not_listed_and_numbers_are_no_switches() -> None:
+    config = tiny_run(model=dict(swiglu=True, hidden_dropout=0.0, norm_epsilon=1.0))
+    config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=2))
+    shown = {one.flag: (one.value, one.default) for one in changed_settings(config)}
+    assert shown["--swiglu"][0] == "yes" and shown["--hidden-size"][0] == "32"
+    assert shown["--hidden-dropout"] == ("0.0", "0.1")
+    assert shown["--norm-epsilon"] == ("1.0", "1e-05")
+    assert shown["--tensor-model-parallel-size"] == ("2", "1")
+    assert not {"--ffn-hidden-size", "--kv-channels", "--attention-dropout"} & shown.keys()
 
 
 def finished_run(folder: Path, **logging: Any) -> RunConfig:
@@ -174,10 +166,12 @@ def test_the_log_file_has_the_table_and_all_lines_and_the_terminal_the_short_one
     assert arguments_table(config) in filed and "end of arguments" not in printed
     assert "1 rank: tensor-parallel 1" in filed
     assert re.search(r" iteration        4/       4 \| consumed samples: ", filed)
-    assert "consumed samples:" not in printed and re.search("^ +4/4  +16  ", printed, re.MULTILINE)
+    assert "consumed samples:" not in printed and re.search(
+        "^ +4/4  +[0-9.]+ .* 16$", printed, re.MULTILINE
+    )
     same = [line for line in filed.splitlines() if line in printed.splitlines()]
     assert any(line.startswith("saving checkpoint at iteration") for line in same)
-    rows = [line for line in printed.splitlines() if re.match(r" *\d+/4 |iteration ", line)]
+    rows = [line for line in printed.splitlines() if re.match(r" *(\d+/4|iteration) ", line)]
     assert len(rows) == 2 and max(map(len, rows)) <= 120
 
 
@@ -224,11 +218,7 @@ def test_the_last_lines_say_what_the_run_did(
     )
     assert "  skipped      no updates\n" in text
     assert f"  checkpoint   {saved}/iter_0000004\n  log          {saved}/train.log\n" in text
-    assert text.endswith(f"  report       python -m megatron_lite report {tmp_path}\n")
-    (tmp_path / "of_another_run.jsonl").write_text("")
-    again = finished_run(tmp_path)
-    run_to_end(with_checkpoint(again, save=str(saved), load=str(saved)))
-    assert capsys.readouterr().out.endswith(f"megatron_lite report {tmp_path}/m.jsonl {saved}\n")
+    assert text.endswith(f"megatron_lite report {tmp_path}/m.jsonl {saved}/train.log\n")
 
 
 def test_a_run_that_is_stopped_says_where(
@@ -242,47 +232,25 @@ def test_a_run_that_is_stopped_says_where(
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_gets_lines_that_fit_it(
-    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_terminal_gets_lines_that_fit_it_and_a_file_whole_ones(
+    columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long notices are broken between words there, and nowhere else."""
-    notice = "word " * 50 + "end"
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(terminal, "ProgressBar", _NoBar)
-    shown = terminal.Terminal(total=9, done=0)
-    shown.line(notice)
-    shown.close()
-    assert shown.columns == columns and max(map(len, _NoBar.lines[-1].split("\n"))) <= columns
-    monkeypatch.undo()
-    terminal.Terminal(total=9, done=0).line(notice)
-    assert capsys.readouterr().out == notice + "\n"
-
-
-def test_a_row_of_facts_continues_below_its_text() -> None:
-    row = "  best loss    one two three"
-    assert terminal._wrapped(row, 22).split("\n") == ["  best loss    one two", 15 * " " + "three"]
-    assert terminal._wrapped("saving to a folder", 12).split("\n")[1:] == ["    folder"]
-    assert terminal._wrapped(row, len(row)) == row
-
-
-class _NoBar:
-    """In place of rich's progress bar: it keeps what is printed above it."""
-
-    lines: ClassVar[list[str]] = []
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.console = self
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def add_task(self, *_: Any, **__: Any) -> int:
-        return 0
-
-    def print(self, text: str, **_: Any) -> None:
-        self.lines.append(text)
+    """Lines before the log is open, too. No text is markup."""
+    monkeypatch.setenv("COLUMNS", f"{columns}")
+    monkeypatch.setenv("TERM", "dumb")
+    text = "[red]settings[/red] :smile: of a run " * 9
+    for output in (FakeTerminal, io.StringIO):
+        with redirect_stdout(output()) as written:
+            terminal.print_lines([text.strip(), "short\ntable"])
+            shown = terminal.Terminal(total=9, done=0)
+            shown.line(text.strip())
+            shown.close()
+        lines = written.getvalue().splitlines()
+        assert f"{text}short table {text}".split() == [
+            word for line in lines if "training" not in line for word in line.split()
+        ]
+        assert (max(map(len, lines)) <= columns) == (output is FakeTerminal)
+        assert output is FakeTerminal or len(lines) == 4
 
 
 def test_slow_work_is_told_of_and_short_work_is_not() -> None:
@@ -304,12 +272,12 @@ def test_slow_work_is_told_of_and_short_work_is_not() -> None:
     assert not [one for one in threading.enumerate() if one.name == "slow work"]
 
 
-class Terminal(io.StringIO):
+class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-@pytest.mark.parametrize("output", [Terminal, io.StringIO])
+@pytest.mark.parametrize("output", [FakeTerminal, io.StringIO])
 def test_a_tool_tells_of_slow_work_on_a_terminal_only(output: type[io.StringIO]) -> None:
     with (
         redirect_stderr(output()) as written,
@@ -317,28 +285,11 @@ def test_a_tool_tells_of_slow_work_on_a_terminal_only(output: type[io.StringIO])
     ):
         patiently_waited(lambda: "so far" in written.getvalue() or output is io.StringIO)
     lines = written.getvalue().splitlines()
-    if output is Terminal:
+    if output is FakeTerminal:
         assert re.match(r"plans for 8 GPUs \(number 1 of 2\): \d+ s so far$", lines[0])
         assert lines[-1].startswith("plans for 8 GPUs (number 1 of 2): done after ")
     else:
         assert lines == []
-
-
-@pytest.mark.parametrize("columns", [80, 120])
-def test_lines_before_the_run_are_broken_on_a_terminal_only(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", f"{columns}")
-    text = "settings of a run " * 9
-    for output in (Terminal, io.StringIO):
-        with redirect_stdout(output()) as written:
-            terminal.print_lines([text.strip(), "short\ntable"])
-        lines = written.getvalue().splitlines()
-        assert " ".join(" ".join(lines).split()) == f"{text}short table"
-        if output is Terminal:
-            assert max(map(len, lines)) <= columns and lines[-2:] == ["short", "table"]
-        else:
-            assert len(lines) == 3
 
 
 def patiently_waited(happened: Callable[[], bool]) -> None:

@@ -205,7 +205,7 @@ def test_metrics_of_an_interrupted_run_are_cut_to_where_it_resumes(tmp_path: Pat
     path = tmp_path / "m.jsonl"
     path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3}\n{"iterat')
     before = path.read_text()
-    MetricsFile(str(path), after_iteration=2).__exit__(None, None, None)
+    MetricsFile(str(path), after_iteration=2).close()
     assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
     assert (tmp_path / "m.jsonl.previous").read_text() == before
 

@@ -33,8 +33,8 @@ def python(program: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_log_a_checkpoint_and_tensorboard_imports_nothing_slow(tmp_path: Path) -> None:
-    words = [*SMALL_RUN, *MOCK, "--tensorboard-dir", str(tmp_path / "tb"), "--train-iters", "2"]
+def test_a_run_with_a_log_and_a_checkpoint_imports_nothing_slow(tmp_path: Path) -> None:
+    words = [*SMALL_RUN, *MOCK, "--train-iters", "2"]
     words += ["--save", str(tmp_path / "saved"), "--metrics-jsonl", str(tmp_path / "metrics.jsonl")]
     words += ["--recompute-policy", "*:pointwise", "--eval-iters", "0"]
     found = python(

@@ -105,7 +105,7 @@ def test_a_fault_of_the_package_is_said_once_and_ends_no_run(
     ("module", "message"),
     [
         (None, "--wandb-project project needs the package wandb, which is not installed: pip"),
-        (FakeWandb("init"), r"--wandb-project project: no run can be begun in .* \(no\)"),
+        (FakeWandb("init"), r"--wandb-project project: cannot be written \(no\)"),
     ],
 )
 def test_a_run_that_cannot_be_begun_is_one_clear_error(
