@@ -161,7 +161,8 @@ def _files_under(root: Path) -> Iterator[Path]:
     for pattern in ("*", "*/*", "*/*/*"):
         for file in sorted(root.glob(pattern)):
             # Names that begin with a point are those of editors, such as links that lock a file.
-            if file.suffix in (".log", ".jsonl") and not file.name.startswith("."):
+            is_named = file.suffix in (".log", ".jsonl") and not file.name.startswith(".")
+            if is_named and not file.is_dir():
                 yield file
 
 

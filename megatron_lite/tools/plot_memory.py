@@ -19,6 +19,7 @@ from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.extras import module_of_extra
 from megatron_lite.data.durable_files import replacing
+from megatron_lite.memory.explain.units import ByteUnit
 from megatron_lite.memory.measure.compared import compared, layer_of
 from megatron_lite.memory.measure.timeline import (
     ACTIVATION,
@@ -123,7 +124,8 @@ def draw(timelines: Sequence[Timeline]) -> Any:
         squeeze=False,
         gridspec_kw=dict(height_ratios=[24, 1, 1] * rows),
     )
-    unit = _Unit(max(timeline.peak.total_bytes for timeline in timelines))
+    most = max(1, *(timeline.peak.total_bytes for timeline in timelines))
+    unit = ByteUnit.of(most)
     longest = max(timeline.events[-1].number for timeline in timelines)
     for place in range(rows * columns):
         panel = [axes[3 * (place // columns) + part][place % columns] for part in range(3)]
@@ -132,6 +134,7 @@ def draw(timelines: Sequence[Timeline]) -> Any:
                 panel, timelines[place], timelines[0], unit, first_in_row=place % columns == 0
             )
             _draw_layers(panel[2], timelines[place], longest)
+            panel[0].set_ylim(0, 1.3 * most / unit.num_bytes)
         else:
             for part in panel:
                 part.set_axis_off()
@@ -159,7 +162,7 @@ def _has(events: Sequence[Event], place: int) -> bool:
 
 
 def _draw_panel(
-    panel: Sequence[Any], timeline: Timeline, first: Timeline, unit: _Unit, *, first_in_row: bool
+    panel: Sequence[Any], timeline: Timeline, first: Timeline, unit: ByteUnit, *, first_in_row: bool
 ) -> None:
     main, phases, layers = panel
     events = thinned(timeline.events)
@@ -182,7 +185,6 @@ def _draw_panel(
             **dict(color="black", linewidth=1.2, marker="o", markersize=2.5, zorder=3),
         )
     main.set_title(_shortened(timeline.name, 48), fontsize=10)
-    main.set_ylim(0, 1.3 * unit.most / unit.num_bytes)
     main.margins(x=0)
     _annotate_peak(main, timeline, first, unit)
     for start, stop, phase in _runs(timeline.events, lambda event: event.phase):
@@ -222,7 +224,7 @@ def _draw_layers(strip: Any, timeline: Timeline, length: int) -> None:
                 )
 
 
-def _annotate_peak(axes: Any, timeline: Timeline, first: Timeline, unit: _Unit) -> None:
+def _annotate_peak(axes: Any, timeline: Timeline, first: Timeline, unit: ByteUnit) -> None:
     peak, reference = timeline.peak, first.peak.total_bytes
     change = ""
     if timeline is not first and reference:
@@ -244,15 +246,6 @@ def _annotate_peak(axes: Any, timeline: Timeline, first: Timeline, unit: _Unit) 
         fontsize=8,
         arrowprops=dict(arrowstyle="->", color="#333333"),
     )
-
-
-class _Unit:
-    """The largest binary unit that is not larger than `most` bytes."""
-
-    def __init__(self, most: int) -> None:
-        self.most = max(most, 1)
-        power = min((self.most.bit_length() - 1) // 10, 4)
-        self.name, self.num_bytes = ("B", "KiB", "MiB", "GiB", "TiB")[power], 1024**power
 
 
 def thinned(events: Sequence[Event]) -> list[Event]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ class Scalars:
             flag = f"--tensorboard-dir {folder}"
             check_no_checkpoint(Path(folder), flag)
             module_of_extra("tensorboard", "tensorboard", needed_by=flag)
-            torch_writer = module_of_extra("torch.utils.tensorboard", "tensorboard", needed_by=flag)
+            torch_writer = _opened(flag, partial(import_module, "torch.utils.tensorboard"))
             # A folder of its own: there the steps count samples, not iterations.
             by_samples = os.path.join(folder, "by_samples")
             for path, done in ((folder, start.iteration), (by_samples, start.consumed_samples)):
