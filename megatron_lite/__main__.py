@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megatron_lite import __version__
 from megatron_lite.config.help_format import for_stream
-from megatron_lite.parallel.signals import dies_without_reader
+from megatron_lite.parallel.signals import ctrl_c_raises, dies_without_reader
 
 
 class Subcommand(NamedTuple):
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None, started: str | None = None) -> int:
     program = f"{command} {words[0]}"
     try:
         run = import_module(SUBCOMMANDS[words[0]].module).main
+        ctrl_c_raises()
         return int(run(words[1:], program))
     except ModuleNotFoundError as missing:
         if missing.name != "torch":

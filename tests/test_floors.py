@@ -119,7 +119,9 @@ def test_an_init_file_is_a_docstring_and_nothing_else(path: Path) -> None:
     assert ast.get_docstring(tree)
     rest = [ast.unparse(node) for node in tree.body[1:]]
     if path.parent.name == PACKAGE:
-        assert len(rest) == 1 and rest[0].startswith("__version__ = ")
+        # and a program's Ctrl-C, which must work before any other import
+        assert rest[0] == "import sys" and rest[1].startswith("__version__ = ")
+        assert len(rest) == 3 and rest[2].startswith("if sys.argv[:1] == ['-m']:")
     else:
         assert rest == []
 

@@ -1,8 +1,8 @@
 """The families of Hugging Face models that map exactly, and those that cannot, with the reason.
 
 Each family has a table of the keys that become fields, and a table of the only value that other
-keys may have. It also has the fields that all members have in common, and rules for facts that are
-not one key. Standard library only.
+keys may have. It also has the fields that all members have in common, rules for facts that are not
+one key, and the names of its weights. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from megatron_lite.config.hf_rules import (
     window,
     windows_of_layers,
 )
-from megatron_lite.config.hf_values import REQUIRED, FamilyKeys, Key, Only
+from megatron_lite.config.hf_values import (
+    REQUIRED,
+    FamilyKeys,
+    FamilyTensors,
+    Key,
+    Only,
+    TensorNames,
+)
 
 _SIZES = {
     "num_hidden_layers": Key("num_layers", int, REQUIRED),
@@ -47,6 +54,35 @@ _LLAMA_ONLY = {**_SWIGLU, **_NOT_QUANTIZED, **_WHOLE_HEAD, **_HALVES}
 _RMS = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True)
 _LLAMA_FIELDS = dict(**_RMS, add_bias_linear=False, hidden_dropout=0.0)
 
+_ATTENTION: dict[str, str | TensorNames] = {
+    "self_attention.linear_qkv": TensorNames(
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "by group"
+    ),
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+}
+_GATED: dict[str, str | TensorNames] = {
+    "mlp.linear_fc1": TensorNames(("mlp.gate_proj", "mlp.up_proj"), "stacked"),
+    "mlp.linear_fc2": "mlp.down_proj",
+}
+_NORMS: dict[str, str | TensorNames] = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+}
+
+
+def _llama(modules: Mapping[str, str | TensorNames]) -> FamilyTensors:
+    return FamilyTensors(
+        "model",
+        "lm_head",
+        {"embedding.word_embeddings": "embed_tokens", "decoder.final_layernorm": "norm"},
+        ("layers", modules),
+    )
+
+
+_LLAMA_TENSORS = _llama({**_NORMS, **_ATTENTION, **_GATED})
+
 FAMILIES: Mapping[str, FamilyKeys] = {
     "gpt2": FamilyKeys(
         "GPT2LMHeadModel",
@@ -67,6 +103,26 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         },
         {},
         (INNER, dropouts(0.1), gelu("activation_function", "gelu_new"), tied(True)),
+        FamilyTensors(
+            "transformer",
+            "lm_head",
+            {
+                "embedding.word_embeddings": "wte",
+                "embedding.position_embeddings": "wpe",
+                "decoder.final_layernorm": "ln_f",
+            },
+            (
+                "h",
+                {
+                    "input_layernorm": "ln_1",
+                    "self_attention.linear_qkv": TensorNames(("attn.c_attn",), "fused transposed"),
+                    "self_attention.linear_proj": TensorNames(("attn.c_proj",), "transposed"),
+                    "pre_mlp_layernorm": "ln_2",
+                    "mlp.linear_fc1": TensorNames(("mlp.c_fc",), "transposed"),
+                    "mlp.linear_fc2": TensorNames(("mlp.c_proj",), "transposed"),
+                },
+            ),
+        ),
     ),
     "llama": FamilyKeys(
         "LlamaForCausalLM",
@@ -74,6 +130,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         _LLAMA_ONLY,
         _LLAMA_FIELDS,
         (heads(), BIASES, tied(False), rotary()),
+        _LLAMA_TENSORS,
     ),
     "mistral": FamilyKeys(
         "MistralForCausalLM",
@@ -81,6 +138,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         _LLAMA_ONLY,
         _LLAMA_FIELDS,
         (heads(default_groups=8), window(default=4096), tied(False), rotary()),
+        _LLAMA_TENSORS,
     ),
     "qwen2": FamilyKeys(
         "Qwen2ForCausalLM",
@@ -93,6 +151,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             tied(False),
             rotary(),
         ),
+        _LLAMA_TENSORS,
     ),
     "qwen3": FamilyKeys(
         "Qwen3ForCausalLM",
@@ -105,6 +164,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             tied(False),
             rotary(),
         ),
+        _LLAMA_TENSORS,
     ),
     "smollm3": FamilyKeys(
         "SmolLM3ForCausalLM",
@@ -119,6 +179,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             tied(True),
             rotary(default_base=2000000),
         ),
+        _LLAMA_TENSORS,
     ),
     "olmo2": FamilyKeys(
         "Olmo2ForCausalLM",
@@ -131,6 +192,14 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             "qk_layernorm_scope": "all-heads",
         },
         (heads(), tied(False), rotary()),
+        _llama(
+            {
+                **_ATTENTION,
+                **_GATED,
+                "post_self_attn_layernorm": "post_attention_layernorm",
+                "post_mlp_layernorm": "post_feedforward_layernorm",
+            }
+        ),
     ),
     "phi3": FamilyKeys(
         "Phi3ForCausalLM",
@@ -143,6 +212,15 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             window(default=None),
             tied(False),
             rotary(share="partial_rotary_factor"),
+        ),
+        _llama(
+            {
+                **_NORMS,
+                "self_attention.linear_qkv": TensorNames(("self_attn.qkv_proj",), "fused"),
+                "self_attention.linear_proj": "self_attn.o_proj",
+                "mlp.linear_fc1": "mlp.gate_up_proj",
+                "mlp.linear_fc2": "mlp.down_proj",
+            }
         ),
     ),
     "gpt_neox": FamilyKeys(
@@ -164,6 +242,25 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             tied(False),
             rotary(base="rotary_emb_base", share="rotary_pct", default_share=0.25),
         ),
+        FamilyTensors(
+            "gpt_neox",
+            "embed_out",
+            {
+                "embedding.word_embeddings": "embed_in",
+                "decoder.final_layernorm": "final_layer_norm",
+            },
+            (
+                "layers",
+                {
+                    **_NORMS,
+                    # head by head [q k v], as here if each head has its own group
+                    "self_attention.linear_qkv": "attention.query_key_value",
+                    "self_attention.linear_proj": "attention.dense",
+                    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+                    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+                },
+            ),
+        ),
     ),
     "nemotron": FamilyKeys(
         "NemotronForCausalLM",
@@ -183,6 +280,14 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             hidden_dropout=0.0,
         ),
         (heads(), BIASES, tied(False), rotary(share="partial_rotary_factor", default_share=0.5)),
+        _llama(
+            {
+                **_NORMS,
+                **_ATTENTION,
+                "mlp.linear_fc1": "mlp.up_proj",
+                "mlp.linear_fc2": "mlp.down_proj",
+            }
+        ),
     ),
 }
 _EXPERTS = "it has a mixture of experts, which this project does not train"

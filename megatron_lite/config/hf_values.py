@@ -52,11 +52,38 @@ class KeyRule(NamedTuple):
     keys: tuple[str, ...]
 
 
+class TensorNames(NamedTuple):
+    """Modules that hold the parts of one module here, and the layout of their tensors.
+
+    layout: a key of `LAYOUTS` in convert/hf_layouts.py.
+    """
+
+    theirs: tuple[str, ...]
+    layout: str = "same"
+
+
+class FamilyTensors(NamedTuple):
+    """The names of a family's modules, each by the name of the module here.
+
+    base: the prefix of all tensors but those of the head. Files of a model that was saved without
+        its head lack it.
+    head: the module of the untied output weight.
+    outer: the modules outside of a layer, without the base.
+    layer: the place of a layer below the base, and its modules.
+    """
+
+    base: str
+    head: str
+    outer: Mapping[str, str | TensorNames]
+    layer: tuple[str, Mapping[str, str | TensorNames]]
+
+
 class FamilyKeys(NamedTuple):
     """One model_type.
 
     architecture: the class of transformers that holds the model with its head.
     keys, only, fields: what a key becomes, what it must be, and what all members have in common.
+    tensors: the names of its weights, which the converter reads.
     """
 
     architecture: str
@@ -64,6 +91,7 @@ class FamilyKeys(NamedTuple):
     only: Mapping[str, Only]
     fields: Mapping[str, Any]
     rules: tuple[KeyRule, ...]
+    tensors: FamilyTensors
 
 
 REQUIRED = object()

@@ -28,15 +28,18 @@ PAUSES_S = (0.1, 0.5)  # between the tries of a read that the system refuses
 MISSING = (ENOENT, ENOTDIR, ELOOP, ENAMETOOLONG)  # no try would find such a file
 
 
-def regular_path(path: Path | str) -> str:
+def regular_path(path: Path | str, *, any_link: bool = False) -> str:
     """Returns the path of a regular file without a link at its end.
 
-    Raises InputError for a pipe, a device, a folder, and a link out of the file's folder.
+    any_link: whether a link may lead out of the file's folder, as links to large data do.
+    Raises InputError for a pipe, a device, a folder, and for any other link out of the folder.
     """
     target = os.fspath(path)
     if os.path.islink(target):
         folder, target = os.path.realpath(os.path.dirname(target)), os.path.realpath(target)
-        if not any(target.startswith(f"{home}{os.sep}") for home in _homes(folder)):
+        if not any_link and not any(
+            target.startswith(f"{home}{os.sep}") for home in _homes(folder)
+        ):
             raise InputError(
                 f"{path}: is no regular file, but a link out of its folder to {shown(target)}: "
                 "give that file itself, or copy it into the folder"
@@ -47,10 +50,10 @@ def regular_path(path: Path | str) -> str:
     return target
 
 
-def open_input(path: Path | str) -> BinaryIO:
+def open_input(path: Path | str, *, any_link: bool = False) -> BinaryIO:
     """Opens a regular file to read. Raises as `regular_path` does."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    target = regular_path(path)
+    target = regular_path(path, any_link=any_link)
     file = os.fdopen(retried(path, lambda: os.open(target, flags)), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file

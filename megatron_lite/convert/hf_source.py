@@ -24,7 +24,14 @@ from megatron_lite.config.input_file import read_input
 from megatron_lite.config.json_text import shown
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf_layouts import LAYOUTS
-from megatron_lite.convert.hf_tensors import BUFFERS, EMBEDDING, FAMILIES, Row, known_name, row_of
+from megatron_lite.convert.hf_tensors import (
+    BUFFERS,
+    EMBEDDING,
+    base_of,
+    head_of,
+    known_name,
+    row_of,
+)
 from megatron_lite.convert.parameters import check_layers, parameter_specs
 from megatron_lite.convert.weight_formats import Described
 from megatron_lite.data.tokenizer_files import in_folder
@@ -67,10 +74,10 @@ class HfSource:
         except ValueError as error:
             raise InputError(f"{path / CONFIG}: {error}") from error
         self._places = self._find(path)
-        self._head = f"{FAMILIES[self._family].head}.weight"
+        self._head = head_of(self._family)
         check_layers(self._model.num_layers, len(self._places), path / CONFIG)
         specs = parameter_specs(self._model, mapped.vocab_size)
-        self._rows = {name: self._row(name) for name in specs}
+        self._rows = {name: row_of(self._family, name) for name in specs}
         self._check({name: spec.global_shape for name, spec in specs.items()})
         self.described = Described(
             model=self._model,
@@ -110,11 +117,6 @@ class HfSource:
                 "embedding: correct one of them"
             )
 
-    def _row(self, name: str) -> Row:
-        row = row_of(self._family, name)
-        assert row is not None, (self._family, name)
-        return row
-
     def _find(self, folder: Path) -> dict[str, TensorInFile]:
         """Returns where each tensor lies, by the name under which it is known here."""
         found: dict[str, TensorInFile] = {}
@@ -123,7 +125,7 @@ class HfSource:
             for name in opened.keys():  # noqa: SIM118, no mapping
                 part = opened.get_slice(name)
                 found[name] = TensorInFile(file, name, part.get_dtype(), tuple(part.get_shape()))
-        base = f"{FAMILIES[self._family].base}."
+        base = base_of(self._family)
         has_base = any(name.startswith(base) for name in found)
         return {
             known_name(self._family, name, has_base=has_base): place

@@ -101,7 +101,6 @@ class _SafetensorsParts:
                     self._in_shard = 0
                     file = self._open()
                 row = row_of(self._family, name)
-                assert row is not None
                 parts = LAYOUTS[row.layout].split(tensor, self._model)
                 for part, values in zip(row.theirs, parts, strict=True):
                     file.write(part, values)
@@ -126,7 +125,6 @@ class _SafetensorsParts:
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in self._shapes.items():
             row = row_of(self._family, name)
-            assert row is not None, (self._family, name)
             parts = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), self._model)
             found |= {part: tuple(one.shape) for part, one in zip(row.theirs, parts, strict=True)}
         return found

@@ -25,6 +25,7 @@ import struct
 import numpy as np
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import open_input, regular_path
 from megatron_lite.data.kept_checksum import Keep, kept_checksum
 from megatron_lite.data.wrong_prefix import prefix_advice
 
@@ -69,8 +70,9 @@ class IndexedDataset:
         self.prefix = prefix
         self._sha256: str | None = None
         for path in (self.idx_path, self.bin_path):
-            if not os.path.isfile(path):
+            if not os.path.exists(path):
                 raise InputError(f"{path}: no such file. {prefix_advice(prefix)}")
+            regular_path(path, any_link=True)
         self.dtype, sequences, documents = self._read_header()
         # The arrays of the .idx follow each other without gaps, so their sizes give their places.
         ends = list(
@@ -83,7 +85,7 @@ class IndexedDataset:
                 f"{size} bytes",
                 f"{ends[-1]} bytes for {sequences} sequences and {documents - 1} documents",
             )
-        with open(self.idx_path, "rb") as file:
+        with open_input(self.idx_path, any_link=True) as file:
             index_file = os.fstat(file.fileno())
             self._index = index = np.memmap(file, mode="r").view(np.ndarray)
         self.sequence_lengths: np.ndarray = index[ends[0] : ends[1]].view("<i4")
@@ -95,11 +97,12 @@ class IndexedDataset:
             self._sha256 = kept_checksum(self.idx_path, index_file, self._checked_sum, keep)
         self._check_size()
         is_empty = os.path.getsize(self.bin_path) == 0  # mmap refuses empty files
-        self.tokens: np.ndarray = (
-            np.empty(0, self.dtype)
-            if is_empty
-            else np.memmap(self.bin_path, self.dtype, mode="r").view(np.ndarray)
-        )
+        with open_input(self.bin_path, any_link=True) as file:
+            self.tokens: np.ndarray = (
+                np.empty(0, self.dtype)
+                if is_empty
+                else np.memmap(file, self.dtype, mode="r").view(np.ndarray)
+            )
         if not self._is_still(index_file):
             raise InputError(
                 f"{self.idx_path} was replaced while it was being read: start again when the "
@@ -158,7 +161,7 @@ class IndexedDataset:
         return f"{self.tokens.nbytes}-{self._sha256 or self._checksum()}"
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
-        with open(self.idx_path, "rb") as file:
+        with open_input(self.idx_path, any_link=True) as file:
             header = file.read(HEADER.size)
         if not header.startswith(MAGIC):
             raise self._fault(self.idx_path, f"first bytes {header[:9]!r}", repr(MAGIC))

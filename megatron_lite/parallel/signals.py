@@ -85,6 +85,23 @@ def postponed() -> Iterator[Callable[[], None]]:
     check()
 
 
+def ctrl_c_ends() -> None:
+    """Lets Ctrl-C end a program with one line while it imports its modules, without a traceback."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def ctrl_c_raises() -> None:
+    """Undoes `ctrl_c_ends`."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    sys.stderr.write(f"error: {Stopped(number)}\n")
+    die_of(number)
+
+
 def die_of(number: int) -> NoReturn:
     """Ends this process by a signal, so that its shell or launcher sees which one.
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from megatron_lite.config.hf_config import from_hf, meaning_of
-from megatron_lite.config.hf_families import FAMILIES as CONFIGS
+from megatron_lite.config.hf_families import FAMILIES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf_layouts import LAYOUTS
-from megatron_lite.convert.hf_tensors import FAMILIES as TENSORS
 from megatron_lite.convert.hf_tensors import row_of
 from megatron_lite.convert.parameters import parameter_specs
 from tests.support.conversions import (
@@ -36,9 +35,23 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def test_the_tables_of_configs_and_of_tensors_have_the_same_families() -> None:
-    peers = {PEERS[name].build().config.model_type for name in PEERS}
-    assert CONFIGS.keys() == TENSORS.keys() == peers
+def test_every_family_has_a_peer_of_transformers() -> None:
+    assert FAMILIES.keys() == {PEERS[name].build().config.model_type for name in PEERS}
+
+
+def test_a_forgotten_name_of_a_tensor_is_an_error_that_names_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_peer("llama", tmp_path / "theirs")
+    family = FAMILIES["llama"]
+    place, modules = family.tensors.layer
+    some = {name: row for name, row in modules.items() if name != "mlp.linear_fc2"}
+    tensors = family.tensors._replace(layer=(place, some))
+    monkeypatch.setitem(FAMILIES, "llama", family._replace(tensors=tensors))  # type: ignore[arg-type]
+    capsys.readouterr()
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 2
+    error = capsys.readouterr().err
+    assert "llama of FAMILIES in config/hf_families.py has no name for mlp.linear_fc2" in error
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -54,7 +67,6 @@ def test_every_layout_is_inverted_exactly(name: str) -> None:
     family, config = PEERS[name].build().config.model_type, our_config(PEERS[name])
     for parameter, spec in parameter_specs(config, V).items():
         row = row_of(family, parameter)
-        assert row is not None, parameter
         tensor = torch.randn(spec.global_shape)
         parts = LAYOUTS[row.layout].split(tensor, config)
         assert len(parts) == len(row.theirs) and all(part.is_contiguous() for part in parts)

@@ -250,6 +250,24 @@ def test_a_missing_file_is_named(tmp_path: Path, missing: str) -> None:
         IndexedDataset(prefix)
 
 
+@pytest.mark.parametrize("ending", [".bin", ".idx"])
+def test_a_link_to_a_file_is_read_and_one_to_a_pipe_or_device_is_refused(
+    tmp_path: Path, ending: str
+) -> None:
+    (tmp_path / "far").mkdir()
+    prefix = write(tmp_path / "a", DOCUMENTS)
+    path, kept = Path(prefix + ending), tmp_path / "far" / "kept"
+    path.rename(kept)
+    os.mkfifo(tmp_path / "far" / "pipe")
+    for target in ("far/pipe", "/dev/zero", "far"):
+        path.symlink_to(target)
+        with pytest.raises(InputError, match=f"a{ending}: is no regular file"):
+            IndexedDataset(prefix)
+        path.unlink()
+    path.symlink_to(kept)
+    assert IndexedDataset(prefix).get(0).tolist() == DOCUMENTS[0]
+
+
 def test_fingerprint_follows_the_lengths_but_not_the_ids(tmp_path: Path) -> None:
     prints = [
         IndexedDataset(write(tmp_path / name, documents)).fingerprint

@@ -133,3 +133,34 @@ def test_the_broken_pipe_of_another_file_is_an_error(capsys: pytest.CaptureFixtu
 
     assert exit_status(write_where_nobody_reads) == 2
     assert capsys.readouterr().err == "error: [Errno 32] Broken pipe\n"
+
+
+@pytest.mark.parametrize(
+    "module", ["megatron_lite", *(f"megatron_lite.tools.{name}" for name in ("convert", "plan"))]
+)
+def test_ctrl_c_during_the_imports_is_one_line_and_the_status_of_the_signal(module: str) -> None:
+    """The process tells each import on stderr, so that the signal comes after the first ones."""
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", module, "convert", "--help"],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = iter(process.stderr)
+    while not next(lines).endswith(" megatron_lite\n"):
+        pass
+    process.send_signal(signal.SIGINT)
+    rest = [line for line in lines if not line.startswith("import time:")]
+    assert process.wait(HANG_S) == -signal.SIGINT
+    assert rest == ["error: stopped by SIGINT\n"]
+
+
+def test_a_library_s_user_keeps_ctrl_c() -> None:
+    code = "import signal, megatron_lite; print(signal.getsignal(signal.SIGINT).__name__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), cwd=ROOT, capture_output=True, check=True
+    )
+    assert done.stdout == b"default_int_handler\n"
