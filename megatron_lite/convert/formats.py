@@ -10,9 +10,9 @@ from typing import NamedTuple
 from megatron_lite.convert.format_names import HF, MEGATRON, MEGATRON_DIST, NATIVE
 from megatron_lite.convert.hf_source import HfSource
 from megatron_lite.convert.hf_target import HfTarget
-from megatron_lite.convert.megatron.dist_source import DistSource
+from megatron_lite.convert.megatron.dist_source import dist_source
 from megatron_lite.convert.megatron.dist_target import DistTarget
-from megatron_lite.convert.megatron.legacy_source import LegacySource
+from megatron_lite.convert.megatron.legacy_source import legacy_source
 from megatron_lite.convert.megatron.legacy_target import LegacyTarget
 from megatron_lite.convert.native_source import NativeSource
 from megatron_lite.convert.native_target import NativeTarget
@@ -64,6 +64,6 @@ def _megatron_dist(path: Path, options: TargetOptions) -> WeightTarget:
 FORMATS: dict[str, Format] = {
     HF: Format(HfSource, _hf, is_split=False),
     NATIVE: Format(NativeSource, _native),
-    MEGATRON: Format(LegacySource, _megatron),
-    MEGATRON_DIST: Format(DistSource, _megatron_dist, is_split=False),
+    MEGATRON: Format(legacy_source, _megatron),
+    MEGATRON_DIST: Format(dist_source, _megatron_dist, is_split=False),
 }

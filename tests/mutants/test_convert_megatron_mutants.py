@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.convert.megatron import (
-    distributed_states,
+    dist_source,
     legacy_source,
     legacy_states,
     pickles,
-    torch_file,
+    source,
 )
-from megatron_lite.convert.megatron.legacy_files import LegacyFiles
 from megatron_lite.convert.megatron.pickles import Name
 from tests.convert.megatron import test_dist_layouts as dist
 from tests.convert.megatron import test_legacy_layouts as legacy
@@ -22,35 +21,35 @@ from tests.convert.megatron import test_pickles
 from tests.support.mutants import Mutant, assert_seen, replaces
 
 
-@replaces("parameter_specs", legacy_source)
+@replaces("parameter_specs", source)
 def gate_and_up_are_one_block(parameter_specs, *args, **kwargs):
     found = parameter_specs(*args, **kwargs)
     return {name: replace(spec, tp_blocks=1) for name, spec in found.items()}
 
 
-@replaces("chunks", LegacyFiles)
-def chunks_of_a_rank_are_in_another_order(chunks, self, ranks):
-    return chunks(self, ranks)[::-1]
+@replaces("_chunks", legacy_source)
+def chunks_of_a_rank_are_in_another_order(chunks, where, value):
+    return chunks(where, value)[::-1]
 
 
-@replaces("_ordered", legacy_source.LegacySource)
+@replaces("_ordered", source.MegatronSource)
 def old_rows_of_attention_stay_as_they_are(_, self, name, part):
     return part
 
 
-@replaces("_master", legacy_states)
-def the_float32_weights_are_not_compared(_, saved, name, weight):
-    return saved
+@replaces("_is_master", legacy_states)
+def the_float32_weights_are_not_compared(_, master, weight):
+    return True
 
 
-@replaces("_fits", distributed_states)
+@replaces("_fits", legacy_states)
 def any_place_in_the_buffer_fits(_, masters, weight, start):
     return True
 
 
-@replaces("_name", pickles._Machine)
+@replaces("find_class", pickles._Machine)
 def any_name_is_allowed(_, self, module, name):
-    self._stack.append(Name(f"{module}.{name}"))
+    return Name(f"{module}.{name}")
 
 
 @replaces("_key", pickles)
@@ -58,9 +57,9 @@ def anything_is_a_key(_, value):
     return value if not isinstance(value, tuple) else str(len(value))
 
 
-@replaces("rows", torch_file.StoredTensor)
-def every_layer_is_the_first_row(rows, self, start, length):
-    return rows(self, 0, length)
+@replaces("read", dist_source.LayerOfStack)
+def every_layer_is_the_first_row(_, self):
+    return self.tensor.read(self.layer and 0)
 
 
 MUTANTS = [

@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_lite.checkpointing.other_systems import DIST_METADATA
 from megatron_lite.checkpointing.step_files import LATEST, write_synced
 from megatron_lite.convert.megatron import written_args
-from megatron_lite.convert.megatron.dist_files import COMMON
-from megatron_lite.convert.megatron.dist_source import STATES
+from megatron_lite.convert.megatron.dist_source import COMMON, STATES
 from megatron_lite.convert.megatron.parameter_names import LAYERS, OUTPUT, stacked_name
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder

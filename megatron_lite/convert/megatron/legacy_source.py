@@ -1,190 +1,201 @@
-"""Reads weights and optimizer states of a legacy Megatron checkpoint, at any TP and PP size."""
+"""Reads a legacy Megatron checkpoint: one file for each TP and pipeline rank.
+
+DIR/latest_checkpointed_iteration.txt              "40" or "release"
+DIR/iter_0000040/mp_rank_00/model_optim_rng.pt     without pipeline parallelism
+                 mp_rank_01_003/..                 TP rank 1 of pipeline rank 3
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from megatron_lite.checkpointing.other_systems import DIST_METADATA
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.megatron.checkpoint_args import model_of, progress_of, vocabulary_of
-from megatron_lite.convert.megatron.legacy_files import LegacyFiles
-from megatron_lite.convert.megatron.legacy_states import States, read_states
-from megatron_lite.convert.megatron.parameter_names import OUTPUT, flat, our_name
-from megatron_lite.convert.megatron.torch_file import StoredTensor
-from megatron_lite.convert.parameters import check_layers, parameter_specs
-from megatron_lite.convert.weight_formats import Described
-from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.config.input_file import read_input
+from megatron_lite.convert.megatron.checkpoint_args import arguments_of, model_of, size_of
+from megatron_lite.convert.megatron.legacy_states import DISTRIBUTED_OPTIMIZER, read_states
+from megatron_lite.convert.megatron.parameter_names import flat, our_name
+from megatron_lite.convert.megatron.source import Found, MegatronSource
+from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 
-WORDS = "embedding.word_embeddings.weight"
-QKV = ".self_attention.linear_qkv."
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+CHUNK = re.compile(r"model(\d{0,3})")
+
+Ranks = tuple[int, int]  # a TP rank and a pipeline rank
 
 
-@dataclass(frozen=True)
-class StagePart:
-    """The tensors that one TP rank holds of one pipeline stage.
+class StagePart(NamedTuple):
+    """The tensors that one TP rank holds of one pipeline stage, in the order of the model."""
 
-    ranks: its TP rank and its pipeline rank. chunk: the number of its model chunk.
-    tensors: by the names of the whole model, in the order of the model's parameters.
+    ranks: Ranks
+    tensors: Mapping[str, Tensor]
+
+
+def legacy_source(path: Path) -> MegatronSource:
+    """Opens the newest iteration under a directory, or one iteration's directory.
+
+    Raises InputError if there is none, if a rank's file is missing, or if a file is damaged.
     """
-
-    ranks: tuple[int, int]
-    chunk: int
-    tensors: Mapping[str, StoredTensor]
-
-
-class LegacySource:
-    """A directory of `--save` of Megatron-LM with `--ckpt-format torch`, or one iteration of it."""
-
-    def __init__(self, path: Path) -> None:
-        self._files = files = LegacyFiles.open(path)
-        self._where = where = str(files.folder)
-        model = model_of(files.args, where)
-        stages = _stages(files, model)
-        self._parts: dict[str, list[StoredTensor]] = {}
-        for stage in stages:
-            self._add(stage)
-        if not model.untie_embeddings_and_output_weights:
-            self._parts.pop(OUTPUT, None)  # the last stage's copy of the embedding
-        check_layers(model.num_layers, len(self._parts), where)
-        padded = self._padded()
-        vocab_size, notes = vocabulary_of(files.args, padded)
-        self._specs = _specs(model, vocab_size, padded, files.tp_size, where)
-        self._check_names()
-        states = read_states(files, [part for stage in stages for part in stage])
-        self._states: States = states
-        self._version = _version(files)
-        self.described = Described(
-            model=model,
-            true_vocab_size=vocab_size,
-            progress=progress_of(files.values[0, 0], files.args, where),
-            state_keys=states.keys,
-            num_updates=states.num_updates,
-            num_bytes=self._num_bytes(states.keys),
-            notes=(*notes, *states.notes),
-        )
-
-    def read(self, name: str) -> Tensor:
-        """Returns one parameter. Raises InputError if a rank holds another shape of it."""
-        return self._joined(name, name, self._found(name))
-
-    def read_state(self, name: str, key: str) -> Tensor:
-        """Returns one optimizer state of a parameter, in float32."""
-        self._found(name)
-        tensors = self._states.tensors[name, key]
-        return self._joined(f"{name} ({key})", name, tensors).to(torch.float32)
-
-    def _add(self, stage: list[StagePart]) -> None:
+    folder = iteration_folder(path)
+    where = str(folder)
+    files = _rank_files(folder)
+    values = {ranks: _state_dict(file) for ranks, file in sorted(files.items())}
+    first = min(values)
+    args = arguments_of(values[first], str(files[first]))
+    tp_size, pp_size = _sizes(where, args, values)
+    model = model_of(args, where)
+    stages = _stages(where, values, tp_size, pp_size, model.num_layers)
+    weights: dict[str, list[Tensor]] = {}
+    for stage in stages:
         for name in dict.fromkeys(name for part in stage for name in part.tensors):
             held = [part.tensors.get(name) for part in stage]
-            tensors = [one for one in held if one is not None]
-            if len(tensors) < len(held):
+            if None in [one if one is None else 0 for one in held]:
+                rank = next(rank for rank, one in enumerate(held) if one is None)
                 raise InputError(
-                    f"{self._where}: TP rank {held.index(None)} of pipeline rank "
-                    f"{stage[0].ranks[1]} does not hold {name}"
+                    f"{where}: TP rank {rank} of pipeline rank {stage[0].ranks[1]} does not hold "
+                    f"{name}"
                 )
-            self._parts.setdefault(name, tensors)
-
-    def _padded(self) -> int:
-        words = self._parts.get(WORDS)
-        if words is None or len(words[0].shape) != 2:
-            raise InputError(f"{self._where}: holds no {WORDS}")
-        return sum(one.shape[0] for one in words)
-
-    def _check_names(self) -> None:
-        for what, names in (
-            ("lacks", self._specs.keys() - self._parts.keys()),
-            ("holds", self._parts.keys() - self._specs.keys()),
-        ):
-            if names:
-                raise InputError(
-                    f"{self._where}: {what} {min(names)}, unlike the model that its args describe"
-                )
-
-    def _found(self, name: str) -> list[StoredTensor]:
-        found = self._parts.get(name)
-        if found is None:
-            raise InputError(f"{self._where}: holds no {name}")
-        return found
-
-    def _joined(self, what: str, name: str, tensors: list[StoredTensor]) -> Tensor:
-        """Returns the whole tensor of which each TP rank has a part."""
-        spec, size = self._specs[name], self._files.tp_size
-        wanted = spec.local_shape(size)
-        for rank, one in enumerate(tensors):
-            if one.shape != wanted:
-                raise InputError(
-                    f"{self._where}: {what} of TP rank {rank} has the shape {one.shape}, and the "
-                    f"model of its args has {wanted}"
-                )
-        if spec.tp_dim is None:
-            return tensors[0].read().contiguous()
-        whole = torch.empty(spec.global_shape, dtype=tensors[0].dtype)
-        for rank, one in enumerate(tensors):
-            part = self._ordered(name, one.read())
-            for span in spec.spans(rank, size):
-                whole.narrow(spec.tp_dim, span.global_start, span.length).copy_(
-                    part.narrow(spec.tp_dim, span.local_start, span.length)
-                )
-        return whole
-
-    def _ordered(self, name: str, part: Tensor) -> Tensor:
-        """Returns the rows of linear_qkv head by head. Before version 2.0 they had other orders."""
-        if self._version >= 2.0 or QKV not in name:
-            return part
-        width, rest = self.described.model.head_dim, part.shape[1:]
-        if self._version == 0:  # [3, heads, d]
-            return part.view(3, -1, width, *rest).transpose(0, 1).reshape(part.shape)
-        # version 1.0: [heads, d, 3]
-        return part.view(-1, width, 3, *rest).transpose(1, 2).reshape(part.shape)
-
-    def _num_bytes(self, keys: tuple[str, ...]) -> int:
-        sizes = {
-            name: sum(_numel(one) * one.dtype.itemsize for one in tensors)
-            for name, tensors in self._parts.items()
-        }
-        # Optimizer states are float32, whatever the dtype of the weights.
-        states = sum(4 * _numel(one) for parts in self._parts.values() for one in parts)
-        return sum(sizes.values()) + len(keys) * states
+            weights.setdefault(name, [one for one in held if one is not None])
+    version = values[first].get("checkpoint_version", 0)
+    if type(version) not in (int, float) or version not in (0, 1, 2, 3):
+        raise InputError(f"{where}: its checkpoint_version must be 0, 1, 2 or 3")
+    distributed = any((one.parent / DISTRIBUTED_OPTIMIZER).exists() for one in files.values())
+    saved = {
+        ranks: (files[ranks].parent, value.get("optimizer")) for ranks, value in values.items()
+    }
+    parts = [part for stage in stages for part in stage]
+    return MegatronSource(
+        Found(
+            where=where,
+            common=values[first],
+            args=args,
+            model=model,
+            weights=weights,
+            states=read_states(saved, parts, distributed=distributed),
+            tp_size=tp_size,
+            version=version,
+        )
+    )
 
 
-def _stages(files: LegacyFiles, model: ModelConfig) -> list[list[StagePart]]:
+def iteration_folder(path: Path) -> Path:
+    """Returns the folder of the iteration that a directory's pointer names.
+
+    A path without a pointer is the folder of an iteration itself. Raises InputError if the path is
+    no directory, or if the pointer names nothing.
+    """
+    if not path.is_dir():
+        raise InputError(f"--load {path}: no such directory")
+    pointer = path / LATEST
+    if not pointer.exists():
+        return path
+    text = read_input(pointer, 32).decode(errors="replace").strip()
+    if not re.fullmatch(r"\d{1,9}|release", text):
+        raise InputError(f"{pointer}: expected an iteration number or `release`, found {text!r}")
+    folder = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not folder.is_dir():
+        raise InputError(f"{pointer}: names {text}, but {folder.name} does not exist")
+    return folder
+
+
+def _rank_files(folder: Path) -> dict[Ranks, Path]:
+    found = {}
+    for one, file in itertools.product(sorted(folder.iterdir()), reversed(MODEL_FILES)):
+        name = RANK_FOLDER.fullmatch(one.name)
+        if name is not None and os.path.lexists(one / file):
+            found[int(name[1]), int(name[2] or 0)] = one / file
+    if not found:
+        hint = ""
+        if (folder / DIST_METADATA).exists():
+            hint = ". It is a torch_dist checkpoint: use --from megatron-dist"
+        raise InputError(f"{folder}: holds no mp_rank_* folder of Megatron-LM{hint}")
+    return found
+
+
+def _state_dict(path: Path) -> dict[str, Any]:
+    value = read_torch_file(Window(path))
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: holds no state dict, but a {type(value).__name__}")
+    return value
+
+
+def _sizes(where: str, args: Mapping[str, Any], found: Mapping[Ranks, object]) -> tuple[int, int]:
+    """Returns the TP and PP sizes of the run. Raises InputError if a rank's file is missing."""
+    # Without the sizes in the arguments, the names of the folders show them.
+    tp_size = size_of(args, "tensor_model_parallel_size", "model_parallel_size")
+    tp_size = tp_size or 1 + max(tp for tp, _ in found)
+    pp_size = size_of(args, "pipeline_model_parallel_size") or 1 + max(pp for _, pp in found)
+    # The sizes may name more ranks than there are folders on earth: the first missing one ends it.
+    every = ((tp, pp) for pp in range(pp_size) for tp in range(tp_size))
+    missing = next((ranks for ranks in every if ranks not in found), None)
+    if missing is not None:
+        raise InputError(
+            f"{where}: was saved by TP {tp_size} x PP {pp_size} ranks, and files are missing, "
+            f"first that of TP rank {missing[0]}, pipeline rank {missing[1]}: copy all "
+            "mp_rank_* folders"
+        )
+    return tp_size, pp_size
+
+
+def _stages(
+    where: str, values: Mapping[Ranks, dict[str, Any]], tp_size: int, pp_size: int, num_layers: int
+) -> list[list[StagePart]]:
     """Returns the stages in the order of the model, each with the part of every TP rank."""
-    first_layer = 0
-    found = []
-    seen: set[int] = set()
-    chunks = {ranks: files.chunks(ranks) for ranks in files.values}
+    ranks = list(itertools.product(range(pp_size), range(tp_size)))
+    chunks = {
+        (tp, pp): _chunks(f"{where}: TP rank {tp}, pipeline rank {pp}", values[tp, pp])
+        for pp, tp in ranks
+    }
     count = len(chunks[0, 0])
     if any(len(one) != count for one in chunks.values()):
-        raise InputError(f"{files.folder}: the ranks hold different numbers of model chunks")
-    for chunk in range(count):  # stage number = chunk * PP + pipeline rank
-        for pp_rank in range(files.pp_size):
-            stage, layers = [], 0
-            for tp_rank in range(files.tp_size):
-                ranks = (tp_rank, pp_rank)
-                tensors, own = _tensors(files, chunks[ranks][chunk], ranks, first_layer, seen)
-                layers = max(layers, own)
-                stage.append(StagePart(ranks, chunk, tensors))
-            found.append(stage)
-            first_layer += layers
-    if first_layer != model.num_layers:
+        raise InputError(f"{where}: the ranks hold different numbers of model chunks")
+    found: list[list[StagePart]] = []
+    first_layer = layers = 0
+    seen: set[int] = set()
+    # stage number = chunk * PP + pipeline rank
+    for chunk, (pp, tp) in itertools.product(range(count), ranks):
+        if tp == 0:
+            found.append([])
+            first_layer, layers = first_layer + layers, 0
+        place = f"{where}: TP rank {tp}, pipeline rank {pp}"
+        tensors, own = _tensors(place, chunks[tp, pp][chunk], first_layer, seen)
+        layers = max(layers, own)
+        found[-1].append(StagePart((tp, pp), tensors))
+    if first_layer + layers != num_layers:
         raise InputError(
-            f"{files.folder}: its files hold {first_layer} layers, and its args say num_layers = "
-            f"{model.num_layers}"
+            f"{where}: its files hold {first_layer + layers} layers, and its args say num_layers = "
+            f"{num_layers}"
         )
     return found
 
 
+def _chunks(where: str, value: dict[str, Any]) -> list[Any]:
+    """Returns the model chunks of one rank in their order: one without virtual stages."""
+    found = {
+        int(name[1] or 0): value[name[0]]
+        for key in value
+        if isinstance(key, str) and (name := CHUNK.fullmatch(key)) is not None
+    }
+    if not found or sorted(found) != list(range(len(found))):
+        raise InputError(
+            f"{where}: its file holds no model, or not all of its chunks (got {sorted(found)})"
+        )
+    return [found[number] for number in sorted(found)]
+
+
 def _tensors(
-    files: LegacyFiles, chunk: Any, ranks: tuple[int, int], first_layer: int, seen: set[int]
-) -> tuple[dict[str, StoredTensor], int]:
+    where: str, chunk: Any, first_layer: int, seen: set[int]
+) -> tuple[dict[str, Tensor], int]:
     """Returns the tensors of a model chunk by their names in the whole model, and its layers."""
-    where = f"{files.folder}: TP rank {ranks[0]}, pipeline rank {ranks[1]}"
     if not isinstance(chunk, dict):
         raise InputError(f"{where}: its model is no state dict")
     tensors, layers = {}, 0
@@ -196,29 +207,9 @@ def _tensors(
         name = our_name(key)
         if name is None or value is None:
             continue
-        if not isinstance(value, StoredTensor) or name.stacked:
+        if not isinstance(value, Tensor) or name.stacked:
             raise InputError(f"{where}: {key} is no plain tensor of a layer")
         if name.layer is not None:
             layers = max(layers, name.layer + 1)
         tensors[name.whole(first_layer)] = value
     return tensors, layers
-
-
-def _specs(
-    model: ModelConfig, vocab_size: int, padded: int, tp_size: int, where: str
-) -> dict[str, ParameterSpec]:
-    try:
-        return parameter_specs(model, vocab_size, tp_size=tp_size, padded_vocab_size=padded)
-    except ValueError as error:
-        raise InputError(f"{where}: {error}") from error
-
-
-def _version(files: LegacyFiles) -> float:
-    found = files.values[0, 0].get("checkpoint_version", 0)
-    if type(found) not in (int, float) or found not in (0, 1, 2, 3):
-        raise InputError(f"{files.folder}: its checkpoint_version must be 0, 1, 2 or 3")
-    return float(found)
-
-
-def _numel(tensor: StoredTensor) -> int:
-    return int(torch.Size(tensor.shape).numel())

@@ -19,20 +19,20 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage, stages
 from megatron_lite.convert.megatron import written_args
-from megatron_lite.convert.megatron.legacy_files import MODEL_FILES
+from megatron_lite.convert.megatron.legacy_source import MODEL_FILES
 from megatron_lite.convert.megatron.parameter_names import LAYER_NUMBER, OUTPUT, layer_name
-from megatron_lite.convert.megatron.torch_file import StoredTensor, TorchFile, Window
+from megatron_lite.convert.megatron.source import WORDS
+from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder
 from megatron_lite.convert.weight_formats import Described, WeightSource
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import FakeTensorMode
 
-WORDS = "embedding.word_embeddings.weight"
 WEIGHT = "weight"
 Specs = Mapping[str, ParameterSpec]
 # The places of one parameter or state: by TP rank, in each file that holds it.
-Places = dict[tuple[str, str], list[tuple[int, StoredTensor]]]
+Places = dict[tuple[str, str], list[tuple[int, Tensor]]]
 
 
 class LegacyTarget:
@@ -86,7 +86,7 @@ class LegacyTarget:
         self,
         name: str,
         whole: Tensor,
-        places: list[tuple[int, StoredTensor]],
+        places: list[tuple[int, Tensor]],
         spec: ParameterSpec,
         advance: Callable[[int], None],
     ) -> None:
@@ -96,7 +96,7 @@ class LegacyTarget:
                 f"{places[0][1].dtype}, and Megatron-LM has one dtype: convert with --to hf"
             )
         for tp_rank, place in places:
-            place.write(local_part(whole, spec, tp_rank, self._tp_size))
+            place.copy_(local_part(whole, spec, tp_rank, self._tp_size))
         advance(whole.numel() * whole.element_size())
 
 
@@ -130,7 +130,7 @@ class _Rank:
         # By the name in the file, in the order of the model: the name in the whole model.
         self._names = dict(self._own_names())
 
-    def make(self, step: Path) -> Iterator[tuple[tuple[str, str], StoredTensor]]:
+    def make(self, step: Path) -> Iterator[tuple[tuple[str, str], Tensor]]:
         """Writes the file without the numbers, and yields where each tensor goes."""
         folder = f"mp_rank_{self._tp_rank:02d}"
         if self._stage.count > 1:
@@ -143,7 +143,7 @@ class _Rank:
             value = self._value()
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(value, path)
-        found = TorchFile(Window(path)).value
+        found = read_torch_file(Window(path), shared=True)
         for own, name in self._names.items():
             yield (name, WEIGHT), found["model"][own]
         if not self._described.state_keys:

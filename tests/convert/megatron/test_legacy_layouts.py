@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.megatron.legacy_source import LegacySource
+from megatron_lite.convert.megatron.legacy_source import legacy_source
+from megatron_lite.convert.megatron.source import MegatronSource
 from megatron_lite.convert.parameters import parameter_specs
 from tests.support.models import tiny_config
 
@@ -97,8 +98,8 @@ def save(
     return weights
 
 
-def check(root: Path, weights: Mapping[str, Tensor]) -> LegacySource:
-    source = LegacySource(root)
+def check(root: Path, weights: Mapping[str, Tensor]) -> MegatronSource:
+    source = legacy_source(root)
     assert source.described.true_vocab_size == V
     for name, whole in weights.items():
         assert torch.equal(source.read(name), whole), name
@@ -213,7 +214,7 @@ def test_a_release_and_the_folder_of_an_iteration_are_found(tmp_path: Path) -> N
 
 def test_padding_stays_if_the_size_of_the_vocabulary_is_not_known(tmp_path: Path) -> None:
     save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"], vocab_size=None)
-    described = LegacySource(tmp_path).described
+    described = legacy_source(tmp_path).described
     assert described.true_vocab_size == PADDED
     assert any(f"{PADDED} rows" in note for note in described.notes)
 
@@ -226,7 +227,7 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
     )
     more |= dict(max_position_embeddings=None, seq_length=17, num_query_groups=4)
     save(tmp_path, config, LAYOUTS["one file"], **more)
-    assert LegacySource(tmp_path).described.model == config
+    assert legacy_source(tmp_path).described.model == config
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_arguments_that_do_not_fit_are_one_clear_error(
     config = tiny_config(**LLAMA)
     save(tmp_path, config, LAYOUTS["one file"], **change)
     with pytest.raises(InputError, match=message):
-        source = LegacySource(tmp_path)
+        source = legacy_source(tmp_path)
         for name in weights_of(config):
             source.read(name)
 
@@ -266,20 +267,20 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
         (tmp_path, "holds no mp_rank"),
     ):
         with pytest.raises(InputError, match=message):
-            LegacySource(path)
+            legacy_source(path)
     save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"], tp=2)
     pointer = tmp_path / "latest_checkpointed_iteration.txt"
     for text, message in (("x", "expected an iteration"), ("41", "iter_0000041 does not exist")):
         pointer.write_text(text)
         with pytest.raises(InputError, match=message):
-            LegacySource(tmp_path)
+            legacy_source(tmp_path)
     pointer.write_text("40")
     file = tmp_path / "iter_0000040" / "mp_rank_01" / "model_optim_rng.pt"
     whole = file.read_bytes()
     for contents in (whole[:-100], b"", whole[:50]):
         file.write_bytes(contents)
         with pytest.raises(InputError, match="mp_rank_01"):
-            LegacySource(tmp_path)
+            legacy_source(tmp_path)
     for value, message in (
         ([1], "no state dict"),
         ({"model": {}}, "does not hold|holds no"),
@@ -288,10 +289,10 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
     ):
         torch.save(value, file)
         with pytest.raises(InputError, match=message):
-            LegacySource(tmp_path)
+            legacy_source(tmp_path)
     file.unlink()
     with pytest.raises(InputError, match="TP rank 1, pipeline rank 0"):
-        LegacySource(tmp_path)
+        legacy_source(tmp_path)
 
 
 def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
