@@ -12,25 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from megatron_lite.config.policy import LayerAction, Policy, Rule
+from megatron_lite.config.policy import LayerAction, Rule
 from megatron_lite.tools.translation import (
-    ALL,
     ELSEWHERE,
     EVERY,
-    KEEP,
     MAX_DEPTH,
     OPERATORS,
+    ConfigReader,
+    Key,
     Translation,
-    every,
-    mapping,
     named,
-    notes_elsewhere,
     operators,
-    require,
-    resolved,
     shown,
-    typed,
-    without_counterpart,
+    unit,
 )
 
 VARIANTS = (
@@ -49,6 +43,22 @@ EARLIER = {"sac_variant": BY_VARIANT, "sac_fun_params": "ac_fun_params"}
 # The endings of the names of classes that are whole layers.
 LAYER_CLASSES = ("Block", "DecoderLayer", "TransformerLayer", "EncoderLayer")
 MLP_CLASSES = ("TransformerMLP", "SwiGLU", "MLP")
+
+
+SWITCH = "do_apply_activation_checkpointing"
+OF_VARIANT = {
+    BY_VARIANT: Key((str,)),
+    "ac_fun_params": Key((Mapping, None)),
+    "layers_fqn": Key((str,), "the policy counts the layers of the model that is trained"),
+    "model": Key((object,)),
+}
+OF_CLASSES = {BY_CLASS: Key((list, None)), "model": Key((object,)), SWITCH: Key((bool,))}
+# The parameters of each variant.
+PARAMETERS: tuple[dict[str, Key], ...] = (
+    {},
+    {"ac_freq": Key((int,))},
+    {"save_ops_keys": Key((list,))},
+)
 
 
 class Component(NamedTuple):
@@ -70,7 +80,7 @@ def is_modalities(config: Any) -> bool:
     own = {BY_VARIANT, BY_CLASS, *EARLIER, "component_key"} & set(config)
     return (
         bool(own)
-        or _early_settings(config) is not None
+        or bool(_early_settings(config))
         or any(
             isinstance(value, Mapping) and "component_key" in value and "variant_key" in value
             for value in config.values()
@@ -88,54 +98,43 @@ def from_modalities(config: Mapping[str, Any], *, component: str | None = None) 
     recomputes is translated to no recomputation. Raises ValueError for a config that Modalities
     would refuse or that has no translation.
     """
-    mapping(config, "modalities")
-    found = _component(config, component)
-    if found is None:
-        early = _early_settings(config)
-        require(
-            early is not None or is_modalities(config),
-            f"modalities: there is no component activation_checkpointed, and no {BY_VARIANT}, so "
-            "nothing is said of recomputation: choose a --recompute-policy yourself",
-        )
-        if early is None:
-            nothing = (
-                "modalities: no component activation_checkpointed is in use, so nothing is "
-                "recomputed"
-            )
-            unused = [part.place for part in _components(config) if part.variant in COMPONENTS]
-            return Translation(
-                KEEP, notes=(nothing, *notes_elsewhere("modalities", config, unused))
-            )
-        translation = _of_classes(early, config)
-        places = [f"settings.training.{key}" for key in early]
-    else:
+    reader = ConfigReader("modalities", config)
+    parts = [part for part in _components(config) if part.variant in COMPONENTS]
+    found, early = _component(reader, parts, component), _early_settings(config)
+    if found is not None:
         given = {EARLIER.get(key, key): value for key, value in found.config.items()}
-        translation = (
-            _of_classes(given, config) if BY_CLASS in given else _of_variant(given, config)
-        )
         places = [found.place] if found.place else list(config)
-    unused = [
-        part.place
-        for part in _components(config)
-        if part.variant in COMPONENTS and part.place not in places
-    ]
-    notes = [
-        f"modalities: the component {named(place)} would recompute too, and is not the one in use"
-        for place in unused
-    ]
+    else:
+        given, places = early, [f"settings.training.{key}" for key in early]
+    reader.require(
+        bool(given) or is_modalities(config),
+        f"there is no component activation_checkpointed, and no {BY_VARIANT}, so nothing is said "
+        "of recomputation: choose a --recompute-policy yourself",
+    )
+    unused = [part.place for part in parts if part.place not in places]
+    if not given:
+        reader.note("no component activation_checkpointed is in use, so nothing is recomputed")
+        reader.note_elsewhere(unused)
+        return reader.result(unit(0))
+    rule = (
+        _of_classes(reader, given)
+        if BY_CLASS in given or early is given
+        else _of_variant(reader, given)
+    )
+    for place in unused:
+        reader.note(f"the component {named(place)} would recompute too, and is not the one in use")
     if any(part.variant == "compiled" for part in _components(config)):
-        notes.append(
-            f"modalities: the component compiled is not translated: {ELSEWHERE['compile'][1]}"
-        )
-    notes += notes_elsewhere("modalities", config, [*places, *unused])
-    return translation._replace(notes=(*translation.notes, *notes))
+        reader.note(f"the component compiled is not translated: {ELSEWHERE['compile'][1]}")
+    reader.note_elsewhere([*places, *unused])
+    return reader.result(rule)
 
 
 def layers_of(config: Any) -> int | None:
     """Returns the `n_layer` of the model in a whole file, or None unless it has exactly one."""
     try:
+        reader = ConfigReader("modalities", config)
         numbers = [
-            resolved(part.config["n_layer"], config, "n_layer")
+            reader.resolved(part.config["n_layer"], "n_layer")
             for part in _components(config)
             if "n_layer" in part.config
         ]
@@ -145,110 +144,87 @@ def layers_of(config: Any) -> int | None:
     return models[0] if len(models) == len(numbers) and len(set(models)) == 1 else None
 
 
-def _of_variant(given: Mapping[str, Any], file: Any) -> Translation:
-    values = typed(
-        given,
-        "modalities",
-        file=file,
-        ac_variant=str,
-        ac_fun_params=(Mapping, type(None)),
-        layers_fqn=str,
-        model=object,
-    )
+def _of_variant(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
+    values = reader.values(given, OF_VARIANT)
     variant, fqn = values.get(BY_VARIANT), values.get("layers_fqn", "layers")
-    require(
+    reader.require(
         variant in VARIANTS,
-        f"modalities: ac_variant must be one of {', '.join(VARIANTS)} (got {shown(variant)})",
+        f"ac_variant must be one of {', '.join(VARIANTS)} (got {shown(variant)})",
     )
-    require(
+    reader.require(
         all(part.isidentifier() or part.isdigit() for part in fqn.split(".")),
-        f"modalities: layers_fqn must be a name such as transformer.h (got {shown(fqn)})",
+        f"layers_fqn must be a name such as transformer.h (got {shown(fqn)})",
     )
-    notes = without_counterpart(
-        "modalities", values, layers_fqn="the policy counts the layers of the model that is trained"
-    )
-    parameters, where = values.get("ac_fun_params") or {}, f"modalities: ac_fun_params of {variant}"
-    if variant == VARIANTS[0]:
-        typed(parameters, where)
-        return Translation(ALL, notes=notes)
-    if variant == VARIANTS[1]:
-        step = typed(parameters, where, file=file, ac_freq=int).get("ac_freq")
-        return Translation(Policy((every(step, f"{where}: ac_freq"),)), notes=notes)
-    keys = typed(parameters, where, file=file, save_ops_keys=list).get("save_ops_keys", [])
-    require(
+    kind = VARIANTS.index(variant)
+    parameters = reader.values(values.get("ac_fun_params") or {}, PARAMETERS[kind])
+    if kind == 0:
+        return unit(1)
+    if kind == 1:
+        return reader.every(parameters.get("ac_freq"), "ac_freq")
+    keys = parameters.get("save_ops_keys", [])
+    reader.require(
         len(keys) > 0,
-        f"{where}: save_ops_keys is empty, and without a result to keep it is "
-        "full_activation_checkpointing",
+        "save_ops_keys is empty, and without a result to keep it is full_activation_checkpointing",
     )
     unknown = [key for key in keys if not isinstance(key, str) or key not in OPERATORS]
-    require(
-        not unknown,
-        f"{where}: save_ops_keys must be among {', '.join(OPERATORS)} (got {shown(unknown)})",
+    reader.require(
+        not unknown, f"save_ops_keys must be among {', '.join(OPERATORS)} (got {shown(unknown)})"
     )
-    return Translation(Policy((operators(keys),)), notes=notes)
+    return operators(keys)
 
 
-def _of_classes(given: Mapping[str, Any], file: Any) -> Translation:
+def _of_classes(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
     """Translates `activation_checkpointing_modules`, a list of classes whose modules recompute."""
-    values = typed(
-        given,
-        "modalities",
-        file=file,
-        activation_checkpointing_modules=(list, type(None)),
-        model=object,
-        do_apply_activation_checkpointing=bool,
-    )
-    names = values.get(BY_CLASS) or (
-        ["Block"] if values.get("do_apply_activation_checkpointing") else []
-    )
-    layers = set(_block_names(file))
+    values = reader.values(given, OF_CLASSES)
+    names = values.get(BY_CLASS) or (["Block"] if values.get(SWITCH) else [])
+    layers = {
+        name
+        for part in _components(reader.config)
+        if isinstance(units := part.config.get("block_names"), list)  # FSDP units, so layers
+        for name in units
+        if isinstance(name, str)
+    }
     for name in names:
-        known = isinstance(name, str) and (
-            name in layers or name.endswith(LAYER_CLASSES) or name in MLP_CLASSES
+        reader.require(
+            isinstance(name, str)
+            and (name in layers or name.endswith(LAYER_CLASSES) or name in MLP_CLASSES),
+            f"{BY_CLASS}: {shown(name)} is no class of a whole layer (such as GPT2Block, or a name "
+            f"in block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give a --recompute-policy "
+            "with regions instead",
         )
-        require(
-            known,
-            f"modalities: {BY_CLASS}: {shown(name)} is no class of a whole layer (such as "
-            f"GPT2Block, or a name in block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give "
-            "a --recompute-policy with regions instead",
-        )
-    if not names:
-        return Translation(KEEP)
-    if all(name in MLP_CLASSES for name in names):
-        return Translation(Policy((Rule(layers=EVERY, action=LayerAction(regions=("mlp",))),)))
     inner = [name for name in names if name in MLP_CLASSES]
-    notes = tuple(
-        f"modalities: {BY_CLASS}: {name} is part of a layer, and layers are recomputed whole"
-        for name in inner
-    )
-    return Translation(ALL, notes=notes)
+    if names and len(inner) == len(names):
+        return Rule(layers=EVERY, action=LayerAction(regions=("mlp",)))
+    for name in inner:
+        reader.note(f"{BY_CLASS}: {name} is part of a layer, and layers are recomputed whole")
+    return unit(1 if names else 0)
 
 
-def _component(config: Mapping[str, Any], wanted: str | None) -> Component | None:
+def _component(
+    reader: ConfigReader, parts: list[Component], wanted: str | None
+) -> Component | None:
     """Returns the component that recomputes, or None if the file has none.
 
-    Raises ValueError if the file has several and `wanted` does not choose one of them.
+    If the file has several, `wanted` must choose one of them.
     """
+    config = reader.config
     if "component_key" not in config and {BY_VARIANT, BY_CLASS, *EARLIER} & set(config):
-        require(
-            wanted is None,
-            f"modalities: there is no component {shown(wanted)}: the file is the config of one",
+        reader.require(
+            wanted is None, f"there is no component {shown(wanted)}: the file is the config of one"
         )
         return Component("", None, config)
-    found = {part.place: part for part in _components(config) if part.variant in COMPONENTS}
+    found = {part.place: part for part in parts}
     if wanted is not None:
-        require(
+        reader.require(
             wanted in found,
-            f"modalities: no component {shown(wanted)} recomputes (these do: "
-            f"{named(*found) or 'none'})",
+            f"no component {shown(wanted)} recomputes (these do: {named(*found) or 'none'})",
         )
         return found[wanted]
     if "app_state" in config:
         in_use = _reached(config, "app_state")
         found = {place: part for place, part in found.items() if place in in_use}
-    require(
-        len(found) < 2,
-        f"modalities: several components recompute ({named(*found)}): give --component NAME",
+    reader.require(
+        len(found) < 2, f"several components recompute ({named(*found)}): give --component NAME"
     )
     return next(iter(found.values()), None)
 
@@ -289,23 +265,10 @@ def _reached(config: Mapping[str, Any], start: str) -> set[str]:
     return reached
 
 
-def _block_names(config: Any) -> Iterator[str]:
-    """Yields the classes of layers that the file shards as one FSDP unit each."""
-    for part in _components(config):
-        names = part.config.get("block_names")
-        yield from (
-            name for name in (names if isinstance(names, list) else []) if isinstance(name, str)
-        )
-
-
-def _early_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
+def _early_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keys of the earliest files, which are in `settings` and not in a component."""
     settings = config.get("settings")
     training = settings.get("training") if isinstance(settings, Mapping) else None
-    keys = (BY_CLASS, "do_apply_activation_checkpointing")
-    given = (
-        {key: training[key] for key in keys if key in training}
-        if isinstance(training, Mapping)
-        else {}
-    )
-    return given or None
+    if not isinstance(training, Mapping):
+        return {}
+    return {key: training[key] for key in (BY_CLASS, SWITCH) if key in training}

@@ -1,9 +1,9 @@
 """The result of translating another system's config, and the functions that read such a config.
 
 translators.py and modalities.py share this file. A config is plain data: mappings, lists, texts,
-numbers. `typed` takes the known keys of a section and refuses a wrong type or an unknown key.
-`notes_elsewhere` searches the rest of a whole config file. It names every key that concerns
-recomputation, offloading or the wrapping of modules, so no such key is ignored silently.
+numbers. A table of keys says which types each may have, and why a value has no counterpart. The
+rest of a whole file is searched for keys that concern recomputation, offloading or the wrapping of
+modules, so that none of them is ignored silently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_REFERENCES = 20  # references that an interpolation may follow
 MAX_NOTES_ELSEWHERE = 20
 MAX_PLACES, MAX_PLACE = 5, 100  # places that a message lists, and the characters of one place
 EVERY = (Layers(),)
-KEEP, ALL = (Policy((Rule(layers=EVERY, action=LayerAction(unit=unit)),)) for unit in (0, 1))
+KEEP = Policy((Rule(layers=EVERY, action=LayerAction(unit=0)),))
 # The results that 'op' keeps in torchtitan and, by their keys, in Modalities. Their lists name
 # single kernels: aten.mm but not aten.addmm, so they rebuild every linear with a bias, and no
 # attention kernel of a CPU. The groups here hold all kernels of a kind.
@@ -44,28 +44,30 @@ RELEVANT = re.compile(
 OFF = (None, False, "", "none", "None", "disabled")
 # Keys without a part in the recompute policy: the values at which they do nothing, and the note for
 # any other value.
+_GATHERED = "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward keeps gathered weights here"
+_ON_DEVICE = "weights and optimizer states stay on the device here"
+_RESHARDS = (None, True, "default", "always")
 ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
     "compile": (
         OFF,
-        (
-            "--torch-compile compiles the norms, activations, rotary embedding and dropout here, "
-            "under every recompute policy"
-        ),
+        "--torch-compile compiles the norms, activations, rotary embedding and dropout here, "
+        "under every recompute policy",
     ),
-    "fsdp_reshard_after_forward": (
-        (None, True, "default", "always"),
-        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward keeps gathered weights here",
-    ),
-    "reshard_after_forward": (
-        (None, True, "default", "always"),
-        "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward keeps gathered weights here",
-    ),
-    "fsdp_cpu_offload": (OFF, "weights and optimizer states stay on the device here"),
-    "enable_cpu_offload": (OFF, "weights and optimizer states stay on the device here"),
-    "cpu_offload": (OFF, "weights and optimizer states stay on the device here"),
-    "offload_param": (OFF, "weights stay on the device here"),
-    "offload_optimizer": (OFF, "optimizer states stay on the device here"),
+    "fsdp_reshard_after_forward": (_RESHARDS, _GATHERED),
+    "reshard_after_forward": (_RESHARDS, _GATHERED),
+    "fsdp_cpu_offload": (OFF, _ON_DEVICE),
+    "enable_cpu_offload": (OFF, _ON_DEVICE),
+    "cpu_offload": (OFF, _ON_DEVICE),
+    "offload_param": (OFF, _ON_DEVICE),
+    "offload_optimizer": (OFF, _ON_DEVICE),
 }
+
+
+class Key(NamedTuple):
+    """A key that is read. kinds: its types; None is null. note: why it has no counterpart here."""
+
+    kinds: tuple[type | None, ...]
+    note: str = ""
 
 
 class Translation(NamedTuple):
@@ -86,22 +88,16 @@ class Translation(NamedTuple):
     def flags(self) -> tuple[str, ...]:
         """The settings as words of a command line."""
         if self.activation_memory_budget is not None:
-            return (
-                "--torch-compile",
-                "--activation-memory-budget",
-                str(self.activation_memory_budget),
-            )
-        contiguous = (
-            ("--contiguous-saved-activations",) if self.contiguous_saved_activations else ()
-        )
-        wrapping = (
-            ("--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping")
-            if self.fsdp_memory_efficient_wrapping
-            else ()
-        )
-        size = self.tensor_model_parallel_size
-        ranks = () if size is None else ("--tensor-model-parallel-size", str(size))
-        return ("--recompute-policy", str(self.policy), *contiguous, *wrapping, *ranks)
+            budget = str(self.activation_memory_budget)
+            return ("--torch-compile", "--activation-memory-budget", budget)
+        words = ["--recompute-policy", str(self.policy)]
+        if self.contiguous_saved_activations:
+            words.append("--contiguous-saved-activations")
+        if self.fsdp_memory_efficient_wrapping:
+            words += ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"]
+        if self.tensor_model_parallel_size is not None:
+            words += ["--tensor-model-parallel-size", str(self.tensor_model_parallel_size)]
+        return tuple(words)
 
     @property
     def layers_needed(self) -> int:
@@ -114,139 +110,145 @@ class Translation(NamedTuple):
         A rule that names none of them is left out, with a note. The launcher would refuse it, since
         it does nothing.
         """
-        kept = tuple(
-            rule
-            for rule in self.policy.rules
-            if any(layers.first < num_layers for layers in rule.layers)
+        kept, notes = [], list(self.notes)
+        for rule in self.policy.rules:
+            if any(layers.first < num_layers for layers in rule.layers):
+                kept.append(rule)
+            else:
+                notes.append(
+                    f"{rule} names no layer of {num_layers}: nothing is recomputed by it, and it "
+                    "is left out"
+                )
+        return self._replace(policy=Policy(tuple(kept)) if kept else KEEP, notes=tuple(notes))
+
+
+class ConfigReader:
+    """A config of one system, and the notes about it. Every fault raises ValueError."""
+
+    def __init__(self, system: str, config: Any) -> None:
+        self._system, self.config = system, config
+        self.notes: list[str] = []
+        self.mapping(config)
+
+    def require(self, condition: bool, message: str) -> None:
+        """Raises ValueError with the message unless the condition holds."""
+        if not condition:
+            raise ValueError(f"{self._system}: {message}")
+
+    def note(self, text: str) -> None:
+        """Adds a note."""
+        self.notes.append(f"{self._system}: {text}")
+
+    def mapping(self, value: Any) -> Mapping[str, Any]:
+        """Returns `value`, which must be a mapping (an object, in JSON's words)."""
+        self.require(isinstance(value, Mapping), f"expected an object, got {shown(value)}")
+        return value
+
+    def section(self, name: str) -> Any:
+        """Returns a section of the file, which must be there."""
+        self.require(
+            name in self.config,
+            f"there is no section {name}, so nothing is said of recomputation: choose a "
+            "--recompute-policy yourself",
         )
-        notes = tuple(
-            (
-                f"{rule} names no layer of {num_layers}: nothing is recomputed by it, and it is "
-                "left out"
+        return self.config[name]
+
+    def values(self, given: Any, keys: Mapping[str, Key]) -> dict[str, Any]:
+        """Returns the values of a section. They must have known keys and the keys' types.
+
+        A text `${a.b}` stands for the value at that place in the file.
+        """
+        for key in self.mapping(given):
+            self.require(
+                key in keys, f"unknown key {shown(key)} (known: {', '.join(keys) or 'none'})"
             )
-            for rule in self.policy.rules
-            if rule not in kept
-        )
-        return self._replace(policy=Policy(kept) if kept else KEEP, notes=(*self.notes, *notes))
+        found = {}
+        for key, (kinds, note) in keys.items():
+            if key not in given:
+                continue
+            found[key] = value = self.resolved(given[key], key)
+            fits = any(
+                value is None
+                if kind is None
+                else isinstance(value, kind) and (kind is bool or type(value) is not bool)
+                for kind in kinds
+            )
+            names = " or ".join("null" if kind is None else kind.__name__ for kind in kinds)
+            self.require(fits, f"{key} must be {names} (got {shown(value)})")
+            if note and value not in (None, False, "default"):
+                self.note(f"{key} has no counterpart: {note}")
+        return found
 
-
-def every(step: object, where: str) -> Rule:
-    """Returns the rule that makes every step-th layer a unit: the last of each `step` layers.
-
-    The original systems count alike. Raises ValueError if `step` is not from 1 to MAX_STEP.
-    """
-    if not isinstance(step, int) or not 1 <= step <= MAX_STEP:
+    def resolved(self, value: Any, where: str) -> Any:
+        """Returns `value`, or for an interpolation `${a.b}` the value at that place in the file."""
+        for _ in range(MAX_REFERENCES):
+            if not isinstance(value, str) or "${" not in value:
+                return value
+            match = INTERPOLATION.fullmatch(value)
+            if match is None:
+                raise ValueError(
+                    f"{self._system}: {where} is {shown(value)}, which only the original resolves: "
+                    "write its value into the file"
+                )
+            value = self.config
+            for part in match[1].split("."):
+                self.require(
+                    isinstance(value, Mapping) and part in value,
+                    f"{where} refers to {shown(match[1])}, which the file does not hold",
+                )
+                value = value[part]
         raise ValueError(
-            f"{where} must be from 1, which is every layer, to {MAX_STEP} (got {shown(step)})"
+            f"{self._system}: {where} refers to itself, or through more than {MAX_REFERENCES} "
+            "other keys"
         )
-    return Rule(layers=(Layers(step - 1, None, step),), action=LayerAction(unit=1))
+
+    def every(self, step: object, where: str) -> Rule:
+        """Returns the rule that makes every step-th layer a unit: the last of each `step` layers.
+
+        The original systems count alike.
+        """
+        if not isinstance(step, int) or not 1 <= step <= MAX_STEP:
+            raise ValueError(
+                f"{self._system}: {where} must be from 1, which is every layer, to {MAX_STEP} "
+                f"(got {shown(step)})"
+            )
+        return Rule(layers=(Layers(step - 1, None, step),), action=LayerAction(unit=1))
+
+    def note_elsewhere(self, read: Collection[str]) -> None:
+        """Adds a note for each unread key about recomputation, offloading or wrapping.
+
+        read: the places that the translation has read, such as "activation_checkpoint". Everything
+            below them counts as read too, and so does a place that they refer to.
+        """
+        all_read = frozenset(read).union(
+            *(_references(self.config, place, MAX_DEPTH) for place in read)
+        )
+        count = 0
+        for place, value in _relevant(self.config, "", all_read, MAX_DEPTH):
+            quiet, reason = ELSEWHERE.get(
+                place.rpartition(".")[2], (OFF, "it is not a key that this translation knows")
+            )
+            if not _is_quiet(value, quiet):
+                count += 1
+                if count <= MAX_NOTES_ELSEWHERE:
+                    self.note(f"{named(place)} {shown(value)} is not translated: {reason}")
+        if count > MAX_NOTES_ELSEWHERE:
+            self.note(f"and {count - MAX_NOTES_ELSEWHERE} more keys are not translated")
+
+    def result(self, *rules: Rule, **more: Any) -> Translation:
+        """Returns the translation with these rules and all notes."""
+        return Translation(Policy(rules), notes=tuple(self.notes), **more)
+
+
+def unit(count: int, store: str = "device") -> Rule:
+    """Returns the rule that makes every layer a unit (1), or that keeps everything (0)."""
+    return Rule(layers=EVERY, action=LayerAction(unit=count), store=store)
 
 
 def operators(keys: Container[str]) -> Rule:
     """Returns a rule for every layer: it keeps these operators' results and rebuilds the rest."""
     ops = dict.fromkeys(name for key, name in OPERATORS.items() if key in keys)
     return Rule(layers=EVERY, action=LayerAction(ops=tuple(ops)))
-
-
-def section(config: Any, system: str, name: str) -> Any:
-    """Returns the section `name` of a config file. Raises ValueError if it is absent."""
-    mapping(config, system)
-    require(
-        name in config,
-        f"{system}: there is no section {name}, so nothing is said of recomputation: choose a "
-        "--recompute-policy yourself",
-    )
-    return config[name]
-
-
-def mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """Returns `value`. Raises ValueError unless it is a mapping (an object, in JSON's words)."""
-    require(isinstance(value, Mapping), f"{where}: expected an object, got {shown(value)}")
-    return value
-
-
-def typed(given: Any, where: str, *, file: Any = None, **kinds: Any) -> dict[str, Any]:
-    """Returns the values of the known keys of a section.
-
-    file: the config that the section is part of. A text `${a.b}` stands for the value at that place
-        in it.
-    kinds: the types that each known key may have.
-    Raises ValueError for an unknown key, and for a value that has none of the key's types.
-    """
-    mapping(given, where)
-    unknown = [key for key in given if key not in kinds]
-    require(
-        not unknown,
-        f"{where}: unknown key {shown(unknown[0] if unknown else None)} (known: "
-        f"{', '.join(kinds) or 'none'})",
-    )
-    values = {
-        key: resolved(value, given if file is None else file, f"{where}: {key}")
-        for key, value in given.items()
-    }
-    for key, value in values.items():
-        allowed = kinds[key] if isinstance(kinds[key], tuple) else (kinds[key],)
-        fits = (
-            type(value) is bool
-            if bool in allowed
-            else isinstance(value, allowed) and type(value) is not bool
-        )
-        names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
-        require(fits, f"{where}: {key} must be {names} (got {shown(value)})")
-    return values
-
-
-def resolved(value: Any, file: Any, where: str) -> Any:
-    """Returns `value`, or for an interpolation `${a.b}` the value at that place in the file."""
-    for _ in range(MAX_REFERENCES):
-        if not isinstance(value, str) or "${" not in value:
-            return value
-        match = INTERPOLATION.fullmatch(value)
-        require(
-            match is not None,
-            f"{where} is {shown(value)}, which only the original resolves: write its value "
-            "into the file",
-        )
-        place: Any = file
-        for part in match[1].split("."):  # type: ignore[index]
-            require(
-                isinstance(place, Mapping) and part in place,
-                f"{where} refers to {shown(match[1])}, "  # type: ignore[index]
-                "which the file does not hold",
-            )
-            place = place[part]
-        value = place
-    raise ValueError(f"{where} refers to itself, or through more than {MAX_REFERENCES} other keys")
-
-
-def without_counterpart(system: str, given: Mapping[str, Any], **reasons: str) -> tuple[str, ...]:
-    """Returns a note for each of these values that was given and is neither off nor the default."""
-    return tuple(
-        f"{system}: {key} has no counterpart: {reason}"
-        for key, reason in reasons.items()
-        if given.get(key) not in (None, False, "default")
-    )
-
-
-def notes_elsewhere(system: str, config: Any, read: Collection[str]) -> tuple[str, ...]:
-    """Returns a note for each unread key of a file about recomputation, offloading or wrapping.
-
-    read: the places that the translation has read, such as "activation_checkpoint". Everything
-        below them counts as read too, and so does a place that they refer to.
-    """
-    notes = []
-    all_read = frozenset(read).union(*(_references(config, place, MAX_DEPTH) for place in read))
-    for place, value in _relevant(config, "", all_read, MAX_DEPTH):
-        quiet, reason = ELSEWHERE.get(
-            place.rpartition(".")[2], (OFF, "it is not a key that this translation knows")
-        )
-        if not _is_quiet(value, quiet):
-            notes.append(f"{system}: {named(place)} {shown(value)} is not translated: {reason}")
-    beyond = len(notes) - MAX_NOTES_ELSEWHERE
-    return (
-        *notes[:MAX_NOTES_ELSEWHERE],
-        *([f"{system}: and {beyond} more keys are not translated"] if beyond > 0 else []),
-    )
 
 
 def _references(config: Any, place: str, depth: int) -> set[str]:
@@ -308,12 +310,6 @@ def named(*places: str) -> str:
         for place in places[:MAX_PLACES]
     ]
     return ", ".join([*texts, *(["..."] if len(places) > MAX_PLACES else [])])
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises ValueError with the message unless the condition holds."""
-    if not condition:
-        raise ValueError(message)
 
 
 def shown(value: object) -> str:

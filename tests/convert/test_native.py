@@ -15,14 +15,13 @@ from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import step_fault
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import TOKENIZER_TYPES, TokenizerConfig
+from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.convert.native_source import NativeSource
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.data import tokenizer_files
 from megatron_lite.tools import generate
 from tests.support.checkpoints import flip_bit, sign
 from tests.support.conversions import converted, save_tokenizer, saved_peer, weights_in
-from tests.support.programs import run_program
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 
@@ -139,10 +138,6 @@ def test_a_damaged_checkpoint_is_not_converted(
 # --- the tokenizer ---
 
 
-def test_every_type_of_tokenizer_has_its_files_in_the_table() -> None:
-    assert set(tokenizer_files.READ_FILES) == set(TOKENIZER_TYPES)
-
-
 def test_a_run_stores_its_tokenizer_and_tools_need_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,48 +200,6 @@ def test_a_file_that_is_too_long_for_a_tokenizer_is_refused(tmp_path: Path) -> N
 
 
 # --- a checkpoint of Hugging Face, in training ---
-
-
-@pytest.mark.long
-def test_pretrain_gpt_goes_on_from_a_converted_model_in_other_layouts(tmp_path: Path) -> None:
-    """The loss of the first iteration does not depend on the layout of the ranks or the files."""
-    pytest.importorskip("transformers")
-    saved_peer("qwen2", tmp_path / "theirs")
-    layout = ("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2")
-    assert converted(tmp_path / "theirs", tmp_path / "split", "hf megatron-lite", *layout) == 0
-    assert converted(tmp_path / "theirs", tmp_path / "whole", "hf megatron-lite") == 0
-    losses = []
-    for load, flags, ranks in (
-        ("whole", (), 1),
-        ("split", ("--pipeline-model-parallel-size", "2"), 2),
-        ("split", ("--tensor-model-parallel-size", "2"), 2),
-    ):
-        metrics = tmp_path / "metrics.jsonl"
-        metrics.unlink(missing_ok=True)
-        run = run_program(
-            *("--hf-config", str(tmp_path / "theirs"), "--load", str(tmp_path / load)),
-            *("--mock-data", "--seq-length", "16", "--micro-batch-size", "2"),
-            *("--train-iters", "1", "--lr", "1e-3", "--eval-iters", "0", *flags),
-            *("--distributed-backend", "gloo", "--metrics-jsonl", str(metrics)),
-            ranks=ranks,
-        )
-        assert run.returncode == 0, run.stderr
-        found = map(json.loads, metrics.read_text().splitlines())
-        losses.append(next(row["lm_loss"] for row in found if "lm_loss" in row))
-    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-5)
-
-
-def test_the_vocabulary_of_the_model_stays_whole(tmp_path: Path) -> None:
-    """Hugging Face pads embeddings: a tokenizer with fewer ids keeps the model's 61 rows."""
-    pytest.importorskip("transformers")
-    saved_peer("llama", tmp_path / "theirs")
-    save_tokenizer(tmp_path / "theirs")
-    assert converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite") == 0
-    step = find_step(str(tmp_path / "ours")).step
-    tokenizer = read_config(step).tokenizer
-    assert (tokenizer.tokenizer_type, tokenizer.true_vocab_size) == ("HuggingFaceTokenizer", 61)
-    embedding = weights_in(step)["embedding.word_embeddings.weight"]
-    assert embedding.shape[0] == 61
 
 
 def test_weights_of_two_dtypes_keep_them(tmp_path: Path) -> None:

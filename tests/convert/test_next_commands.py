@@ -100,11 +100,3 @@ def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(
     _, train, generate = printed_commands(capsys.readouterr().out)
     assert train[:4] == ["python", "-m", "megatron_lite", "train"] == [*generate[:3], "train"]
     assert train[train.index("--train-iters") + 1] == "1003" and "--bf16" not in train
-
-
-def test_other_targets_are_no_checkpoints_of_this_project(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    assert converted(source, tmp_path / "new", "hf hf") == 0
-    assert "To train further" not in capsys.readouterr().out

@@ -17,7 +17,7 @@ from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.tools import generate, generation
-from tests.support.conversions import converted, same_weights, weights_in
+from tests.support.conversions import converted
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.smollm2 import save_smollm2
@@ -100,29 +100,6 @@ def test_the_same_greedy_tokens_without_any_flag_of_a_tokenizer(
     assert run.returncode == 0, run.stderr
     assert len(expected) == len(tokens) + NEW_TOKENS
     assert run.stdout == tokenizer.decode(expected) + "\n"
-
-
-def test_two_ranks_are_refused_with_the_reason(
-    smollm2: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reason = "--num-attention-heads 9 is not divisible by --tensor-model-parallel-size 2"
-    run = run_program(
-        *("--load", str(smollm2.folder / "ours"), "--prompt", PROMPT),
-        *("--distributed-backend", "gloo"),
-        ranks=2,
-        main=generate.main,
-    )
-    assert run.returncode == 2 and reason in run.stderr
-    flags = ("--tensor-model-parallel-size", "2")
-    assert converted(smollm2.folder / "theirs", tmp_path / "two", "hf megatron-lite", *flags) == 2
-    assert reason in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_round_trip_is_bitwise(smollm2: Model, tmp_path: Path) -> None:
-    assert converted(smollm2.folder / "ours", tmp_path / "again", "megatron-lite hf") == 0
-    theirs = weights_in(smollm2.folder / "theirs")
-    assert same_weights(theirs, weights_in(tmp_path / "again"))
 
 
 def test_training_goes_on_from_the_models_own_loss_alike_under_every_policy(

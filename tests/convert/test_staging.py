@@ -25,13 +25,6 @@ def test_a_complete_folder_has_the_files_and_no_others(tmp_path: Path) -> None:
     assert found == ["deep", "deep/new", "deep/new/inner", "deep/new/inner/file"]
 
 
-def test_an_error_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="stop"), complete_folder(tmp_path / "new") as folder:
-        (folder / "file").write_text("half")
-        raise ValueError("stop")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_full_disk_names_the_target(tmp_path: Path) -> None:
     with (
         pytest.raises(InputError, match=r"--save .*new cannot be written: No space left"),

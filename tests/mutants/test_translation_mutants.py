@@ -10,17 +10,8 @@ import pytest
 import yaml
 
 from megatron_lite.parallel import launch
-from megatron_lite.tools import (
-    config_file,
-    deepspeed,
-    modalities,
-    oslo,
-    torchtitan,
-    torchtune,
-    translate_recompute,
-    translation,
-)
-from megatron_lite.tools.translation import Translation
+from megatron_lite.tools import config_file, modalities, translate_recompute, translators
+from megatron_lite.tools.translation import ConfigReader, Translation
 from tests.parallel import test_launch_environment
 from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.tools import test_config_file, test_presets, test_translate_recompute, test_whole_configs
@@ -28,9 +19,9 @@ from tests.tools import test_config_file, test_presets, test_translate_recompute
 Patch = pytest.MonkeyPatch
 
 
-@replaces("notes_elsewhere", torchtune, torchtitan, deepspeed, oslo)
-def other_keys_of_the_file_are_passed_over(_, *given):
-    return ()
+@replaces("note_elsewhere", ConfigReader)
+def other_keys_of_the_file_are_passed_over(_, self, read):
+    pass
 
 
 @replaces("for_layers", Translation)
@@ -38,14 +29,14 @@ def a_rule_may_name_layers_that_do_not_exist(_, self, num_layers):
     return self
 
 
-@replaces("size_of_file", deepspeed, oslo)
+@replaces("_size_of_file", translators)
 def the_file_has_no_say_in_the_tensor_parallel_size(_, *given):
-    return None
+    return "", None
 
 
-@replaces("_memory_efficient_wrapping", torchtune)
-def wrapping_is_dropped(_, given):
-    return (False, ())
+@replaces("_memory_efficient_wrapping", translators)
+def wrapping_is_dropped(_, reader, given):
+    return False
 
 
 @replaces("flags", Translation)
@@ -58,19 +49,19 @@ def a_component_recomputes_though_the_run_does_not_use_it(_, config, start):
     return {part.place for part in modalities._components(config)}
 
 
-@replaces("resolved", translation)
-def an_interpolation_is_taken_as_text(_, value, file, where):
+@replaces("resolved", ConfigReader)
+def an_interpolation_is_taken_as_text(_, self, value, where):
     return value
 
 
-@replaces("typed", modalities)
-def a_bool_passes_for_a_number(typed: Any, given: Any, where: str, **kinds: Any) -> dict[str, Any]:
+@replaces("values", ConfigReader)
+def a_bool_passes_for_a_number(values: Any, self: ConfigReader, given: Any, keys: Any) -> Any:
     numbers = {
         key: int(value)
         for key, value in given.items()
-        if isinstance(value, bool) and kinds.get(key) is int
+        if isinstance(value, bool) and key in keys and keys[key].kinds == (int,)
     }
-    return typed({**given, **numbers}, where, **kinds)
+    return values(self, {**given, **numbers}, keys)
 
 
 @replaces("systems_of", translate_recompute)

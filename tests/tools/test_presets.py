@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.recompute.schedule import segments
-from megatron_lite.tools.deepspeed import from_deepspeed
 from megatron_lite.tools.modalities import VARIANTS, from_modalities
-from megatron_lite.tools.oslo import from_oslo
-from megatron_lite.tools.torchtitan import from_torchtitan
-from megatron_lite.tools.torchtune import from_torchtune
 from megatron_lite.tools.translation import OPERATORS, Translation
+from megatron_lite.tools.translators import (
+    from_deepspeed,
+    from_oslo,
+    from_torchtitan,
+    from_torchtune,
+)
 
 OPS = "*:ops(matmul/2,attention,collective,max)"
 VARIANT = "selective_{}_activation_checkpointing"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.checkpointing.layout import MOST_ELEMENTS
 from megatron_lite.checkpointing.progress import MOST_SAMPLES, Progress
@@ -23,44 +23,35 @@ ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernor
 OLDER_NAMES = {"norm_epsilon": "layernorm_epsilon", "max_position_embeddings": "seq_length"}
 
 
-class Neutral(NamedTuple):
-    """The values of an argument with which the model is the one of this project.
-
-    reason: why no other value can be converted.
-    """
-
-    values: tuple[Any, ...]
-    reason: str
-
-
-OFF = (None, False, 0)
-# An argument that ModelConfig has as a field is read as that field, and its row here has no effect.
-NEUTRAL: dict[str, Neutral] = {
-    "num_experts": Neutral((*OFF, 1), "mixture-of-experts layers are not built"),
-    "multi_latent_attention": Neutral(OFF, "multi-latent attention is not built"),
-    "mtp_num_layers": Neutral(OFF, "multi-token prediction is not built"),
-    "hybrid_layer_pattern": Neutral(OFF, "state-space layers are not built"),
-    "hybrid_override_pattern": Neutral(OFF, "state-space layers are not built"),
-    "heterogeneous_layers_config_path": Neutral(OFF, "all layers have the same sizes"),
-    "heterogeneous_layers_config_encoded_json": Neutral(OFF, "all layers have the same sizes"),
-    "apply_layernorm_1p": Neutral(OFF, "its norms multiply by 1 + weight"),
-    "layernorm_zero_centered_gamma": Neutral(OFF, "its norms multiply by 1 + weight"),
-    "apply_residual_connection_post_layernorm": Neutral(
-        OFF, "the residual stream goes around the norm"
-    ),
-    "rotary_interleaved": Neutral(OFF, "rotation pairs the two halves of a head"),
-    "rotary_scaling_factor": Neutral((*OFF, 1, 1.0, 40), "it belongs to multi-latent attention"),
-    "quick_geglu": Neutral(OFF, "the activation is not built"),
-    "glu_linear_offset": Neutral((*OFF, 0.0), "the activation is not built"),
-    "activation_func_clamp_value": Neutral(OFF, "the activation is not built"),
-    "attention_output_gate": Neutral(OFF, "gated attention is not built"),
-    "experimental_attention_variant": Neutral(OFF, "the attention is not built"),
-    "qk_l2_norm": Neutral(OFF, "queries and keys have no L2 norm"),
-    "softmax_type": Neutral((None, "vanilla"), "the softmax has no sink"),
-    "retro_add_retriever": Neutral(OFF, "retrieval is not built"),
-    "onnx_safe": Neutral(OFF, "its GELU is another one"),
-    "bert_binary_head": Neutral((None, True, False), ""),
+SCALARS = (bool, int, float, str)
+OFF = (False, 0)
+# Arguments that must be OFF, and why. One that ModelConfig has as a field is read as that field,
+# and has no effect here.
+REASONS = {
+    "num_experts": "mixture-of-experts layers are not built",
+    "multi_latent_attention": "multi-latent attention is not built",
+    "mtp_num_layers": "multi-token prediction is not built",
+    "hybrid_layer_pattern": "state-space layers are not built",
+    "hybrid_override_pattern": "state-space layers are not built",
+    "heterogeneous_layers_config_path": "all layers have the same sizes",
+    "heterogeneous_layers_config_encoded_json": "all layers have the same sizes",
+    "apply_layernorm_1p": "its norms multiply by 1 + weight",
+    "layernorm_zero_centered_gamma": "its norms multiply by 1 + weight",
+    "apply_residual_connection_post_layernorm": "the residual stream goes around the norm",
+    "rotary_interleaved": "rotation pairs the two halves of a head",
+    "rotary_scaling_factor": "it belongs to multi-latent attention",
+    "quick_geglu": "the activation is not built",
+    "glu_linear_offset": "the activation is not built",
+    "activation_func_clamp_value": "the activation is not built",
+    "attention_output_gate": "gated attention is not built",
+    "experimental_attention_variant": "the attention is not built",
+    "qk_l2_norm": "queries and keys have no L2 norm",
+    "softmax_type": "the softmax has no sink",
+    "retro_add_retriever": "retrieval is not built",
+    "onnx_safe": "its GELU is another one",
 }
+# Further values with which the model is the one of this project.
+ALSO_NEUTRAL = {"num_experts": (1,), "rotary_scaling_factor": (1, 40), "softmax_type": ("vanilla",)}
 
 
 def arguments_of(value: Any, where: str) -> dict[str, Any]:
@@ -81,12 +72,13 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
     Raises InputError if this project has no such model; it names the argument.
     """
-    for name, neutral in NEUTRAL.items():
+    for name, reason in REASONS.items():
         value = args.get(name)
-        if name not in MODEL_FIELDS and not _is_one_of(value, neutral.values):
+        neutral = type(value) in SCALARS and value in (*OFF, *ALSO_NEUTRAL.get(name, ()))
+        if name not in MODEL_FIELDS and not (value is None or neutral):
             raise InputError(
                 f"{where}: was trained with {name} = {_text(value)}, which cannot be converted: "
-                f"{neutral.reason}"
+                f"{reason}"
             )
     values: dict[str, Any] = {}
     for name, field in MODEL_FIELDS.items():
@@ -186,14 +178,8 @@ def _plain(name: str, value: Any, where: str) -> Any:
     raise InputError(f"{where}: {name} of its args has a value of no model ({_text(value)})")
 
 
-def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
-    if value is None:
-        return True
-    return type(value) in (bool, int, float, str) and value in allowed
-
-
 def _text(value: Any) -> str:
     # The repr of a list may be endless: a list may contain itself.
-    if type(value) in (bool, int, float, str):
+    if type(value) in SCALARS:
         return shown(value)
     return value.kind if isinstance(value, PickledObject) else f"a {type(value).__name__}"

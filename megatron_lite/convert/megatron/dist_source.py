@@ -74,7 +74,8 @@ class DistTensor:
         # Rows [first, last) of the first dim are wanted. A tensor without dims is one row.
         shape = self.shape or (1,)
         first, last = (0, shape[0]) if index is None else (index, index + 1)
-        whole = torch.full((last - first, *shape[1:]), math.nan, dtype=self.dtype)
+        nothing = math.nan if self.dtype.is_floating_point else 0
+        whole = torch.full((last - first, *shape[1:]), nothing, dtype=self.dtype)
         longest = max(chunk.sizes[0] for chunk in self.chunks)
         begin, end = (
             bisect_left(self.chunks, row, key=lambda chunk: chunk.offsets[0])

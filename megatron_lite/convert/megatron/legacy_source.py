@@ -58,7 +58,7 @@ def legacy_source(path: Path) -> MegatronSource:
     for stage in stages:
         for name in dict.fromkeys(name for part in stage for name in part.tensors):
             held = [part.tensors.get(name) for part in stage]
-            if None in [one if one is None else 0 for one in held]:
+            if any(one is None for one in held):
                 rank = next(rank for rank, one in enumerate(held) if one is None)
                 raise InputError(
                     f"{where}: TP rank {rank} of pipeline rank {stage[0].ranks[1]} does not hold "

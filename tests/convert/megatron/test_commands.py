@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.config.checks import InputError
@@ -18,7 +17,7 @@ from megatron_lite.convert.formats import FORMATS, TargetOptions
 from megatron_lite.convert.megatron.checkpoint_args import MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
 from megatron_lite.convert.weight_formats import WeightSource
 from megatron_lite.tools import convert
-from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save, weights_of
+from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save
 from tests.support.models import tiny_config
 from tests.support.runs import run_to_end, tiny_run
 
@@ -100,34 +99,6 @@ def test_a_model_that_does_not_divide_over_the_ranks_is_refused(
     with pytest.raises(InputError, match=message):
         target.write(source, lambda _: None)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("format_name", ["megatron", "megatron-dist"])
-def test_a_conversion_that_fails_half_way_leaves_nothing(format_name: str, tmp_path: Path) -> None:
-    config = tiny_config(num_layers=5)
-    save(tmp_path / "in", config, LAYOUTS["one file"])
-    source = FORMATS["megatron"].source(tmp_path / "in")
-    names = list(weights_of(config))
-
-    class Fails:
-        described = source.described
-
-        def read(self, name: str) -> torch.Tensor:
-            if name == names[-1]:
-                raise InputError("the source cannot be read")
-            return source.read(name)
-
-    with pytest.raises(InputError, match="the source cannot be read"):
-        FORMATS[format_name].target(tmp_path / "out", TargetOptions()).write(
-            Fails(),  # type: ignore[arg-type]
-            lambda _: None,
-        )
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
-    FORMATS[format_name].target(tmp_path / "out", TargetOptions()).write(source, lambda _: None)
-    again = FORMATS[format_name].source(tmp_path / "out")
-    for name in names:
-        assert torch.equal(again.read(name), source.read(name))
-    assert not again.described.state_keys
 
 
 @pytest.mark.parametrize("format_name", ["megatron", "megatron-dist"])
