@@ -18,8 +18,8 @@ from megatron_lite.tools.translation import (
     EVERY,
     MAX_DEPTH,
     OPERATORS,
+    ConfigKey,
     ConfigReader,
-    Key,
     Translation,
     named,
     operators,
@@ -47,17 +47,21 @@ MLP_CLASSES = ("TransformerMLP", "SwiGLU", "MLP")
 
 SWITCH = "do_apply_activation_checkpointing"
 OF_VARIANT = {
-    BY_VARIANT: Key((str,)),
-    "ac_fun_params": Key((Mapping, None)),
-    "layers_fqn": Key((str,), "the policy counts the layers of the model that is trained"),
-    "model": Key((object,)),
+    BY_VARIANT: ConfigKey((str,)),
+    "ac_fun_params": ConfigKey((Mapping, None)),
+    "layers_fqn": ConfigKey((str,), "the policy counts the layers of the model that is trained"),
+    "model": ConfigKey((object,)),
 }
-OF_CLASSES = {BY_CLASS: Key((list, None)), "model": Key((object,)), SWITCH: Key((bool,))}
+OF_CLASSES = {
+    BY_CLASS: ConfigKey((list, None)),
+    "model": ConfigKey((object,)),
+    SWITCH: ConfigKey((bool,)),
+}
 # The parameters of each variant.
-PARAMETERS: tuple[dict[str, Key], ...] = (
+PARAMETERS: tuple[dict[str, ConfigKey], ...] = (
     {},
-    {"ac_freq": Key((int,))},
-    {"save_ops_keys": Key((list,))},
+    {"ac_freq": ConfigKey((int,))},
+    {"save_ops_keys": ConfigKey((list,))},
 )
 
 

@@ -63,7 +63,7 @@ ELSEWHERE: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-class Key(NamedTuple):
+class ConfigKey(NamedTuple):
     """A key that is read. kinds: its types; None is null. note: why it has no counterpart here."""
 
     kinds: tuple[type | None, ...]
@@ -153,7 +153,7 @@ class ConfigReader:
         )
         return self.config[name]
 
-    def values(self, given: Any, keys: Mapping[str, Key]) -> dict[str, Any]:
+    def values(self, given: Any, keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
         """Returns the values of a section. They must have known keys and the keys' types.
 
         A text `${a.b}` stands for the value at that place in the file.

@@ -27,8 +27,8 @@ from megatron_lite.tools.translation import (
     EVERY,
     MAX_STEP,
     OPERATORS,
+    ConfigKey,
     ConfigReader,
-    Key,
     Translation,
     operators,
     shown,
@@ -36,15 +36,17 @@ from megatron_lite.tools.translation import (
 )
 
 NONE, WHOLE, SELECTIVE, BUDGET = "none", "full", "selective", "memory_budget"
-FLAG = Key((bool,))
+FLAG = ConfigKey((bool,))
 
 TORCHTUNE = {
     "enable_activation_checkpointing": FLAG,
-    "ac_mode": Key((str, None)),
-    "ac_option": Key((int, str, None)),
+    "ac_mode": ConfigKey((str, None)),
+    "ac_option": ConfigKey((int, str, None)),
     "enable_activation_offloading": FLAG,
-    "activation_offloading_use_streams": Key((bool,), "copies overlap wherever the device can"),
-    "custom_sharded_layers": Key((list, None)),
+    "activation_offloading_use_streams": ConfigKey(
+        (bool,), "copies overlap wherever the device can"
+    ),
+    "custom_sharded_layers": ConfigKey((list, None)),
     "memory_efficient_wrapping": FLAG,
     "memory_efficient_fsdp_wrap": FLAG,
 }
@@ -54,19 +56,19 @@ RECOMPUTATION = re.compile(r"(^|_)ac(_|$)|activation")
 
 TITAN_TABLE, MM_SHAPES = "activation_checkpoint", "per_op_sac_force_recompute_mm_shapes_by_fqns"
 TORCHTITAN = {
-    "mode": Key((str,)),
-    "selective_ac_option": Key((int, str)),
-    MM_SHAPES: Key((list,)),
-    "early_stop": Key(
+    "mode": ConfigKey((str,)),
+    "selective_ac_option": ConfigKey((int, str)),
+    MM_SHAPES: ConfigKey((list,)),
+    "early_stop": ConfigKey(
         (bool,), "a replay leaves out its last matmul unless --no-recompute-tail-skip is given"
     ),
-    "memory_budget": Key((int, float)),
-    "visualize_memory_budget_pareto": Key(
+    "memory_budget": ConfigKey((int, float)),
+    "visualize_memory_budget_pareto": ConfigKey(
         (bool,), "it draws what the compiler could do, and trains no differently"
     ),
     "preserve_rng_state": FLAG,
-    "determinism_check": Key((str,), "--recompute-verify compares values"),
-    "debug": Key((bool,), "--recompute-verify names the layer and the tensor that differ"),
+    "determinism_check": ConfigKey((str,), "--recompute-verify compares values"),
+    "debug": ConfigKey((bool,), "--recompute-verify names the layer and the tensor that differ"),
 }
 
 SECTION = "activation_checkpointing"  # in configs of DeepSpeed and OSLO
@@ -81,7 +83,7 @@ class Partitioning(NamedTuple):
     file: keys of a whole file that other systems lack.
     """
 
-    keys: Mapping[str, Key]
+    keys: Mapping[str, ConfigKey]
     split: str
     contiguous: str
     sizes: tuple[tuple[str, str], ...]
@@ -94,11 +96,11 @@ PARTITIONING = {
             "partition_activations": FLAG,
             "cpu_checkpointing": FLAG,
             "contiguous_memory_optimization": FLAG,
-            "number_checkpoints": Key((int, None), "the buffer is sized by the plan"),
-            "synchronize_checkpoint_boundary": Key(
+            "number_checkpoints": ConfigKey((int, None), "the buffer is sized by the plan"),
+            "synchronize_checkpoint_boundary": ConfigKey(
                 (bool,), "nothing waits for the device within a step"
             ),
-            "profile": Key((bool,), "--memory-timeline shows the replays of a step"),
+            "profile": ConfigKey((bool,), "--memory-timeline shows the replays of a step"),
         },
         "partition_activations",
         "contiguous_memory_optimization",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,9 @@ WORDS = "embedding.word_embeddings.weight"
 QKV = ".self_attention.linear_qkv."
 
 
-class Part(Protocol):
-    """What one TP rank holds of a tensor."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read(self) -> Tensor: ...
-
-
-# By the parameter's name in the whole model, the part of every TP rank.
-Parts = Mapping[str, Sequence[Part | Tensor]]
+# By the parameter's name in the whole model, the part of every TP rank: a tensor, or something with
+# a tensor's `shape` and `dtype` that `read` reads.
+Parts = Mapping[str, Sequence[Any]]
 
 
 class Unmapped(ValueError):
@@ -144,7 +133,10 @@ class MegatronSource:
                     f"{self._where}: {what} of TP rank {rank} has the shape {tuple(one.shape)}, "
                     f"and the model of its args has {wanted}"
                 )
-        parts = (self._ordered(name, _values(one)) for one in places[name])
+        parts = (
+            self._ordered(name, one if isinstance(one, Tensor) else one.read())
+            for one in places[name]
+        )
         if spec.tp_dim is None:
             return next(parts).contiguous()
         whole = torch.empty(spec.global_shape, dtype=places[name][0].dtype)
@@ -164,7 +156,3 @@ class MegatronSource:
             return part.view(3, -1, width, *rest).transpose(0, 1).reshape(part.shape)
         # version 1.0: [heads, d, 3]
         return part.view(-1, width, 3, *rest).transpose(1, 2).reshape(part.shape)
-
-
-def _values(part: Part | Tensor) -> Tensor:
-    return part if isinstance(part, Tensor) else part.read()
