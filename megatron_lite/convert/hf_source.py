@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from megatron_lite.convert.hf_tensors import (
     head_of,
     known_name,
     row_of,
+    their_shapes,
 )
 from megatron_lite.convert.parameters import check_layers, parameter_specs
 from megatron_lite.convert.weight_formats import Described
@@ -145,7 +146,7 @@ class HfSource:
             "of that name",
             {name for name in unexpected if not BUFFERS.search(name)},
         )
-        for part, shape in self._their_shapes(shapes):
+        for part, shape in their_shapes(self._family, shapes, self._model).items():
             place = self._places[part]
             if place.shape != shape:
                 raise InputError(
@@ -157,19 +158,6 @@ class HfSource:
                     f"{place.file}: {place.name} has the dtype {place.dtype}, only "
                     f"{', '.join(FLOATS)} are read: convert quantised weights to one of them first"
                 )
-
-    def _their_shapes(
-        self, shapes: dict[str, tuple[int, ...]]
-    ) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields the shape of each tensor there. Layers are alike, so few splits are computed."""
-        known: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
-        for name, row in self._rows.items():
-            case = (row.layout, shapes[name])
-            if case not in known:
-                whole = torch.empty(shapes[name], device="meta")
-                known[case] = LAYOUTS[row.layout].split(whole, self._model)
-            for part, tensor in zip(row.theirs, known[case], strict=True):
-                yield part, tuple(tensor.shape)
 
     def _tensor(self, name: str) -> Tensor:
         place = self._places[name]

@@ -6,10 +6,10 @@ the tokenizer. Weights keep their dtype. Optimizer states are left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-
-import torch
 
 from megatron_lite.checkpointing.step_files import write_synced
 from megatron_lite.config.checks import InputError
@@ -17,7 +17,7 @@ from megatron_lite.config.hf_config import to_hf
 from megatron_lite.config.hf_file import CONFIG
 from megatron_lite.convert.hf_layouts import LAYOUTS
 from megatron_lite.convert.hf_source import INDEX, WEIGHTS
-from megatron_lite.convert.hf_tensors import row_of
+from megatron_lite.convert.hf_tensors import row_of, their_shapes
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.safetensors_file import SafetensorsFile
 from megatron_lite.convert.staging import check_absent, complete_folder
@@ -25,12 +25,6 @@ from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
 from megatron_lite.convert.weight_formats import Described, WeightSource
 
 SHARD_BYTES = 5 * 10**9
-DTYPES = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
 
 
 class HfTarget:
@@ -61,7 +55,7 @@ class HfTarget:
             shards = _SafetensorsParts(folder, config["model_type"], described, self._shard_bytes)
             dtype = shards.write(source, advance)
             config |= dict(
-                torch_dtype=DTYPES[dtype], bos_token_id=None, eos_token_id=end, pad_token_id=None
+                torch_dtype=dtype, bos_token_id=None, eos_token_id=end, pad_token_id=None
             )
             config |= described.token_ids
             write_synced(folder / CONFIG, json_bytes(config))
@@ -74,32 +68,31 @@ class HfTarget:
 
 
 class _SafetensorsParts:
-    """The files of weights, of which one is open at a time."""
+    """The files of weights."""
 
     def __init__(self, folder: Path, family: str, described: Described, shard_bytes: int) -> None:
         self._folder, self._family, self._limit = folder, family, shard_bytes
         self._model = described.model
         specs = parameter_specs(self._model, described.true_vocab_size)
         self._shapes = {name: spec.global_shape for name, spec in specs.items()}
-        self._theirs = self._their_shapes()
+        self._theirs = their_shapes(family, self._shapes, self._model)
         self._weight_map: dict[str, int] = {}
         self._total = self._in_shard = 0
         self._number = 1
 
-    def write(self, source: WeightSource, advance: Callable[[int], None]) -> torch.dtype:
-        """Writes all parameters. Returns the dtype of most weights."""
-        counts: dict[torch.dtype, int] = {}
-        file = self._open()
-        try:
+    def write(self, source: WeightSource, advance: Callable[[int], None]) -> str:
+        """Writes all parameters. Returns the name of the dtype of most weights."""
+        counts: Counter[str] = Counter()
+        with ExitStack() as stack:
+            file = stack.enter_context(self._open())
             for name in self._shapes:
                 tensor = source.read(name)
-                counts[tensor.dtype] = counts.get(tensor.dtype, 0) + tensor.numel()
+                counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
                 num_bytes = tensor.numel() * tensor.element_size()
                 if self._in_shard and self._in_shard + num_bytes > self._limit:
-                    file.close()
                     self._number += 1
                     self._in_shard = 0
-                    file = self._open()
+                    file = stack.enter_context(self._open())
                 row = row_of(self._family, name)
                 parts = LAYOUTS[row.layout].split(tensor, self._model)
                 for part, values in zip(row.theirs, parts, strict=True):
@@ -108,26 +101,14 @@ class _SafetensorsParts:
                 self._in_shard += num_bytes
                 self._total += num_bytes
                 advance(num_bytes)
-        except BaseException:
-            file.abandon()
-            raise
-        file.close()
         self._name_files()
-        return max(counts, key=lambda dtype: counts[dtype])
+        return counts.most_common(1)[0][0]
 
     def _open(self) -> SafetensorsFile:
         # The header has room for all tensors: which ones this file gets depends on their dtypes.
         return SafetensorsFile(
             self._folder / f"shard-{self._number}", self._theirs, metadata={"format": "pt"}
         )
-
-    def _their_shapes(self) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for name, shape in self._shapes.items():
-            row = row_of(self._family, name)
-            parts = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), self._model)
-            found |= {part: tuple(one.shape) for part, one in zip(row.theirs, parts, strict=True)}
-        return found
 
     def _name_files(self) -> None:
         if self._number == 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
@@ -60,6 +61,25 @@ def row_of(family: str, name: str) -> TensorNames:
         )
     row = TensorNames((found,)) if isinstance(found, str) else found
     return TensorNames(tuple(f"{prefix}.{part}.{kind}" for part in row.theirs), row.layout)
+
+
+def their_shapes(
+    family: str, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
+) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor there. Layers are alike, so few splits are computed.
+
+    shapes: those of the parameters here.
+    """
+    known: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
+    found = {}
+    for name, shape in shapes.items():
+        row = row_of(family, name)
+        case = (row.layout, shape)
+        if case not in known:
+            known[case] = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), model)
+        for part, tensor in zip(row.theirs, known[case], strict=True):
+            found[part] = tuple(tensor.shape)
+    return found
 
 
 def known_name(family: str, name: str, *, has_base: bool) -> str:

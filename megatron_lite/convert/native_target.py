@@ -8,6 +8,7 @@ nothing here.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -152,13 +153,13 @@ class NativeTarget:
     ) -> torch.dtype:
         """Writes the tensors, one at a time. Returns the dtype of most weights."""
         num_layers, keys = source.described.model.num_layers, source.described.state_keys
-        counts: dict[torch.dtype, int] = {}
+        counts: Counter[torch.dtype] = Counter()
         with ExitStack() as stack:
             files = self._open(step, specs, num_layers, keys, stack)
             for name, spec in specs.items():
                 rank = pipeline_rank_of(name, self._parallel, num_layers)
                 weight = source.read(name)
-                counts[weight.dtype] = counts.get(weight.dtype, 0) + weight.numel()
+                counts[weight.dtype] += weight.numel()
                 self._write_parts(files, "model", rank, name, weight, spec)
                 advance(weight.numel() * weight.element_size())
                 del weight
@@ -166,7 +167,7 @@ class NativeTarget:
                     state = source.read_state(name, key)
                     self._write_parts(files, "optimizer", rank, f"{name}/{key}", state, spec)
                     advance(state.numel() * state.element_size())
-        return max(counts, key=lambda dtype: counts[dtype])
+        return counts.most_common(1)[0][0]
 
     def _open(
         self,

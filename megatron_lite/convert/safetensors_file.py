@@ -29,7 +29,8 @@ LARGEST_OFFSET = 2**63
 class SafetensorsFile:
     """A safetensors file that is being written.
 
-    Use it as a context manager, or call `close` or `abandon` at the end.
+    It is complete at the end of its context. After an error it stays without a header, and cannot
+    be read.
 
     shapes: the shape of every tensor that may be written, by name.
     metadata: texts for the header.
@@ -65,21 +66,11 @@ class SafetensorsFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self.abandon()
-
-    def close(self) -> None:
-        """Completes the file."""
         try:
-            self._finish()
+            if error is None:
+                self._finish()
         finally:
             self._file.close()
-
-    def abandon(self) -> None:
-        """Closes the file, which stays without a header and cannot be read."""
-        self._file.close()
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Writes one tensor, in its own dtype."""

@@ -52,6 +52,8 @@ def legacy_source(path: Path) -> MegatronSource:
     first = min(values)
     args = arguments_of(values[first], str(files[first]))
     tp_size, pp_size = _sizes(where, args, values)
+    # Folders of another run may lie beside those of this one.
+    values = {(tp, pp): one for (tp, pp), one in values.items() if tp < tp_size and pp < pp_size}
     model = model_of(args, where)
     stages = _stages(where, values, tp_size, pp_size, model.num_layers)
     weights: dict[str, list[Tensor]] = {}

@@ -324,6 +324,9 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
         torch.save({**value, "optimizer": saved}, path)
         return check(tmp_path, weights).described
 
+    # A folder beyond the ranks of the run is another run's, and changes nothing.
+    (path.parent.parent / "mp_rank_01").mkdir()
+    torch.save({"model": {}}, path.parent.parent / "mp_rank_01" / path.name)
     good = described(optimizer(order))
     assert (good.state_keys, good.num_updates) == (("exp_avg", "exp_avg_sq", "master"), 3)
     others = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
