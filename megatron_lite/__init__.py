@@ -5,9 +5,9 @@ import sys
 
 __version__ = "0.1.0"
 
-# So it is called while Python looks for the module of `python -m megatron_lite...`, whose imports
-# come next. Users of the library keep their Ctrl-C.
-if sys.argv[:1] == ["-m"]:
+# A program begins with these imports: `python -m megatron_lite...`, whose module Python still looks
+# for, and the command. Users of the library keep their Ctrl-C.
+if sys.argv and sys.argv[0].endswith(("-m", "/megatron-lite")):
     from megatron_lite.parallel.signals import ctrl_c_ends
 
     ctrl_c_ends()
