@@ -3,16 +3,12 @@ float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.memory.measure.meter import kept_for_backward
@@ -135,19 +131,6 @@ def test_bf16_is_nearly_as_exact_as_one_kernel(cp_size: int) -> None:
         assert {name: ratio for name, ratio in found.items() if not ratio < 2.5} == {}
 
 
-def both_exchanges(rank: int, world_size: int) -> list[bool]:
-    with tp_state(1, cp_size=world_size) as parallel:
-        ring, gathered = (
-            run(place_of(parallel, comm_type), 2, torch.float32) for comm_type in COMM_TYPES
-        )
-    return [torch.equal(one, other) for one, other in zip(ring, gathered, strict=True)][:2]
-
-
-def test_both_exchanges_give_the_same_bits_of_the_output_and_of_the_querys_gradient() -> None:
-    """The parts come in the same order; only the gradients of keys are added in another one."""
-    assert run_ranks(both_exchanges, 3) == [[True, True]] * 3
-
-
 def rows_of_different_sizes(rank: int, world_size: int) -> list[bool]:
     """Scores of 1e3: exp of one overflows, and one part outweighs the others by any factor."""
     with tp_state(1, cp_size=world_size) as parallel:
@@ -191,62 +174,3 @@ def test_kept_are_this_ranks_inputs_its_output_and_one_number_per_row(
     rows = S // 2 * B
     expected = rows * D * (2 * HEADS + 2 * 2) * dtype.itemsize + rows * HEADS * row_bytes
     assert run_ranks(kept, 2, dtype) == [[expected] * 2] * 2
-
-
-class _Largest(TorchDispatchMode):
-    numel = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
-        self.numel = max(
-            [
-                self.numel,
-                *(
-                    leaf.untyped_storage().nbytes() // leaf.element_size()
-                    for leaf in tree_leaves(results)
-                    if isinstance(leaf, Tensor)
-                ),
-            ]
-        )
-        return results
-
-
-@contextmanager
-def largest_storage() -> Iterator[Callable[[], int]]:
-    """The elements of the largest storage that a kernel returned in the block."""
-    with torch.autograd.set_multithreading_enabled(False), _Largest() as mode:
-        yield lambda: mode.numel
-
-
-def largest(rank: int, world_size: int) -> list[int]:
-    found = []
-    with tp_state(1, cp_size=world_size) as parallel:
-        for comm_type in COMM_TYPES:
-            parts = [torch.randn(256 // world_size, 1, 1, 4, requires_grad=True) for _ in range(3)]
-            with largest_storage() as numel:
-                context_parallel_attention(
-                    *parts, cp=place_of(parallel, comm_type), scale=1.0
-                ).square().sum().backward()
-                found.append(numel())
-    return found
-
-
-def test_no_tensor_grows_with_the_square_of_the_sequence() -> None:
-    """s = 256, d = 4: keys and values of all ranks are 2 s d elements, the scores of one rank's
-    half would be s^2 / 8."""
-    assert run_ranks(largest, 2) == [[256 * 4, 2 * 256 * 4]] * 2
-
-
-def test_a_second_backward_through_the_same_graph_gives_the_same_gradients() -> None:
-    def work(rank: int, world_size: int) -> bool:
-        with tp_state(1, cp_size=world_size) as parallel:
-            cp = place_of(parallel, "p2p")
-            *parts, grad = of_rank(inputs(2), cp)
-            leaves = [part.requires_grad_() for part in parts]
-            output = context_parallel_attention(*leaves, cp=cp, scale=SCALE)
-            first = torch.autograd.grad(output, leaves, grad, retain_graph=True)
-            return all(map(torch.equal, first, torch.autograd.grad(output, leaves, grad)))
-
-    assert run_ranks(work, 2) == [True, True]

@@ -195,36 +195,6 @@ def test_every_policy_sends_what_is_predicted(layout: Layout, backend: str) -> N
     ] * (layout.tp_size * layout.cp_size)
 
 
-def test_by_hand_what_one_layer_sends() -> None:
-    """4 ranks, s = 16, b = 1, g = 2 groups of d = 8 channels, 4 bytes: a part of keys and values
-    has 2 x 4 x 16 x 4 = 512."""
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=32,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-        attention_dropout=0.0,
-        group_query_attention=True,
-        num_query_groups=2,
-    )
-    facts = dict(micro_batch_size=1, seq_length=16, padded_vocab_size=64, cp_size=4)
-    for comm_type, forward, backward in (
-        ("p2p", {("ring shift", 512): 3}, {("ring shift", 512): 7}),
-        (
-            "allgather",
-            {("all-gather", 2048): 1},
-            {("all-gather", 2048): 1, ("reduce-scatter", 2048): 1},
-        ),
-    ):
-        exchange = plan_collectives(
-            config, keep_everything(1), Sizes(**facts, cp_comm_type=comm_type)
-        )  # type: ignore[arg-type]
-        assert (Counter(map(tuple, exchange.forward)), Counter(map(tuple, exchange.backward))) == (
-            forward,
-            backward,
-        )
-
-
 def counted(rank: int, world_size: int, config: ModelConfig) -> int:
     with tp_state(1, cp_size=world_size) as parallel:
         model = build_tiny_model(config, parallel, dtype=torch.float32)

@@ -10,23 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from arguments import parse_args
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.mock import MockDataset
-from megatron_lite.memory.explain.recompute_report import explain
-from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tools.generation import config_for_ranks
 from megatron_lite.training.batches import fetch
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.micro_batches import StageRunner
-from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.models import whole_tensor
-from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
 
@@ -221,68 +214,3 @@ def test_initial_weights_do_not_depend_on_it_and_dropout_masks_differ() -> None:
         for name in alone
     )
     assert not torch.equal(drawn, drawn_by_second)
-
-
-def test_the_report_announces_what_training_measures() -> None:
-    config = shared(run_of(LLAMA), 2)
-    for recompute in (RecomputeConfig(), RecomputeConfig(recompute_policy="0:core_attn; *:full")):
-        config = replace(
-            config,
-            recompute=recompute,
-            training=replace(config.training, train_iters=1, eval_iters=0),
-        )
-        (measured, _) = run_ranks(
-            lambda rank, world_size, run: run_to_end(run).activation_bytes, 2, config
-        )
-        assert explain(config, "cpu").own.kept_bytes == measured.measured
-    text = report_text(explain(config, "cpu"))
-    assert "tensor-parallel 1, context-parallel 2 (p2p); on the CPU, with flash attention" in text
-    assert "ring shift of" in text and "1/2 of each sequence, on each context-parallel rank" in text
-
-
-def test_each_rank_does_half_of_the_flops_and_keeps_half_of_the_bytes_of_a_layer() -> None:
-    one, two = (explain(shared(run_of(NO_DROPOUT), cp_size), "cuda") for cp_size in (1, 2))
-    assert one.own.model_flops == 2 * two.own.model_flops
-    assert one.layer_groups[0].kept_bytes == 2 * two.layer_groups[0].kept_bytes
-
-
-def test_text_is_generated_without_it() -> None:
-    saved = shared(run_of(NO_DROPOUT), 2, cp_comm_type="allgather")
-    assert config_for_ranks(saved, 1, "gloo").parallel.context_parallel_size == 1
-
-
-def test_a_policy_that_keeps_nothing_over_context_parallel_ranks_is_told() -> None:
-    run = [*SMALL_RUN, *MOCK, "--attention-dropout", "0", "--recompute-policy"]
-    kernel, own = (
-        "aten._scaled_dot_product_flash_attention_for_cpu.default",
-        "megatron_lite.context_parallel_attention.default",
-    )
-    shares = ["--context-parallel-size", "2"]
-
-    def told(*words: str) -> list[str]:
-        return [
-            notice for notice in parse_args([*run, *words]).notices if "keeps nothing" in notice
-        ]
-
-    assert told(f"*:ops({kernel})", *shares) == [
-        (
-            f"--recompute-policy ops({kernel}) keeps nothing: over context-parallel ranks "
-            f"attention is one operator, {own}"
-        )
-    ]
-    assert told(f"*:ops({own})") == [
-        f"--recompute-policy ops({own}) keeps nothing: --context-parallel-size is 1"
-    ]
-    assert told("*:ops(collective)", *shares) != [] and told("*:ops(attention)", *shares) == []
-    assert told("*:ops(collective)", *shares, "--attention-backend", "unfused") == []
-
-
-def test_the_command_line_runs_it() -> None:
-    words = "--attention-dropout 0 --context-parallel-size 2 --train-iters 4"
-    done = run_program(*SMALL_RUN, *MOCK, *words.split(), ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "2 ranks: tensor-parallel 1, context-parallel 2, pipeline-parallel 1, data-parallel "
-        "1, on cpu"
-    ) in done.stdout
-    assert " 4/4  " in done.stdout and "validation loss at iteration 4" in done.stdout

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from tests.optim.test_optimizer import CONFIG, RATES, Plain
 from tests.support import apex
@@ -23,7 +19,6 @@ from tests.support.apex import Calls
 from tests.support.layouts import LAYOUTS, Run, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
 
 KERNEL = "multi_tensor_adam_capturable"
 # Both compute in float32, in another order: a few roundings of the weight, and of an update of the
@@ -175,52 +170,3 @@ def test_every_layout_over_data_parallel_ranks_makes_the_same_updates(calls: Cal
                 runs["replicated"].grad_norms, rel=1e-4
             ), layout
         assert differing(runs["replicated"], runs["torch"]) != []
-
-
-def with_impl(config: RunConfig, impl: str) -> RunConfig:
-    return replace(config, optimizer=OptimizerConfig(optimizer_impl=impl))
-
-
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_goes_on_from_the_checkpoint_of_the_other_implementation(
-    calls: Calls, tmp_path: Path, tp_size: int
-) -> None:
-    """The losses of 4 iterations by one, and of 2 by each: equal up to rounding, which bfloat16
-    weights make larger."""
-
-    def run(name: str, impl: str, *, iterations: int, load: bool = False) -> list[float]:
-        metrics = tmp_path / f"{name}-{impl}-{iterations}"
-        config = with_impl(
-            tiny_run(
-                training=dict(bf16=True, train_iters=iterations, eval_iters=0),
-                tp_size=tp_size,
-                sequence_parallel=tp_size > 1,
-                metrics=metrics,
-            ),
-            impl,
-        )
-        folder = str(tmp_path / name)
-        run_to_end(
-            with_checkpoint(config, save=folder, save_interval=2, load=folder if load else None)
-        )
-        return [row["lm_loss"] for row in rows(metrics)]
-
-    def work(rank: int, world_size: int) -> int:
-        whole = {impl: run(f"whole-{impl}", impl, iterations=4) for impl in ("torch", "apex")}
-        assert whole["apex"] == pytest.approx(whole["torch"], rel=1e-3)
-        for first, second in (("torch", "apex"), ("apex", "torch")):
-            assert run(f"{first}-first", first, iterations=2) == whole[first][:2]
-            losses = run(f"{first}-first", second, iterations=4, load=True)
-            assert losses[-2:] == pytest.approx(whole[first][2:], rel=1e-3)
-        return calls[KERNEL]
-
-    counts = [work(0, 1)] if tp_size == 1 else run_ranks(work, tp_size, detail=False)
-    assert counts == [(4 + 2 + 2) * 3] * tp_size  # iterations by apex, groups
-
-
-def test_without_apex_it_is_an_error() -> None:
-    with (
-        tp_state(1) as parallel,
-        pytest.raises(InputError, match="--optimizer-impl apex cannot be used: NVIDIA apex has"),
-    ):
-        optimizer_of(Plain(), parallel, "apex")

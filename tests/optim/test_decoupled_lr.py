@@ -97,8 +97,3 @@ def test_a_run_with_a_decoupled_rate_is_resumed_bit_for_bit_and_logs_it(tmp_path
         f"| learning rate: {rates[5][0]:.6E} | decoupled learning rate: {rates[5][1]:.6E} | "
         "global batch size:     4 |"
     ) in (tmp_path / "whole" / "train.log").read_text()
-
-
-def test_a_run_without_a_decoupled_rate_has_no_such_field(tmp_path: Path) -> None:
-    run_to_end(tiny_run(metrics=tmp_path / "m", training=dict(train_iters=1, eval_iters=0)))
-    assert "decoupled_learning_rate" not in rows(tmp_path / "m")[0]

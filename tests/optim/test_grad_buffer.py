@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.optim import grad_buffer
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import start_all_reduce_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import parallel_state
 from tests.support.collectives import Sent, recorded_collectives
@@ -81,30 +79,6 @@ def test_buckets_are_filled_in_the_reverse_order_of_use_until_they_have_their_si
             return [list(bucket.places) for bucket in buffer_of(Chain(), parallel, config).buckets]
 
     assert run_ranks(work, 2) == [expected] * 2
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(1, 40_000_000), (40, 40_000_000), (64, 64_000_000)])
-def test_the_default_size_is_megatrons(ranks: int, size: int) -> None:
-    assert DataParallelConfig(overlap_grad_reduce=True).bucket_size(ranks) == size
-    assert DataParallelConfig().bucket_size(ranks) is None
-
-
-def test_gradients_that_tp_ranks_add_come_first_and_shares_are_equal_and_aligned() -> None:
-    def work(rank: int, world_size: int) -> Any:
-        with tp_state(1) as parallel:
-            config = DataParallelConfig(use_distributed_optimizer=True)
-            (bucket,) = buffer_of(Chain(partial=("third",)), parallel, config).buckets
-            return (
-                list(bucket.places),
-                bucket.layout.num_partial,
-                bucket.flat.numel(),
-                (bucket.own.start, bucket.own.stop),
-            )
-
-    places = ["third", "first", "second", "fourth"]
-    assert run_ranks(work, 3) == [
-        (places, 64, 288, (96 * rank, 96 * (rank + 1))) for rank in range(3)
-    ]
 
 
 def sent_during_two_micro_batches(
@@ -184,25 +158,6 @@ def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(
         )
 
 
-def test_a_part_of_the_parameters_may_have_its_last_backward_earlier() -> None:
-    """As the later stage of a rank in a pipeline."""
-
-    def work(rank: int, world_size: int) -> Any:
-        with tp_state(1) as parallel:
-            model = Chain()
-            buffer = buffer_of(model, parallel, OVERLAP)
-            found = []
-            for last in (("third", "fourth"), ("first", "second")):
-                buffer.sync_next_backward(model.get_parameter(name) for name in last)
-                with recorded_collectives() as sent:
-                    model(inputs(rank), last).backward()
-                found.append(len(sent))
-            buffer.reduce_()
-            return found
-
-    assert run_ranks(work, 2) == [[1, 1]] * 2
-
-
 def test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error() -> None:
     def work(rank: int, world_size: int) -> str:
         with tp_state(1) as parallel:
@@ -259,24 +214,6 @@ def test_micro_batches_are_summed_in_float32_even_if_ranks_exchange_bf16() -> No
     """256 + 1 + 1 is 258 in both; but bf16 would drop each 1 as it comes."""
     parts = [[256.0, 1.0, 1.0], [0.0]]
     assert reduced(2, DataParallelConfig(grad_reduce_in_bf16=True), parts) == [258.0]
-
-
-def test_what_is_sent_is_bf16_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def work(rank: int, world_size: int) -> Any:
-        with tp_state(1) as parallel:
-            dtypes = []
-            monkeypatch.setattr(
-                grad_buffer,
-                "start_all_reduce_",
-                lambda tensor, group: (
-                    dtypes.append(tensor.dtype) or start_all_reduce_(tensor, group)
-                ),
-            )
-            for config in (DataParallelConfig(grad_reduce_in_bf16=True), DataParallelConfig()):
-                buffer_of(Chain(dtype=torch.bfloat16), parallel, config).reduce_()
-            return dtypes
-
-    assert run_ranks(work, 2)[0] == [torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize(

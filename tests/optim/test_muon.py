@@ -11,14 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.newton_schulz import SCALES, STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.update_rule import LearningRates
-from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
-from tests.support import apex
+from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from tests.support.equality import difference, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.torch_features import NEEDS_MUON
@@ -283,66 +280,3 @@ def test_a_skipped_finite_step_changes_nothing_and_nothing_waits_for_the_device(
         assert not any(
             torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
         )
-
-
-def test_a_scaled_loss_changes_no_bit() -> None:
-    """By a power of two, which is divided out before the momentum."""
-    results = []
-    with tp_state(1) as parallel:
-        for scale in (None, LossScale(LossScaleConfig(loss_scale=1024.0), parallel.device)):
-            model = Prescribed(torch.bfloat16)
-            optimizer = Optimizer(
-                model, OptimizerConfig(optimizer="muon"), parallel, loss_scale=scale
-            )
-            for number in range(3):
-                optimizer.zero_grad()
-                (model.loss(number) * (1.0 if scale is None else 1024.0)).backward()
-                assert optimizer.step(0.1).skipped.item() == 0.0
-            results.append(state_of(model, optimizer))
-    assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())
-
-
-def test_adamw_of_the_rest_may_be_apexs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vectors' one group; matrices are updated to the same bits."""
-    calls, results = apex.install(monkeypatch), []
-    with tp_state(1) as parallel:
-        for impl in ("torch", "apex"):
-            model = Prescribed()
-            optimizer = Optimizer(
-                model, OptimizerConfig(optimizer="muon", optimizer_impl=impl), parallel
-            )
-            for number in range(2):
-                step(model, optimizer, number, 0.1)
-            results.append(state_of(model, optimizer))
-    assert calls["multi_tensor_adam_capturable"] == 2
-    assert all(torch.equal(results[0][name], results[1][name]) for name in SHAPES)
-
-
-def test_a_new_scale_or_coefficient_needs_an_entry() -> None:
-    with tp_state(1) as parallel:
-        for field, flag in (
-            ("muon_scale_mode", "--muon-scale-mode"),
-            ("muon_coefficient_type", "--muon-coefficient-type"),
-        ):
-            config = OptimizerConfig(optimizer="muon")
-            object.__setattr__(config, field, "Newest")
-            with pytest.raises(ValueError, match=f"^{flag} Newest is not implemented here, only"):
-                Optimizer(Prescribed(), config, parallel)
-
-
-def test_every_matrix_of_a_layer_is_marked_and_nothing_else() -> None:
-    with tp_state(1) as parallel:
-        for name in ("gpt2", "llama", "nemotron"):
-            model = build_tiny_model(variant_config(name), parallel)
-            marked = {
-                key: spec_of(value).matrices
-                for key, value in model.named_parameters()
-                if spec_of(value).matrices
-            }
-            queries = 2 * 6 if name in ("llama", "nemotron") else 6
-            expected = {
-                f"decoder.layers.{layer}.{matrix}": (queries, 6, 6) if "qkv" in matrix else (1,)
-                for layer in range(2)
-                for matrix in MATRICES
-            }
-            assert marked == expected

@@ -16,15 +16,13 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.newton_schulz import STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import ParallelState
-from tests.checkpointing import test_round_trip
 from tests.optim.test_muon import HIGH, MATRICES
-from tests.support.equality import LLAMA, difference
+from tests.support.equality import difference
 from tests.support.layouts import LAYOUTS, Run, differing, train
 from tests.support.models import tp_state
 from tests.support.pairs import only
@@ -245,43 +243,6 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert step_bytes(tmp_path / "twice", 6) == step_bytes(tmp_path / "once", 6) != {}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout", only(["one rank", "TP 4, 256 rows", "PP 2, interleaved, TP 2", "DP 2, FSDP2"], 3)
-)
-def test_a_checkpoint_goes_through_any_layout_in_every_bit(layout: str, tmp_path: Path) -> None:
-    """From TP 2 x DP 2 with ZeRO-1, where every matrix is in pieces, there and back without
-    training."""
-
-    def config_of(name: str, **checkpoint: str) -> RunConfig:
-        return muon_run(test_round_trip.config_of(name, **checkpoint))
-
-    first, second = test_round_trip.HERE, layout
-    folders = [str(tmp_path / name) for name in ("here", "there", "back")]
-    run_ranks(
-        _run, test_round_trip.LAYOUTS[first][0], config_of(first, save=folders[0]), detail=False
-    )
-    run_ranks(
-        _run,
-        test_round_trip.LAYOUTS[second][0],
-        config_of(second, load=folders[0], save=folders[1]),
-        detail=False,
-    )
-    run_ranks(
-        _run,
-        test_round_trip.LAYOUTS[first][0],
-        config_of(first, load=folders[1], save=folders[2]),
-        detail=False,
-    )
-    found = [step_bytes(tmp_path / name, test_round_trip.ITERATIONS) for name in ("here", "back")]
-    assert {name: data for name, data in found[0].items() if "rng" not in name} == {
-        name: data for name, data in found[1].items() if "rng" not in name
-    }
-    assert (
-        b"mlp.linear_fc1.weight/momentum_buffer" in found[0]["optimizer_pp00_tp00of02.safetensors"]
-    )
-
-
 @pytest.mark.parametrize(("saved", "loaded"), [("adam", "muon"), ("muon", "adam")])
 def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(
     saved: str, loaded: str, tmp_path: Path
@@ -302,52 +263,3 @@ def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(
     for options in (dict(no_load_optim=True), dict(finetune=True)):
         trainer = run_to_end(config_of(loaded, load=str(tmp_path), **options))
         assert trainer.optimizer.num_updates == (0 if "no_load_optim" in options else 2)
-
-
-@pytest.mark.long
-def test_pipelines_and_context_parallel_ranks_log_the_losses_of_one_process(tmp_path: Path) -> None:
-    """Float32, where sums run in another order."""
-    layouts: dict[str, tuple[int, dict[str, Any]]] = {
-        "alone": (1, {}),
-        "interleaved": (
-            2,
-            dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
-        ),
-        "TP x CP": (
-            4,
-            dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2),
-        ),
-    }
-    for name, (ranks, sizes) in layouts.items():
-        config = tiny_run(
-            model=dict(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0),
-            metrics=tmp_path / name,
-            training=dict(train_iters=6, eval_iters=0),
-        )
-        config = muon_run(
-            replace(config, parallel=replace(config.parallel, **sizes)),
-            muon_fp32_matmul_prec="high",
-        )
-        run_ranks(_run, ranks, config, detail=False)
-    expected = [row["lm_loss"] for row in rows(tmp_path / "alone")]
-    for name in ("interleaved", "TP x CP"):
-        assert [row["lm_loss"] for row in rows(tmp_path / name)] == pytest.approx(
-            expected, rel=1e-5
-        ), name
-
-
-def test_recompute_policies_change_no_bit(tmp_path: Path) -> None:
-    def logged(policy: str) -> list[float]:
-        metrics = tmp_path / policy.replace("*", "all").replace(":", "-")
-        config = tiny_run(
-            model=dict(num_layers=2, **LLAMA, group_query_attention=True, num_query_groups=2),
-            training=dict(train_iters=4, bf16=True, eval_iters=0),
-            metrics=metrics,
-        )
-        run_to_end(muon_run(replace(config, recompute=RecomputeConfig(recompute_policy=policy))))
-        return [row["lm_loss"] for row in rows(metrics)]
-
-    expected = logged("*:none")
-    assert len(set(expected)) == 4
-    for policy in ("*:full", "*:mlp+core_attn", "*:pointwise"):
-        assert logged(policy) == expected, policy

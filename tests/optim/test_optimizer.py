@@ -112,23 +112,6 @@ def test_float32_weights_follow_torchs_adamw_and_clip(clip_grad):
     assert optimizer.num_updates == len(RATES)
 
 
-def test_states_are_the_moments_that_torch_keeps():
-    ours = Plain()
-    theirs = copy.deepcopy(ours)
-    reference = torchs_adamw(theirs)
-    with tp_state(1) as parallel:
-        optimizer = Optimizer(ours, OptimizerConfig(clip_grad=0.0, **CONFIG), parallel)
-        for number, rate in enumerate(RATES):
-            optimizer.zero_grad()
-            ours.loss(number).backward()
-            optimizer.step(rate)
-            step_torch(theirs, reference, rate, 0.0, (number,))
-    for name, parameter in theirs.named_parameters():
-        assert optimizer.states[name].keys() == {"exp_avg", "exp_avg_sq"}
-        for key, value in optimizer.states[name].items():
-            torch.testing.assert_close(value, reference.state[parameter][key], rtol=1e-5, atol=1e-8)
-
-
 def float32_sum_of_gradients(model, micro_batches):
     """By name, through autograd.grad: no gradient buffer, no accumulation by autograd."""
     names, parameters = zip(*model.named_parameters(), strict=True)
@@ -188,32 +171,6 @@ def test_16_bit_gradients_accumulate_in_float32(dtype, large, torch_knows_grad_d
             (factor * model.norm_weight).sum().backward()
     assert optimizer.buffer.grads["norm_weight"].tolist() == [large + 3.0] * 5
     assert optimizer.buffer.grads["norm_weight"].dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_zero_grad_forgets_the_gradients_and_keeps_the_buffer(dtype):
-    model = Plain(dtype)
-    with tp_state(1) as parallel:
-        optimizer = Optimizer(model, OptimizerConfig(), parallel)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model.loss(0).backward()
-            first = optimizer.buffer.grads["linear_weight"].clone()
-    assert first.any()
-    assert torch.equal(optimizer.buffer.grads["linear_weight"], first)
-
-
-def test_gradients_are_views_of_one_aligned_buffer():
-    model = Plain()
-    with tp_state(1) as parallel:
-        grads = Optimizer(model, OptimizerConfig(), parallel).buffer.grads
-    assert len({grad.untyped_storage().data_ptr() for grad in grads.values()}) == 1
-    assert all((grad.storage_offset() * 4) % 128 == 0 for grad in grads.values())
-    assert all(
-        model.get_parameter(name).grad is not None
-        and model.get_parameter(name).grad.data_ptr() == grad.data_ptr()
-        for name, grad in grads.items()
-    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -334,25 +291,6 @@ def test_biases_and_vectors_do_not_decay_and_matrices_and_embeddings_do():
     }
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_params_norm_is_that_of_the_unsharded_model(tp_size):
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            model = build_tiny_model(variant_config("gpt2"), parallel)
-            return Optimizer(model, OptimizerConfig(), parallel).params_norm().item()
-
-    with tp_state(1) as parallel:
-        model = build_tiny_model(variant_config("gpt2"), parallel)
-        expected = (
-            torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-            .norm()
-            .item()
-        )
-    assert (run_ranks(work, 2) if tp_size == 2 else [work(0, 1)]) == [
-        pytest.approx(expected, rel=1e-6)
-    ] * tp_size
-
-
 def test_params_norm_of_a_bf16_model_is_that_of_its_masters():
     with tp_state(1) as parallel:
         model = Plain(torch.bfloat16)
@@ -389,42 +327,6 @@ def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
         ]
     parameters = sum(math.prod(shape) for shape in whole)  # without the padding of the vocabulary
     assert run_ranks(work, 2) == [(parameters, 0, 3 + 2 * 2)] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_an_optimizer_that_loads_anothers_states_goes_on_as_the_other(dtype):
-    with tp_state(1) as parallel:
-        first, second = Plain(dtype), Plain(dtype)
-        original = Optimizer(first, OptimizerConfig(), parallel)
-        for number in range(3):
-            original.zero_grad()
-            first.loss(number).backward()
-            original.step(0.01)
-        second.load_state_dict(first.state_dict())
-        loaded = Optimizer(second, OptimizerConfig(), parallel)
-        loaded.load(copy.deepcopy(original.states), num_updates=original.num_updates)
-        assert loaded.num_updates == 3
-        for model, optimizer in ((first, original), (second, loaded)):
-            optimizer.zero_grad()
-            model.loss(7).backward()
-            optimizer.step(0.01)
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name])
-        assert all(
-            torch.equal(state, loaded.states[name][key])
-            for key, state in original.states[name].items()
-        )
-
-
-def test_a_master_is_set_without_rounding():
-    third = torch.full((3, 5), 1 / 3)
-    with tp_state(1) as parallel:
-        model = Plain(torch.bfloat16)
-        optimizer = Optimizer(model, OptimizerConfig(), parallel)
-        optimizer.set_weight("linear_weight", third)
-        optimizer.step(0.0)
-    assert torch.equal(optimizer.states["linear_weight"]["master"], third)
-    assert torch.equal(model.linear_weight, third.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

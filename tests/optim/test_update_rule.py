@@ -15,14 +15,11 @@ from torch import Tensor
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.optimizer_settings import OPTIMIZERS, OptimizerConfig, StateBytes
 from megatron_lite.config.run import RunConfig
-from megatron_lite.optim import optimizer
-from megatron_lite.optim.optimizer import RULES, Optimizer
+from megatron_lite.optim.optimizer import RULES
 from megatron_lite.optim.pieces import Layout
 from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
-from tests.optim.test_muon import Prescribed, step
-from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
 
@@ -70,23 +67,6 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, NAME, HeavyBall)  # type: ignore[arg-type]
 
 
-def test_a_third_rule_updates_weights_by_its_own_formula() -> None:
-    model = Prescribed()
-    expected = {name: value.detach().clone() for name, value in model.named_parameters()}
-    velocity = {name: torch.zeros_like(value) for name, value in expected.items()}
-    with tp_state(1) as parallel:
-        ours = Optimizer(model, OptimizerConfig(optimizer=NAME, clip_grad=0.0), parallel)
-        for number in range(3):
-            step(model, ours, number, 0.1)
-            for name, value in expected.items():
-                grad = ours.buffer.grads[name]
-                velocity[name] = 0.9 * velocity[name] + grad
-                value -= 0.1 * (velocity[name] if value.dim() > 1 else grad)
-    for name, value in expected.items():
-        torch.testing.assert_close(model.get_parameter(name).detach(), value, msg=name)
-        assert ours.states[name].keys() == ({"velocity"} if value.dim() > 1 else set())
-
-
 def _run(rank: int, world_size: int, config: RunConfig) -> None:
     run_to_end(config)
 
@@ -123,8 +103,3 @@ def test_a_third_rules_states_are_saved_under_their_names_and_resumed_bit_for_bi
     saved = load_file(tmp_path / "once" / "iter_0000004" / "optimizer_pp00_tp00of01.safetensors")
     assert {key.rpartition("/")[2] for key in saved} == {"velocity", "master"}
     assert all(value.any() for key, value in saved.items() if key.endswith("velocity"))
-
-
-def test_the_optimizer_names_no_state_of_a_rule() -> None:
-    source = Path(optimizer.__file__).read_text()
-    assert not [name for name in ("exp_avg", "momentum", "velocity", "beta") if name in source]

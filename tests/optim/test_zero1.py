@@ -12,11 +12,9 @@ from torch import Tensor
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.optim import zero1
 from megatron_lite.parallel.collectives import start_all_gather_parts_
-from tests.support.collectives import Sent, recorded_collectives
 from tests.support.layouts import LAYOUTS, backward, build, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
-from tests.support.storages import addresses
 
 BUCKETS = DataParallelConfig(
     use_distributed_optimizer=True,
@@ -59,48 +57,6 @@ def test_every_weight_is_waited_for_before_it_is_used(
     assert run_ranks(work, 2, detail=False) == [[], []]
 
 
-def test_weights_of_later_layers_are_not_waited_for_in_earlier_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def work(rank: int, world_size: int) -> list[int]:
-        gather_late(monkeypatch)
-        with tp_state(1) as parallel:
-            model, optimizer = build("gpt2", parallel, BUCKETS, dtype=torch.float32)
-            backward(model, optimizer, parallel, 0)
-            optimizer.step(0.1)
-            pending = []
-            for layer in model.decoder.layers:
-                layer.register_forward_pre_hook(
-                    lambda *_: pending.append(
-                        sum(
-                            weights.gather is not None
-                            for weights in optimizer.layout._weights.values()
-                        )
-                    )
-                )
-            backward(model, optimizer, parallel, 1, micro_batches=1)
-            return pending
-
-    per_layer, final = 12, 2
-    assert run_ranks(work, 2, detail=False) == [[2 * per_layer + final, per_layer + final]] * 2
-
-
-def test_gathers_are_sent_in_the_order_of_use_after_the_step() -> None:
-    def work(rank: int, world_size: int) -> Any:
-        with tp_state(1) as parallel:
-            model, optimizer = build("llama", parallel, BUCKETS, dtype=torch.float32)
-            backward(model, optimizer, parallel, 0)
-            with recorded_collectives() as sent:
-                optimizer.step(0.1)
-            expected = [
-                Sent("_allgather_base_", tuple(optimizer.buffer.bucket_of[key].flat.shape))
-                for key, _ in model.named_parameters()
-            ]
-            return [one for one in sent if one.name == "_allgather_base_"] == expected
-
-    assert run_ranks(work, 2) == [True, True]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_is_set_whole_and_its_master_without_rounding(dtype: torch.dtype) -> None:
     def work(rank: int, world_size: int) -> Any:
@@ -118,21 +74,3 @@ def test_a_weight_is_set_whole_and_its_master_without_rounding(dtype: torch.dtyp
             )
 
     assert run_ranks(work, 2) == [(True, True)] * 2
-
-
-def test_parameters_are_views_of_their_bucket_and_masters_of_float32_weights_take_no_memory() -> (
-    None
-):
-    def work(rank: int, world_size: int) -> Any:
-        with tp_state(1) as parallel:
-            model, optimizer = build(
-                "llama",
-                parallel,
-                DataParallelConfig(use_distributed_optimizer=True),
-                dtype=torch.float32,
-            )
-            storages = addresses(model.parameters())
-            masters = addresses(piece.master for piece in optimizer.layout.pieces)
-            return len(storages), masters == storages
-
-    assert run_ranks(work, 2) == [(1, True)] * 2

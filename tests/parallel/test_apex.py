@@ -9,25 +9,21 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.apex import (
     Kernel,
     fused_adam,
     installed_package,
     layer_norm,
     notice,
-    require,
     rms_norm,
     weight_gradient_kernel,
 )
 from pretrain_gpt import main
 from tests.support import apex as stand_in
 from tests.support.commands import MOCK, SMALL_RUN
-from tests.support.modules import provide
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
@@ -70,12 +66,6 @@ def log_of_a_run() -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_the_stand_in_has_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in.install(monkeypatch)
-    assert [kernel("cpu").reason for kernel in KERNELS] == [""] * 4
-    assert installed_package().kind == "nvidia" and notice() is None
-
-
 def test_no_kernel_is_used_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in.install(monkeypatch)
     stand_in.has_kernels_for(monkeypatch, "cuda")
@@ -85,11 +75,6 @@ def test_no_kernel_is_used_on_another_device(monkeypatch: pytest.MonkeyPatch) ->
             remedy="run it on a GPU",
         )
         assert kernel("cuda").value is not None
-
-
-def test_without_any_apex_the_reason_is_that() -> None:
-    assert [kernel("cuda").reason for kernel in KERNELS] == ["NVIDIA apex is not installed"] * 4
-    assert installed_package().kind == "absent" and notice() is None
 
 
 @pytest.mark.parametrize(
@@ -127,13 +112,6 @@ def test_an_extension_is_used_beside_another_package_called_apex(packages: Packa
     )
     assert weight_gradient_kernel("cpu").value is not None
     assert fused_adam("cpu").reason.endswith("apex is not NVIDIA's, only its extension amp_C")
-
-
-def test_a_clone_of_the_repository_beside_the_program_is_no_package(
-    packages: Packages, tmp_path: Path
-) -> None:
-    (tmp_path / "apex" / "csrc").mkdir(parents=True)
-    assert installed_package().kind == "absent" and notice() is None
 
 
 def test_an_apex_without_its_cuda_extensions_says_so(packages: Packages) -> None:
@@ -188,59 +166,6 @@ def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(
     assert ": 9 weights: the layer's backward, because" in line and reason in line
 
 
-def test_an_import_of_apex_that_raises_is_a_reason(packages: Packages) -> None:
-    packages(
-        {
-            "apex.optimizers.fused_adam": "",
-            "amp_C": "multi_tensor_adam = multi_tensor_adam_capturable = print",
-            "apex.__init__": "raise AttributeError('torch has no attribute')",
-        }
-    )
-    assert installed_package().kind == "nvidia"
-    assert (
-        fused_adam("cpu").reason
-        == "importing apex.optimizers fails (AttributeError: torch has no attribute)"
-    )
-
-
-def test_extensions_inside_the_package_are_found(packages: Packages) -> None:
-    packages(
-        {
-            "apex.optimizers.fused_adam": "",
-            f"apex._extensions.{EXTENSION}": "def wgrad_gemm_accum_fp32(*operands): 7",
-        }
-    )
-    assert weight_gradient_kernel("cpu").value.__module__ == f"apex._extensions.{EXTENSION}"
-
-
-def test_a_fused_adam_that_cannot_skip_on_the_device_is_too_old(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand_in.install(monkeypatch)
-
-    class FusedAdam:
-        def __init__(self, params: object, lr: float = 1e-3) -> None:
-            pass
-
-    provide(
-        monkeypatch,
-        "apex.optimizers",
-        SimpleNamespace(FusedAdam=FusedAdam, __name__="apex.optimizers"),
-    )
-    assert "FusedAdam has no capturable mode" in fused_adam("cpu").reason
-
-
-def test_the_error_has_the_flag_the_reason_and_how_to_install(packages: Packages) -> None:
-    with pytest.raises(InputError) as caught:
-        require(layer_norm("cpu"), "--norm-impl")
-    assert str(caught.value).startswith(
-        "--norm-impl apex cannot be used: NVIDIA apex is not installed. Give --norm-impl "
-        "torch, or install NVIDIA's apex (in a "
-        "clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 "
-    )
-    assert "the apex on PyPI is another package" in str(caught.value)
-
-
 COMMAND = [*SMALL_RUN, *MOCK]
 
 
@@ -262,22 +187,3 @@ def test_asking_for_apex_where_it_is_missing_ends_the_program_before_the_ranks_m
         f"pretrain_gpt.py: error: {flag} apex cannot be used: NVIDIA apex is not installed. "
         f"Give {flag} torch"
     )
-
-
-@pytest.mark.parametrize("printed", ["--dump-config", "--explain-recompute"])
-def test_a_run_with_apex_can_be_planned_where_there_is_none(
-    capsys: pytest.CaptureFixture[str], printed: str
-) -> None:
-    assert main([*COMMAND, "--norm-impl", "apex", "--optimizer-impl", "apex", printed]) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_the_log_says_what_apex_could_do_and_was_not_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand_in.install(monkeypatch)
-    assert [line for line in log_of_a_run() if line.startswith("NVIDIA apex is installed")] == [
-        "NVIDIA apex is installed: --norm-impl apex and --optimizer-impl apex would use its "
-        "kernels, which round differently "
-        "(docs/apex.md)"
-    ]

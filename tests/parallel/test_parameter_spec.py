@@ -45,12 +45,6 @@ def spec_for(length, blocks, extra):
     )
 
 
-def test_the_brute_force_covers_every_kind_of_case():
-    assert len(CASES) > 60
-    assert any(blocks > 1 for _, blocks, _, _ in CASES)
-    assert any(extra > length for length, _, extra, _ in CASES)  # whole ranks of padding
-
-
 @in_one_test("length, blocks, extra, tp_size", CASES)
 def test_spans_say_where_each_row_stands(length, blocks, extra, tp_size):
     spec = spec_for(length, blocks, extra)
@@ -63,10 +57,6 @@ def test_spans_say_where_each_row_stands(length, blocks, extra, tp_size):
                 span.global_start, span.global_start + span.length
             )
         assert rows.tolist() == expected.tolist()
-
-
-def test_a_replicated_parameter_is_whole_at_every_size():
-    assert ParameterSpec(global_shape=(7, 5)).local_shape(4) == (7, 5)
 
 
 @pytest.mark.parametrize(

@@ -33,21 +33,6 @@ def uninterrupted(stream, count, **place):
     return draw(streams(**place), stream, count)
 
 
-def test_draws_outside_a_fork_are_the_default_stream():
-    streams()
-    assert draw(count=4) == uninterrupted(DEFAULT, 4)
-
-
-def test_a_stream_goes_on_where_it_stopped_whatever_other_streams_drew_between():
-    expected_default, expected_tp = uninterrupted(DEFAULT, 6), uninterrupted(TENSOR_PARALLEL, 6)
-    rng = streams()
-    default, tensor_parallel = draw(), draw(rng, TENSOR_PARALLEL)
-    default += draw()
-    tensor_parallel += draw(rng, TENSOR_PARALLEL)
-    assert default == expected_default and tensor_parallel == expected_tp
-    assert set(default).isdisjoint(tensor_parallel)
-
-
 def test_a_fork_inside_a_fork_of_the_same_name_goes_on_with_that_stream():
     """The trap: storing a stream's state only when the outermost fork closes replays its numbers
     inside."""
@@ -88,15 +73,6 @@ def test_an_exception_inside_a_fork_leaves_both_streams_where_they_stood():
     assert rng.current == DEFAULT
     assert default + draw() == expected_default
     assert tensor_parallel + draw(rng, TENSOR_PARALLEL) == expected_tp
-
-
-def test_an_unknown_stream_is_an_error_and_changes_nothing():
-    expected = uninterrupted(DEFAULT, 6)
-    rng = streams()
-    first = draw()
-    with pytest.raises(KeyError, match="expert"), rng.fork("expert"):
-        pass
-    assert rng.current == DEFAULT and first + draw() == expected
 
 
 def test_only_the_tensor_parallel_stream_differs_over_tp_ranks():
@@ -148,15 +124,6 @@ def test_restore_brings_back_every_stream_and_the_current_one():
         assert (draw(), draw(rng, DEFAULT), draw()) == expected
 
 
-def test_restore_outside_the_fork_that_was_snapshotted_enters_it():
-    rng = streams()
-    with rng.fork(TENSOR_PARALLEL):
-        snapshot = rng.snapshot()
-        expected = draw()
-    rng.restore(snapshot)
-    assert rng.current == TENSOR_PARALLEL and draw() == expected
-
-
 def test_a_snapshot_is_a_copy_that_can_be_restored_again_and_again():
     """The trap: a restore that hands out the caller's tensors lets later draws write into the
     snapshot."""
@@ -169,19 +136,3 @@ def test_a_snapshot_is_a_copy_that_can_be_restored_again_and_again():
         replays.append((draw(), draw(rng, TENSOR_PARALLEL), draw()))
         assert all(torch.equal(state, before[name]) for name, state in snapshot.states.items())
     assert replays[0] == replays[1] == replays[2]
-
-
-def test_taking_a_snapshot_disturbs_nothing():
-    expected = uninterrupted(DEFAULT, 6)
-    rng = streams()
-    first = draw()
-    rng.snapshot()
-    assert first + draw() == expected
-
-
-def test_a_snapshot_with_other_streams_is_refused():
-    rng = streams()
-    snapshot = rng.snapshot()
-    del snapshot.states[TENSOR_PARALLEL]
-    with pytest.raises(ValueError, match=r"\['default'\].*\['default', 'tensor_parallel'\]"):
-        rng.restore(snapshot)

@@ -5,14 +5,11 @@ threads, since none of it is a collective."""
 from __future__ import annotations
 
 import json
-import socket
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -21,13 +18,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import startup
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rank_names import ranks_text
-from megatron_lite.parallel.startup import (
-    Arrival,
-    check_start,
-    groups_over_hosts,
-    own_address,
-    settings_of,
-)
+from megatron_lite.parallel.startup import Arrival, check_start, settings_of
 from megatron_lite.parallel.state import parallel_state
 from tests.support.limits import HANG_S, patiently
 from tests.support.ports import free_port
@@ -87,10 +78,6 @@ def told(outcomes: list[str | None]) -> str:
     return outcomes[0]
 
 
-def test_ranks_that_agree_start_without_a_word() -> None:
-    assert arrive(4) == ([None] * 4, [])
-
-
 def test_a_differing_field_is_named_with_every_value_and_its_ranks() -> None:
     outcomes, said = arrive(
         4, settings=lambda rank: settings_of(with_lr(0.01 if rank == 2 else 0.001), 4)
@@ -100,35 +87,6 @@ def test_a_differing_field_is_named_with_every_value_and_its_ranks() -> None:
     assert [line.strip() for line in lines[1:]] == [
         "--lr: 0.001 on ranks 0, 1, 3; 0.01 on rank 2"
     ] and said == []
-
-
-def test_several_fields_and_ranks_are_told_apart() -> None:
-    seeds = [5, 6, 6, 5]
-
-    def settings(rank: int) -> dict[str, str]:
-        run = with_lr(0.01 if rank == 3 else 0.001)
-        return settings_of(replace(run, training=replace(run.training, seed=seeds[rank])), 4)
-
-    lines = told(arrive(4, settings=settings)[0]).splitlines()[1:]
-    assert sorted(line.strip() for line in lines) == [
-        "--lr: 0.001 on ranks 0-2; 0.01 on rank 3",
-        "--seed: 5 on ranks 0, 3; 6 on ranks 1, 2",
-    ]
-
-
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "torch", "the code of megatron_lite"])
-def test_what_is_not_a_flag_must_be_the_same_too(name: str) -> None:
-    outcomes, _ = arrive(
-        2, settings=lambda rank: {**settings_of(RUN, 2), **({name: "another"} if rank else {})}
-    )
-    assert f"{name}: {settings_of(RUN, 2)[name]} on rank 0; another on rank 1" in told(outcomes)
-
-
-def test_a_field_that_only_some_ranks_know_is_a_difference() -> None:
-    outcomes, _ = arrive(
-        2, settings=lambda rank: {**settings_of(RUN, 2), **({"--new": "1"} if rank else {})}
-    )
-    assert "--new: None on rank 0; 1 on rank 1" in told(outcomes)
 
 
 def test_every_flag_counts_but_those_that_each_node_may_set_for_itself() -> None:
@@ -170,21 +128,6 @@ def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before() -> None
     patiently(check, 0.6)
 
 
-def test_a_missing_rank_0_is_named_by_the_others(monkeypatch) -> None:
-    monkeypatch.setattr(startup, "NOTICE_EVERY", timedelta(0))
-    outcomes, _ = arrive(3, ranks=[1, 2], timeout=timedelta(seconds=0.6))
-    assert (
-        outcomes
-        == [
-            (
-                "InputError: rank 0 of 3 has not joined within 0.01 minutes "
-                "(--distributed-timeout-minutes)"
-            )
-        ]
-        * 2
-    )
-
-
 def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts() -> None:
     addresses = ["10.0.0.1", "127.0.1.1"]
     names = dict(host=lambda rank: f"node{rank}", interfaces=lambda rank: ("eth0", "ib0"))
@@ -194,30 +137,6 @@ def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts() -> Non
         outcomes
     ) and "(node1 has eth0, ib0)" in told(outcomes)
     assert arrive(2, gloo_address=lambda rank: None, **names) == ([None, None], [])
-
-
-def test_on_one_host_the_loopback_is_fine() -> None:
-    assert arrive(2, gloo_address=lambda rank: "127.0.1.1") == ([None, None], [])
-
-
-@pytest.mark.parametrize(
-    ("resolved", "address"),
-    [("127.0.1.1", "127.0.1.1"), ("10.1.2.3", "10.1.2.3"), (None, "127.0.0.1")],
-)
-def test_gloo_listens_where_the_hosts_own_name_leads(
-    monkeypatch, resolved: str | None, address: str
-) -> None:
-    def resolve(host: str, *args: object, **options: object) -> list[object]:
-        assert host == socket.gethostname()
-        if resolved is None:
-            raise socket.gaierror("unknown")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (resolved, 0))]
-
-    monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert own_address() == Arrival.here({}).gloo_address == address
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert Arrival.here({}).gloo_address is None
 
 
 def test_a_tensor_parallel_group_over_two_hosts_is_a_warning() -> None:
@@ -235,23 +154,6 @@ def test_a_tensor_parallel_group_over_two_hosts_is_a_warning() -> None:
         "--tensor-model-parallel-size 2 ranks on each "
         "host"
     ]
-
-
-def test_groups_inside_hosts_are_no_warning() -> None:
-    assert groups_over_hosts(["a", "a", "b", "b"], 2) == groups_over_hosts(["a", "b"], 1) == []
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([1, 0], "ranks 0, 1"),
-        ([0, 1, 2, 3, 8], "ranks 0-3, 8"),
-        ([0, 2, 3, 9, 10, 11], "ranks 0, 2, 3, 9-11"),
-    ],
-)
-def test_ranks_in_words(ranks: list[int], text: str) -> None:
-    assert ranks_text(ranks) == text
 
 
 def test_no_more_stretches_of_ranks_are_named_than_asked_for() -> None:
@@ -281,16 +183,6 @@ def test_ranks_that_disagree_on_the_groups_stop_before_they_make_any() -> None:
     first, *others = run_ranks(_join, 4, runs)
     assert "--tensor-model-parallel-size: 2 on ranks 0-2; 1 on rank 3" in first
     assert others == ["the start: rank 0 has found a fault, and says which"] * 3
-
-
-def test_rank_0_takes_its_store_away_only_when_the_others_know() -> None:
-    def join(rank: int, world_size: int) -> str:
-        if rank == 1:
-            hear = startup._await_verdict
-            startup._await_verdict = lambda *args: (time.sleep(0.5), hear(*args))[-1]
-        return _join(rank, world_size, [RUN, with_lr(0.01)])
-
-    assert run_ranks(join, 2)[1] == "the start: rank 0 has found a fault, and says which"
 
 
 def test_ranks_that_agree_make_their_groups() -> None:

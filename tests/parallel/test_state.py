@@ -42,20 +42,6 @@ def test_a_two_by_two_mesh_puts_tensor_parallel_neighbours_next_to_each_other():
     ]
 
 
-@pytest.mark.parametrize("tp_size, has_tp, has_dp", [(1, False, True), (2, True, False)])
-def test_a_group_of_one_rank_is_none(tp_size, has_tp, has_dp):
-    def work(rank, world_size):
-        with tp_state(tp_size) as parallel:
-            return (
-                parallel.tp_group is not None,
-                parallel.dp_group is not None,
-                parallel.world_group is not None,
-                (parallel.tp_size, parallel.dp_size),
-            )
-
-    assert run_ranks(work, 2) == [(has_tp, has_dp, True, (tp_size, 2 // tp_size))] * 2
-
-
 def test_a_single_process_has_no_mesh_and_needs_no_torch_distributed():
     with tp_state(1) as parallel:
         assert not dist.is_initialized()
@@ -64,23 +50,6 @@ def test_a_single_process_has_no_mesh_and_needs_no_torch_distributed():
         ) * 4
         assert (parallel.rank, parallel.world_size) == (0, 1)
         assert parallel.all_agree(True) and not parallel.all_agree(False)
-
-
-def test_the_state_is_frozen():
-    with tp_state(1) as parallel, pytest.raises(dataclasses.FrozenInstanceError):
-        parallel.tp_rank = 1
-
-
-def test_all_agree_only_if_every_rank_says_yes():
-    def work(rank, world_size):
-        with tp_state(2) as parallel:
-            return (
-                parallel.all_agree(True),
-                parallel.all_agree(rank != 3),
-                parallel.all_agree(False),
-            )
-
-    assert run_ranks(work, 4) == [(True, False, False)] * 4
 
 
 def test_streams_follow_the_place_in_the_mesh():
@@ -112,27 +81,6 @@ def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
         pass
 
 
-def test_more_tensor_parallel_ranks_than_processes_is_the_same_error():
-    with (
-        pytest.raises(
-            InputError, match="world size 1 is not a multiple of --tensor-model-parallel-size 4"
-        ),
-        tp_state(4),
-    ):
-        pass
-
-
-def test_an_initialised_default_group_is_used_and_left_alone():
-    def work(rank, world_size):
-        for _ in range(2):  # two states, one after the other, in one process
-            with tp_state(2) as parallel:
-                total = torch.ones(1)
-                dist.all_reduce(total, group=parallel.tp_group)
-        return dist.is_initialized(), total.item()
-
-    assert run_ranks(work, 2) == [(True, 2.0)] * 2
-
-
 def test_nccl_without_gpus_is_an_error_that_names_gloo(monkeypatch):
     show_gpus(monkeypatch, 0)
     with pytest.raises(InputError, match="--distributed-backend nccl needs CUDA devices.*use gloo"):
@@ -149,14 +97,6 @@ def test_each_local_rank_takes_its_own_gpu(four_gpus):
         ParallelConfig(), Launch(launcher="torchrun", rank=6, world_size=8, local_rank=2)
     )
     assert device == torch.device("cuda", 2) and four_gpus == [device]
-
-
-def test_gloo_stays_on_the_cpu_of_a_machine_with_gpus(four_gpus):
-    device = choose_device(
-        ParallelConfig(distributed_backend="gloo"),
-        Launch(launcher="torchrun", local_rank=2, world_size=4),
-    )
-    assert device == torch.device("cpu") and four_gpus == []
 
 
 def test_a_local_rank_beyond_the_gpus_is_an_error(four_gpus):

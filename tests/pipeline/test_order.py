@@ -104,19 +104,6 @@ def test_as_many_are_in_flight_as_the_formula_says(num_chunks):
             assert num_chunks > 1 or expected == min(size - rank, microbatches)
 
 
-def test_of_the_interleaved_order_the_first_rank_holds_what_the_paper_says():
-    """L (1 + (p-1) / (p v)) layers: 2205.05198, section 4.3."""
-    for size, num_chunks, microbatches in LAYOUTS:
-        if num_chunks > 1 and microbatches >= 2 * size:
-            held = Fraction(
-                most_in_flight(
-                    size=size, rank=0, num_microbatches=microbatches, num_chunks=num_chunks
-                ),
-                size * num_chunks,
-            )
-            assert held == 1 + Fraction(size - 1, size * num_chunks)
-
-
 def test_neighbours_send_in_the_order_in_which_they_receive():
     """Tensors carry no name on their way: who sends and who receives must count alike."""
     for size, num_chunks, microbatches in LAYOUTS:
@@ -142,51 +129,12 @@ def test_neighbours_send_in_the_order_in_which_they_receive():
                 assert sent == received
 
 
-def test_a_backward_comes_after_as_few_forwards_as_the_stages_allow():
-    assert orders(2, 1, 4) == [
-        [
-            Action(*one)
-            for one in (
-                ("forward", 0),
-                ("forward", 1),
-                ("backward", 0),
-                ("forward", 2),
-                ("backward", 1),
-                ("forward", 3),
-                ("backward", 2),
-                ("backward", 3),
-            )
-        ],
-        [Action(kind, number) for number in range(4) for kind in ("forward", "backward")],
-    ]
-
-
 def test_an_evaluation_has_the_forwards_of_a_step_in_their_order():
     for size, num_chunks, microbatches in LAYOUTS:
         for own in orders(size, num_chunks, microbatches):
             assert [one for one in own if one.kind == "forward"] == forwards_only(
                 size=size, num_microbatches=microbatches, num_chunks=num_chunks
             )
-
-
-def test_micro_batches_that_the_interleaved_order_cannot_place_are_refused():
-    with pytest.raises(
-        ValueError,
-        match="6 micro-batches per step are not a multiple of --pipeline-model-parallel-size 4",
-    ):
-        order(size=4, rank=0, num_microbatches=6, num_chunks=2)
-    assert order(size=4, rank=0, num_microbatches=6)
-
-
-@pytest.mark.parametrize("fault", ["early backward", "swapped forwards"])
-def test_the_simulator_sees_an_order_that_cannot_run(fault):
-    actions = orders(3, 1, 4)
-    if fault == "early backward":
-        actions[0].insert(0, actions[0].pop(3))
-    else:
-        actions[2][0], actions[2][1] = actions[2][1], actions[2][0]
-    with pytest.raises(AssertionError, match="all ranks wait"):
-        simulate(actions, 1)
 
 
 @pytest.mark.parametrize(

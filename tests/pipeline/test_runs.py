@@ -4,7 +4,6 @@ what is refused."""
 from __future__ import annotations
 
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.prices import price
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.explain.report_lines import WIDTH
 from megatron_lite.memory.explain.report_text import report_text
@@ -43,53 +41,6 @@ INTERLEAVED = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeli
 
 def _run(rank: int, world_size: int, config: RunConfig) -> None:
     run_to_end(config)
-
-
-@pytest.mark.long
-def test_a_pipeline_logs_the_losses_of_one_process(tmp_path: Path):
-    check_losses(tmp_path, {"pipeline": (2, PIPELINE), "interleaved": (2, INTERLEAVED)})
-
-
-@pytest.mark.long
-def test_so_it_does_with_other_axes(tmp_path: Path):
-    check_losses(
-        tmp_path,
-        {
-            "with tensor and data parallel ranks": (
-                8,
-                dict(PIPELINE, tensor_model_parallel_size=2, sequence_parallel=True),
-            ),
-            "with tensor and context parallel ranks": (
-                8,
-                dict(
-                    INTERLEAVED,
-                    tensor_model_parallel_size=2,
-                    sequence_parallel=True,
-                    context_parallel_size=2,
-                ),
-            ),
-        },
-    )
-
-
-def check_losses(tmp_path: Path, layouts: dict[str, tuple[int, dict[str, object]]]):
-    config = tiny_run(model=NO_DROPOUT, training=dict(train_iters=5))
-    names = {"alone": (1, {}), **layouts}
-    for name, (ranks, sizes) in names.items():
-        metrics = replace(config.logging, metrics_jsonl=str(tmp_path / name))
-        run_ranks(_run, ranks, replace(in_layout(config, **sizes), logging=metrics), detail=False)
-    expected = rows(tmp_path / "alone")
-    for name in list(names)[1:]:
-        logged = rows(tmp_path / name)
-        assert [row["lm_loss"] for row in logged] == pytest.approx(
-            [row["lm_loss"] for row in expected], rel=1e-5
-        ), name
-        assert [row["grad_norm"] for row in logged] == pytest.approx(
-            [row["grad_norm"] for row in expected], rel=1e-4
-        ), name
-        assert all(
-            row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in logged
-        )
 
 
 FSDP = dict(use_torch_fsdp2=True)
@@ -347,31 +298,6 @@ def test_the_report_of_a_pipeline_fits_its_columns_and_has_every_rank(words):
         for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
     ]
     assert sorted(layers) == [*range(8)]
-
-
-def test_keeping_some_micro_batches_whole_holds_more_and_recomputes_less():
-    policy = (
-        "--pipeline-model-parallel-size 4 --recompute-granularity full --recompute-method uniform "
-    )
-    kept = ["", *(KEPT.replace("1 ", f"{number} ") for number in (1, 2, 3))]
-    configs = [
-        parse_args((SIZES + "--global-batch-size 8 " + policy + more).split()).config
-        for more in kept
-    ]
-    held = [ranks_memory(config, "cpu")[0].held_bytes for config in configs]
-    assert held == sorted(set(held))
-    nothing = ranks_memory(
-        parse_args(
-            (SIZES + "--global-batch-size 8 --pipeline-model-parallel-size 4").split()
-        ).config,
-        "cpu",
-    )[0].held_bytes
-    assert held[-1] < nothing  # the window is 4
-    # Windows of 4, 3, 2 and 1 on ranks of 2 layers each, of 8 micro-batches: 2, 3, 4 and 8 of them
-    # keep everything.
-    again = [price(config, "cpu").replay_flops for config in configs]
-    assert [Fraction(flops, again[0]) for flops in again[1:2]] == [Fraction(6 + 5 + 4 + 0, 32)]
-    assert again == sorted(set(again), reverse=True)
 
 
 def test_the_report_follows_the_micro_batches_of_the_run():

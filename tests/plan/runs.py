@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
@@ -11,7 +10,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.plan.hardware import Hardware, load_hardware
+from megatron_lite.plan.hardware import load_hardware
 
 H100 = load_hardware("h100-80gb")
 
@@ -51,8 +50,3 @@ def preset_run(name: str, *, seq_length: int, batch: int) -> RunConfig:
         data=DataConfig(seq_length=seq_length),
         tokenizer=TokenizerConfig(vocab_size=known.vocab_size - 1),
     )
-
-
-def with_memory(num_bytes: int) -> Hardware:
-    """Returns an H100 with so many bytes of memory."""
-    return replace(H100, memory_bytes=num_bytes)

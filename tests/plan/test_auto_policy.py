@@ -78,24 +78,6 @@ def test_a_larger_budget_is_never_slower() -> None:
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]
 
 
-def test_a_roomy_budget_recomputes_nothing() -> None:
-    assert choose_policy(small_run(), H100, 80 * GIB, 1) == "*:none"
-
-
-def test_each_pipeline_rank_has_its_own_policy() -> None:
-    config = small_run(layers=8, micro=8, parallel={"pipeline_model_parallel_size": 4})
-    budget = budgets(config, 4, 3)[0]
-    text = choose_policy(config, H100, budget, 4)
-    # The last rank has one micro-batch in flight, the first has two: they differ.
-    assert "stage" in text and peak_of(with_policy(config, text), 4) <= budget
-
-
-def test_an_impossible_budget_names_the_smallest_peak_and_what_holds_it() -> None:
-    with pytest.raises(InputError, match=r"no recompute policy fits in 10\.000 GiB") as fault:
-        choose_policy(LLAMA, H100, 10 * GIB, 8)
-    assert "smallest peak is" in str(fault.value) and "optimizer states" in str(fault.value)
-
-
 def test_host_memory_is_used_only_where_it_is_allowed() -> None:
     config = replace(LLAMA, data_parallel=DataParallelConfig(use_torch_fsdp2=True))
     budget = 24 * GIB
@@ -104,18 +86,6 @@ def test_host_memory_is_used_only_where_it_is_allowed() -> None:
     times = [step_time(with_policy(config, one), H100, 16).seconds for one in (hosted, on_device)]
     assert "@host" not in on_device and "@host" in hosted and times[0] < times[1]
     assert peak_of(with_policy(config, hosted), 16) <= budget
-
-
-@pytest.mark.long
-def test_many_stages_still_make_a_policy_within_the_limit_of_its_text() -> None:
-    config = small_run(
-        layers=128,
-        batch=128,
-        parallel={"pipeline_model_parallel_size": 32, "num_virtual_stages_per_pipeline_rank": 4},
-    )
-    low, high = (peak_of(one, 32) for one in (with_policy(config, "*:full"), config))
-    chosen = fitted(Run(config, H100, 32, Memo()), (low + high) // 2)
-    assert chosen.peak.num_bytes <= (low + high) // 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

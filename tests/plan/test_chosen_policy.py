@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from megatron_lite.plan.chosen_policy import with_chosen_policy
 from megatron_lite.plan.hardware import load_hardware, machine_names
 from megatron_lite.plan.machine_choice import GPU_MACHINES, machine_for_policy, machine_of_gpu
 
-ROOT = Path(__file__).parents[2]
 RUN = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "
     "--max-position-embeddings 256 --micro-batch-size 4 --global-batch-size 8 --mock-data "
@@ -47,12 +43,6 @@ def test_the_chosen_policy_fits_the_budget(share: float) -> None:
     assert chosen.config == replace(config, recompute=chosen.config.recompute)
 
 
-def test_with_room_for_everything_nothing_is_recomputed() -> None:
-    config = config_of("--recompute-policy auto --memory-budget 64GiB")
-    chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
-    assert str(chosen.config.recompute.policy) == "*:none"
-
-
 def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve() -> None:
     config = config_of("--recompute-policy auto")
     least = peak_of(config_of()) + 2**30
@@ -60,35 +50,6 @@ def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve() -> No
     assert peak_of(chosen.config) <= least - 2**30 - 0.03 * least
     with pytest.raises(InputError, match="give --memory-budget"):
         with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
-
-
-def test_a_budget_that_no_policy_reaches_names_the_smallest_peak() -> None:
-    config = config_of("--recompute-policy auto --memory-budget 1MiB")
-    with pytest.raises(InputError, match="the smallest peak is .* [KMG]iB, on"):
-        with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--memory-budget 1GiB", "is for --recompute-policy auto"),
-        ("--recompute-policy *:full --memory-budget 1GiB", "is for --recompute-policy auto"),
-        ("--recompute-policy auto --memory-budget 12PiB", "give a number of bytes with a unit"),
-        ("--recompute-policy auto --memory-budget 0", "must be at least 1 bytes"),
-        ("--recompute-policy auto --recompute-granularity selective", "are two ways to say"),
-        ("--recompute-policy auto --contiguous-saved-activations", "chooses a policy without it"),
-        (
-            "--recompute-policy auto --torch-compile --activation-memory-budget 0.5",
-            "--activation-memory-budget lets the compiler decide",
-        ),
-    ],
-)
-def test_flags_that_cannot_go_together_are_one_error(
-    flags: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        config_of(flags)
-    assert exit_.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path: Path) -> None:
@@ -128,23 +89,3 @@ def test_an_unknown_gpu_is_an_error_that_lists_the_machines() -> None:
     assert machine_of_gpu("Tesla T4") is None
     with pytest.raises(InputError, match="no machine is known for Tesla T4.*a100-80gb"):
         machine_for_policy(None, device="cuda", gpu_name="Tesla T4")
-
-
-@pytest.mark.slow
-def test_the_explanation_is_that_of_the_chosen_policy(tmp_path: Path) -> None:
-    words = [*RUN.split(), "--recompute-policy", "auto", "--memory-budget", "300MiB"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, "--explain-recompute"],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=True,
-    )
-    first = done.stdout.splitlines()[0]
-    assert first.startswith("--recompute-policy auto chose '"), first
-    text = first.split("'")[1]
-    assert f"policy {text}"[:20] in done.stdout
-    config = config_of("")
-    policy = replace(config, recompute=RecomputeConfig(recompute_policy=text))
-    assert peak_of(policy) <= 300 * MIB
-    assert json.loads(policy.to_json())["recompute"]["recompute_policy"] == text

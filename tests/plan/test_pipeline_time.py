@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_lite.pipeline.order import Action
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from tests.pipeline.test_order import LAYOUTS, orders, simulate
 from tests.support.changes import with_fields
@@ -16,23 +15,6 @@ from tests.support.changes import with_fields
 def equal(forward: float, backward: float) -> Durations:
     """Returns the durations of equal stages."""
     return Durations(lambda _, action: forward if action.kind == "forward" else backward)
-
-
-@pytest.mark.parametrize("num_chunks", range(1, 5))
-def test_equal_stages_take_the_time_of_the_formula(num_chunks: int) -> None:
-    for size, _, microbatches in [
-        one for one in LAYOUTS if one[1] == num_chunks and one[2] >= one[0]
-    ]:
-        ran = run_pipeline(
-            equal(1.0 / num_chunks, 2.0 / num_chunks),
-            size=size,
-            num_microbatches=microbatches,
-            num_chunks=num_chunks,
-        )
-        assert max(one.end for one in ran) == pytest.approx(
-            3 * (microbatches + (size - 1) / num_chunks)
-        )
-        assert all(one.busy == pytest.approx(3 * microbatches) for one in ran)
 
 
 @pytest.mark.parametrize("num_chunks", range(1, 5))
@@ -48,16 +30,6 @@ def test_every_layout_takes_as_long_as_in_the_other_simulator(num_chunks: int) -
             num_chunks=num_chunks,
         )
         assert max(one.end for one in ran) == pytest.approx(float(duration))
-
-
-def test_a_slow_stage_sets_the_pace() -> None:
-    def duration(rank: int, action: Action) -> float:
-        return 5.0 if rank == 1 else 1.0
-
-    ran = run_pipeline(Durations(duration), size=3, num_microbatches=20)
-    # The slow rank waits only for its first input.
-    assert ran[1].end == pytest.approx(1.0 + 20 * 10.0)
-    assert ran[0].end == ran[1].end + 1.0
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
@@ -103,28 +75,9 @@ def test_a_run_that_repeats_has_the_times_of_the_whole_simulation(seed: int) -> 
         assert one.busy == pytest.approx(other.busy, rel=1e-9)
 
 
-def test_a_long_run_is_not_simulated_whole() -> None:
-    asked = []
-
-    def duration(rank: int, action: Action) -> float:
-        asked.append(action)
-        return 1.0
-
-    run_pipeline(Durations(duration, alike=True), size=4, num_microbatches=5000)
-    assert len(asked) < 500
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_the_shortest_pipeline_is_a_lower_bound(seed: int) -> None:
     durations, shape = drawn(seed, alike=True)
     bound, ran = shortest_pipeline(durations, **shape), run_pipeline(durations, **shape)
     for low, one in zip(bound, ran, strict=True):
         assert low.end <= one.end * (1 + 1e-12) and low.busy == pytest.approx(one.busy)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 4])
-def test_the_bound_is_the_time_of_equal_stages(num_chunks: int) -> None:
-    shape = dict(size=4, num_microbatches=8, num_chunks=num_chunks)
-    bound = shortest_pipeline(equal(1.0, 2.0), **shape)
-    ran = run_pipeline(equal(1.0, 2.0), **shape)
-    assert max(one.end for one in bound) == pytest.approx(max(one.end for one in ran))

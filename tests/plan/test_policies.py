@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_lite.plan.policies import LayerPrice, Room, best_mix, layer_order, mix_peak
+from megatron_lite.plan.policies import LayerPrice, Room, best_mix, mix_peak
 from tests.support.pairs import in_one_test
 
 
@@ -70,29 +70,3 @@ def test_a_fixed_choice_has_exactly_its_number_of_layers(seed: int) -> None:
     assert (mix is None) == (not seconds)
     if mix is not None:
         assert mix.counts[place] == count and mix.seconds == pytest.approx(min(seconds), abs=1e-9)
-
-
-def test_layers_that_rebuild_most_come_first() -> None:
-    choices = [LayerPrice(4, 1, 0.0), LayerPrice(2, 9, 1.0), LayerPrice(3, 5, 1.0)]
-    assert layer_order(choices) == [1, 2, 0]
-    # One layer of each: 2 + 9, then 5 + 5, then 9 + 1 bytes; another order would hold more.
-    assert mix_peak(choices, (1, 1, 1), Room(1, 0)) == 11
-
-
-def test_only_a_faster_mix_than_the_bound_counts() -> None:
-    choices = [LayerPrice(1, 0, 2.0), LayerPrice(5, 0, 1.0)]
-    assert best_mix(choices, 3, Room(1, 7)).counts == (2, 1)  # type: ignore[union-attr]
-    assert best_mix(choices, 3, Room(1, 7), below=5.0) is None
-
-
-def test_a_deep_stage_takes_no_longer_than_the_search_can_afford() -> None:
-    """The search visits few of the millions of mixes of 126 layers with 8 choices."""
-    rng = random.Random(0)
-    kept = sorted(rng.randint(5_000, 10**9) for _ in range(8))
-    choices = [
-        LayerPrice(one, rng.randint(0, 10**9), (8 - place) * (0.5 + rng.random()))
-        for place, one in enumerate(kept)
-    ]
-    room = Room(2, 126 * sum(kept) // 4)
-    mix = best_mix(choices, 126, room)
-    assert mix is not None and mix_peak(choices, mix.counts, room) <= room.limit

@@ -3,8 +3,6 @@ user would rank runs."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +18,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops
-from megatron_lite.plan import stage_time
 from megatron_lite.plan.hardware import Group, Link, load_hardware
 from megatron_lite.plan.operation_time import (
     BACKWARD_MATMULS,
@@ -29,15 +26,8 @@ from megatron_lite.plan.operation_time import (
     REPLAYED_MATMULS,
     TENSOR_PARALLEL,
 )
-from megatron_lite.plan.stage_time import FSDP, GRADIENT_SUMS, HOST_COPIES
-from megatron_lite.plan.step_time import (
-    OPTIMIZER,
-    PIPELINE_WAITS,
-    REDUCTION,
-    WEIGHT_GATHERS,
-    StepTime,
-    step_time,
-)
+from megatron_lite.plan.stage_time import FSDP, HOST_COPIES
+from megatron_lite.plan.step_time import OPTIMIZER, REDUCTION, WEIGHT_GATHERS, StepTime, step_time
 from megatron_lite.recompute.schedule import plan_stage
 from tests.plan.machines import ideal, talking
 from tests.support.traffic import plan_collectives
@@ -198,24 +188,6 @@ def test_tensor_parallel_ranks_on_several_nodes_are_slower_than_on_one() -> None
     assert seconds(config, 8, small_nodes) > 1.2 * seconds(config, 8)
 
 
-def test_virtual_stages_shorten_the_waits() -> None:
-    def waits(chunks: int) -> float:
-        config = run(
-            pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=chunks, batch=8
-        )
-        return step_time(config, A100, 4).terms[PIPELINE_WAITS]
-
-    assert waits(1) > waits(2)
-
-
-def test_more_micro_batches_lower_the_share_of_the_waits() -> None:
-    def share(batch: int) -> float:
-        time = step_time(run(batch=batch, **PP4), A100, 4)
-        return time.terms[PIPELINE_WAITS] / time.seconds
-
-    assert share(4) > share(8) > share(64)
-
-
 def test_a_reduction_beside_backward_is_never_slower() -> None:
     def time(**data_parallel: bool) -> StepTime:
         return step_time(run(data_parallel=data_parallel), A100, 16)
@@ -272,92 +244,3 @@ def test_context_parallel_ranks_share_the_work_and_exchange_keys(kind: str) -> N
     assert exposed.terms[CONTEXT_PARALLEL] > 0.0
     if kind == "p2p":
         assert shared.terms.get(CONTEXT_PARALLEL, 0.0) < exposed.terms[CONTEXT_PARALLEL]
-
-
-def test_muon_takes_longer_than_adam_and_sharded_it_takes_less() -> None:
-    def update(optimizer: str, tp: int = 1, **data_parallel: bool) -> float:
-        config = run(
-            optimizer=dict(optimizer=optimizer),
-            data_parallel=data_parallel,
-            tensor_model_parallel_size=tp,
-        )
-        return step_time(config, A100, 16).terms[OPTIMIZER]
-
-    assert update("muon") > 2 * update("adam")
-    assert update("muon", use_distributed_optimizer=True) < update("muon")
-    # Eight ranks orthogonalize whole matrices, so their layers take as long as one rank's.
-    assert update("muon", tp=8) > 0.8 * update("muon")
-
-
-def test_a_kernel_that_sums_weight_gradients_saves_memory_traffic() -> None:
-    plain = step_time(run(), A100, 8)
-    fused = step_time(run(), A100, 8, fused_accumulation=True)
-    assert fused.terms[GRADIENT_SUMS] < plain.terms[GRADIENT_SUMS]
-    off = run(training=dict(gradient_accumulation_fusion=False))
-    assert step_time(off, A100, 8, fused_accumulation=True).terms == plain.terms
-
-
-def test_chunks_of_the_loss_cost_one_more_projection() -> None:
-    chunked = run(training=dict(loss_chunk_size=256))
-    more = seconds(chunked, 8, ideal()) - seconds(run(), 8, ideal())
-    assert more == pytest.approx(64 / 8 * 2 * SEQ_LENGTH * 4096 * 32768 / 1e12)
-
-
-@pytest.mark.parametrize("name", ["a100-80gb", "h100-80gb", "h200", "b200"])
-def test_every_machine_is_below_its_peak_and_newer_ones_are_faster(name: str) -> None:
-    times = {
-        one: step_time(run(), load_hardware(one), 8) for one in ("a100-80gb", "h100-80gb", name)
-    }
-    assert 0.2 < times[name].mfu < 0.8
-    assert times["h100-80gb"].seconds < times["a100-80gb"].seconds
-    if name in ("h200", "b200"):
-        assert times[name].seconds < times["h100-80gb"].seconds
-
-
-def test_ranks_that_do_not_divide_are_an_error() -> None:
-    with pytest.raises(ValueError, match="not a multiple"):
-        step_time(run(**TP8), A100, 12)
-    with pytest.raises(ValueError, match="not divisible"):
-        step_time(run(batch=64), A100, 24)
-
-
-def test_layers_that_differ_are_timed_each() -> None:
-    windowed = replace(MODEL, window_size=(128, 0), window_attn_skip_freq=2)
-    assert seconds(run(model=windowed)) > seconds(run())  # a window's kernel skips no products
-
-
-def test_the_model_of_time_imports_no_torch() -> None:
-    code = (
-        "import sys, megatron_lite.plan.step_time; "
-        "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_on_a_cpu_every_replay_costs_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer has two norms. On a GPU the host starts replays beside the kernels."""
-
-    def seconds(policy: str, machine: str) -> float:
-        return step_time(run(recompute=policy), load_hardware(machine), 8).seconds
-
-    policies = {"*:none": 0, "*:layernorm": 2, "*:activation": 1, "*:full": 1}
-    before = {
-        (policy, machine): seconds(policy, machine)
-        for policy in policies
-        for machine in ("cpu", "h100-80gb")
-    }
-    monkeypatch.setattr(stage_time, "REPLAY_S", 0.0)
-    micro_batches = run().training.num_microbatches(8)
-    for policy, replays in policies.items():
-        starts = replays * MODEL.num_layers * micro_batches * 2e-4
-        assert before[policy, "cpu"] - seconds(policy, "cpu") == pytest.approx(starts, rel=1e-6)
-        assert before[policy, "h100-80gb"] == seconds(policy, "h100-80gb")
-
-
-def test_torch_adds_up_float32_gradients_in_the_matmul() -> None:
-    def time(fused: bool) -> StepTime:
-        config = run(training=dict(gradient_accumulation_fusion=fused))
-        return step_time(replace(config, training=replace(config.training, bf16=False)), A100, 8)
-
-    on, off = time(True), time(False)
-    assert on.terms[GRADIENT_SUMS] < off.terms[GRADIENT_SUMS]

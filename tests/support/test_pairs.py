@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import random
 
 import pytest
 
@@ -29,43 +28,6 @@ def test_every_pair_of_settings_stays(sizes: tuple[int, ...]) -> None:
     largest, second = sorted(sizes)[-1:-3:-1]
     # No design is smaller than the product of the two longest axes.
     assert largest * second <= len(kept) <= 2 * largest * second
-
-
-def test_cases_that_the_grid_excludes_are_not_needed() -> None:
-    allowed = [
-        case
-        for case in itertools.product("abc", (1, 2), (False, True), "xyz")
-        if case[0] != "c" or case[1] == 1
-    ]
-    kept = covering(allowed)
-    assert pairs_of(allowed[number] for number in kept) == pairs_of(allowed) and len(kept) < len(
-        allowed
-    )
-
-
-def test_a_grid_of_two_settings_cannot_be_thinned() -> None:
-    assert covering(list(itertools.product("ab", "xyz"))) == frozenset(range(6))
-
-
-def test_any_list_of_cases_keeps_its_pairs() -> None:
-    draw = random.Random(5)
-    cases = [tuple(draw.randrange(4) for _ in range(5)) for _ in range(400)]
-    kept = covering(cases)
-    assert pairs_of(cases[number] for number in kept) == pairs_of(cases) and len(kept) < 60
-
-
-def test_the_choice_is_the_same_every_time_and_begins_with_the_first_case() -> None:
-    grid = list(itertools.product(range(4), "abc", (True, False)))
-    assert covering(grid) == covering(list(grid)) and 0 in covering(grid)
-
-
-def test_values_need_not_be_hashable_and_one_is_not_true() -> None:
-    assert covering([({"a": 1}, []), ({"a": 1}, []), ({"a": 2}, [])]) == {0, 2}
-    assert covering([(1, "x"), (True, "x"), (1.0, "x")]) == {0, 1, 2}
-
-
-def test_cases_of_one_value_all_stay() -> None:
-    assert covering([(1,), (2,), (1,)]) == {0, 1, 2}
 
 
 def test_cases_that_are_left_out_are_marked_long_and_all_keep_their_order_and_names() -> None:
