@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_lite.config.flags import RETIRED_FIELDS
@@ -45,6 +46,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     """Returns the JSON value as the type that the field's annotation `hint` names."""
     if dataclasses.is_dataclass(hint):
         return from_plain(typing.cast(type, hint), value, where)
+    if typing.get_origin(hint) is Mapping:
+        if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+            raise ValueError(f"{where}: expected an object of texts, got {shown(repr(value))}")
+        return value
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     # JSON has no tuple: a list stands for it.
     lists = [kind for kind in allowed if typing.get_origin(kind) is tuple]

@@ -16,7 +16,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import size
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.memo import Memo
+from megatron_lite.plan.operation_time import Memo
 from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.plan.rank_mixes import RankSearch
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, chosen
+from megatron_lite.config.dataclass_json import from_plain
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_json, shown
 from megatron_lite.description.operations import (
@@ -230,35 +231,7 @@ def from_json(text: str) -> Hardware:
     Raises ValueError if the text is not JSON, if a figure is missing, unknown or of the wrong type,
     or if one is outside its bounds.
     """
-    return typing.cast(Hardware, _build(Hardware, parse_json(text), "the machine"))
-
-
-def _build(cls: type, values: Any, where: str) -> Any:
-    """Returns an instance of a dataclass of this module from plain values, with checked types."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} must be an object (got {shown(repr(values))})")
-    hints = typing.get_type_hints(cls)
-    for names, fault in (
-        (hints.keys() - values.keys(), "lacks"),
-        (values.keys() - hints.keys(), "has no figure called"),
-    ):
-        if names:
-            raise ValueError(f"{where} {fault} {', '.join(shown(one) for one in sorted(names))}")
-    return cls(**{name: _value(hints[name], values[name], f"{name}") for name in hints})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if hint in (str, int, float, bool):
-        if type(value) is not hint:
-            raise ValueError(f"{where} must be of type {hint.__name__} (got {shown(repr(value))})")
-        return value
-    if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
-        raise ValueError(f"{where} must be an object of texts (got {shown(repr(value))})")
-    return value
+    return typing.cast(Hardware, from_plain(Hardware, parse_json(text), "the machine"))
 
 
 def _figures(config: Any, where: str = "") -> typing.Iterator[tuple[str, float]]:

@@ -17,7 +17,6 @@ from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.peak import moments
-from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock
 from megatron_lite.plan.policies import LayerPrice
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
@@ -38,9 +37,7 @@ class LayerChoice(NamedTuple):
     tables: int = 0
 
 
-def layer_choices(
-    config: RunConfig, clock: Clock, memo: Memo, *, host: bool = True
-) -> tuple[LayerChoice, ...]:
+def layer_choices(config: RunConfig, clock: Clock, *, host: bool = True) -> tuple[LayerChoice, ...]:
     """Returns the choices of a layer that can be the best of some mix.
 
     A choice is left out if another one keeps no more, rebuilds no more and is no slower. If layers
@@ -48,14 +45,12 @@ def layer_choices(
     host: whether kept tensors may go to host memory.
     """
     sizes = layer_sizes(config, Sizes.of(config, device=clock.hardware.device))
-    return memo.once(
-        ("choices", sizes, host), lambda: _useful(list(_priced(config, clock, sizes, memo, host)))
+    return clock.memo.once(
+        ("choices", sizes, host), lambda: _useful(list(_priced(config, clock, sizes, host)))
     )
 
 
-def _priced(
-    config: RunConfig, clock: Clock, sizes: Sizes, memo: Memo, host: bool
-) -> Iterator[LayerChoice]:
+def _priced(config: RunConfig, clock: Clock, sizes: Sizes, host: bool) -> Iterator[LayerChoice]:
     splits = config.parallel.tensor_model_parallel_size > 1 and not sizes.sequence_parallel
     for action in _actions(config, clock.hardware.device):
         stores: list[Store] = ["device"]
@@ -64,7 +59,7 @@ def _priced(
         if splits and action.unit:
             stores += ["split", "split+host"] if host else ["split"]
         for store in stores:
-            yield _price(config, clock, sizes, memo, action, store)
+            yield _price(config, clock, sizes, action, store)
 
 
 def _actions(config: RunConfig, device: str) -> Iterator[LayerAction]:
@@ -84,7 +79,7 @@ def _actions(config: RunConfig, device: str) -> Iterator[LayerAction]:
 
 
 def _price(
-    config: RunConfig, clock: Clock, sizes: Sizes, memo: Memo, action: LayerAction, store: Store
+    config: RunConfig, clock: Clock, sizes: Sizes, action: LayerAction, store: Store
 ) -> LayerChoice:
     segment = Segment(
         first_layer=0, unit=bool(action.unit), regions=frozenset(action.regions), store=store
@@ -112,7 +107,7 @@ def _price(
         ),
         default=kept,
     )
-    seconds = replay_time(config, segment, plan, clock, sizes, memo).total()
+    seconds = replay_time(config, segment, plan, clock, sizes).total()
     if segment.split:
         # The gather of the split unit before runs at the same time.
         fullest += residual_bytes(config.model, sizes)

@@ -6,11 +6,14 @@ only with the seconds by which it takes longer. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple, TypeVar, cast
 
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.run import RunConfig
 from megatron_lite.description.operations import SHIFT, Collective, Matmul, Operation, OperatorCall
 from megatron_lite.description.self_attention import CORE
+from megatron_lite.description.sizes import ELEMENT_BYTES
 from megatron_lite.plan.hardware import Group, Hardware
 
 
@@ -44,16 +47,46 @@ TENSOR_PARALLEL = "tensor-parallel collectives"
 CONTEXT_PARALLEL = "context-parallel collectives"
 
 
+Result = TypeVar("Result")
+
+
+class Memo:
+    """The results of computations that a search repeats, by key, each computed once.
+
+    A memo belongs to one model on one machine: keys name neither. A key must name everything else
+    that decides the result.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, object] = {}
+
+    def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+        """Returns the result for the key, computed at the first call."""
+        if key not in self._results:
+            self._results[key] = compute()
+        return cast(Result, self._results[key])
+
+
 class Clock(NamedTuple):
     """The machine and the groups of ranks that decide the time of an operation.
 
     element_bytes: the bytes of an element of weights and activations.
+    memo: results for this model on this machine, which other runs share.
     """
 
     hardware: Hardware
     element_bytes: int
     tp: Group
     cp: Group
+    memo: Memo
+
+    @classmethod
+    def of(cls, config: RunConfig, hardware: Hardware, memo: Memo) -> Clock:
+        """Returns the clock of a run."""
+        t = config.parallel.tensor_model_parallel_size
+        element_bytes = chosen("the precision", config.training.precision, ELEMENT_BYTES)
+        cp = Group(config.parallel.context_parallel_size, t)
+        return cls(hardware, element_bytes, Group(t), cp, memo)
 
     def forward(self, operation: Operation) -> Seconds:
         """Returns the time of the forward of an operation."""

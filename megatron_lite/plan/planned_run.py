@@ -9,7 +9,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.memo import Memo
+from megatron_lite.plan.operation_time import Memo
 
 
 class Run(NamedTuple):

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Layers, Policy, Rule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.plan.hardware import Group
 from megatron_lite.plan.layer_choices import LayerChoice, layer_choices
@@ -56,10 +55,8 @@ class RankSearch:
         self.size = parallel.pipeline_model_parallel_size
         self.stages = stages(parallel, config.model.num_layers)
         self.num_chunks = len(self.stages) // self.size
-        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-        element = chosen("the precision", config.training.precision, ELEMENT_BYTES)
-        self.clock = Clock(run.hardware, element, tp=Group(tp), cp=Group(cp, tp))
-        self.choices = layer_choices(config, self.clock, run.memo, host=run.host_bytes > 0)
+        self.clock = Clock.of(config, run.hardware, run.memo)
+        self.choices = layer_choices(config, self.clock, host=run.host_bytes > 0)
 
     def alike(self, rank: int) -> int:
         """Returns the rank whose bytes besides activations stand for those of this one."""
@@ -189,7 +186,6 @@ class RankSearch:
                 self.clock,
                 data_parallel=Group(1),
                 fused_accumulation=False,
-                memo=run.memo,
             )
             return time.forward.total(), time.backward.total()
 

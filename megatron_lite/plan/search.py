@@ -29,7 +29,7 @@ from megatron_lite.plan.auto_policy import (
     whole_bytes,
 )
 from megatron_lite.plan.layouts import Problem, kind_of, layouts
-from megatron_lite.plan.memo import Memo
+from megatron_lite.plan.operation_time import Memo
 from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.plan.step_time import StepTime, step_time
 

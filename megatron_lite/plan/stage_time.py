@@ -30,12 +30,12 @@ from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.memory.predict.replays import replayed_bytes, replayed_calls
 from megatron_lite.plan.hardware import Group
-from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import (
     REPLAYED_MATMULS,
     REPLAYED_MEMORY_BOUND,
     TENSOR_PARALLEL,
     Clock,
+    Memo,
     Seconds,
 )
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
@@ -64,24 +64,19 @@ def stage_time(
     *,
     data_parallel: Group,
     fused_accumulation: bool,
-    memo: Memo | None = None,
 ) -> StageTime:
     """Returns the time of one micro-batch in a stage.
 
     fused_accumulation: whether a kernel adds each weight gradient to its sum as it computes it.
-    memo: results for this model on this machine, which other runs share.
     """
-    memo = Memo() if memo is None else memo
     sizes = Sizes.of(config, device=clock.hardware.device, stage=stage)
     if not _layers_differ(config):
         sizes = replace(sizes, first_layer=0)
     group = data_parallel if config.data_parallel.use_torch_fsdp2 else None
     alike = (sizes, stage.num_layers, plan, config.data_parallel, group, fused_accumulation)
-    return memo.once(
+    return clock.memo.once(
         ("stage", *alike),
-        lambda: _stage_time(
-            config, stage, plan, clock, sizes, data_parallel, fused_accumulation, memo
-        ),
+        lambda: _stage_time(config, stage, plan, clock, sizes, data_parallel, fused_accumulation),
     )
 
 
@@ -93,14 +88,13 @@ def _stage_time(
     sizes: Sizes,
     data_parallel: Group,
     fused_accumulation: bool,
-    memo: Memo,
 ) -> StageTime:
     inner, differ = layer_sizes(config, sizes), _layers_differ(config)
-    forward, backward = memo.once(
+    forward, backward = clock.memo.once(
         ("ends", replace(sizes, first_layer=0)), lambda: _ends_time(config, sizes, clock)
     )
     described = stage.num_layers if differ else 1
-    for one, count in memo.once(
+    for one, count in clock.memo.once(
         ("layers", inner, described), lambda: _layers_time(config, inner, described, clock)
     ):
         times = count if differ else stage.num_layers
@@ -108,8 +102,8 @@ def _stage_time(
     for segment in plan.segments:
         if not (segment.unit or segment.regions or segment.ops):
             continue
-        backward += replay_time(config, segment, plan, clock, inner, memo)
-    parameters = stage_parameters(config, stage, memo)
+        backward += replay_time(config, segment, plan, clock, inner)
+    parameters = stage_parameters(config, stage, clock.memo)
     backward += _gradient_sums(config, parameters, clock, fused_accumulation)
     copies = _host_copies(config, plan, clock, sizes, forward.total(), backward.total())
     gathers = _fsdp(
@@ -166,13 +160,13 @@ def _operations_time(operations: Iterable[Operation], clock: Clock) -> StageTime
 
 
 def replay_time(
-    config: RunConfig, segment: Segment, plan: RecomputePlan, clock: Clock, sizes: Sizes, memo: Memo
+    config: RunConfig, segment: Segment, plan: RecomputePlan, clock: Clock, sizes: Sizes
 ) -> Seconds:
     """Returns the time of what backward runs again of a segment."""
     # Alike layers are replayed in the same time wherever they lie.
     place = segment.first_layer if _layers_differ(config) else 0
     alike = (place, segment.num_layers, segment.action, segment.split, plan.skip_tail)
-    return memo.once(
+    return clock.memo.once(
         ("replay", sizes, *alike),
         lambda: _replay(config, replace(segment, first_layer=place), plan, clock, sizes),
     )

@@ -19,8 +19,7 @@ from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes, residual_bytes
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.pipeline.order import Action, keeping_all
 from megatron_lite.plan.hardware import Group, Hardware
-from megatron_lite.plan.memo import Memo
-from megatron_lite.plan.operation_time import Clock, Seconds
+from megatron_lite.plan.operation_time import Clock, Memo, Seconds
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import StageTime, stage_time
 from megatron_lite.plan.update_time import UpdateTime, update_time
@@ -94,7 +93,6 @@ def step_time(
         of a simulation.
     Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
     """
-    memo = Memo() if memo is None else memo
     parallel, model = config.parallel, config.model
     t, c, p = (
         parallel.tensor_model_parallel_size,
@@ -105,7 +103,7 @@ def step_time(
     num_microbatches = config.training.num_microbatches(dp_size)
     element_bytes = chosen("the precision", config.training.precision, ELEMENT_BYTES)
     # Ranks are numbered tensor-parallel first, then context-, data- and pipeline-parallel.
-    clock = Clock(hardware, element_bytes, tp=Group(t), cp=Group(c, t))
+    clock = Clock.of(config, hardware, Memo() if memo is None else memo)
     data_parallel, pipeline = Group(dp_size * c, t), Group(p, t * c * dp_size)
     model_stages = tuple(all_stages or stages(parallel, model.num_layers))
     num_chunks = len(model_stages) // p
@@ -118,7 +116,6 @@ def step_time(
         # torch's addmm does so for float32 weights, without apex
         fused_accumulation=config.training.gradient_accumulation_fusion
         and (fused_accumulation or element_bytes == ELEMENT_BYTES["fp32"]),
-        memo=memo,
     )
     hidden = residual_bytes(model, Sizes.of(config, device=hardware.device))
     transfer = hardware.transfer_seconds(
@@ -149,7 +146,7 @@ def step_time(
         num_ranks=num_ranks,
         tokens=batch * seq_length,
         model_flops=batch
-        * memo.once(
+        * clock.memo.once(
             ("model FLOPs", seq_length, config.tokenizer.padded_vocab_size(t)),
             lambda: step_flops(
                 model,
@@ -174,9 +171,8 @@ class _StageTimes:
         num_microbatches: int,
         data_parallel: Group,
         fused_accumulation: bool,
-        memo: Memo,
     ) -> None:
-        self._config, self._clock, self._stages, self._memo = config, clock, all_stages, memo
+        self._config, self._clock, self._stages = config, clock, all_stages
         self._data_parallel, self._fused = data_parallel, fused_accumulation
         self._size = config.parallel.pipeline_model_parallel_size
         self._microbatches = num_microbatches
@@ -208,12 +204,11 @@ class _StageTimes:
                 self._clock,
                 data_parallel=self._data_parallel,
                 fused_accumulation=self._fused,
-                memo=self._memo,
             )
         return self._times[stage.number, keeps_all]
 
     def _plan(self, stage: Stage, keeps_all: bool) -> RecomputePlan:
-        recompute, memo, layers = self._config.recompute, self._memo, stage.num_layers
+        recompute, memo, layers = self._config.recompute, self._clock.memo, stage.num_layers
         if keeps_all or not layers:
             return memo.once(("keep", layers), lambda: keep_everything(layers))
         policy = memo.once(("policy", recompute), lambda: recompute.policy)
@@ -266,7 +261,6 @@ class _StageTimes:
                     embeddings=embeddings,
                     forward=forward,
                     backward=backward,
-                    memo=self._memo,
                 )
             found.append(alike[key])
         return found

@@ -21,7 +21,6 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.plan.hardware import Group
-from megatron_lite.plan.memo import Memo
 from megatron_lite.plan.operation_time import Clock
 from megatron_lite.plan.stage_time import FLOAT32, stage_parameters
 
@@ -55,7 +54,6 @@ def update_time(
     embeddings: Group,
     forward: float,
     backward: float,
-    memo: Memo,
 ) -> UpdateTime:
     """Returns the times of one pipeline rank.
 
@@ -64,7 +62,7 @@ def update_time(
     forward, backward: the seconds of one micro-batch in all stages of the rank.
     """
     hardware, options = clock.hardware, config.data_parallel
-    parameters = sum(stage_parameters(config, stage, memo) for stage in stages)
+    parameters = sum(stage_parameters(config, stage, clock.memo) for stage in stages)
     shared_out = options.use_distributed_optimizer or options.use_torch_fsdp2
     shards = data_parallel.size if shared_out else 1
     reduction = gather = 0.0

@@ -9,19 +9,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import Collective
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.predict.flops import hardware_flops
-from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from tests.memory.test_activations import figures, models
 from tests.memory.test_activations import policies as all_policies
 from tests.memory.test_collectives import by_kind_and_bytes
 from tests.memory.test_collectives import policies as sending_policies
-from tests.memory.test_replay_flops import FORMULAS
 from tests.support.collectives import recorded_collectives
 from tests.support.equality import variant_config
 from tests.support.models import (
@@ -193,25 +190,3 @@ def test_every_policy_sends_what_is_predicted(layout: Layout, backend: str) -> N
     assert run_ranks(sent, layout.tp_size * layout.cp_size, layout, config, detail=False) == [
         expected
     ] * (layout.tp_size * layout.cp_size)
-
-
-def counted(rank: int, world_size: int, config: ModelConfig) -> int:
-    with tp_state(1, cp_size=world_size) as parallel:
-        model = build_tiny_model(config, parallel, dtype=torch.float32)
-        with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-            model.loss(*sample_tokens(parallel=parallel)).mean().backward()
-    return counter.get_total_flops()
-
-
-@pytest.mark.parametrize("backend", ["unfused", "flash"])
-def test_the_ranks_together_compute_the_figure_but_for_what_no_query_may_read(backend: str) -> None:
-    """Of the square's blocks flash attention runs c+1 in 2c: on each rank its own, and half of
-    every other."""
-    config, cp_size = variant_config("llama", num_layers=1, attention_backend=backend), 3
-    facts = dict(
-        batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=padded_vocab_size(1), device="cpu"
-    )
-    figure = hardware_flops(config, keep_everything(1), **facts)  # type: ignore[arg-type]
-    matmul = 2 * BATCH * SEQ_LENGTH**2 * config.num_attention_heads * config.head_dim
-    left_out = 0 if backend == "unfused" else (2 + 5) * matmul * (cp_size - 1) // (2 * cp_size)
-    assert sum(run_ranks(counted, cp_size, config, detail=False)) == figure - left_out

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config import alternatives, notices, policy_reach, recompute_notices, run
+from megatron_lite.config import alternatives, notices, policy_reach
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.memory.explain import prices, recompute_report
 from megatron_lite.memory.predict import pipeline_memory as pipeline
 from megatron_lite.recompute.stores import Stores
 from megatron_lite.supervision.pulse import Pulse
@@ -40,11 +39,6 @@ def a_rule_may_say_more_than_it_does(_, rule, num_layers):
     return ()
 
 
-@replaces("check_policy_reaches", run, recompute_notices)
-def the_run_does_not_ask_what_a_policy_reaches(_, policy, num_layers):
-    return []
-
-
 @replaces("replaced_fields", alternatives)
 def a_flag_replaces_its_own_value_alone(_, stored, given):
     return {}
@@ -64,16 +58,6 @@ def slots_are_made_for_the_first_step(_: Any, self: Stores, micro_batches: int) 
 @replaces("sizes_from", BatchSchedule)
 def every_size_of_a_ramp_counts_wherever_the_run_stands(_, self, consumed, num_iterations):
     return self.sizes
-
-
-@replaces("fullest_rank", prices)
-def the_first_rank_is_the_fullest(_, config, device):
-    return pipeline.rank_memory(config, device, 0)
-
-
-@replaces("step_microbatches", pipeline, prices, recompute_report)
-def a_step_always_fills_the_pipeline(_, config):
-    return 2 * config.parallel.pipeline_model_parallel_size
 
 
 @replaces("enough_microbatches", pipeline)
@@ -117,11 +101,6 @@ MUTANTS = [
         dict(text="0-31:full", num_layers=[24], warnings=["one"]),
     ),
     Mutant(
-        the_run_does_not_ask_what_a_policy_reaches,
-        test_runs.test_what_a_pipeline_cannot_do_is_refused_at_once,
-        dict(words="--recompute-policy stage1/*:full", message="stage 1 does not exist"),
-    ),
-    Mutant(
         a_flag_replaces_its_own_value_alone,
         test_alternatives.test_a_flag_replaces_every_stored_alternative,
         dict(
@@ -143,20 +122,6 @@ MUTANTS = [
         every_size_of_a_ramp_counts_wherever_the_run_stands,
         test_rampup.test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused,
         error="5 micro-batches per step",
-    ),
-    Mutant(
-        the_first_rank_is_the_fullest,
-        test_runs.test_the_report_of_a_pipeline_fits_its_columns_and_has_every_rank,
-        dict(
-            words=(
-                "--pipeline-model-parallel-size 4 --recompute-granularity full "
-                "--recompute-method block"
-            )
-        ),
-    ),
-    Mutant(
-        a_step_always_fills_the_pipeline,
-        test_runs.test_the_report_follows_the_micro_batches_of_the_run,
     ),
     Mutant(the_windows_repeat_with_the_schedule, PRICED, dict(num_kept=8, num_chunks=3)),
     Mutant(

@@ -31,33 +31,22 @@ def schedule(num_iterations=10, batch_size=4, **config):
 @pytest.mark.parametrize(
     "config, expected",
     [  # consumed samples: learning rate; 40 samples in all
-        (dict(lr_decay_style="constant"), {0: 1.0, 39: 1.0, 400: 1.0}),
         (
             dict(lr_decay_style="constant", lr_warmup_iters=2),
             {0: 0.0, 2: 0.25, 8: 1.0, 9: 1.0, 400: 1.0},
         ),
-        (dict(lr_decay_style="linear"), {0: 1.0, 10: 0.75, 40: 0.0, 41: 0.0}),
         (dict(lr_decay_style="linear", min_lr=0.2), {0: 1.0, 20: 0.6, 40: 0.2, 100: 0.2}),
-        (dict(lr_decay_style="linear", lr_warmup_iters=2), {4: 0.5, 8: 1.0, 24: 0.5, 40: 0.0}),
         (
             dict(lr_decay_style="linear", lr_warmup_iters=2, lr_warmup_init=0.5),
             {0: 0.5, 4: 0.75, 8: 1.0},
         ),
         (dict(lr_decay_style="linear", lr_warmup_fraction=0.25), {5: 0.5, 10: 1.0, 25: 0.5}),
         (dict(lr_decay_style="linear", lr_decay_iters=5), {10: 0.5, 20: 0.0, 30: 0.0}),
-        (
-            dict(lr_decay_style="linear", lr_decay_iters=5, lr_warmup_fraction=0.5),
-            {5: 0.5, 10: 1.0, 15: 0.5},
-        ),
         (dict(lr_decay_style="cosine", min_lr=0.2), {0: 1.0, 20: 0.6, 40: 0.2, 41: 0.2}),
         (dict(lr_decay_style="cosine"), {10: 0.5 + math.sqrt(2) / 4, 30: 0.5 - math.sqrt(2) / 4}),
         (
             dict(lr_decay_style="inverse-square-root", lr_warmup_iters=1),
             {2: 0.5, 4: 1.0, 16: 0.5, 36: 1 / 3, 41: 0.0},
-        ),
-        (
-            dict(lr_decay_style="inverse-square-root", lr_warmup_iters=1, min_lr=0.4),
-            {16: 0.5, 36: 0.4},
         ),
         (dict(lr_decay_style="inverse-square-root"), {0: 1.0, 1: 1.0, 4: 0.5}),
         (
@@ -74,10 +63,6 @@ def schedule(num_iterations=10, batch_size=4, **config):
         (
             dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="minus_sqrt"),
             {25: 0.5, 40: 0.0},
-        ),
-        (
-            dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_warmup_iters=2),
-            {4: 0.5, 8: 1.0, 20: 1.0},
         ),
     ],
 )
@@ -191,8 +176,6 @@ def test_a_schedule_is_stored_as_json_and_read_again_without_rounding():
     [
         ({"max_lr": -1.0}, "max_lr must be at least 0"),
         ({"max_lr": None}, "max_lr must be a finite number"),
-        ({"decoupled_max_lr": "1"}, "decoupled_max_lr must be a finite number"),
-        ({"style": "odd"}, "style must be one of constant, linear"),
         ({"style": ["WSD"]}, "style must be one of constant, linear"),
         ({"more": 1}, "has no field 'more'"),
     ],
@@ -229,7 +212,6 @@ def test_the_rate_depends_on_consumed_samples_only():
             dict(lr_warmup_iters=10),
             r"warm-up \(40 samples\) must be shorter than the decay \(40 samples\)",
         ),
-        (dict(lr_warmup_iters=5, lr_decay_iters=5), "raise --lr-decay-iters"),
         (
             dict(lr_decay_style="WSD", lr_wsd_decay_iters=9, lr_warmup_iters=2),
             r"--lr-wsd-decay-iters \(36 samples\).*32 samples",

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel import startup
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rank_names import ranks_text
 from megatron_lite.parallel.startup import Arrival, check_start, settings_of
@@ -103,17 +102,6 @@ def test_every_flag_counts_but_those_that_each_node_may_set_for_itself() -> None
         "--tensorboard-dir",
         "--memory-timeline",
     }
-
-
-def test_the_codes_digest_follows_its_files(tmp_path, monkeypatch) -> None:
-    package = tmp_path / "package" / "parallel"
-    package.mkdir(parents=True)
-    monkeypatch.setattr(startup, "__file__", str(package / "startup.py"))
-    digests = []
-    for text in ("a = 1\n", "a = 2\n", "a = 1\n"):
-        (package / "startup.py").write_text(text)
-        digests.append(settings_of(None, 1)["the code of megatron_lite"])
-    assert digests[0] == digests[2] != digests[1]
 
 
 def test_ranks_that_do_not_come_are_named_after_the_timeout_and_before() -> None:

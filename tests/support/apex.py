@@ -59,12 +59,6 @@ def has_kernels_for(patch: pytest.MonkeyPatch, device_type: str) -> None:
     patch.setattr(apex, "DEVICE_TYPE", device_type)
 
 
-@pytest.fixture
-def apex_calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Installs the stand-in for one test. Returns the number of calls of each kernel."""
-    return install(monkeypatch)
-
-
 def _modules(calls: Calls) -> dict[str, dict[str, Any]]:
     kernels = {
         "fused_weight_gradient_mlp_cuda": _weight_gradient_kernels(),
@@ -119,10 +113,8 @@ def _weight_gradient_kernels() -> dict[str, Any]:
                 f"{tuple(d_output.shape)} is out of bounds"
             ),
         )
-        if d_weight.dtype == torch.float32:
-            d_weight.addmm_(grad_rows.t().float(), rows.float())
-        else:
-            d_weight.copy_(torch.addmm(d_weight.float(), grad_rows.t().float(), rows.float()))
+        total = torch.addmm(d_weight.float(), grad_rows.t().float(), rows.float())
+        d_weight.copy_(total)
 
     def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
         _check(input.dtype in (torch.float32, *HALVES), f"operands are {input.dtype}")
@@ -243,68 +235,41 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _norm_functions(cuda: dict[str, Any]) -> dict[str, Any]:
-    class FusedLayerNormAffineFunction(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: Any,
-            input: Tensor,
-            weight: Tensor,
-            bias: Tensor,
-            normalized_shape: Sequence[int],
-            eps: float,
-            memory_efficient: bool = False,
-        ) -> Tensor:
-            operands = input.contiguous(), weight.contiguous(), bias.contiguous()
-            output, mean, invvar = cuda["forward_affine"](
-                operands[0], normalized_shape, *operands[1:], eps
-            )
-            ctx.save_for_backward(*operands, mean, invvar)
-            ctx.facts = normalized_shape, eps, memory_efficient
+    class FusedNorm(torch.autograd.Function):
+        kernels: tuple[str, str]
+        num_affine: int
+
+        @classmethod
+        def forward(cls, ctx: Any, *arguments: Any) -> Tensor:
+            count = 1 + cls.num_affine
+            shape, eps, *rest = arguments[count:]
+            operands = [tensor.contiguous() for tensor in arguments[:count]]
+            output, *statistics = cuda[cls.kernels[0]](operands[0], shape, *operands[1:], eps)
+            ctx.save_for_backward(*operands, *statistics)
+            ctx.facts, ctx.memory_efficient = (shape, eps), bool(rest and rest[0])
+            ctx.unused = [None] * (len(arguments) - count)
             return output
 
-        @staticmethod
-        def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            input, weight, bias, mean, invvar = ctx.saved_tensors
-            shape, eps, memory_efficient = ctx.facts
-            grads = cuda["backward_affine"](
+        @classmethod
+        def backward(cls, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+            count, (shape, eps) = 1 + cls.num_affine, ctx.facts
+            input, *affine = ctx.saved_tensors[:count]
+            grads = cuda[cls.kernels[1]](
                 grad_output.contiguous(),
-                mean,
-                invvar,
+                *ctx.saved_tensors[count:],
                 input,
                 shape,
-                weight,
-                bias,
+                *affine,
                 eps,
-                memory_efficient,
+                ctx.memory_efficient,
             )
-            return *grads, None, None, None
+            return *grads, *ctx.unused
 
-    class FusedRMSNormAffineFunction(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: Any,
-            input: Tensor,
-            weight: Tensor,
-            normalized_shape: Sequence[int],
-            eps: float,
-            memory_efficient: bool = False,
-        ) -> Tensor:
-            operands = input.contiguous(), weight.contiguous()
-            output, invvar = cuda["rms_forward_affine"](
-                operands[0], normalized_shape, operands[1], eps
-            )
-            ctx.save_for_backward(*operands, invvar)
-            ctx.facts = normalized_shape, eps, memory_efficient
-            return output
+    class FusedLayerNormAffineFunction(FusedNorm):
+        kernels, num_affine = ("forward_affine", "backward_affine"), 2
 
-        @staticmethod
-        def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            input, weight, invvar = ctx.saved_tensors
-            shape, eps, memory_efficient = ctx.facts
-            grads = cuda["rms_backward_affine"](
-                grad_output.contiguous(), invvar, input, shape, weight, eps, memory_efficient
-            )
-            return *grads, None, None, None
+    class FusedRMSNormAffineFunction(FusedNorm):
+        kernels, num_affine = ("rms_forward_affine", "rms_backward_affine"), 1
 
     return dict(
         FusedLayerNormAffineFunction=FusedLayerNormAffineFunction,
@@ -327,52 +292,8 @@ def _adam_kernels() -> dict[str, Any]:
                     tensor.numel() == first.numel() and tensor.dtype == first.dtype, "Size mismatch"
                 )
 
-    def update(
-        tensor_lists: Sequence[Sequence[Tensor]],
-        lr: Tensor,
-        betas: tuple[float, float],
-        epsilon: float,
-        step: int,
-        mode: int,
-        bias_correction: int,
-        weight_decay: float,
-    ) -> None:
-        _check(mode == 1, "only AdamW is modelled")
-        corrections = [torch.tensor(1.0 - beta**step if bias_correction else 1.0) for beta in betas]
-        for grad, weight, mean, square in zip(*tensor_lists, strict=True):
-            mean.copy_(betas[0] * mean + (1.0 - betas[0]) * grad)
-            square.copy_(betas[1] * square + (1.0 - betas[1]) * grad * grad)
-            change = (
-                mean / corrections[0] / ((square / corrections[1]).sqrt() + epsilon)
-                + weight_decay * weight
-            )
-            weight.copy_(weight - lr * change)
-
-    @torch.no_grad()
-    def multi_tensor_adam(
-        chunk_size: int,
-        noop_flag: Tensor,
-        tensor_lists: Any,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        step: int,
-        mode: int,
-        bias_correction: int,
-        weight_decay: float,
-    ) -> None:
-        check(noop_flag, tensor_lists)
-        update(
-            tensor_lists,
-            torch.tensor(lr),
-            (beta1, beta2),
-            epsilon,
-            step,
-            mode,
-            bias_correction,
-            weight_decay,
-        )
+    def multi_tensor_adam(*_: Any) -> None:
+        raise NotImplementedError("only the capturable kernel is modelled")
 
     @torch.no_grad()
     def multi_tensor_adam_capturable(
@@ -394,20 +315,16 @@ def _adam_kernels() -> dict[str, Any]:
             lr.dtype == inv_scale.dtype == torch.float32 and step.dtype == torch.int32,
             "expected float, float and int",
         )
+        _check(mode == bias_correction == 1, "only AdamW with bias correction is modelled")
         if noop_flag.item() == 1:
             return
-        for grad in tensor_lists[0]:
+        corrections = [torch.tensor(1.0 - beta ** int(step)) for beta in (beta1, beta2)]
+        for grad, weight, mean, square in zip(*tensor_lists, strict=True):
             grad.mul_(inv_scale)
-        update(
-            tensor_lists,
-            lr,
-            (beta1, beta2),
-            epsilon,
-            int(step),
-            mode,
-            bias_correction,
-            weight_decay,
-        )
+            mean.copy_(beta1 * mean + (1.0 - beta1) * grad)
+            square.copy_(beta2 * square + (1.0 - beta2) * grad * grad)
+            change = mean / corrections[0] / ((square / corrections[1]).sqrt() + epsilon)
+            weight.copy_(weight - lr * (change + weight_decay * weight))
 
     return dict(
         multi_tensor_adam=multi_tensor_adam,
@@ -434,7 +351,8 @@ def _fused_adam(amp_c: dict[str, Any]) -> type:
             _check(
                 not amsgrad and not master_weights, "amsgrad and master_weights are not modelled"
             )
-            rate = torch.tensor(lr, dtype=torch.float32) if capturable else lr
+            _check(capturable, "only capturable is modelled")
+            rate = torch.tensor(lr, dtype=torch.float32)
             super().__init__(
                 params,
                 dict(
@@ -445,7 +363,7 @@ def _fused_adam(amp_c: dict[str, Any]) -> type:
                     weight_decay=weight_decay,
                 ),
             )
-            self.adam_w_mode, self.capturable = int(adam_w_mode), capturable
+            self.adam_w_mode = int(adam_w_mode)
             self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
 
         def step(
@@ -462,12 +380,11 @@ def _fused_adam(amp_c: dict[str, Any]) -> type:
                 "FusedAdam has been updated.",
             )
             for group in self.param_groups:
-                # With capturable, the flag is that of the step before, as in apex.
-                made = (self._dummy_overflow_buf != 1).to(torch.int) if self.capturable else 1
+                # The flag is that of the step before, as in apex.
                 if "step" in group:
-                    group["step"] += made
+                    group["step"] += (self._dummy_overflow_buf != 1).to(torch.int)
                 else:
-                    group["step"] = torch.tensor([1], dtype=torch.int) if self.capturable else 1
+                    group["step"] = torch.tensor([1], dtype=torch.int)
                 self._step_group(group, grad_scaler)
 
         def _step_group(self, group: dict[str, Any], grad_scaler: Any) -> None:
@@ -497,9 +414,6 @@ def _fused_adam(amp_c: dict[str, Any]) -> type:
                 int(group["bias_correction"]),
                 group["weight_decay"],
             )
-            if not self.capturable:
-                amp_c["multi_tensor_adam"](2048 * 32, self._dummy_overflow_buf, lists, *settings)
-                return
             device = group["params"][0].device
             found_inf = (
                 torch.zeros(1)

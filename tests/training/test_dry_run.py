@@ -18,7 +18,7 @@ from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.pipeline.links import Links
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.plan.memo import Memo
+from megatron_lite.plan.operation_time import Memo
 from megatron_lite.plan.planned_run import Run
 from megatron_lite.training.dry_run import (
     STATES,
