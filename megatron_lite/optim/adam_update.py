@@ -9,7 +9,7 @@ nothing and do not count the step, without waiting for the device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ Group = Mapping[str, Any]
 class AdamW:
     """The UpdateRule AdamW. Its states are the means of the gradient and of its square.
 
-    It issues no collective.
+    It issues no collective. InputError: the configuration asks for apex, which has no kernel here.
     """
 
     def __init__(
@@ -38,8 +38,13 @@ class AdamW:
     ) -> None:
         pieces = list(pieces)
         groups = _groups(pieces, config.weight_decay)
-        self._kernel = adam_update(groups, config, device) if groups else None
-        self.states = {piece.name: self._new_states(piece.master) for piece in pieces}
+        kind = ApexFusedAdam if config.optimizer_impl == "apex" else TorchAdamW
+        self._kernel = kind(groups, config, device) if groups else None
+        self.states = {
+            piece.name: {key: torch.zeros_like(piece.master) for key in STATES} for piece in pieces
+        }
+        for piece in pieces:
+            self._kernel.adopt(piece.master, **self.states[piece.name])  # type: ignore[union-attr]
 
     @classmethod
     def of(
@@ -66,12 +71,6 @@ class AdamW:
         if self._kernel is not None:
             self._kernel.set_num_updates(number)
 
-    def _new_states(self, master: Tensor) -> dict[str, Tensor]:
-        states = {key: torch.zeros_like(master) for key in STATES}
-        assert self._kernel is not None
-        self._kernel.adopt(master, **states)
-        return states
-
 
 def _groups(pieces: Sequence[Piece], weight_decay: float) -> list[dict[str, object]]:
     """Returns the pieces that share a weight decay and a learning rate."""
@@ -91,33 +90,6 @@ def _groups(pieces: Sequence[Piece], weight_decay: float) -> list[dict[str, obje
     return [group for group in groups if group["params"]]
 
 
-class AdamUpdate(Protocol):
-    """The arithmetic of AdamW: updates master weights by their `.grad`."""
-
-    def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Sets the tensors that are the moments of a master.
-
-        Call it once for each master, before the first step.
-        """
-
-    def step(self, rates: LearningRates, skipped: Tensor) -> None:
-        """Makes one update, or none if `skipped` (0-d float32) is 1."""
-
-    def set_num_updates(self, number: int) -> None:
-        """Sets how many updates the moments have seen. Their bias correction depends on it."""
-
-
-def adam_update(
-    groups: Sequence[Group], config: OptimizerConfig, device: torch.device
-) -> AdamUpdate:
-    """Returns the implementation that the configuration asks for.
-
-    InputError: it asks for apex, and apex has no kernel that can run.
-    """
-    kind = ApexFusedAdam if config.optimizer_impl == "apex" else TorchAdamW
-    return kind(groups, config, device)
-
-
 class TorchAdamW:
     """The update by torch's fused kernel, as torch.optim.AdamW(fused=True) makes it.
 
@@ -132,13 +104,13 @@ class TorchAdamW:
         self._states: dict[Tensor, tuple[Tensor, Tensor, Tensor]] = {}
 
     def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Implements AdamUpdate.adopt."""
+        """Makes these tensors the moments of a master. Call it once for each, before a step."""
         step = torch.zeros((), dtype=torch.float32, device=master.device)
         self._states[master] = exp_avg, exp_avg_sq, step
 
     @torch.no_grad()
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
-        """Implements AdamUpdate.step."""
+        """Updates the masters by their `.grad`, unless `skipped` is 1."""
         for group in self._groups:
             # The fused kernel raises the step count of each state, unless `skipped` is 1.
             masters = [master for master in group["params"] if master.grad is not None]
@@ -162,7 +134,7 @@ class TorchAdamW:
             )
 
     def set_num_updates(self, number: int) -> None:
-        """Implements AdamUpdate.set_num_updates."""
+        """Sets how many updates the moments have seen. Their bias correction depends on it."""
         for _, _, step in self._states.values():
             step.fill_(float(number))
 
@@ -202,12 +174,12 @@ class ApexFusedAdam:
         self.set_num_updates(0)
 
     def adopt(self, master: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        """Implements AdamUpdate.adopt."""
+        """Makes these tensors the moments of a master. Call it once for each, before a step."""
         assert master.dtype == torch.float32, master.dtype
         self._of[master].state[master] = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
     def step(self, rates: LearningRates, skipped: Tensor) -> None:
-        """Implements AdamUpdate.step."""
+        """Updates the masters by their `.grad`, unless `skipped` is 1."""
         for adam in self._adams:
             group = adam.param_groups[0]
             group["lr"].fill_(rates.of(at_an_end=group["at_an_end"]))
@@ -215,7 +187,7 @@ class ApexFusedAdam:
         self._last_skipped.copy_(skipped)
 
     def set_num_updates(self, number: int) -> None:
-        """Implements AdamUpdate.set_num_updates."""
+        """Sets how many updates the moments have seen. Their bias correction depends on it."""
         for adam in self._adams:
             # FusedAdam subtracts a skipped last step at the next step's start, hence the sum.
             adam.param_groups[0]["step"] = self._last_skipped + number

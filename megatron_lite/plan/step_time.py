@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes, residual_bytes
@@ -101,7 +100,6 @@ def step_time(
     )
     dp_size = parallel.data_parallel_size(num_ranks)
     num_microbatches = config.training.num_microbatches(dp_size)
-    element_bytes = chosen("the precision", config.training.precision, ELEMENT_BYTES)
     # Ranks are numbered tensor-parallel first, then context-, data- and pipeline-parallel.
     clock = Clock.of(config, hardware, Memo() if memo is None else memo)
     data_parallel, pipeline = Group(dp_size * c, t), Group(p, t * c * dp_size)
@@ -115,7 +113,7 @@ def step_time(
         data_parallel=data_parallel,
         # torch's addmm does so for float32 weights, without apex
         fused_accumulation=config.training.gradient_accumulation_fusion
-        and (fused_accumulation or element_bytes == ELEMENT_BYTES["fp32"]),
+        and (fused_accumulation or clock.element_bytes == ELEMENT_BYTES["fp32"]),
     )
     hidden = residual_bytes(model, Sizes.of(config, device=hardware.device))
     transfer = hardware.transfer_seconds(
@@ -139,23 +137,20 @@ def step_time(
     # The norm of all gradients makes every rank wait before its update.
     terms[OPTIMIZER] = max(one.update for one in updates)
     terms[WEIGHT_GATHERS] = max(one.gather for one in updates)
-    batch, seq_length = config.training.batch_size(dp_size), config.data.seq_length
+    batch = config.training.batch_size(dp_size)
+    shape = dict(
+        seq_length=config.data.seq_length, padded_vocab_size=config.tokenizer.padded_vocab_size(t)
+    )
+    flops = clock.memo.once(
+        ("model FLOPs", *shape.values()), lambda: step_flops(model, batch=1, **shape)
+    )
     return StepTime(
         terms={term: seconds for term, seconds in terms.items() if seconds > 0.0},
         rank=last,
         num_ranks=num_ranks,
-        tokens=batch * seq_length,
-        model_flops=batch
-        * clock.memo.once(
-            ("model FLOPs", seq_length, config.tokenizer.padded_vocab_size(t)),
-            lambda: step_flops(
-                model,
-                batch=1,
-                seq_length=seq_length,
-                padded_vocab_size=config.tokenizer.padded_vocab_size(t),
-            ),
-        ),
-        peak_flops=hardware.matmuls(element_bytes).peak_flops,
+        tokens=batch * config.data.seq_length,
+        model_flops=batch * flops,
+        peak_flops=hardware.matmuls(clock.element_bytes).peak_flops,
     )
 
 
@@ -191,21 +186,18 @@ class _StageTimes:
             else frozenset()
             for rank in range(self._size)
         ]
-        self._times: dict[tuple[int, bool], StageTime] = {}
         self._totals: dict[tuple[int, bool, str], float] = {}
 
     def of(self, stage: Stage, keeps_all: bool) -> StageTime:
         """Returns the time of one micro-batch in a stage."""
-        if (stage.number, keeps_all) not in self._times:
-            self._times[stage.number, keeps_all] = stage_time(
-                self._config,
-                stage,
-                self._plan(stage, keeps_all),
-                self._clock,
-                data_parallel=self._data_parallel,
-                fused_accumulation=self._fused,
-            )
-        return self._times[stage.number, keeps_all]
+        return stage_time(
+            self._config,
+            stage,
+            self._plan(stage, keeps_all),
+            self._clock,
+            data_parallel=self._data_parallel,
+            fused_accumulation=self._fused,
+        )
 
     def _plan(self, stage: Stage, keeps_all: bool) -> RecomputePlan:
         recompute, memo, layers = self._config.recompute, self._clock.memo, stage.num_layers

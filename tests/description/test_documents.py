@@ -19,7 +19,7 @@ from megatron_lite.memory.predict.micro_batch_peak import micro_batch_peak
 from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.loss_scale import scale_backward
-from megatron_lite.pipeline.handoff import arrive, depart, run_backward
+from megatron_lite.pipeline.executor import arrive, depart, run_backward
 from tests.description.test_workspace import GRID, NUM_LAYERS, Case, differences, wrong_each_time
 from tests.support.changes import with_fields
 from tests.support.courses import gloo_has_freed

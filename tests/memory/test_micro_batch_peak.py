@@ -21,7 +21,7 @@ from megatron_lite.memory.measure.engine_storages import EngineStorages
 from megatron_lite.memory.predict.micro_batch_peak import micro_batch_peak
 from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.pipeline.handoff import arrive, depart, run_backward
+from megatron_lite.pipeline.executor import arrive, depart, run_backward
 from tests.description.test_workspace import GRID, SHARE, Case, wrong_each_time
 from tests.support.courses import gloo_has_freed
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
