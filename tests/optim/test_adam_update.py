@@ -79,16 +79,17 @@ def test_weights_masters_and_moments_are_torchs_up_to_rounding(
             )
 
 
+@pytest.mark.parametrize("impl", ["torch", "apex"])
 @pytest.mark.parametrize("fault", [math.inf, math.nan])
-@pytest.mark.parametrize("bad_steps", [(0,), (1,), (1, 2), (0, 1, 3)])
+@pytest.mark.parametrize("bad_steps", [(0,), (1, 2), (0, 1, 3)])
 def test_skipped_steps_change_nothing_and_do_not_count(
-    calls: Calls, fault: float, bad_steps: tuple[int, ...]
+    calls: Calls, impl: str, fault: float, bad_steps: tuple[int, ...]
 ) -> None:
     """Bias correction would tell a step that counts: the first update is as large at every learning
     rate."""
     with tp_state(1) as parallel:
         model, undisturbed = Plain(), Plain()
-        ours, theirs = (optimizer_of(one, parallel, "apex") for one in (model, undisturbed))
+        ours, theirs = (optimizer_of(one, parallel, impl) for one in (model, undisturbed))
         for number in range(5):
             if number in bad_steps:
                 before = tensors(model, ours)

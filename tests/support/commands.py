@@ -48,38 +48,16 @@ def environment(**variables: str) -> dict[str, str]:
 
     variables: variables to add.
     """
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("SLURM_", "TORCHELASTIC"))
-        and name
-        not in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        )
-    }
+    launchers = ("SLURM_", "TORCHELASTIC", "MASTER_", "LOCAL_", "RANK", "WORLD_SIZE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     return {**kept, "OMP_NUM_THREADS": "1", **variables}
 
 
 def command(*arguments: str, ranks: int = 1) -> list[str]:
     """Returns the command `python pretrain_gpt.py ...`, under torchrun for more than one rank."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-    ]
-    return [
-        *(launcher if ranks > 1 else [sys.executable]),
-        str(ROOT / "pretrain_gpt.py"),
-        *arguments,
-    ]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    words = [str(ROOT / "pretrain_gpt.py"), *arguments]
+    return [sys.executable, *(launcher if ranks > 1 else ()), *words]
 
 
 def run_command(
