@@ -5,7 +5,8 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -72,13 +73,11 @@ def smallest_machine(problem: Problem, budget: Budget, num_parameters: int) -> F
 
     Raises InputError if not even MOST_RANKS are enough.
     """
-    count, last = 1, None
-    while count <= MOST_RANKS:
-        if _possible(problem, budget, num_parameters, count):
-            last = verdict(problem, count, budget)
-            if last.word != DOES_NOT_FIT:
-                return last
-        count *= 2
+    last = None
+    for count in _possible(problem, budget, num_parameters, 1):
+        last = verdict(problem, count, budget)
+        if last.word != DOES_NOT_FIT:
+            return last
     if last is not None:
         return last
     raise InputError(
@@ -95,25 +94,26 @@ def fewest_ranks(
     Returns None if none of the MOST_TRIED smallest possible numbers is enough: then more ranks do
     not help, because the memory goes to tensors that are not shared out over ranks.
     """
-    search, tried = Search(problem), 0
-    count = 1 << above.bit_length()
-    while count <= MOST_RANKS and tried < MOST_TRIED:
-        if _possible(problem, budget, num_parameters, count):
-            tried += 1
-            if search.find(count, budget.plan_bytes, most=1).plans:
-                return count
-        count *= 2
-    return None
+    search = Search(problem)
+    counts = _possible(problem, budget, num_parameters, 1 << above.bit_length())
+    fitting = (
+        count
+        for count in itertools.islice(counts, MOST_TRIED)
+        if search.find(count, budget.plan_bytes, most=1).plans
+    )
+    return next(fitting, None)
 
 
-def _possible(problem: Problem, budget: Budget, num_parameters: int, count: int) -> bool:
-    """Returns whether there is a layout, and whether a rank's states alone fit.
+def _possible(problem: Problem, budget: Budget, num_parameters: int, count: int) -> Iterator[int]:
+    """Yields `count`, twice as many ranks and so on, if a layout exists and its states may fit.
 
     No layout takes less than all states shared out over all ranks.
     """
-    if LEAST_STATES * num_parameters / count > budget.memory_bytes:
-        return False
-    return next(layouts(problem, count), None) is not None
+    while count <= MOST_RANKS:
+        states = LEAST_STATES * num_parameters / count
+        if states <= budget.memory_bytes and next(layouts(problem, count), None) is not None:
+            yield count
+        count *= 2
 
 
 def status(verdicts: Sequence[FitVerdict]) -> int:

@@ -8,7 +8,7 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_lite.config.stages import warmup_forwards
@@ -59,7 +59,13 @@ def run_pipeline(
     while durations.alike and fewer < num_microbatches:
         short = _simulate(durations, size, fewer + (num_microbatches - fewer) % period, num_chunks)
         if (shift := short.shift(period, num_chunks)) is not None:
-            return short.extended(durations, num_microbatches, period, shift)
+            # `shift` seconds for each period that was left out
+            done = len(short.actions[0]) // 2 // num_chunks
+            more = (num_microbatches - done) // period * shift
+            return [
+                RankEnd(rank.end + more, rank.busy * num_microbatches / done)
+                for rank in short.ranks
+            ]
         fewer *= 2
     return _simulate(durations, size, num_microbatches, num_chunks).ranks
 
@@ -127,28 +133,11 @@ class _Simulation(NamedTuple):
         longest = max(rank.end for rank in self.ranks)
         return low if high - low <= ROUNDING * longest else None
 
-    def extended(
-        self, durations: Durations, num_microbatches: int, period: int, shift: float
-    ) -> list[RankEnd]:
-        """Returns the times of a run with more micro-batches, whose periods follow one another
-        after `shift` seconds."""
-        done = len(self.actions[0]) // 2 // self._num_chunks  # the micro-batches of this run
-        more = (num_microbatches - done) // period
-        return [
-            RankEnd(rank.end + more * shift, rank.busy * num_microbatches / done)
-            for rank in self.ranks
-        ]
-
-    @property
-    def _num_chunks(self) -> int:
-        return 1 + max(action.chunk for action in self.actions[0])
-
 
 def _simulate(
     durations: Durations, size: int, num_microbatches: int, num_chunks: int
 ) -> _Simulation:
     actions = orders(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    table: dict[tuple[int, int, str], float] = {}
     ends: list[list[float]] = [[] for _ in range(size)]
     free, busy = [0.0] * size, [0.0] * size
     done: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and number of the stage
@@ -163,19 +152,13 @@ def _simulate(
             arrives = _arrival(action, stage, size * num_chunks, done, durations, free[rank])
             if arrives is None:
                 break
-            key = (rank, action.chunk, action.kind)
-            if not durations.alike:
-                spent = durations.duration(rank, action)
-            elif key in table:
-                spent = table[key]
-            else:
-                spent = table[key] = durations.duration(rank, action)
+            spent = durations.duration(rank, action)
             free[rank] = max(free[rank], arrives) + spent
             busy[rank] += spent
             done[action.kind, action.microbatch, stage] = free[rank]
             ends[rank].append(free[rank])
             awake.append((rank + (1 if action.kind == "forward" else -1)) % size)
-    assert all(map(_is_over, map(len, ends), actions)), "a rank waits for ever"
+    assert [*map(len, ends)] == [*map(len, actions)], "a rank waits for ever"
     return _Simulation([RankEnd(*times) for times in zip(free, busy, strict=True)], ends, actions)
 
 
@@ -199,7 +182,3 @@ def _arrival(
         return None
     # Without overlap the rank begins to receive when it is free.
     return (made if durations.overlap else max(made, free)) + durations.transfer
-
-
-def _is_over(position: int, actions: Sequence[Action]) -> bool:
-    return position == len(actions)

@@ -91,11 +91,22 @@ def _stage_time(
 ) -> StageTime:
     inner, differ = layer_sizes(config, sizes), _layers_differ(config)
     forward, backward = clock.memo.once(
-        ("ends", replace(sizes, first_layer=0)), lambda: _ends_time(config, sizes, clock)
+        ("ends", replace(sizes, first_layer=0)),
+        lambda: _operations_time(
+            [
+                *(embedding_operations(config.model, sizes) if sizes.has_embedding else ()),
+                *(head_operations(config.model, sizes) if sizes.has_head else ()),
+            ],
+            clock,
+        ),
     )
     described = stage.num_layers if differ else 1
     for one, count in clock.memo.once(
-        ("layers", inner, described), lambda: _layers_time(config, inner, described, clock)
+        ("layers", inner, described),
+        lambda: [
+            (_operations_time(layer.operations, clock), number)
+            for layer, number in describe_kinds(config.model, inner, described)
+        ],
     ):
         times = count if differ else stage.num_layers
         forward, backward = forward + one.forward.times(times), backward + one.backward.times(times)
@@ -129,27 +140,6 @@ def layer_sizes(config: RunConfig, sizes: Sizes) -> Sizes:
 
 def _layers_differ(config: RunConfig) -> bool:
     return config.model.window_size is not None or config.model.no_rope_freq is not None
-
-
-def _ends_time(config: RunConfig, sizes: Sizes, clock: Clock) -> StageTime:
-    """Returns the time of the embedding and of the head, as far as the stage holds them."""
-    return _operations_time(
-        [
-            *(embedding_operations(config.model, sizes) if sizes.has_embedding else ()),
-            *(head_operations(config.model, sizes) if sizes.has_head else ()),
-        ],
-        clock,
-    )
-
-
-def _layers_time(
-    config: RunConfig, sizes: Sizes, num_layers: int, clock: Clock
-) -> list[tuple[StageTime, int]]:
-    """Returns the time of one layer of each kind, and how many of them the stage has."""
-    return [
-        (_operations_time(layer.operations, clock), count)
-        for layer, count in describe_kinds(config.model, sizes, num_layers)
-    ]
 
 
 def _operations_time(operations: Iterable[Operation], clock: Clock) -> StageTime:
