@@ -181,7 +181,7 @@ def plan(
     "fits", "tight" (with a part of the reserve only) or "does not fit".
     Raises InputError if training would refuse every layout.
     """
-    from megatron_lite.plan.budget import Budget, default_reserve
+    from megatron_lite.plan.auto_policy import Budget, default_reserve
     from megatron_lite.plan.fit_verdict import verdict
     from megatron_lite.plan.hardware import load_hardware
     from megatron_lite.tools.plan import problem_of

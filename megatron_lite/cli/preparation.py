@@ -13,8 +13,8 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import ParallelState, choose_device
-from megatron_lite.plan.chosen_policy import with_chosen_policy
-from megatron_lite.plan.machine_choice import machine_for_policy
+from megatron_lite.plan.auto_policy import with_chosen_policy
+from megatron_lite.plan.hardware import machine_for_policy
 from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.capacity import memory_bytes
 from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings

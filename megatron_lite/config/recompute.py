@@ -34,7 +34,7 @@ class RecomputeConfig:
     recompute_modules: the regions of granularity selective, core_attn if omitted. `pointwise`
         stands for layernorm, activation and dropout.
     recompute_policy: a text in the language of config/policy.py. It replaces the fields above and
-        can describe more. AUTO: plan/chosen_policy.py replaces it at the start by the fastest
+        can describe more. AUTO: plan/auto_policy.py replaces it at the start by the fastest
         policy that fits `memory_budget`. Until then the configuration counts as one without a
         policy.
     memory_budget: an amount such as 80GiB, for everything that a rank allocates.

@@ -6,12 +6,18 @@ Each pipeline rank gets the fastest mix of actions (policies.py) that fits besid
 weights, gradients, optimizer states and workspaces. memory/predict/step_peak.py has the last word:
 the space of a rank is corrected by the difference to it until the whole run fits. Standard library
 only.
+
+The prediction counts what a run allocates through torch. The reserve of a `Budget` is for what it
+does not see: the context of CUDA and the libraries' workspaces, the buffers of NCCL, and memory
+that torch's allocator cannot use because it lies in pieces.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.units import size
@@ -21,6 +27,26 @@ from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.plan.rank_mixes import RankSearch
 
 ROUNDS = 6  # corrections of the space; two are usual
+# Assumptions, stated in docs/planning.md. 1 GiB for the context, cuBLAS and NCCL; 3 % of the card
+# for pieces.
+RESERVE_BYTES, RESERVE_SHARE = 2**30, 0.03
+
+
+class Budget(NamedTuple):
+    """The memory of a card and the part of it that stays free."""
+
+    memory_bytes: int
+    reserve_bytes: int
+
+    @property
+    def plan_bytes(self) -> int:
+        """The bytes that a plan may take."""
+        return self.memory_bytes - self.reserve_bytes
+
+
+def default_reserve(memory_bytes: int) -> int:
+    """Returns the reserve of a card."""
+    return RESERVE_BYTES + round(RESERVE_SHARE * memory_bytes)
 
 
 class Unreachable(NamedTuple):
@@ -118,3 +144,45 @@ def whole_bytes(run: Run) -> int:
     """Returns about the peak without recomputation, as `least_bytes` does."""
     search = RankSearch(run)
     return search.bytes_of(search.keeping_mixes())
+
+
+class ChosenPolicy(NamedTuple):
+    """The configuration with its policy, and a line for the log."""
+
+    config: RunConfig
+    notice: str
+
+
+def with_chosen_policy(
+    config: RunConfig, hardware: Hardware, num_ranks: int, *, device_bytes: int | None
+) -> ChosenPolicy:
+    """Returns the configuration with the fastest policy that fits its --memory-budget.
+
+    hardware: the machine for which times are compared.
+    device_bytes: the memory of one rank's device, for a run without a budget.
+    Raises InputError if no policy fits, with the smallest peak that can be reached, and if the
+    budget is missing.
+    """
+    recompute = config.recompute
+    assert recompute.is_to_be_chosen
+    if recompute.memory_budget is not None:
+        budget = parse_bytes("--memory-budget", recompute.memory_budget)
+        words = f"--memory-budget {recompute.memory_budget}"
+    elif device_bytes is None:
+        raise InputError(
+            "--recompute-policy auto needs to know how much memory a rank may use: give "
+            "--memory-budget, such as --memory-budget 4GiB"
+        )
+    else:
+        budget = Budget(device_bytes, default_reserve(device_bytes)).plan_bytes
+        words = f"{size(budget)}, the GPU's memory less a reserve"
+    try:
+        text = choose_policy(config, hardware, budget, num_ranks)
+        chosen = replace(
+            config, recompute=replace(recompute, recompute_policy=text, memory_budget=None)
+        )
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return ChosenPolicy(
+        chosen, f"--recompute-policy auto chose {text!r}, the fastest policy within {words}"
+    )

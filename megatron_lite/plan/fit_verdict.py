@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.plan.budget import Budget
+from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.layouts import Problem, layouts, refusal
 from megatron_lite.plan.neighbours import Neighbour, largest_micro_batch, neighbours
 from megatron_lite.plan.search import Plan, Search, SearchResult

@@ -34,6 +34,9 @@ from megatron_lite.description.operations import (
 
 MACHINES = Path(__file__).parent / "machines"
 ALIASES = {"a100": "a100-80gb", "h100": "h100-80gb", "h200-141gb": "h200", "b200-180gb": "b200"}
+# Parts of the names that CUDA gives to GPUs, in lower case, and their machines.
+GPU_MACHINES = (("a100", "a100-80gb"), ("h100", "h100-80gb"), ("h200", "h200"), ("b200", "b200"))
+CPU_MACHINE = "cpu"
 LARGEST_FIGURE = 1e24
 DEVICES = ("cpu", "cuda")
 
@@ -223,6 +226,35 @@ def load_hardware(name: str) -> Hardware:
         raise
     except ValueError as error:
         raise InputError(f"{shown(str(path))}: {error}") from None
+
+
+def machine_of_gpu(gpu_name: str) -> Hardware | None:
+    """Returns the machine with such GPUs, or None. gpu_name: as CUDA gives it."""
+    words = gpu_name.lower()
+    return next((load_hardware(name) for part, name in GPU_MACHINES if part in words), None)
+
+
+def machine_for_policy(machine: str | None, *, device: str, gpu_name: str | None) -> Hardware:
+    """Returns the machine for which `--recompute-policy auto` compares times.
+
+    machine: the value of --machine, or None.
+    device: "cpu" or "cuda". gpu_name: the name of the GPU, or None if there is none here.
+    Raises InputError if no machine is known for the GPU.
+    """
+    if machine is not None:
+        return load_hardware(machine)
+    if device == "cpu":
+        return load_hardware(CPU_MACHINE)
+    found = None if gpu_name is None else machine_of_gpu(gpu_name)
+    if found is None:
+        what = (
+            "no GPU is here" if gpu_name is None else f"no machine is known for {shown(gpu_name)}"
+        )
+        raise InputError(
+            f"--recompute-policy auto compares times, and {what}: give --machine, one of "
+            f"{', '.join(machine_names())}, or a file of python -m megatron_lite.tools.calibrate"
+        )
+    return found
 
 
 def from_json(text: str) -> Hardware:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.parallel.told_work import told_on_terminal
-from megatron_lite.plan.budget import Budget
+from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.fit_verdict import DOES_NOT_FIT, FitVerdict, fewest_ranks
 from megatron_lite.plan.layouts import Problem
 from megatron_lite.plan.plan_text import WIDTH

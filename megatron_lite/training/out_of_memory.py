@@ -24,7 +24,7 @@ from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.texts import gather_texts
 from megatron_lite.plan.auto_policy import choose_policy
-from megatron_lite.plan.machine_choice import machine_for_policy
+from megatron_lite.plan.hardware import machine_for_policy
 from megatron_lite.training.capacity import FIX, least_bytes, memory_bytes
 from megatron_lite.training.peak_memory import own_step_peak
 

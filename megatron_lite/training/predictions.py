@@ -16,8 +16,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.plan.hardware import Hardware, load_hardware
-from megatron_lite.plan.machine_choice import machine_of_gpu
+from megatron_lite.plan.hardware import Hardware, load_hardware, machine_of_gpu
 from megatron_lite.plan.step_time import step_time
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory
 from megatron_lite.training.peak_memory import (

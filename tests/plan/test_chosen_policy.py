@@ -12,9 +12,14 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.plan.chosen_policy import with_chosen_policy
-from megatron_lite.plan.hardware import load_hardware, machine_names
-from megatron_lite.plan.machine_choice import GPU_MACHINES, machine_for_policy, machine_of_gpu
+from megatron_lite.plan.auto_policy import with_chosen_policy
+from megatron_lite.plan.hardware import (
+    GPU_MACHINES,
+    load_hardware,
+    machine_for_policy,
+    machine_names,
+    machine_of_gpu,
+)
 
 RUN = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 256 "

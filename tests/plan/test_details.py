@@ -12,7 +12,7 @@ import pytest
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.pages.plan_page import plan_page
-from megatron_lite.plan.budget import Budget
+from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.details import details
 from megatron_lite.plan.fit_verdict import FITS, FitVerdict, verdict
 from megatron_lite.plan.layouts import Problem

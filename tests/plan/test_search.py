@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.plan.auto_policy import Unreachable
-from megatron_lite.plan.budget import Budget, default_reserve
+from megatron_lite.plan.auto_policy import Budget, Unreachable, default_reserve
 from megatron_lite.plan.fit_verdict import DOES_NOT_FIT, FITS, TIGHT, smallest_machine, verdict
 from megatron_lite.plan.layouts import Problem, layouts
 from megatron_lite.plan.neighbours import largest_micro_batch
