@@ -149,17 +149,13 @@ class Zero1:
                 dict.fromkeys(self._of(names[one]) for one in module.parameters(recurse=False))
             )
             if awaited:
-                module.register_forward_pre_hook(partial(_finish_before_forward, awaited))
+                module.register_forward_pre_hook(partial(_finish, awaited))
                 module.__dict__[READER] = partial(_finish_and_read, awaited, module)
 
 
-def _finish(awaited: Iterable[_Weights]) -> None:
+def _finish(awaited: Iterable[_Weights], *_: object) -> None:
     for weights in awaited:
         weights.finish()
-
-
-def _finish_before_forward(awaited: Iterable[_Weights], *_: object) -> None:
-    _finish(awaited)
 
 
 def _finish_and_read(awaited: Iterable[_Weights], module: nn.Module) -> Tensor:

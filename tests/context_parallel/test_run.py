@@ -13,9 +13,7 @@ from torch import Tensor
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.mock import MockDataset
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.training.batches import fetch
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.micro_batches import StageRunner
@@ -106,18 +104,6 @@ def test_ten_losses_and_the_validation_loss_are_those_of_one_rank(
     assert {
         row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in found
     } == {True}
-
-
-def test_ranks_that_share_sequences_read_the_same_samples_and_take_their_spans() -> None:
-    dataset = MockDataset(8, 12, 98, 5)
-    whole = fetch(dataset, [3, 4], torch.device("cpu"))
-    for rank, places in ((0, [0, 1, 10, 11]), (1, [2, 3, 8, 9]), (2, [4, 5, 6, 7])):
-        part = fetch(dataset, [3, 4], torch.device("cpu"), cp_rank=rank, cp_size=3)
-        assert torch.equal(part.tokens, whole.tokens[:, places]) and torch.equal(
-            part.labels, whole.labels[:, places]
-        )
-        # of the sample nothing else is kept
-        assert part.tokens.untyped_storage().nbytes() == 2 * 4 * 8
 
 
 def state(trainer: Any) -> dict[str, Tensor]:

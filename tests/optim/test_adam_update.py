@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.optimizer import Optimizer
+from tests.optim.test_muon import state_of, step
 from tests.optim.test_optimizer import CONFIG, RATES, Plain
 from tests.support import apex
 from tests.support.apex import Calls
@@ -37,24 +37,6 @@ def optimizer_of(model: Plain, parallel: Any, impl: str) -> Optimizer:
     )
 
 
-def step(model: Plain, optimizer: Optimizer, number: int, rate: float) -> None:
-    optimizer.zero_grad()
-    model.loss(number).backward()
-    optimizer.step(rate)
-
-
-def tensors(model: Plain, optimizer: Optimizer) -> dict[str, Tensor]:
-    states = {
-        f"{name}/{key}": value
-        for name, state in optimizer.states.items()
-        for key, value in state.items()
-    }
-    return {
-        key: value.detach().clone()
-        for key, value in {**dict(model.named_parameters()), **states}.items()
-    }
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_masters_and_moments_are_torchs_up_to_rounding(
     calls: Calls, dtype: torch.dtype
@@ -66,7 +48,7 @@ def test_weights_masters_and_moments_are_torchs_up_to_rounding(
             optimizer = optimizer_of(model, parallel, impl)
             for number, rate in enumerate(RATES):
                 step(model, optimizer, number, rate)
-            results.append(tensors(model, optimizer))
+            results.append(state_of(model, optimizer))
     assert calls[KERNEL] == 2 * len(RATES)  # groups
     for key, value in results[0].items():
         if dtype == torch.float32:
@@ -92,20 +74,20 @@ def test_skipped_steps_change_nothing_and_do_not_count(
         ours, theirs = (optimizer_of(one, parallel, impl) for one in (model, undisturbed))
         for number in range(5):
             if number in bad_steps:
-                before = tensors(model, ours)
+                before = state_of(model, ours)
                 ours.zero_grad()
                 model.loss(9).backward()
                 ours.buffer.grads["norm_weight"][2] = fault
                 assert ours.step(0.1).skipped.item() == 1.0
                 assert all(
-                    torch.equal(value, before[key]) for key, value in tensors(model, ours).items()
+                    torch.equal(value, before[key]) for key, value in state_of(model, ours).items()
                 )
             else:
                 for one, optimizer in ((model, ours), (undisturbed, theirs)):
                     step(one, optimizer, number, 0.1)
         assert ours.num_updates == theirs.num_updates == 5 - len(bad_steps)
-    expected = tensors(undisturbed, theirs)
-    assert all(torch.equal(value, expected[key]) for key, value in tensors(model, ours).items())
+    expected = state_of(undisturbed, theirs)
+    assert all(torch.equal(value, expected[key]) for key, value in state_of(model, ours).items())
 
 
 @pytest.mark.parametrize(
@@ -132,7 +114,7 @@ def test_states_load_across_implementations(
         for model, optimizer in ((first, original), (second, loaded)):
             for number in (6, 7):
                 step(model, optimizer, number, 0.01)
-        expected, actual = tensors(first, original), tensors(second, loaded)
+        expected, actual = state_of(first, original), state_of(second, loaded)
     for key, value in expected.items():
         if writer == reader:
             assert torch.equal(actual[key], value), key

@@ -52,7 +52,7 @@ MESHES = {
 }
 
 
-def _train_everywhere(
+def train_everywhere(
     rank: int,
     world_size: int,
     tp_size: int,
@@ -85,7 +85,7 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
         expected = train(name, parallel, LAYOUTS["replicated"], steps=steps, **options)
     assert min(expected.grad_norms) > 0.5  # every step clips
     runs = run_ranks(
-        _train_everywhere,
+        train_everywhere,
         world_size,
         tp_size,
         name,
@@ -130,7 +130,7 @@ def test_zero1_and_overlap_change_no_bit(
     changes nothing."""
     options = dict(dtype=dtype, sequence_parallel=tp_size > 1)
     for of_rank in run_ranks(
-        _train_everywhere,
+        train_everywhere,
         world_size,
         tp_size,
         "gpt2",

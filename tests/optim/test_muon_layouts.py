@@ -21,27 +21,14 @@ from megatron_lite.optim.newton_schulz import STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import ParallelState
+from tests.optim.test_layouts import train_everywhere
 from tests.optim.test_muon import HIGH, MATRICES
 from tests.support.equality import difference
-from tests.support.layouts import LAYOUTS, Run, differing, train
+from tests.support.layouts import LAYOUTS, differing, train
 from tests.support.models import tp_state
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
-
-
-def _train_everywhere(
-    rank: int,
-    world_size: int,
-    tp_size: int,
-    name: str,
-    options: dict[str, Any],
-    layouts: tuple[str, ...],
-) -> dict[str, Run]:
-    with tp_state(tp_size) as parallel:
-        return {
-            layout: train(name, parallel, LAYOUTS[layout], steps=3, **options) for layout in layouts
-        }
 
 
 @pytest.mark.parametrize(
@@ -68,11 +55,12 @@ def test_every_layout_trains_as_a_single_process(
         expected = train(name, parallel, LAYOUTS["replicated"], steps=3, **options)
     assert min(expected.grad_norms) > 0.5
     for of_rank in run_ranks(
-        _train_everywhere,
+        train_everywhere,
         world_size,
         tp_size,
         name,
         dict(options, sequence_parallel=sequence_parallel),
+        3,
         layouts,
         detail=False,
     ):
@@ -104,7 +92,7 @@ def test_zero1_changes_no_bit(dtype: torch.dtype) -> None:
     whole matrices."""
     options = dict(dtype=dtype, settings=OptimizerConfig(optimizer="muon", clip_grad=0.0))
     layouts = ("replicated", "zero1", "zero1, overlap")
-    for of_rank in run_ranks(_train_everywhere, 2, 1, "llama", options, layouts, detail=False):
+    for of_rank in run_ranks(train_everywhere, 2, 1, "llama", options, 3, layouts, detail=False):
         for layout in layouts[1:]:
             assert differing(of_rank["replicated"], of_rank[layout]) == [], layout
             assert of_rank[layout].piece_elements < of_rank["replicated"].piece_elements

@@ -23,7 +23,7 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_stages, build_trainer
 from tests.support.models import whole_tensors
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
+from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
 
 NO_DROPOUT = dict(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0)
 
@@ -145,21 +145,6 @@ def test_a_checkpoint_loads_bit_for_bit_in_every_layout(tmp_path: Path, untied: 
         assert all(
             torch.equal(value, saved[name]) for one in loaded for name, value in one.items()
         ), sizes
-
-
-def test_a_pipeline_that_stops_and_resumes_leaves_the_bytes_of_one_that_does_not(tmp_path: Path):
-    """With dropout, tied embeddings and whole layers recomputed."""
-    config = replace(
-        in_layout(tiny_run(model=dict(num_layers=4), training=dict(train_iters=6)), **INTERLEAVED),
-        recompute=RecomputeConfig(recompute_policy="*:full"),
-    )
-    whole, parts = str(tmp_path / "whole"), str(tmp_path / "parts")
-    run_ranks(_run, 2, with_checkpoint(config, save=whole), detail=False)
-    half = replace(config, training=replace(config.training, exit_interval=3))
-    run_ranks(_run, 2, with_checkpoint(half, save=parts), detail=False)
-    run_ranks(_run, 2, with_checkpoint(config, save=parts, load=parts), detail=False)
-    expected = step_bytes(Path(whole), 6)
-    assert len(expected) == 6 and step_bytes(Path(parts), 6) == expected
 
 
 def test_micro_batches_that_do_not_fit_the_interleaved_order_are_one_error():

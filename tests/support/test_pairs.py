@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 
 import pytest
 
-from tests.support.pairs import covering, in_one_test, pairs, thinned
+from tests.support.pairs import covering, pairs, thinned
 
 
 def pairs_of(cases) -> set[tuple[object, ...]]:
@@ -45,17 +44,3 @@ def test_cases_that_are_left_out_are_marked_long_and_all_keep_their_order_and_na
     assert 6 <= len(kept) < 12 and all(
         mark.name == "long" for parameter in parameters for mark in parameter.marks
     )
-
-
-def test_a_walk_names_the_case_that_fails_and_takes_the_other_arguments_from_pytest() -> None:
-    seen = []
-
-    @in_one_test("number, text", [(1, "a"), (2, "b"), (3, "c")])
-    def test(folder: str, number: int, text: str) -> None:
-        seen.append((folder, number, text))
-        assert number != 2, "two"
-
-    assert list(inspect.signature(test).parameters) == ["folder"]
-    with pytest.raises(AssertionError, match=r"case \(2, 'b'\): two"):
-        test(folder="here")
-    assert seen == [("here", 1, "a"), ("here", 2, "b")]
