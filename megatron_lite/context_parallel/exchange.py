@@ -16,7 +16,7 @@ A part is the keys and values of one rank, [2, n, b, g, d] with n = s/c.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,28 +33,16 @@ class KeysValuesOf(NamedTuple):
     keys_values: Tensor
 
 
-class GradientSum(Protocol):
-    """Sums the gradients of every rank's keys and values over all ranks."""
-
-    def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
-        """Adds this rank's gradients for some tokens of the rank `source`.
-
-        key, value: [m, b, g, d]. Call it once for each part, in the order in which the parts come.
-        """
-
-    def result(self) -> Tensor:
-        """Returns the gradients of this rank's own part, summed over all ranks: [2, n, b, g, d]."""
-
-
 class Exchange(NamedTuple):
     """The two functions of one way to exchange parts.
 
     parts: yields all parts: this rank's own first, and then those of the ranks before it.
-    sum: returns a GradientSum for tensors like the given part.
+    sum: returns the sum of the gradients of every rank's part, over all ranks, for tensors like the
+        given part.
     """
 
     parts: Callable[[Tensor, ProcessGroup], Iterator[KeysValuesOf]]
-    sum: Callable[[Tensor, ProcessGroup], GradientSum]
+    sum: Callable[[Tensor, ProcessGroup], RingSum | ScatteredSum]
 
 
 def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[KeysValuesOf]:
@@ -84,7 +72,10 @@ class RingSum:
         self._travelling: Shift | None = None
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
-        """Implements GradientSum.add."""
+        """Adds this rank's gradients for some tokens of the rank `source`.
+
+        key, value: [m, b, g, d]. Call it once for each part, in the order in which the parts come.
+        """
         total = (
             torch.zeros_like(self._like) if self._travelling is None else self._travelling.wait()
         )
@@ -93,7 +84,7 @@ class RingSum:
         self._travelling = start_shift(total, self._group)
 
     def result(self) -> Tensor:
-        """Implements GradientSum.result."""
+        """Returns the gradients of this rank's own part, summed over all ranks: [2, n, b, g, d]."""
         assert self._travelling is not None
         return self._travelling.wait()
 
@@ -116,13 +107,13 @@ class ScatteredSum:
         self._whole = like.new_zeros((group.size(), *like.shape))
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
-        """Implements GradientSum.add."""
+        """Sets this rank's gradients for some tokens of the rank `source`, as RingSum.add."""
         # Each part comes once, so nothing is added. Tokens that no query here reads stay 0.
         self._whole[source, 0, tokens] = key
         self._whole[source, 1, tokens] = value
 
     def result(self) -> Tensor:
-        """Implements GradientSum.result."""
+        """Returns what RingSum.result returns."""
         return reduce_scatter_first_dim(self._whole.flatten(0, 1), self._group)
 
 
