@@ -28,7 +28,7 @@ from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loss_mask import masked_mean_of
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
-from tests.support.courses import gloo_has_freed
+from megatron_lite.parallel.waiting import gloo_has_freed
 
 STEP = "the measured step"
 LEARNING_RATE = 1e-4

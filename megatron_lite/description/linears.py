@@ -15,52 +15,30 @@ only.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.description import temporaries
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
     NOTHING_MOVED,
     REDUCE_SCATTER,
     Collective,
-    Course,
     KeptTensor,
     Matmul,
     Moved,
     Operation,
     OperatorCall,
     Parameter,
-    Workspace,
-    course,
 )
-from megatron_lite.description.sizes import Sizes, is_widened
-from megatron_lite.description.weight_gradients import (
-    added_up,
-    apart,
-    gradient_bytes,
-    weight_product,
-)
+from megatron_lite.description.sizes import Sizes
 
 OPERATORS = {
     ALL_REDUCE: "_c10d_functional.all_reduce.default",
     ALL_GATHER: "_c10d_functional.all_gather_into_tensor.default",
     REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",
 }
-
-
-class RowFrees(NamedTuple):
-    """The tensors that are freed with a row-parallel linear layer, in bytes.
-
-    forward: tensors that the module around the layer holds until the layer has run.
-    backward: the layer's input, if no operation before the layer keeps it too.
-    gradient: whether backward frees the gradient of the output even if there is no dropout. If not,
-        that gradient is also the gradient of the residual stream, which lives on.
-    """
-
-    forward: int
-    backward: int
-    gradient: bool = False
 
 
 def column_linear(
@@ -105,14 +83,7 @@ def column_linear(
         parameters=parameters,
         # The gradient of the bias is a sum over the gradient of the output.
         moved=moved + ((0, result.num_bytes) if bias else (0, 0)),
-        workspace=column_workspace(
-            model,
-            sizes,
-            width=width,
-            weight=weight_product(parameters[0], sizes),
-            bias=gradient_bytes(parameters[1:], sizes),
-            then=added_up(apart(parameters, sizes), sizes),
-        ),
+        temporary=temporaries.column_linear(model, sizes, result.num_bytes, parameters[0]),
         **others,
     )
 
@@ -126,7 +97,7 @@ def row_linear(
     bias: bool,
     model: ModelConfig,
     sizes: Sizes,
-    frees: RowFrees,
+    own_gradient: bool,
     output_is_read: bool = False,
     **others: Any,
 ) -> Operation:
@@ -136,6 +107,7 @@ def row_linear(
     collective that sums the ranks' partial results.
 
     width: the number of input features on one rank.
+    own_gradient: see `temporaries.row_linear`.
     output_is_read: whether an operation keeps the output, so that no replay can leave it out.
     """
     hidden = sizes.tokens * model.hidden_size * sizes.element_bytes
@@ -167,15 +139,6 @@ def row_linear(
         Parameter("weight", (model.hidden_size, width)),
         *((Parameter("bias", (model.hidden_size,), sizes.sequence_parallel),) if bias else ()),
     )
-    workspace = _row_workspace(
-        model,
-        sizes,
-        width=width,
-        weight=weight_product(parameters[0], sizes),
-        bias=gradient_bytes(parameters[1:], sizes),
-        then=added_up(apart(parameters, sizes), sizes),
-        frees=frees,
-    )
     return Operation(
         name,
         module,
@@ -187,70 +150,11 @@ def row_linear(
             2 * summed.num_bytes if bias and sizes.tp_size > 1 else 0,
             summed.num_bytes if bias else 0,
         ),
-        workspace=workspace,
-        replayed=Workspace(course(+sizes.element_bytes), workspace.backward),
+        temporary=temporaries.row_linear(
+            model, sizes, width, parameters[0], own_gradient=own_gradient
+        ),
         **others,
     )
-
-
-def column_workspace(
-    model: ModelConfig, sizes: Sizes, *, width: int, weight: Course, bias: int = 0, then: Course
-) -> Workspace:
-    """Returns the workspace of a column-parallel linear layer.
-
-    Under sequence parallelism it holds the gathered input, and in backward the whole gradient of
-    the input besides this rank's part of the sum.
-
-    width: the number of output features on one rank.
-    weight: the course of the product of its weight's gradient. bias: the bytes of its bias's
-        gradient.
-    then: what happens to these gradients when backward has computed them.
-    """
-    whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
-    output = sizes.tokens * width * sizes.element_bytes
-    if not _splits_sequence(sizes):
-        return Workspace(course(+output), course(+whole, weight, +bias, -output - whole, then))
-    own, copy = whole // sizes.tp_size, sizes.gloo_copy(whole)
-    return Workspace(
-        course(+whole, +copy, -copy, +output, -whole),
-        # the gathered input, the whole gradient of the input, this rank's part of the sum
-        course(
-            *(+whole, +copy, +whole, -copy, +own, +copy, weight, +bias, -copy),
-            then,
-            -2 * whole - output - own,
-        ),
-    )
-
-
-def _row_workspace(
-    model: ModelConfig,
-    sizes: Sizes,
-    *,
-    width: int,
-    weight: Course,
-    bias: int,
-    then: Course,
-    frees: RowFrees,
-) -> Workspace:
-    whole = hidden_collective(ALL_REDUCE, model, sizes).num_bytes
-    input_bytes = sizes.tokens * width * sizes.element_bytes
-    # If the gradient of the output is a tensor of its own, and not that of the residual stream.
-    freed = model.hidden_dropout or frees.gradient or is_widened(model, sizes)
-    own_gradient = sizes.local_tokens * model.hidden_size * sizes.element_bytes if freed else 0
-    used = own_gradient + frees.backward
-    if not _splits_sequence(sizes):
-        return Workspace(
-            course(+whole, -frees.forward), course(+bias, +input_bytes, weight, then, -used)
-        )
-    own, copy = whole // sizes.tp_size, sizes.gloo_copy(whole)
-    return Workspace(
-        course(+whole, +own, +copy, -copy - whole - frees.forward),
-        course(+bias, +whole, +copy, -copy, +input_bytes, weight, then, -whole - used),
-    )
-
-
-def _splits_sequence(sizes: Sizes) -> bool:
-    return sizes.tp_size > 1 and sizes.sequence_parallel
 
 
 def column_backward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:

@@ -149,51 +149,6 @@ class RegionEntry(NamedTuple):
         return (*self.inputs, rng_state(f"RNG states of {self.region}", sizes.rng_state_bytes))
 
 
-class Course(NamedTuple):
-    """The changes of the bytes that a rank holds while one forward or backward runs.
-
-    most: the most bytes held at any moment, beyond those held when it began.
-    end: the bytes held when the next operation begins, beyond those held when this one began. It is
-        negative if the operation frees more than it allocates.
-    """
-
-    most: int = 0
-    end: int = 0
-
-
-class Workspace(NamedTuple):
-    """The courses of an operation's forward and backward, if nothing is recomputed.
-
-    They count every tensor storage on one rank: kept tensors, outputs that no operation keeps,
-    gradients and temporaries. A course also counts the tensors that the operation frees. In forward
-    that is its input if no operation keeps it; in backward it is the gradient of its output and the
-    tensors that it kept. A course does not count memory that a kernel allocates and frees inside
-    one call of a torch operator.
-
-    The gradient of a parameter counts as a fresh tensor of the parameter's shape and dtype, which
-    stays alive from its computation on. `Operation.parameters` gives its bytes.
-
-    When a backward begins, the gradient of the operation's output is held. Inside a branch the
-    gradient of the residual stream is held as well. Without dropout these two are one storage when
-    the branch's backward begins.
-    """
-
-    forward: Course = Course()
-    backward: Course = Course()
-
-
-def course(*changes: int | Course) -> Course:
-    """Returns the course of successive changes.
-
-    changes: the bytes of an allocation, minus the bytes that are freed, or a whole course.
-    """
-    most = held = 0
-    for change in changes:
-        step = change if isinstance(change, Course) else Course(change, change)
-        most, held = max(most, held + step.most), held + step.end
-    return Course(most, held)
-
-
 class Operation(NamedTuple):
     """One operation of the model.
 
@@ -213,10 +168,7 @@ class Operation(NamedTuple):
     parameters: the parameters of its module.
     moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
         two gradients counts in the norm where the residual branches.
-    workspace: how the held bytes change while its forward and its backward run.
-    replayed: the workspace of the operation at the end of a replay. Its forward leaves out what
-        only the output needs, and the caller holds the gradient of the output to the end. None if
-        that changes nothing.
+    temporary: the bytes of its largest temporary (temporaries.py).
     """
 
     name: str
@@ -231,8 +183,7 @@ class Operation(NamedTuple):
     parameters: tuple[Parameter, ...] = ()
     moved: Moved = NOTHING_MOVED
     beside: tuple[str, ...] = ()
-    workspace: Workspace = Workspace()
-    replayed: Workspace | None = None
+    temporary: int = 0
 
     @property
     def forward(self) -> tuple[Collective, ...]:
@@ -298,15 +249,6 @@ class LayerDescription:
     def inside(self, regions: Set[str]) -> Iterator[Operation]:
         """Yields the operations that lie in one of the regions."""
         return (one for one in self.operations if not regions.isdisjoint(one.regions))
-
-    def tail_operations(self) -> tuple[Operation, ...]:
-        """Returns the operations that a unit's replay leaves out, as far as their output goes.
-
-        The last one, which adds to the residual, is always among them.
-        """
-        names = {name for name, _ in self.tail()} or {self.operations[-1].name}
-        first = next(n for n, one in enumerate(self.operations) if one.name in names)
-        return self.operations[first:]
 
     def tail(self, region: str | None = None) -> frozenset[tuple[str, int]]:
         """Returns the calls that a replay can leave out if its output is not read.

@@ -1,7 +1,6 @@
 """The description of self-attention between its two linear layers, as operations.
 
-The code is in model/attention.py and core_attention.py. The bytes that an operation allocates while
-it runs are in attention_workspace.py and core_attention_workspace.py. Attention over c
+The code is in model/attention.py and core_attention.py. Attention over c
 context-parallel ranks exchanges keys and values. Each rank has a part of them with 2 s/c b g/t d
 elements.
 
@@ -20,13 +19,8 @@ from collections.abc import Iterator
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.description.attention_workspace import (
-    norms_workspace,
-    rotary_workspace,
-    split_workspace,
-)
-from megatron_lite.description.core_attention_workspace import flash_workspace, unfused_workspace
-from megatron_lite.description.linears import OPERATORS, RowFrees
+from megatron_lite.description import temporaries
+from megatron_lite.description.linears import OPERATORS
 from megatron_lite.description.operations import (
     ALL_GATHER,
     REDUCE_SCATTER,
@@ -64,18 +58,12 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     # views of linear_qkv's output, which is one storage.
     apart = grouped or model.norm_impl == "apex"
     rotary, normed = model.layer_rotates(layer), model.qk_layernorm
-    yield Operation(
-        "split_heads",
-        "self_attention",
-        workspace=split_workspace(model, heads, grouped=grouped, rotary=rotary),
-    )
+    yield Operation("split_heads", "self_attention")
     windowed = model.layer_reach(layer, sizes.seq_length) is not None
     whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv, not normed)
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
-        yield query_key_norms(model, sizes, raw)._replace(
-            workspace=norms_workspace(model, sizes, heads, grouped=grouped, apart=apart)
-        )
+        yield query_key_norms(model, sizes, raw)
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
         # x cos + rotate_half(x) sin takes five kernels for the query and five for the key.
@@ -85,7 +73,6 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
             "self_attention",
             (shared_table("rotary tables", tables),),
             moved=Moved(10 * both, 12 * both),
-            workspace=rotary_workspace(model, heads, grouped=grouped),
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: tuple[KeptTensor, ...] = (whole,)
@@ -100,36 +87,16 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
             value,
         )
     starts = (document_starts(sizes),) if sizes.resets_attention else ()
-    # The norms keep linear_qkv's output too, and their backward frees it.
-    held = {whole.name} if normed else set()
-    freed = {one.name: one.num_bytes for one in inputs if one.name not in held}
     if model.builds_scores(sizes.device):
-        yield _unfused(model, sizes, inputs, freed, starts, windowed=windowed)
+        yield _unfused(model, sizes, inputs, starts)
     else:
-        yield _flash(model, sizes, inputs, sum(freed.values()), starts, windowed=windowed)
-
-
-def projection_frees(model: ModelConfig, sizes: Sizes) -> RowFrees:
-    """Returns the tensors that are freed with linear_proj.
-
-    Flash attention keeps its output too. Unfused attention keeps key and value repeated for every
-    query head, and the layer holds the key and the value themselves until linear_proj has run.
-    """
-    heads = Heads.of(model, sizes)
-    # With a norm in between, or if the MLP's branch begins beside attention, the gradient of the
-    # residual stream is another tensor.
-    gradient = model.norms_after or model.parallel_residual
-    if not model.builds_scores(sizes.device):
-        return RowFrees(0, 0, gradient)
-    grouped = model.query_groups < model.num_attention_heads
-    return RowFrees(2 * heads.kv if grouped else 0, heads.query, gradient)
+        yield _flash(model, sizes, inputs, starts, windowed=windowed)
 
 
 def _flash(
     model: ModelConfig,
     sizes: Sizes,
     inputs: tuple[KeptTensor, ...],
-    freed: int,
     starts: tuple[KeptTensor, ...],
     *,
     windowed: bool,
@@ -141,7 +108,6 @@ def _flash(
     tensors, since its mask is built again too (model/window.py). With documents it also keeps their
     starts. The exception is a mask with dropout on CUDA: torch's own function keeps the mask.
 
-    freed: the bytes of the inputs that no earlier operation keeps.
     starts: the starts of the documents, if attention needs them.
     """
     attended = attention_output(model, sizes)
@@ -184,25 +150,18 @@ def _flash(
         (call,),
         backward,
         rebuilds=(scores,),
-        workspace=flash_workspace(model, sizes, log_sum_exp.num_bytes, freed, windowed=windowed),
+        temporary=temporaries.flash_attention(model, sizes, windowed=windowed),
     )
 
 
 def _unfused(
-    model: ModelConfig,
-    sizes: Sizes,
-    inputs: tuple[KeptTensor, ...],
-    freed: dict[str, int],
-    starts: tuple[KeptTensor, ...],
-    *,
-    windowed: bool,
+    model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], starts: tuple[KeptTensor, ...]
 ) -> Operation:
     """Returns core attention that builds its scores.
 
     It keeps the softmax, s/c x s for each head. With dropout it also keeps the mask, one byte per
     element, and the dropped softmax.
 
-    freed: the names and bytes of the inputs that no earlier operation keeps.
     starts: the starts of the documents, if attention needs them. Only a replay keeps them.
     """
     attended = attention_output(model, sizes)
@@ -279,12 +238,7 @@ def _unfused(
         calls,
         backward,
         moved=moved,
-        workspace=unfused_workspace(
-            model, sizes, elements, softmax, heads, freed, windowed=windowed
-        ),
-        replayed=unfused_workspace(
-            model, sizes, elements, softmax, heads, freed, windowed=windowed, in_replay=True
-        ),
+        temporary=temporaries.unfused_attention(model, sizes, elements, softmax),
     )
 
 

@@ -15,6 +15,7 @@ from megatron_lite.config.stages import Stage
 
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 CPU_RNG_STATE, CUDA_RNG_STATE, NUM_STREAMS = 5056, 16, 2
+LARGE_BLOCK, BLOCK_UNIT = 10 * 2**20, 2 * 2**20  # of torch's CUDA allocator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,7 @@ class Sizes:
     adds_by_itself: whether the backward of a linear layer adds its weight's gradient to that sum by
         itself, so that autograd gets none.
     accumulates: whether a step has several micro-batches, whose gradients are added.
-    inside_operators: whether the courses count memory that torch allocates and frees inside one
-        call of an operator.
+    is_float16: whether an element of 2 bytes is float16, not bfloat16.
     has_padding: whether some of a rank's logits are those of padded ids.
     masks_loss: whether a micro-batch has a loss mask (--eod-mask-loss).
     resets_positions: whether it has position ids, which learned positions read
@@ -65,7 +65,7 @@ class Sizes:
     sums_gradients: bool = False
     adds_by_itself: bool = False
     accumulates: bool = False
-    inside_operators: bool = False
+    is_float16: bool = False
     has_padding: bool = False
     masks_loss: bool = False
     resets_positions: bool = False
@@ -98,13 +98,14 @@ class Sizes:
             resets_positions=config.data.reset_position_ids and config.model.positions.learned,
             resets_attention=config.data.reset_attention_mask,
             compiled_kernels=config.compiles_kernels,
+            is_float16=config.training.precision == "fp16",
         )
 
     @classmethod
     def in_training(
         cls, config: RunConfig, *, device: str, stage: Stage, accumulates: bool = True
     ) -> Sizes:
-        """Returns the sizes of a stage whose courses count all that a training step allocates."""
+        """Returns the sizes of a stage in a training step, for the largest temporaries."""
         sizes = cls.of(config, device=device, stage=stage)
         training = config.training
         return replace(
@@ -112,7 +113,6 @@ class Sizes:
             sums_gradients=True,
             adds_by_itself=training.gradient_accumulation_fusion and not config.compiles_layers,
             accumulates=accumulates,
-            inside_operators=True,
             has_padding=sizes.padded_vocab_size != config.tokenizer.true_vocab_size,
         )
 
@@ -122,12 +122,21 @@ class Sizes:
         num_bytes: the whole tensor of all ranks. gloo copies it once; other collectives of this
             project copy nothing.
         """
-        return num_bytes if self.device == "cpu" and self.inside_operators else 0
+        return num_bytes if self.device == "cpu" else 0
+
+    def allocated(self, num_bytes: int) -> int:
+        """Returns the bytes that torch's allocator counts for a tensor."""
+        return allocated(num_bytes, self.device)
 
     @property
     def is_rounded(self) -> bool:
         """Whether gradients have 16 bits, and their sums 32."""
         return self.element_bytes != self.accumulate_bytes
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether TP ranks hold parts of the sequence outside of attention and MLP."""
+        return self.tp_size > 1 and self.sequence_parallel
 
     @property
     def tokens(self) -> int:
@@ -171,6 +180,18 @@ class Sizes:
     def stream_state_bytes(self) -> int:
         """The bytes of the state of one random-number stream."""
         return CPU_RNG_STATE if self.device == "cpu" else CUDA_RNG_STATE
+
+
+def allocated(num_bytes: int, device: str) -> int:
+    """Returns the bytes that torch's allocator counts for a tensor on a device.
+
+    The allocator of CUDA rounds blocks of 10 MiB and more up to 2 MiB, and it does not split off a
+    rest of 1 MiB or less. With expandable segments it does.
+    """
+    if device == "cpu" or num_bytes < LARGE_BLOCK:
+        return num_bytes
+    rest = -num_bytes % BLOCK_UNIT
+    return num_bytes + rest if rest <= BLOCK_UNIT // 2 else num_bytes
 
 
 def residual_element_bytes(model: ModelConfig, sizes: Sizes) -> int:

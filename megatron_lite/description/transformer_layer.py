@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron_lite.config.model import ACTIVATIONS, ModelConfig
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION
-from megatron_lite.description.activation_workspace import activation_workspace
-from megatron_lite.description.linears import RowFrees, column_linear, row_linear
+from megatron_lite.description import temporaries
+from megatron_lite.description.linears import column_linear, row_linear
 from megatron_lite.description.operations import (
     LINEAR_PROJ,
     KeptTensor,
@@ -23,13 +23,8 @@ from megatron_lite.description.residual_stream import (
     add_branch,
     norm_after,
     norm_before,
-    reads_residual,
 )
-from megatron_lite.description.self_attention import (
-    attention_operations,
-    attention_output,
-    projection_frees,
-)
+from megatron_lite.description.self_attention import attention_operations, attention_output
 from megatron_lite.description.sizes import Sizes, is_widened, residual_bytes
 
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
@@ -100,14 +95,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
             norm_before("input_layernorm", layer_input, normed.name, "input norm", **shape),
         )
         before_mlp = (
-            norm_before(
-                "pre_mlp_layernorm",
-                mlp_residual,
-                normed_mlp.name,
-                "mlp norm",
-                ends_branch=not model.parallel_residual,
-                **shape,
-            ),
+            norm_before("pre_mlp_layernorm", mlp_residual, normed_mlp.name, "mlp norm", **shape),
         )
     # Under sequence parallelism linear_qkv and linear_fc1 keep only this rank's 1/t of their input
     # and gather it again in backward (2205.05198, section 4.2.2). Their inputs are `hidden` bytes.
@@ -129,7 +117,9 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         width=model.num_attention_heads * d // tp_size,
         bias=model.add_bias_linear,
         keeps=(attention_output(model, sizes),),
-        frees=projection_frees(model, sizes),
+        # With a norm in between, or if the MLP's branch begins beside attention, the gradient of
+        # the residual stream is another tensor.
+        own_gradient=model.norms_after or model.parallel_residual,
         **shape,
     )
     fc1 = column_linear(
@@ -151,9 +141,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         (MLP_REGION, ACTIVATION),
         (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
         moved=_activation(model, activated.num_bytes),
-        workspace=activation_workspace(
-            model, sizes, intermediate=intermediate.num_bytes, output=activated.num_bytes
-        ),
+        temporary=temporaries.activation(model, sizes, intermediate.num_bytes, activated.num_bytes),
     )
     fc2 = row_linear(
         LINEAR_FC2,
@@ -163,12 +151,10 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         bias=model.add_bias_linear,
         keeps=(activated,),
         regions=(MLP_REGION,),
-        frees=RowFrees(forward=0, backward=activated.num_bytes, gradient=model.norms_after),
+        own_gradient=model.norms_after,
         output_is_read=model.norms_after,
         **shape,
     )
-    if model.norms_after:
-        qkv, fc1 = (reads_residual(one, hidden) for one in (qkv, fc1))
     return LayerDescription(
         (
             *before_attention,

@@ -212,6 +212,7 @@ def write_gradient_(
         softmax, at_label, column = factors.of_rows(part)
         gradient = torch.softmax(rows[part], -1, dtype=softmax.dtype).mul_(softmax)
         grad[part, :num_ids] = gradient.scatter_add_(-1, column, at_label)
+        del gradient  # otherwise it would live while the next part is computed
 
 
 def cached_rows(rows: Tensor) -> Sequence[slice]:

@@ -29,7 +29,7 @@ from megatron_lite.training.dry_run import (
     sample_shape,
 )
 from tests.support.commands import SMALL_MODEL, run_command
-from tests.support.courses import gloo_has_freed
+from megatron_lite.parallel.waiting import gloo_has_freed
 from tests.support.ranks import run_ranks
 
 SMALL = (

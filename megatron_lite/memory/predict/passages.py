@@ -1,14 +1,11 @@
 """Adds up a rank's bytes over a stretch of a step, and finds its fullest moment.
 
-A passage is a course (description/operations.py) that also knows its fullest moment. Passages
-follow one another, and a passage can repeat. Standard library only.
+Passages follow one another, and a passage can repeat. Standard library only.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
-
-from megatron_lite.description.operations import Course
 
 
 class Moment(NamedTuple):
@@ -28,7 +25,8 @@ class Moment(NamedTuple):
 class Passage(NamedTuple):
     """The bytes of a stretch of a step, beyond those held when it began.
 
-    most, end: see Course. kept: how many of `end` are kept for backward.
+    most: the most bytes held at any moment. end: the bytes held when it ends, negative if it frees
+        more than it allocates. kept: how many of `end` are kept for backward.
     """
 
     most: int = 0
@@ -57,11 +55,6 @@ class Passage(NamedTuple):
             number * self.kept,
             self.fullest._replace(kept=before * self.kept + self.fullest.kept),
         )
-
-
-def of_course(course: Course, where: str, *, kept: int = 0, rebuilt: int = 0) -> Passage:
-    """Returns the passage of an operation."""
-    return Passage(course.most, course.end, kept, Moment(where, 0, rebuilt))
 
 
 def change(num_bytes: int, where: str = "", *, kept: int = 0) -> Passage:

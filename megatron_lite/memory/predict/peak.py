@@ -17,13 +17,14 @@ library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.operations import LayerDescription, Operation
+from megatron_lite.description.operations import LayerDescription
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.predict.held_tensors import held_in_backward
 from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
     Term,
@@ -204,58 +205,9 @@ def _fullest_replay(
     """
     return max(
         (
-            sum(num_bytes for name, num_bytes in held.items() if name not in tables)
-            for held in _replays(layer.operations, rebuilt, sizes)
+            sum(size for name, size in (held.kept | held.rebuilt).items() if name not in tables)
+            for held in held_in_backward(layer.operations, rebuilt, sizes)
+            if held.rebuilds
         ),
         default=0,
     )
-
-
-def _replays(
-    operations: tuple[Operation, ...], rebuilt: Set[str], sizes: Sizes
-) -> Iterator[dict[str, int]]:
-    """Yields {name: bytes} of the held tensors, at each operation whose backward rebuilds a tensor.
-
-    The rank holds all tensors that the operations up to this one keep, and the rebuilt tensors.
-    """
-    # Backward rebuilds a tensor at an operation in two cases. Either the operation saved a
-    # discarded output, or it lies in a rebuilt region and saves a tensor.
-    region_of = {
-        name: entry.region
-        for operation in operations
-        for entry in operation.enters
-        if entry.region in rebuilt
-        for name in entry.discards
-    }
-    for number, operation in enumerate(operations):
-        reads_discarded = any(tensor.name in region_of for tensor in operation.keeps)
-        if not reads_discarded and (rebuilt.isdisjoint(operation.regions) or not operation.keeps):
-            continue
-        done = operations[: number + 1]
-        held = {term.tensor.name: term.num_bytes for term in layer_terms(done, 0, rebuilt, sizes)}
-        # Names are unique in a layer, so a tensor that is kept and rebuilt counts once. A replayed
-        # operation may read a discarded output. Its region is then rebuilt too, and holds what the
-        # region's last operation saves.
-        for again in _run_again(done, rebuilt):
-            held |= _bytes_of(again)
-            for region in {
-                region_of[tensor.name] for tensor in again.keeps if tensor.name in region_of
-            }:
-                makers = [one for one in done[:number] if region in one.regions]
-                held |= _bytes_of(*makers[-1:])
-        yield held
-
-
-def _run_again(done: tuple[Operation, ...], rebuilt: Set[str]) -> Iterable[Operation]:
-    """Returns the last operation, and those before it in the same passage of a rebuilt region."""
-    first = len(done) - 1
-    inside = rebuilt & frozenset(done[-1].regions)
-    while first > 0 and not inside.isdisjoint(done[first - 1].regions):
-        if any(entry.region in inside for entry in done[first].enters):
-            break
-        first -= 1
-    return done[first:]
-
-
-def _bytes_of(*operations: Operation) -> dict[str, int]:
-    return {tensor.name: tensor.num_bytes for operation in operations for tensor in operation.keeps}

@@ -17,26 +17,23 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.model_ends import embedding_operations, head_operations, loss_mask
-from megatron_lite.description.operations import (
-    ID_BYTES,
-    LayerDescription,
-    Operation,
-    document_starts,
-)
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.operations import LayerDescription
 from megatron_lite.description.sizes import Sizes, residual_bytes
+from megatron_lite.description.temporaries import waits_for_lookup
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import activation_terms, first_reader, layer_terms
 from megatron_lite.memory.predict.layer_passages import (
     Passages,
     layer_passages,
-    ops_passages,
-    unit_passages,
+    ops_results,
+    replayed_passages,
 )
-from megatron_lite.memory.predict.micro_batch_peak import mean_of_losses
-from megatron_lite.memory.predict.passages import Passage, change, joined, of_course
+from megatron_lite.memory.predict.passages import Passage, change, joined
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+
+NOTHING: frozenset[str] = frozenset()
 
 
 def stage_passages(
@@ -51,43 +48,40 @@ def stage_passages(
     gathers: the weights that FSDP2 gathers; None without it.
     """
     hidden = residual_bytes(model, sizes)
-    ids = ID_BYTES * sizes.tokens
     layers = describe_layers(model, sizes, plan.num_layers)
     segments = list(_runs(model, plan, layers, sizes, gathers))
+    # The tensors of the micro-batch that are kept exist from the start to the end.
+    terms = activation_terms(model, plan, sizes)
+    given = sum({one.tensor.name: one.num_bytes for one in terms if one.tensor.given}.values())
+    # The gradient of a tied weight waits for that of the lookup.
+    waits = 0
+    if waits_for_lookup(model, sizes):
+        wide = sizes.accumulate_bytes if sizes.sums_gradients else sizes.element_bytes
+        waits = sizes.padded_vocab_size // sizes.tp_size * model.hidden_size * wide
     # Both lists are in the order of the forward. The end of this function reverses `backward`.
-    forward, backward = [], []
+    forward, backward = [change(given, kept=given)], [change(-given, kept=-given)]
     if sizes.has_embedding:
-        operations = embedding_operations(model, sizes)
-        first, own = _of_operations(operations), _given(operations)
-        look_up = first.forward if gathers is None else gathers.embedding_forward(first.forward)
-        forward += [change(own, kept=own), look_up]
-        backward += [change(-own, kept=-own), first.backward]
-    mask = loss_mask(sizes).num_bytes if sizes.masks_loss and sizes.has_head else 0
-    starts, kept_starts = 0, 0
-    if sizes.resets_attention:
-        starts = document_starts(sizes).num_bytes
-        shared = [term.tensor for term in activation_terms(model, plan, sizes)]
-        kept_starts = starts if document_starts(sizes) in shared else 0
-        forward.insert(0, change(starts, kept=kept_starts))
-        backward.append(change(-kept_starts, kept=-kept_starts))
-    if sizes.has_head:
-        forward.append(change(ids + mask, kept=mask))
-        backward.append(change(-2 * sizes.accumulate_bytes))  # the loss and its gradient
+        first = layer_passages(embedding_operations(model, sizes), NOTHING, sizes)
+        looks_up = first.forward
+        forward.append(looks_up if gathers is None else gathers.embedding_forward(looks_up))
+        backward.append(joined(first.backward, change(-waits - hidden)))
+    else:
+        backward.append(change(-hidden))
     forward += [one.forward for one in segments]
     backward += [one.backward for one in segments]
     if sizes.has_head:
-        last = _of_operations(head_operations(model, sizes))
-        mean = mean_of_losses(sizes)
+        operations = head_operations(model, sizes)
+        last = layer_passages(operations, NOTHING, sizes)
+        in_loss = change(operations[-1].temporary, "forward of the loss")
         if gathers is not None:
             forward.append(gathers.begin_head())
             backward.append(gathers.end_head_backward())
-        forward += [last.forward, of_course(mean.forward, "forward of the loss"), change(-ids)]
-        backward += [last.backward, of_course(mean.backward, "backward of the loss", kept=-mask)]
+        forward += [change(-hidden), last.forward, in_loss, change(-operations[-1].temporary)]
+        backward.append(last.backward.then(change(hidden + waits)))
     else:
         forward.append(change(-hidden))
-    forward.append(change(kept_starts - starts))
-    if not sizes.has_embedding:
-        backward.insert(0, change(-hidden))
+    if sizes.has_embedding:
+        forward.insert(1, change(hidden))
     if gathers is not None:
         forward = [gathers.begin(), *forward, gathers.end()]
         backward = [gathers.end_backward(), *backward, gathers.begin_backward()]
@@ -120,7 +114,7 @@ def _runs(
     split = [number for number, group in enumerate(groups) if group.segment.split]
     moved_before = 0
     for number, group in enumerate(groups):
-        one = _segment(model, plan, group, sizes)
+        one = _segment(plan, group, sizes)
         # Of the first segment, of those between, and of the last one.
         forward, backward = [one.forward] * 3, [one.backward] * 3
         if group.segment.split:
@@ -151,7 +145,7 @@ def _runs(
             if number == on_host[-1]:
                 back[2 if group.number > 1 else 0] += moved
             backward = [
-                _with_returns(model, plan, group, sizes, num_bytes)
+                _segment(plan, group, sizes, returned=num_bytes).backward
                 if group.segment.host_modules
                 else change(num_bytes, kept=num_bytes).then(backward[place])
                 for place, num_bytes in enumerate(back)
@@ -168,7 +162,7 @@ def _runs(
                 before = befores_of[min(place, 1)]
                 if length > 1:
                     between = gathers.between(length, is_last=is_last[place])
-                    backward[place] = _segment(model, plan, group, sizes, between).backward
+                    backward[place] = _segment(plan, group, sizes, between=between).backward
                 if group.segment.unit and plan.skip_tail:
                     # The replay's output is a view, which parallel/fsdp.py copies.
                     output = group.layers[0].input.num_bytes
@@ -207,52 +201,41 @@ def _treatment(segment: Segment, layers: Sequence[LayerDescription]) -> tuple[ob
 
 
 def _segment(
-    model: ModelConfig,
     plan: RecomputePlan,
     group: _Alike,
     sizes: Sizes,
+    *,
     between: Sequence[Passage] = (),
+    returned: int = 0,
 ) -> Passages:
-    segment, skip = group.segment, plan.skip_tail
+    """Returns the passages of one segment.
+
+    returned: the bytes that come back from host memory when a layer that keeps some parts there
+        first reads one of them.
+    """
+    segment, layer = group.segment, group.layers[0]
     if segment.ops:
-        return ops_passages(model, group.layers[0], segment.ops, sizes, skip_tail=skip)
+        results = ops_results(layer, segment.ops, skip_tail=plan.skip_tail)
+        return replayed_passages(group.layers, sizes, results=results)
     if not segment.unit:
-        regions = segment.regions
-        return layer_passages(model, group.layers[0], regions, sizes, skip_tail=skip)
-    one = unit_passages(model, group.layers, sizes, skip_tail=skip, between=between)
+        names = {
+            term.tensor.name
+            for term in layer_terms(layer.operations, 0, NOTHING, sizes)
+            if returned and segment.moves(term.module, stays=term.tensor.stays)
+        }
+        back = first_reader(layer.operations, names), returned
+        return layer_passages(layer.operations, segment.regions, sizes, returned=back)
+    one = replayed_passages(group.layers, sizes, between=between)
     if not (segment.split or plan.contiguous):
         return one
     # The whole input is freed when the unit has run. What is kept instead is a copy.
-    whole = group.layers[0].input.num_bytes
+    whole = layer.input.num_bytes
     part = whole // sizes.tp_size if segment.split else whole
     on_device = 0 if plan.contiguous else part
     return Passages(
         one.forward.then(change(on_device - whole, kept=on_device - whole)),
         one.backward.then(change(whole * (not segment.split) - on_device, kept=whole - on_device)),
     )
-
-
-def _with_returns(
-    model: ModelConfig, plan: RecomputePlan, group: _Alike, sizes: Sizes, num_bytes: int
-) -> Passage:
-    """Returns the backward of a layer that keeps some parts in host memory.
-
-    num_bytes: what comes back when the layer first reads a moved tensor.
-    """
-    (layer,) = group.layers
-    names = {
-        term.tensor.name
-        for term in layer_terms(layer.operations, 0, frozenset(), sizes)
-        if group.segment.moves(term.module, stays=term.tensor.stays)
-    }
-    return layer_passages(
-        model,
-        layer,
-        frozenset(),
-        sizes,
-        skip_tail=plan.skip_tail,
-        returned=(first_reader(layer.operations, names), num_bytes),
-    ).backward
 
 
 def _moved(group: _Alike, sizes: Sizes) -> int:
@@ -265,21 +248,3 @@ def _moved(group: _Alike, sizes: Sizes) -> int:
         for term in layer_terms(group.layers[0].operations, 0, group.segment.regions, sizes)
         if group.segment.moves(term.module, stays=term.tensor.stays)
     )
-
-
-def _given(operations: tuple[Operation, ...]) -> int:
-    """Returns the bytes of the tensors of the micro-batch that the operations keep."""
-    return sum(tensor.num_bytes for one in operations for tensor in one.keeps if tensor.given)
-
-
-def _of_operations(operations: tuple[Operation, ...]) -> Passages:
-    forward, backward = Passage(), Passage()
-    for one in operations:
-        # The tensors of the micro-batch count where the micro-batch comes in (`stage_passages`).
-        kept = sum(tensor.num_bytes for tensor in one.keeps if not tensor.given)
-        name = f"the {one.name.replace('_', ' ')}"
-        forward = forward.then(of_course(one.workspace.forward, f"forward of {name}", kept=kept))
-        backward = of_course(one.workspace.backward, f"backward of {name}", kept=-kept).then(
-            backward
-        )
-    return Passages(forward, backward)

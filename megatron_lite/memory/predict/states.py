@@ -24,7 +24,7 @@ from megatron_lite.config.stages import Stage, stages_of_rank
 from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import Operation, Parameter
-from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes, allocated
 from megatron_lite.description.transformer_layer import describe_layers
 
 FLOAT32 = 4
@@ -61,8 +61,33 @@ class _HeldParameter(NamedTuple):
         return self.parameter.num_elements
 
 
+class StateTensors(NamedTuple):
+    """The bytes of each tensor of the states; see RankStates."""
+
+    weights: list[int]
+    masters: list[int]
+    gradients: list[int]
+    optimizer: list[int]
+
+    @property
+    def sums(self) -> RankStates:
+        """The bytes of each kind."""
+        return RankStates(*map(sum, self))
+
+    def rounding(self, device: str) -> int:
+        """Returns the bytes that the device's allocator adds to the tensors."""
+        return sum(allocated(size, device) - size for sizes in self for size in sizes)
+
+
 def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
-    """Returns the bytes of one rank. The vocabulary size must be known.
+    """Returns the bytes of one rank. The vocabulary size must be known. See `state_tensors`."""
+    return state_tensors(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank).sums
+
+
+def state_tensors(
+    config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank: int
+) -> StateTensors:
+    """Returns the bytes of each tensor of one rank. The vocabulary size must be known.
 
     pp_rank: the pipeline rank.
     dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
@@ -74,7 +99,6 @@ def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank:
         for one in _parameters(config, stage)
     ]
     element = chosen("the precision", config.training.precision, ELEMENT_BYTES)
-    whole = sum(one.num_elements for one in held)
     if config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1:
         return _fully_sharded(config, held, dp_cp_size, dp_cp_rank)
     zero1 = config.data_parallel.use_distributed_optimizer and dp_cp_size > 1
@@ -88,7 +112,8 @@ def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank:
         shards=shards,
     )
     # ZeRO-1's weights are views of buckets (optim/zero1.py), so their padding counts too.
-    in_buckets = sum(bucket.num_elements for bucket in buckets)
+    in_buckets = [bucket.num_elements for bucket in buckets]
+    weights = in_buckets if zero1 else [one.num_elements for one in held]
     rank = dp_cp_rank if zero1 else 0
     matrices = {one.name for one in held if one.is_matrix}
     pieces = [
@@ -98,46 +123,48 @@ def rank_states(config: RunConfig, pp_rank: int, *, dp_cp_size: int, dp_cp_rank:
         for part in (bucket.own_part(name, rank),)
         if part.start < part.stop
     ]
-    masters = in_buckets // shards if zero1 else whole
-    return RankStates(
-        weights=element * (in_buckets if zero1 else whole),
-        masters=FLOAT32 * masters if element < FLOAT32 else 0,
-        gradients=FLOAT32 * in_buckets,
-        optimizer=_optimizer_bytes(config, pieces),
+    return StateTensors(
+        weights=[element * number for number in weights],
+        masters=[FLOAT32 * number // shards for number in weights] if element < FLOAT32 else [],
+        gradients=[FLOAT32 * number for number in in_buckets],
+        optimizer=_optimizer_tensors(config, pieces),
     )
 
 
 def _fully_sharded(
     config: RunConfig, held: list[_HeldParameter], dp_cp_size: int, dp_cp_rank: int
-) -> RankStates:
-    """Returns the bytes under FSDP2, which splits the rows of a parameter like torch.chunk.
+) -> StateTensors:
+    """Returns the tensors under FSDP2, which splits the rows of a parameter like torch.chunk.
 
     Every rank allocates as many rows of the weight as the first rank has.
     """
-    allocated, own, pieces = 0, 0, []
+    allocates, pieces = [], []
     for one in held:
         rows, *others = one.parameter.shape
         per_rank = -(-rows // dp_cp_size)
         mine = max(0, min(per_rank, rows - dp_cp_rank * per_rank)) * math.prod(others)
-        allocated += per_rank * math.prod(others)
-        own += mine
+        allocates.append(FLOAT32 * per_rank * math.prod(others))
         if mine:
             pieces.append((one.is_matrix, mine))
-    return RankStates(
-        weights=FLOAT32 * allocated,
-        masters=0,
-        gradients=FLOAT32 * own,
-        optimizer=_optimizer_bytes(config, pieces),
+    return StateTensors(
+        weights=allocates,
+        masters=[],
+        gradients=[FLOAT32 * mine for _, mine in pieces],
+        optimizer=_optimizer_tensors(config, pieces),
     )
 
 
-def _optimizer_bytes(config: RunConfig, pieces: list[tuple[bool, int]]) -> int:
-    """Returns the bytes of the update rule's states.
+def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> list[int]:
+    """Returns the bytes of the tensors that the update rule keeps, which are float32.
 
     pieces: (whether it is a matrix, elements) of each piece that the rank updates.
     """
     rule = OPTIMIZERS[config.optimizer.optimizer]
-    return sum(number * (rule.matrix if is_matrix else rule.other) for is_matrix, number in pieces)
+    return [
+        FLOAT32 * number
+        for is_matrix, number in pieces
+        for _ in range((rule.matrix if is_matrix else rule.other) // FLOAT32)
+    ]
 
 
 def _parameters(config: RunConfig, stage: Stage) -> Iterator[_HeldParameter]:

@@ -29,7 +29,7 @@ from megatron_lite.memory.predict.passages import Moment, Passage
 from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
 from megatron_lite.memory.predict.stage_memory import PlacedRun, StageMemory, stage_memory
-from megatron_lite.memory.predict.states import RankStates, rank_states
+from megatron_lite.memory.predict.states import StateTensors, state_tensors
 from megatron_lite.memory.predict.update_memory import update_memory
 from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
 from megatron_lite.recompute.schedule import plan_stage
@@ -38,6 +38,7 @@ Tag = Literal["exact", "bound", "estimate"]
 EXACT: Tag = "exact"
 BOUND: Tag = "bound"
 ESTIMATE: Tag = "estimate"
+CUBLAS_BYTES = 2 * 2**25  # of the streams of forward and backward, on Hopper
 
 
 class PeakTerm(NamedTuple):
@@ -112,7 +113,8 @@ def step_peak(
         --global-batch-size alone.
     """
     stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
-    states = _states(_StateSettings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
+    tensors = _states(_StateSettings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
+    states = tensors.sums
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
     run = PlacedRun(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
@@ -124,10 +126,7 @@ def step_peak(
     arena = sum(n * memory.arena for n, memory in zip(waiting, memories, strict=True))
     on_host = sum(n * memory.on_host for n, memory in zip(waiting, memories, strict=True))
     update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size, device=device)
-    # What kernels of a GPU allocate for themselves was not measured. With FSDP2 and with context
-    # parallelism the prediction was seen up to 1.1% too low.
-    cp_size = config.parallel.context_parallel_size
-    sure = BOUND if device == "cpu" and not sharded and cp_size == 1 else ESTIMATE
+    sure: Tag = ESTIMATE
     if update.num_bytes > held.num_bytes:  # a small batch: the update holds more than any backward
         held = Fullest(held.action, Moment(update.where), update.num_bytes, 0)
         sure = EXACT if update.is_exact else ESTIMATE
@@ -137,6 +136,8 @@ def step_peak(
         PeakTerm("main weights", states.masters, EXACT),
         PeakTerm("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
         PeakTerm("optimizer states", states.optimizer, EXACT),
+        PeakTerm("rounding of the allocator", tensors.rounding(device), ESTIMATE),
+        PeakTerm("workspaces of cuBLAS", 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
         PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
         PeakTerm("states of generators", max(memory.generators for memory in memories), EXACT),
         PeakTerm("activations kept for backward", held.kept, EXACT),
@@ -266,5 +267,5 @@ def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _states(layout: _StateSettings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> RankStates:
-    return rank_states(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
+def _states(layout: _StateSettings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> StateTensors:
+    return state_tensors(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
