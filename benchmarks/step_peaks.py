@@ -3,8 +3,8 @@
     measured = measure(config, parallel)
 
 The trainer's own parts run two steps, and the peak is that of the second one, so that states built
-by the first step count. The figure has every tensor of the process, with the allocator's rounding.
-Memory that a library allocates by itself, as gloo does for its messages, is not part of it.
+by the first step count. The figure has every tensor of the process, with the allocator's rounding,
+and the copies that gloo's collectives make. Memory outside of torch's allocator is not part of it.
 """
 
 from __future__ import annotations
@@ -144,9 +144,7 @@ def _peak(profile: Any) -> MeasuredPeak:
 
 def _events(profile: Any) -> Iterator[tuple[int, int | None, int, str]]:
     """Yields (time, address, bytes, where) of each allocation, and the marks of the step."""
-    roots = profile.profiler.kineto_results.experimental_event_tree()
-    main = next(event.start_tid for event in roots if event.name == STEP)
-    pending = [(event, "") for event in roots]
+    pending = [(event, "") for event in profile.profiler.kineto_results.experimental_event_tree()]
     while pending:
         event, where = pending.pop()
         if event.name == STEP:
@@ -156,8 +154,5 @@ def _events(profile: Any) -> Iterator[tuple[int, int | None, int, str]]:
         pending += [(child, inside) for child in event.children]
         if not type(event.extra_fields).__name__.endswith("Allocation"):
             continue
-        size = event.extra_fields.alloc_size
-        # gloo's copies: its threads make them, or a collective does before it hands them over.
-        of_gloo = event.start_tid != main or "c10d::" in where
-        if size < 0 or not of_gloo:
-            yield event.start_time_ns, event.extra_fields.ptr, size, where
+        fields = event.extra_fields
+        yield event.start_time_ns, fields.ptr, fields.alloc_size, where

@@ -160,7 +160,7 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
             ),
             calls=(OperatorCall("", (), (), sums),),
             moved=moved,
-            temporary=temporaries.loss(sizes, columns),
+            temporary=0 if one_pass else temporaries.loss(sizes, columns),
         ),
     )
 

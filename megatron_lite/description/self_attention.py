@@ -39,6 +39,7 @@ from megatron_lite.description.query_key_norms import query_key_norms
 from megatron_lite.description.sizes import Heads, Sizes
 
 CORE = "core_attention"
+SEED_AND_OFFSET = 16  # bytes
 CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
 
 
@@ -136,6 +137,9 @@ def _flash(
         (scores, context),
         forward,
     )
+    # CUDA's kernels keep the place of their random numbers, also without dropout.
+    state = KeptTensor("seed and offset", SEED_AND_OFFSET, stays=True)
+    states = (state,) if sizes.device != "cpu" and sizes.cp_size == 1 else ()
     mask = starts
     if masked and model.attention_dropout:
         samples = sizes.micro_batch_size if starts else 1
@@ -144,7 +148,7 @@ def _flash(
     return Operation(
         CORE,
         "self_attention.core_attention",
-        (*inputs, attended, log_sum_exp, *mask),
+        (*inputs, attended, log_sum_exp, *states, *mask),
         (CORE_ATTENTION,),
         (RegionEntry(CORE_ATTENTION, (*inputs, *starts)),),
         (call,),

@@ -41,12 +41,14 @@ def layer_passages(
     sizes: Sizes,
     *,
     returned: tuple[int, int] = (-1, 0),
+    is_end: bool = False,
 ) -> Passages:
     """Returns the passages of the operations of a layer, of the embedding or of the head.
 
     regions: the names of the regions that are rebuilt.
     returned: the number of an operation, and the bytes that come back from host memory before its
         backward.
+    is_end: whether they are the embedding or the head.
     """
     elsewhere = _counted_elsewhere(operations, sizes)
     course = list(held_in_backward(operations, regions, sizes))
@@ -55,7 +57,7 @@ def layer_passages(
         for one in course
     ]
     whole = _Held.of(_without(elsewhere, course[-1].kept), {}, sizes)
-    backward = _backward(operations, held, sizes, begins=whole, more=returned)
+    backward = _backward(operations, held, sizes, begins=whole, more=returned, named_as_end=is_end)
     # What comes back is freed with the other tensors, which `whole` has already.
     end, kept = backward.end + returned[1], backward.kept + returned[1]
     return Passages(change(whole.allocated, kept=whole.kept), backward._replace(end=end, kept=kept))
@@ -136,6 +138,7 @@ def _backward(
     *,
     begins: _Held,
     more: tuple[int, int],
+    named_as_end: bool = False,
 ) -> Passage:
     """Returns the passage of the backward of operations.
 
@@ -144,17 +147,26 @@ def _backward(
     """
     most, fullest, left = 0, Moment(), 0
     for number in reversed(range(len(operations))):
+        operation = operations[number]
         one, beside = held[number], more[1] if number <= more[0] else 0
-        num_bytes = one.allocated - begins.allocated + beside + left + operations[number].temporary
+        num_bytes = one.allocated - begins.allocated + beside + left
+        num_bytes += 0 if operation.gradients_in_forward else operation.temporary
         if num_bytes > most or not fullest.where:
             most = max(num_bytes, 0)
-            where = f"backward of {operations[number].name.replace('_', ' ')}"
+            where = f"backward of {operation.name}"
+            if named_as_end:
+                where = f"backward of {end_name(operation)}"
             fullest = Moment(where, one.kept - begins.kept, one.rebuilt)
         # Under FSDP2 gradients live until their unit is reduced.
         if not sizes.sums_gradients:
-            elements = sum(parameter.num_elements for parameter in operations[number].parameters)
+            elements = sum(parameter.num_elements for parameter in operation.parameters)
             left += elements * sizes.element_bytes
     return Passage(most, left - begins.allocated, -begins.kept, fullest)
+
+
+def end_name(operation: Operation) -> str:
+    """Returns the name of an operation of the embedding or the head in a sentence."""
+    return f"the {operation.name.replace('_', ' ')}"
 
 
 def _without(names: Set[str], tensors: Mapping[str, int]) -> dict[str, int]:

@@ -26,6 +26,7 @@ from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import activation_terms, first_reader, layer_terms
 from megatron_lite.memory.predict.layer_passages import (
     Passages,
+    end_name,
     layer_passages,
     ops_results,
     replayed_passages,
@@ -61,7 +62,7 @@ def stage_passages(
     # Both lists are in the order of the forward. The end of this function reverses `backward`.
     forward, backward = [change(given, kept=given)], [change(-given, kept=-given)]
     if sizes.has_embedding:
-        first = layer_passages(embedding_operations(model, sizes), NOTHING, sizes)
+        first = layer_passages(embedding_operations(model, sizes), NOTHING, sizes, is_end=True)
         looks_up = first.forward
         forward.append(looks_up if gathers is None else gathers.embedding_forward(looks_up))
         backward.append(joined(first.backward, change(-waits - hidden)))
@@ -71,12 +72,18 @@ def stage_passages(
     backward += [one.backward for one in segments]
     if sizes.has_head:
         operations = head_operations(model, sizes)
-        last = layer_passages(operations, NOTHING, sizes)
-        in_loss = change(operations[-1].temporary, "forward of the loss")
+        last = layer_passages(operations, NOTHING, sizes, is_end=True)
         if gathers is not None:
             forward.append(gathers.begin_head())
             backward.append(gathers.end_head_backward())
-        forward += [change(-hidden), last.forward, in_loss, change(-operations[-1].temporary)]
+        forward += [change(-hidden), last.forward]
+        # Weights that FSDP2 gathers for the forward are still there when the loss is computed.
+        of_gathers = operations[-1:] if gathers is not None else ()
+        for one in [one for one in operations if one.gradients_in_forward] or of_gathers:
+            forward += [
+                change(one.temporary, f"forward of {end_name(one)}"),
+                change(-one.temporary),
+            ]
         backward.append(last.backward.then(change(hidden + waits)))
     else:
         forward.append(change(-hidden))
