@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, record_function
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.waiting import gloo_has_freed
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_stages
@@ -28,7 +29,6 @@ from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loss_mask import masked_mean_of
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
-from megatron_lite.parallel.waiting import gloo_has_freed
 
 STEP = "the measured step"
 LEARNING_RATE = 1e-4

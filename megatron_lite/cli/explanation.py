@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron_lite.cli.planner_command import auto_settings, planner_lines
 from megatron_lite.config.checks import InputError
@@ -132,9 +133,9 @@ def print_dry_run_memory(
     from megatron_lite.training.dry_run_text import dry_run_text
 
     measured = []
-    for place, rank in enumerate(ranks, start=1):
-        with told_on_terminal(f"dry run of rank {rank} (number {place} of {len(ranks)})"):
-            measured.append(dry_run(config, rank, world_size=world_size, device=device))
+    told = partial(print, file=sys.stderr, flush=True)
+    for rank in ranks:
+        measured.append(dry_run(config, rank, world_size=world_size, device=device, told=told))
     print(*notices, dry_run_text(config, measured, device=device), sep="\n")
 
 

@@ -137,9 +137,10 @@ def _flash(
         (scores, context),
         forward,
     )
-    # CUDA's kernels keep the place of their random numbers, also without dropout.
-    state = KeptTensor("seed and offset", SEED_AND_OFFSET, stays=True)
-    states = (state,) if sizes.device != "cpu" and sizes.cp_size == 1 else ()
+    # CUDA's kernels keep the place of their random numbers, also without dropout. The one for masks
+    # does not.
+    state = KeptTensor("seed and offset", SEED_AND_OFFSET)
+    states = (state,) if sizes.device != "cpu" and sizes.cp_size == 1 and not masked else ()
     mask = starts
     if masked and model.attention_dropout:
         samples = sizes.micro_batch_size if starts else 1

@@ -11,9 +11,9 @@ shares nothing with it but the configuration, so each is a check of the other.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from megatron_lite.memory.measure.step_meter import (
     OTHER,
     WEIGHTS,
     StepMeter,
-    StepPeakMeasured,
 )
 from megatron_lite.memory.predict.pipeline_memory import enough_microbatches, step_microbatches
 from megatron_lite.memory.predict.states import RankStates, rank_states
@@ -45,27 +44,18 @@ from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradi
 from megatron_lite.training.batches import Batches, MicroBatch, cut
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.document_positions import DocumentRules, document_rules
+from megatron_lite.training.dry_run_smaller import (
+    MeasuredStep,
+    Place,
+    StepSize,
+    measured_from_smaller,
+)
 from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.step import train_step
 
+SEED = 1  # no operator computes, so no draw depends on it
 STATES = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredStep:
-    """The memory of one optimizer step of one rank, in bytes.
-
-    held: the bytes between two steps, by category (memory/measure/step_meter.py). Under FSDP2 the
-        gradients are those at the end of the step.
-    host_bytes: the most bytes in host memory.
-    num_microbatches: the micro-batches of the step.
-    """
-
-    held: dict[str, int]
-    peak: StepPeakMeasured
-    host_bytes: int
-    num_microbatches: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +64,7 @@ class DryRank:
 
     num_microbatches: the micro-batches of a step of the run. The dry run may have had fewer, since
         from some number on more of them do not change the peak.
+    is_derived: whether the figures come from smaller steps (dry_run_smaller.py).
     states: the closed form of the bytes between two steps.
     predicted_peak: the closed form of the peak. Besides tensors it counts the memory that torch
         allocates inside its operators.
@@ -86,6 +77,7 @@ class DryRank:
     dp_cp_rank: int
     num_microbatches: int
     measured: MeasuredStep
+    is_derived: bool
     states: RankStates
     predicted_peak: int
     seconds: float
@@ -108,6 +100,8 @@ def dry_run(
     world_size: int,
     device: str = "cpu",
     num_microbatches: int | None = None,
+    in_full: bool = False,
+    told: Callable[[str], None] = lambda line: None,
 ) -> DryRank:
     """Returns the memory of a step of global rank `rank` of `world_size` ranks.
 
@@ -115,6 +109,9 @@ def dry_run(
     device: "cpu" or "cuda". The operators are those of a CPU on both. Host memory counts in the
         peak on a CPU only.
     num_microbatches: the micro-batches to run; None: as many as reach the peak of a step.
+    in_full: whether to run all of its layers and micro-batches. Otherwise the peak comes from
+        smaller steps where it can (dry_run_smaller.py).
+    told: called with a line before each step that runs.
     Raises InputError for a setting that a run without values cannot follow.
     """
     check_can_run_dry(config)
@@ -122,38 +119,57 @@ def dry_run(
     # The samples are made outside of the mode. The meter does not count them, nor does it count
     # those that a real run reads from its data.
     samples = fake.from_tensor(torch.zeros(sample_shape(config), dtype=torch.int64))
-    with simulated_rank(
-        config.parallel, fake, rank=rank, world_size=world_size, seed=config.training.seed
-    ) as parallel:
-        check_kernels(config, parallel.device.type)
-        replica = of_one_replica(config, parallel.dp_size)
-        stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
-        number = num_microbatches or enough_microbatches(replica, parallel.pp_rank, len(stages))
-        with fake, _told_of_sizes():
-            measured = measure_step(
-                config,
+
+    def measure(step: StepSize) -> MeasuredStep:
+        told(f"dry run of rank {rank}: {step}")
+        with (
+            simulated_rank(
+                step.config.parallel, fake, rank=rank, world_size=world_size, seed=SEED
+            ) as parallel,
+            fake,
+            _told_of_sizes(),
+        ):
+            check_kernels(config, parallel.device.type)
+            batches = SameTokens(samples, step.num_microbatches, parallel, document_rules(config))
+            return measure_step(
+                step.config,
                 parallel,
-                SameTokens(samples, number, parallel, document_rules(config)),
+                batches,
                 host_apart=device != "cpu",
+                pipeline_size=step.pipeline_size,
             )
-        place: dict[str, Any] = dict(dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank)
-        return DryRank(
-            rank=rank,
-            world_size=world_size,
-            pp_rank=parallel.pp_rank,
-            dp_cp_rank=parallel.dp_cp_rank,
+
+    size = config.parallel.pipeline_model_parallel_size
+    with simulated_rank(
+        config.parallel, fake, rank=rank, world_size=world_size, seed=SEED
+    ) as parallel:
+        place = Place(parallel.pp_rank, parallel.dp_cp_size, parallel.dp_cp_rank, device)
+        replica = of_one_replica(config, parallel.dp_size)
+    stages = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
+    number = num_microbatches or enough_microbatches(replica, place.pp_rank, len(stages))
+    whole, measured = StepSize(config, number, size), None
+    if num_microbatches is None and not in_full:
+        measured = measured_from_smaller(whole, place, measure, STATES)
+    is_derived = measured is not None
+    group = dict(dp_cp_size=place.dp_cp_size, dp_cp_rank=place.dp_cp_rank)
+    return DryRank(
+        rank=rank,
+        world_size=world_size,
+        pp_rank=place.pp_rank,
+        dp_cp_rank=place.dp_cp_rank,
+        num_microbatches=step_microbatches(replica),
+        measured=measured or measure(whole),
+        is_derived=is_derived,
+        states=rank_states(config, place.pp_rank, **group),
+        predicted_peak=step_peak(
+            config,
+            place.pp_rank,
+            device=device,
             num_microbatches=step_microbatches(replica),
-            measured=measured,
-            states=rank_states(config, parallel.pp_rank, **place),
-            predicted_peak=step_peak(
-                config,
-                parallel.pp_rank,
-                device=device,
-                num_microbatches=step_microbatches(replica),
-                **place,
-            ).num_bytes,
-            seconds=time.perf_counter() - began,
-        )
+            **group,
+        ).num_bytes,
+        seconds=time.perf_counter() - began,
+    )
 
 
 def check_can_run_dry(config: RunConfig) -> None:
@@ -216,18 +232,26 @@ class SameTokens(Batches):
 
 
 def measure_step(
-    config: RunConfig, parallel: ParallelState, batches: Batches, *, host_apart: bool = False
+    config: RunConfig,
+    parallel: ParallelState,
+    batches: Batches,
+    *,
+    host_apart: bool = False,
+    pipeline_size: int | None = None,
 ) -> MeasuredStep:
     """Builds the rank's model and optimizer, runs one step and returns its memory.
 
     It is for real and simulated ranks. A real rank issues the collectives of a step.
     host_apart: whether host memory for offloaded tensors is no part of the peak.
+    pipeline_size: the length of the pipeline in whose order the micro-batches run; None: that of
+        `parallel`.
     """
+    ordered = replace(parallel, pp_size=pipeline_size or parallel.pp_size)
     with StepMeter(host_apart=host_apart) as meter:
         model = build_stages(config, parallel)
         optimizer = build_optimizer(config, parallel, model)
         fuse_weight_gradients_(config.training, parallel, model, optimizer)
-        runner = _NotingRunner.of(config, model, parallel)
+        runner = _NotingRunner.of(config, model, ordered)
         runner.meter = meter
         _assign(meter, model, optimizer)
         with meter.step(model):

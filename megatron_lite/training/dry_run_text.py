@@ -120,10 +120,10 @@ def _moment(rank: DryRank) -> Iterator[str]:
     where = f" of {moment.module}" if moment.module else ""
     yield f"  rank {rank.rank}, {size(peak.num_bytes)}: {moment.phase}{where}, {moment.operator}"
     run, all_of_them = rank.measured.num_microbatches, rank.num_microbatches
-    more = (
-        f" of {all_of_them} (each of the others adds at most its loss, 4 bytes)"
-        if run < all_of_them
-        else ""
-    )
+    more = ""
+    if rank.is_derived:
+        more = f" of {all_of_them}, at most 4 layers of a kind; the rest by its exact bytes"
+    elif run < all_of_them:
+        more = f" of {all_of_them} (each of the others adds at most its loss, 4 bytes)"
     batches = plural(run, "micro-batch", "micro-batches")
     yield f"    {batches}{more}, in {rank.seconds:.0f} s"

@@ -1,0 +1,246 @@
+"""Derives the memory of a step from one with fewer alike layers and fewer micro-batches in flight.
+
+    base         at most three repetitions of a row of alike segments, and two micro-batches
+    neighbours   one repetition more of each row, and one micro-batch more
+
+One repetition or micro-batch more adds at least nothing and at most its states and the tensors that
+it keeps, which the closed form knows to the byte. If each neighbour holds exactly this much more
+than the base, the fullest moment is one that holds all of it. It then stays the fullest for every
+larger size, and the peak of the whole step is that of the base plus the closed form of the rest.
+Otherwise the step runs in full. So do steps with virtual stages, with ZeRO-1 or with an arena,
+whose memory is not linear in the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import most_in_flight, stages, stages_of_rank
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.measure.step_meter import FORWARD, HOST, StepPeakMeasured
+from megatron_lite.memory.predict.kept_tensors import activation_terms
+from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+from megatron_lite.recompute.schedule import plan_stage
+
+REPEATS, IN_FLIGHT, LONGEST_PERIOD = 3, 2, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredStep:
+    """The memory of one optimizer step of one rank, in bytes.
+
+    held: the bytes between two steps, by category (memory/measure/step_meter.py). Under FSDP2 the
+        gradients are those at the end of the step.
+    host_bytes: the most bytes in host memory.
+    num_microbatches: the micro-batches of the step.
+    """
+
+    held: dict[str, int]
+    peak: StepPeakMeasured
+    host_bytes: int
+    num_microbatches: int
+
+
+class StepSize(NamedTuple):
+    """A step to measure.
+
+    config: the run, with the step's layers and policy.
+    num_microbatches: its micro-batches.
+    pipeline_size: the length of the pipeline in whose order they run.
+    """
+
+    config: RunConfig
+    num_microbatches: int
+    pipeline_size: int
+
+    def __str__(self) -> str:
+        layers, number = self.config.model.num_layers, self.num_microbatches
+        return f"a step of a model of {layers} layers with {number} micro-batches"
+
+
+class Place(NamedTuple):
+    """The place of a rank. device: "cpu" or "cuda"."""
+
+    pp_rank: int
+    dp_cp_size: int
+    dp_cp_rank: int
+    device: str
+
+
+class _Exact(NamedTuple):
+    """The bytes that the closed form knows: the states by kind, and what is kept for backward."""
+
+    states: tuple[int, ...]
+    kept: int
+    host: int
+
+    @classmethod
+    def of(cls, step: StepSize, place: Place) -> _Exact:
+        config = step.config
+        (stage,) = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
+        states = rank_states(
+            config, place.pp_rank, dp_cp_size=place.dp_cp_size, dp_cp_rank=place.dp_cp_rank
+        )
+        waiting = most_in_flight(
+            size=step.pipeline_size, rank=place.pp_rank, num_microbatches=step.num_microbatches
+        )
+        terms = activation_terms(
+            config.model,
+            plan_stage(config.recompute, stage.num_layers, stage.number),
+            Sizes.of(config, device="cpu", stage=stage),
+        )
+        on_device, on_host = (
+            sum(
+                term.num_bytes
+                for term in terms
+                if term.on_host == host and (term.tensor.given or not term.tensor.shared)
+            )
+            for host in (False, True)
+        )
+        return cls(states, waiting * on_device, waiting * on_host)
+
+    def __sub__(self, other: _Exact) -> _Exact:
+        pairs = zip(self.states, other.states, strict=True)
+        return _Exact(
+            tuple(a - b for a, b in pairs), self.kept - other.kept, self.host - other.host
+        )
+
+
+def measured_from_smaller(
+    whole: StepSize, place: Place, measure: Callable[[StepSize], MeasuredStep], kinds: Sequence[str]
+) -> MeasuredStep | None:
+    """Returns the memory of a step, measured on smaller ones, or None if it must run in full.
+
+    measure: measures a step.
+    kinds: the categories of the states, in the order of RankStates.
+    """
+    base, *neighbours = _smaller(whole, place)
+    if not neighbours:
+        return None
+    small, exact = measure(base), _Exact.of(base, place)
+    counts_host = place.device == "cpu"
+    for other in neighbours:
+        found, more = measure(other), _Exact.of(other, place) - exact
+        total = sum(more.states) + more.kept + (more.host if counts_host else 0)
+        is_linear = found.peak.num_bytes - small.peak.num_bytes == total
+        if not is_linear or found.host_bytes - small.host_bytes != more.host:
+            return None
+    rest = _Exact.of(whole, place) - exact
+    states = dict(zip(kinds, rest.states, strict=True))
+    added = states | {FORWARD: rest.kept} | ({HOST: rest.host} if counts_host else {})
+    categories = _added(small.peak.by_category, added)
+    return MeasuredStep(
+        held=_added(small.held, states),
+        peak=small.peak._replace(num_bytes=sum(categories.values()), by_category=categories),
+        host_bytes=small.host_bytes + rest.host,
+        num_microbatches=small.num_microbatches,
+    )
+
+
+def _added(one: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
+    return {kind: size + more.get(kind, 0) for kind, size in one.items()}
+
+
+def _smaller(whole: StepSize, place: Place) -> Iterator[StepSize]:
+    """Yields the base and its neighbours; only the whole step if nothing can be left out."""
+    config = whole.config
+    parallel = config.parallel
+    own = stages_of_rank(parallel, config.model.num_layers, place.pp_rank)
+    zero1 = config.data_parallel.use_distributed_optimizer and place.dp_cp_size > 1
+    recompute = config.recompute
+    partial = recompute.num_microbatches_with_partial_activation_checkpoints is not None
+    if len(own) > 1 or zero1 or partial or recompute.contiguous_saved_activations:
+        yield whole
+        return
+    plan = plan_stage(config.recompute, own[0].num_layers, own[0].number)
+    rows = [*_rows(plan.segments)] if _can_lose_layers(config) else []
+    long_rows = [number for number, row in enumerate(rows) if row.repeats > REPEATS]
+    in_flight = most_in_flight(
+        size=whole.pipeline_size, rank=place.pp_rank, num_microbatches=whole.num_microbatches
+    )
+    fewer = in_flight > IN_FLIGHT + 1
+
+    def step(more_of: int | None = None, more_in_flight: int = 0) -> StepSize:
+        found = whole
+        if long_rows:
+            counts = [min(row.repeats, REPEATS) for row in rows]
+            if more_of is not None:
+                counts[more_of] += 1
+            found = found._replace(config=_with_repeats(config, plan, rows, counts))
+        if fewer:
+            number = IN_FLIGHT + more_in_flight
+            steady = min(whole.num_microbatches - in_flight, 2)
+            found = found._replace(
+                num_microbatches=number + steady, pipeline_size=place.pp_rank + number
+            )
+        return found
+
+    yield step()
+    yield from (step(more_of=number) for number in long_rows)
+    if fewer:
+        yield step(more_in_flight=1)
+
+
+def _can_lose_layers(config: RunConfig) -> bool:
+    """Tells whether all layers are alike, and all stages equally long."""
+    lengths = {one.num_layers for one in stages(config.parallel, config.model.num_layers)}
+    alike = config.model.window_size is None and config.model.no_rope_freq is None
+    return alike and len(lengths) == 1
+
+
+class _Row(NamedTuple):
+    """A row of segments. It repeats the `period` segments from number `first` on."""
+
+    first: int
+    period: int
+    repeats: int
+
+
+def _rows(segments: Sequence[Segment]) -> Iterator[_Row]:
+    """Yields rows that cover all segments, each of them as long as possible."""
+    kinds = [replace(one, first_layer=0) for one in segments]
+    first = 0
+    while first < len(kinds):
+        found = max(
+            (
+                _Row(first, period, _repeats(kinds[first:], period))
+                for period in range(1, LONGEST_PERIOD + 1)
+            ),
+            key=lambda row: (row.period * row.repeats if row.repeats > 1 else 1, -row.period),
+        )
+        row = found if found.repeats > 1 else _Row(first, 1, 1)
+        yield row
+        first += row.period * row.repeats
+
+
+def _repeats(kinds: Sequence[Segment], period: int) -> int:
+    pattern, number = kinds[:period], 1
+    while kinds[number * period : (number + 1) * period] == pattern:
+        number += 1
+    return number
+
+
+def _with_repeats(
+    config: RunConfig, plan: RecomputePlan, rows: Sequence[_Row], counts: Sequence[int]
+) -> RunConfig:
+    """Returns the run with so many repetitions of each row in every stage."""
+    segments: list[Segment] = []
+    layers = 0
+    for row, count in zip(rows, counts, strict=True):
+        for one in plan.segments[row.first : row.first + row.period] * count:
+            segments.append(replace(one, first_layer=layers))
+            layers += one.num_layers
+    num_stages = len(stages(config.parallel, config.model.num_layers))
+    return replace(
+        config,
+        model=replace(config.model, num_layers=layers * num_stages),
+        recompute=RecomputeConfig(
+            recompute_policy=str(RecomputePlan(tuple(segments))),
+            recompute_tail_skip=config.recompute.recompute_tail_skip,
+        ),
+    )
