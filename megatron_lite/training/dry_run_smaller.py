@@ -21,7 +21,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import most_in_flight, stages, stages_of_rank
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.measure.step_meter import FORWARD, HOST, StepPeakMeasured
+from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
@@ -119,19 +119,22 @@ def measured_from_smaller(
     measure: measures a step.
     kinds: the categories of the states, in the order of RankStates.
     """
-    base, *neighbours = _smaller(whole, place)
+    (base, _), *neighbours = _smaller(whole, place)
     if not neighbours:
         return None
     small, exact = measure(base), _Exact.of(base, place)
     counts_host = place.device == "cpu"
-    for other in neighbours:
+    counters = 0  # of AdamW's steps, one number for each parameter
+    for other, times in neighbours:
         found, more = measure(other), _Exact.of(other, place) - exact
-        total = sum(more.states) + more.kept + (more.host if counts_host else 0)
+        own = found.held[OTHER] - small.held[OTHER]
+        counters += times * own
+        total = sum(more.states) + more.kept + own + (more.host if counts_host else 0)
         is_linear = found.peak.num_bytes - small.peak.num_bytes == total
         if not is_linear or found.host_bytes - small.host_bytes != more.host:
             return None
     rest = _Exact.of(whole, place) - exact
-    states = dict(zip(kinds, rest.states, strict=True))
+    states = dict(zip(kinds, rest.states, strict=True)) | {OTHER: counters}
     added = states | {FORWARD: rest.kept} | ({HOST: rest.host} if counts_host else {})
     categories = _added(small.peak.by_category, added)
     return MeasuredStep(
@@ -146,8 +149,12 @@ def _added(one: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
     return {kind: size + more.get(kind, 0) for kind, size in one.items()}
 
 
-def _smaller(whole: StepSize, place: Place) -> Iterator[StepSize]:
-    """Yields the base and its neighbours; only the whole step if nothing can be left out."""
+def _smaller(whole: StepSize, place: Place) -> Iterator[tuple[StepSize, int]]:
+    """Yields the base and its neighbours; only the whole step if nothing can be left out.
+
+    The number beside a neighbour tells how many times what it adds lies between the base and the
+    whole.
+    """
     config = whole.config
     parallel = config.parallel
     own = stages_of_rank(parallel, config.model.num_layers, place.pp_rank)
@@ -155,7 +162,7 @@ def _smaller(whole: StepSize, place: Place) -> Iterator[StepSize]:
     recompute = config.recompute
     partial = recompute.num_microbatches_with_partial_activation_checkpoints is not None
     if len(own) > 1 or zero1 or partial or recompute.contiguous_saved_activations:
-        yield whole
+        yield whole, 0
         return
     plan = plan_stage(config.recompute, own[0].num_layers, own[0].number)
     rows = [*_rows(plan.segments)] if _can_lose_layers(config) else []
@@ -180,10 +187,11 @@ def _smaller(whole: StepSize, place: Place) -> Iterator[StepSize]:
             )
         return found
 
-    yield step()
-    yield from (step(more_of=number) for number in long_rows)
+    yield step(), 0
+    for number in long_rows:
+        yield step(more_of=number), rows[number].repeats - REPEATS
     if fewer:
-        yield step(more_in_flight=1)
+        yield step(more_in_flight=1), in_flight - IN_FLIGHT
 
 
 def _can_lose_layers(config: RunConfig) -> bool:
