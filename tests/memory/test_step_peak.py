@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,24 @@ import pytest
 import torch._dynamo  # noqa: F401
 
 from arguments import parse_args
-from benchmarks.memory import CASES, SIZES, TWO_RANKS, Case, rows
+from benchmarks.memory import (
+    CASES,
+    CHUNKS,
+    CP,
+    FSDP,
+    LLAMA,
+    OWN_UNITS,
+    PP,
+    SEQUENCE,
+    SIZES,
+    TP,
+    UNTIED,
+    VIRTUAL,
+    ZERO1,
+    Case,
+    policy,
+    rows,
+)
 from megatron_lite.config import row_blocks
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages_of_rank
@@ -21,8 +39,36 @@ from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.step_peak import fullest_step_peak, step_peak
 from megatron_lite.pipeline.order import order
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.torch_features import NEEDS_CUSTOM_COLLECTIVES, NEEDS_GRAD_DTYPE
+from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
+DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
+NO_RESHARD = "--torch-fsdp2-no-reshard-after-forward"
+DEEP = f"{PP} {FSDP} --num-layers 8 --vocab-size 255"
+# (ranks, flags, policies)
+EVERY = (
+    "*:none",
+    "*:full/1",
+    "*:full/2",
+    "every-2:full/1;*:none",
+    "*:mlp",
+    "*:core_attn",
+    "*:pointwise",
+    "*:layernorm+activation",
+    "*:ops(matmul)",
+    "*:full/1@host",
+    "*:none@host",
+)
+FEW = ("*:none", "*:full/1", "*:mlp", "*:pointwise")
+LAYOUTS = (
+    (1, "", EVERY),
+    (2, TP, (*EVERY, "*:full/1@split")),
+    (2, f"{TP} {SEQUENCE}", EVERY),
+    (2, PP, FEW),
+    (2, ZERO1, FEW),
+    (2, FSDP, FEW),
+    (2, f"{FSDP} {OWN_UNITS}", FEW),
+    (2, f"{CP}", FEW),
+)
 # Each has another kind of plan, and together they have every layout.
 IN_EVERY_RUN = (
     "bf16, untied",
@@ -38,23 +84,65 @@ IN_EVERY_RUN = (
     "FSDP 2, chunks, full/2",
     "CP 2, unfused, ZeRO-1",
 )
-PER_CENT = 0.01
+CASES_HERE = (
+    Case("documents", f"{DOCUMENTS} --attention-backend unfused"),
+    Case("documents, windows", f"{DOCUMENTS} --window-size 32,0"),
+    Case("a large vocabulary", "--vocab-size 50000 --hidden-size 64 --num-layers 2"),
+    Case("a large vocabulary, FSDP 2", f"{FSDP} --vocab-size 30000 --hidden-size 64", 2),
+    Case("a large vocabulary, own units", f"{FSDP} {OWN_UNITS} {UNTIED} --vocab-size 30000", 2),
+    Case("FSDP 2, PP 2, 2 virtual stages", f"{DEEP} {VIRTUAL}", 4, 4),
+    Case("FSDP 2, PP 2, no reshard", f"{DEEP} {NO_RESHARD}", 4, 4),
+    Case("FSDP 2, PP 2, 2 virtual stages, no reshard", f"{DEEP} {VIRTUAL} {NO_RESHARD}", 4, 4),
+)
+SOON = {*IN_EVERY_RUN, "documents, windows", "a large vocabulary, own units"}
+BOUND = 0.05
+
+
+def check(case: Case) -> None:
+    """Compares the prediction for each rank with the peak of a real step."""
+    for row in rows(case):
+        assert abs(row.ratio - 1.0) < BOUND, row
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            case, id=case.name, marks=[] if case.name in IN_EVERY_RUN else pytest.mark.long
-        )
-        for case in CASES
+        pytest.param(case, id=case.name, marks=[] if case.name in SOON else pytest.mark.long)
+        for case in (*CASES, *CASES_HERE)
     ],
 )
-def test_the_peak_of_a_real_step_is_predicted_within_two_per_cent(case: Case) -> None:
-    # The copy of gloo's reduce-scatter is a bound where the update decides.
-    most = 12 * PER_CENT if "ZeRO-1" in case.name else 2 * PER_CENT
-    for row in rows(case):
-        assert -2 * PER_CENT < row.ratio - 1.0 < most, row
+def test_the_peak_of_a_real_step_is_predicted_within_five_per_cent(case: Case) -> None:
+    check(case)
+
+
+def random_case(seed: int) -> Case:
+    """Returns a run with settings drawn at random."""
+    draw = random.Random(seed)
+    ranks, layout, policies = draw.choice(LAYOUTS)
+    flags = [
+        f"--num-layers {draw.choice((4, 6))} --hidden-size {draw.choice((128, 256))}",
+        f"--seq-length {draw.choice((64, 128))} --micro-batch-size {draw.choice((1, 2, 4))}",
+        f"--vocab-size {draw.choice((255, 1023, 4095))}",
+        layout,
+        draw.choice(("", LLAMA, f"{LLAMA} --qk-layernorm")),
+        draw.choice(("", "--bf16")),
+        draw.choice(("", "", "--hidden-dropout 0.1")),
+        draw.choice(("", "", "--attention-backend unfused")),
+        draw.choice(("", f"{CHUNKS}")),
+        policy(draw.choice(policies)),
+    ]
+    return Case(f"random {seed}", " ".join(flags), ranks, 4)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        number if number < 4 else pytest.param(number, marks=pytest.mark.long)
+        for number in range(40)
+    ],
+)
+def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed: int) -> None:
+    check(random_case(seed))
 
 
 @pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
@@ -64,26 +152,7 @@ def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops: str) -> Non
     chosen = f"--attention-backend unfused --recompute-policy *:ops({ops})"
     (row,) = rows(Case(ops, f"{flags} --loss-chunk-size 64 {chosen}"))
     assert row.moment.startswith("backward of core_attention")
-    assert abs(row.ratio - 1.0) < PER_CENT / 10, row
-
-
-@pytest.mark.parametrize("chunk_size", [32, 48])
-def test_the_sum_over_chunks_casts_each_product(chunk_size: int) -> None:
-    # 32 divides the 64 tokens, and 48 leaves a shorter last chunk.
-    flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 2047"
-    untied = "--no-gradient-accumulation-fusion --untie-embeddings-and-output-weights"
-    (row,) = rows(Case("chunks", f"{flags} {untied} --loss-chunk-size {chunk_size}", 1, 1))
-    assert row.moment.startswith("backward of the output layer")
-    assert abs(row.ratio - 1.0) < PER_CENT / 10, row
-
-
-@NEEDS_CUSTOM_COLLECTIVES
-def test_fsdp2_holds_the_cast_sum_over_chunks_while_it_reduces() -> None:
-    flags = "--bf16 --use-torch-fsdp2 --loss-chunk-size 64 --untie-embeddings-and-output-weights"
-    (row,) = rows(Case("FSDP 2, chunks, untied", flags, 2, 1))
-    assert row.moment.startswith("reduction of gradients")
-    # The backward of the loss holds nearly as much, and then the cast sum is not there any more.
-    assert -PER_CENT / 10 < row.ratio - 1.0 < 3 * PER_CENT, row
+    assert abs(row.ratio - 1.0) < BOUND / 2, row
 
 
 @NEEDS_GRAD_DTYPE
@@ -95,7 +164,7 @@ def test_a_large_16_bit_gradient_never_exists_whole(
     flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 39999"
     (row,) = rows(Case("large", f"{flags} {untied}", 1, 1))
     assert row.moment.startswith("backward of the output layer")
-    assert abs(row.ratio - 1.0) < PER_CENT / 10, row
+    assert abs(row.ratio - 1.0) < BOUND / 10, row
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -199,8 +268,3 @@ def test_other_data_parallel_ranks_change_nothing_without_sharding() -> None:
     assert step_peak(config, 0, device="cpu", dp_cp_size=8) == alone
     other = replace(config, training=replace(config.training, micro_batch_size=4))
     assert step_peak(other, 0, device="cpu", dp_cp_size=1).num_bytes > alone.num_bytes
-
-
-def test_every_layout_is_a_case_of_two_ranks() -> None:
-    assert {case.name for case in TWO_RANKS if case.name in IN_EVERY_RUN}
-    assert all(case.ranks == 2 for case in TWO_RANKS)

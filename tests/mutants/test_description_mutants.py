@@ -10,17 +10,14 @@ import pytest
 
 from megatron_lite.config import regions
 from megatron_lite.description import (
-    attention_workspace,
-    linears,
     model_ends,
     norm_statistics,
     query_key_norms,
-    residual_stream,
     self_attention,
     transformer_layer,
 )
-from megatron_lite.description.operations import Course, LayerDescription, Operation, course
-from tests.description import test_drift, test_regions, test_workspace
+from megatron_lite.description.operations import LayerDescription, Operation
+from tests.description import test_drift, test_regions
 from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
@@ -105,26 +102,6 @@ def a_region_lies_nowhere(region):
     return replace(region, parent=None)
 
 
-@replaces("weight_product", linears)
-def a_linear_layer_forgets_its_weight_gradient(_, weight, sizes):
-    return Course()
-
-
-@replaces("dropout_forward", residual_stream)
-def a_dropout_holds_no_mask(_, mask, output, sizes):
-    return course(output)
-
-
-@replaces("_rotate_backward", attention_workspace)
-def one_rotation_is_forgotten(_, heads, part):
-    return Course()
-
-
-@replaces("norm_backward", residual_stream)
-def a_norm_leaves_its_statistics(norm_backward, *args, **options):
-    return course(norm_backward(*args, **options), +4)
-
-
 @replaces("all_heads_calls", query_key_norms)
 def the_sums_of_a_norm_over_all_heads_are_not_added(_, sizes):
     return ()
@@ -132,7 +109,6 @@ def the_sums_of_a_norm_over_all_heads_are_not_added(_, sizes):
 
 DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described
 ONE = dict(tp_size=1, sequence_parallel=False)
-WORKSPACE = test_workspace.test_every_operation_holds_what_its_workspace_tells
 TAIL = test_regions.test_a_region_has_a_tail_exactly_where_the_table_says_so
 METHOD = test_regions.test_discarded_outputs_are_those_that_a_later_operation_saves
 MUTANTS: list[Any] = [
@@ -149,10 +125,6 @@ MUTANTS: list[Any] = [
         long=True,
     ),
     Mutant(flash_keeps_no_log_sum_exp, DRIFT, ONE),
-    Mutant(a_linear_layer_forgets_its_weight_gradient, WORKSPACE, ONE, long=True),
-    Mutant(a_dropout_holds_no_mask, WORKSPACE, ONE, long=True),
-    Mutant(one_rotation_is_forgotten, WORKSPACE, ONE, long=True),
-    Mutant(a_norm_leaves_its_statistics, WORKSPACE, ONE, long=True),
     Mutant(
         an_activation_outside_of_the_mlp,
         test_regions.test_a_region_lies_inside_its_parent_and_inside_no_other,

@@ -12,14 +12,16 @@ from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.notices import setting_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.recompute_report import explain
-from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES
+from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES, StepMeter
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import parallel_state
+from megatron_lite.parallel.waiting import gloo_has_freed
 from megatron_lite.pipeline.links import Links
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.plan.operation_time import Memo
 from megatron_lite.plan.planned_run import Run
+from megatron_lite.training import dry_run_smaller
 from megatron_lite.training.dry_run import (
     STATES,
     MeasuredStep,
@@ -29,7 +31,6 @@ from megatron_lite.training.dry_run import (
     sample_shape,
 )
 from tests.support.commands import SMALL_MODEL, run_command
-from megatron_lite.parallel.waiting import gloo_has_freed
 from tests.support.ranks import run_ranks
 
 SMALL = (
@@ -46,6 +47,7 @@ TP, SP = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --seq
 PP, FULL = "--pipeline-model-parallel-size 2", "--recompute-granularity full --recompute-method"
 VP = f"{PP} --num-virtual-stages-per-pipeline-rank 2"
 ZERO1 = "--use-distributed-optimizer"
+DEEP = "--pipeline-model-parallel-size 8"
 # Each case: the ranks, the micro-batches of a step on each rank, the flags.
 CASES = [
     (1, 2, ""),
@@ -146,6 +148,59 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
     assert HOST not in apart.peak.by_category
     assert apart.host_bytes == whole.host_bytes == explain(config, "cpu").own.host_bytes > 0
     assert whole.peak.num_bytes == apart.peak.num_bytes + whole.host_bytes
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "flags"),
+    [
+        (1, 0, "--num-layers 6"),
+        (1, 0, f"--num-layers 8 --bf16 --recompute-policy *:full/1 {LLAMA}"),
+        (1, 0, "--num-layers 12 --bf16 --recompute-policy every-2:full;*:none"),
+        (1, 0, "--num-layers 5 --recompute-policy *:full/1@host"),
+        (2, 1, f"{SP} --num-layers 9 --bf16 --recompute-policy 0-3:mlp+layernorm;4-8:ops(matmul)"),
+        (8, 2, f"{DEEP} --num-layers 40 --bf16 --global-batch-size 60"),
+        (8, 7, f"{DEEP} --num-layers 8 --bf16 --global-batch-size 12"),
+        pytest.param(2, 0, "--use-torch-fsdp2 --bf16 --num-layers 6", marks=pytest.mark.long),
+    ],
+)
+def test_a_step_that_is_derived_from_smaller_ones_has_the_memory_of_the_whole(
+    world_size: int, rank: int, flags: str
+) -> None:
+    config, told = config_of(flags), []
+    derived = dry_run(config, rank, world_size=world_size, told=told.append)
+    whole = dry_run(config, rank, world_size=world_size, in_full=True)
+    assert derived.is_derived == (len(told) > 1) == ("--num-layers 8 --bf16 --g" not in flags)
+    ours, theirs = derived.measured, whole.measured
+    assert (ours.held, ours.host_bytes) == (theirs.held, theirs.host_bytes)
+    assert ours.peak.by_category == theirs.peak.by_category
+    assert ours.peak.num_bytes == theirs.peak.num_bytes
+
+
+def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, told = config_of("--num-layers 6"), []
+    real = dry_run_smaller.activation_terms
+    monkeypatch.setattr(
+        dry_run_smaller, "activation_terms", lambda *args: real(*args)[:-1] + real(*args)[1:2]
+    )
+    monkeypatch.setattr(dry_run_smaller, "REPEATS", 2)
+    found = dry_run(config, 0, world_size=1, told=told.append)
+    assert found.measured == dry_run(config, 0, world_size=1, in_full=True).measured
+
+
+def test_a_layer_takes_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop over blocks of a matrix made a dry run of a large model take minutes."""
+    numbers = []
+    for layers in (1, 2):
+        calls = []
+        with monkeypatch.context() as patch:
+            after = StepMeter.after
+            patch.setattr(
+                StepMeter, "after", lambda self, func: (calls.append(func), after(self, func))[1]
+            )
+            config = config_of(f"--num-layers {layers} --hidden-size 16384 --bf16 {LLAMA}")
+            dry_run(config, 0, world_size=1, num_microbatches=1)
+        numbers.append(len(calls))
+    assert numbers[1] - numbers[0] < 400
 
 
 @pytest.mark.parametrize(

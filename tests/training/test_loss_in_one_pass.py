@@ -27,7 +27,6 @@ from megatron_lite.memory.explain.prices import price
 from megatron_lite.memory.predict.flops import hardware_flops, logits_flops, step_flops
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.recompute.schedule import plan_model
 from megatron_lite.tensor_parallel import linear_cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
@@ -36,22 +35,15 @@ from megatron_lite.training.batches import MicroBatch, cut
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loss_mask import masked_mean
-from megatron_lite.training.micro_batch_loss import MicroBatchLoss
 from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer
 from megatron_lite.training.step import StepResult, train_step
 from tests.config.test_loss_chunks import TWO_PASSES
-from tests.description.test_workspace import described, joined, mean
 from tests.memory.test_collectives import TORCH_NAMES
 from tests.support.collectives import recorded_collectives
-from tests.support.courses import Stretch, measure
-from tests.support.documents import batch_of
-from tests.support.equality import variant_config
-from tests.support.models import build_tiny_model, tp_state
 from tests.support.pairs import covered, thirds
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
-from tests.support.torch_features import NEEDS_GROUPED_KERNEL
 from tests.support.traffic import plan_collectives
 
 VOCABULARY, BATCH, SEQ_LENGTH, MICRO_BATCHES = 61, 2, 8, 2
@@ -215,68 +207,6 @@ def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):
 
     for found in run_ranks(work, ranks, detail=False) if ranks > 1 else [work(0, 1)]:
         assert found.fault is None and found.measured > 0
-
-
-def differing_stretches(sizes: Sizes, parallel: ParallelState) -> list[object]:
-    """Returns the stretches of a forward, and of the head's backward, that are not as described."""
-    config = variant_config("llama")
-    model = build_tiny_model(
-        config,
-        parallel,
-        sequence_parallel=sizes.sequence_parallel,
-        dtype=torch.float32,
-        loss_chunk_size=sizes.loss_chunk_size,
-        vocab_size=sizes.padded_vocab_size,
-    )
-    batch = batch_of(sizes)
-    mask = torch.ones(batch.labels.shape) if sizes.masks_loss else None
-    factors = torch.full((1,), 0.25) if sizes.masks_loss else None
-    loss = MicroBatchLoss(factor=0.5, mask_factors=factors, in_one_pass=True)
-    weight = model.output_layer.weight
-    accumulate_with_(None, [(weight, torch.zeros_like(weight))])
-    mean(model.loss(batch.tokens, batch.labels))  # builds the rotary tables, which stay
-    gradient = loss.gradient(batch.labels, mask, 0)
-    real = measure(
-        model,
-        lambda: model.loss(batch.tokens, batch.labels, gradient=gradient),
-        lambda losses: loss.of(losses, mask, 0),
-    )
-    workspaces = described(config, sizes)
-    forward = [one for one in real.forward if one.module != "finish"]
-    told = [Stretch(module, one.forward) for module, one in workspaces]
-    found = [pair for pair in zip(joined(forward), joined(told), strict=True) if pair[0] != pair[1]]
-    head = next(one for one in real.backward if one.module == "output_layer")
-    (expected,) = (one.backward for module, one in workspaces if module == "output_layer")
-    return found + ([] if head.course == expected else [(head, expected)])
-
-
-@NEEDS_GROUPED_KERNEL
-@pytest.mark.parametrize(
-    ("layout", "masks", "chunk_size"),
-    covered(itertools.product(((1, False), (2, False), (2, True)), (False, True), (5, 7, 100))),
-)
-def test_the_head_holds_the_bytes_that_are_described_at_every_moment(layout, masks, chunk_size):
-    tp_size, sequence_parallel = layout
-    sizes = Sizes(
-        micro_batch_size=3,
-        seq_length=12,
-        padded_vocab_size=72,
-        tp_size=tp_size,
-        sequence_parallel=sequence_parallel,
-        loss_chunk_size=chunk_size,
-        loss_in_one_pass=True,
-        masks_loss=masks,
-    )
-
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            return differing_stretches(sizes, parallel)
-
-    for _ in range(3):  # gloo's thread may free a tensor late
-        found = run_ranks(work, tp_size, detail=False)
-        if not any(found):
-            break
-    assert found == [[]] * tp_size
 
 
 def test_no_logits_are_computed_twice() -> None:
