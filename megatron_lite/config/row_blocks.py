@@ -5,15 +5,18 @@ The kernels and the predictions of their memory both read it. Standard library o
 
 from __future__ import annotations
 
-GPU_BYTES, CPU_BYTES = 2**28, 2**20
+GPU_BYTES, CPU_BYTES, MOST_BLOCKS = 2**28, 2**20, 64
 
 
-def rows_at_a_time(width: int, device: str) -> int:
-    """Returns how many rows of logits the loss computes in float32 at a time.
+def rows_at_a_time(rows: int, width: int, device: str) -> int:
+    """Returns how many of the rows of logits the loss computes in float32 at a time.
 
-    Their float32 copy takes at most 256 MiB on a GPU, and 1 MiB on a CPU.
+    Their float32 copy takes at most 256 MiB on a GPU. On a CPU it takes 1 MiB, or more where the
+    rows would otherwise have more than 64 blocks.
     """
-    return max(1, (CPU_BYTES if device == "cpu" else GPU_BYTES) // (4 * max(1, width)))
+    if device != "cpu":
+        return max(1, GPU_BYTES // (4 * max(1, width)))
+    return max(1, CPU_BYTES // (4 * max(1, width)), -(-rows // MOST_BLOCKS))
 
 
 def product_rows(width: int) -> int:

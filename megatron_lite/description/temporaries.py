@@ -141,7 +141,7 @@ def loss_blocks(sizes: Sizes, tokens: int, columns: int) -> int:
     torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
     on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast.
     """
-    rows = min(tokens, rows_at_a_time(columns, sizes.device))
+    rows = min(tokens, rows_at_a_time(tokens, columns, sizes.device))
     softmax = rows * columns * sizes.accumulate_bytes
     if sizes.is_rounded and (not sizes.is_float16 or sizes.device == "cpu"):
         return 2 * softmax

@@ -129,7 +129,7 @@ def note(report: Report, topic: str) -> str:
 @pytest.mark.parametrize("policy", ["", "--recompute-policy 0-1:full/2;*:pointwise"])
 def test_fp16_is_as_large_as_bf16(policy: str) -> None:
     half, bf16 = (
-        report_text(report_of(LLAMA.replace("--bf16", precision) + policy))
+        report_text(report_of(LLAMA.replace("--bf16", precision) + policy, "cpu"))
         for precision in ("--fp16", "--bf16")
     )
     assert "V 128, fp16" in half and half.replace("fp16", "bf16") == bf16

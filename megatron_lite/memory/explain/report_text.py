@@ -18,6 +18,7 @@ from megatron_lite.memory.explain.report_lines import (
 )
 from megatron_lite.memory.explain.units import count, percent, size
 from megatron_lite.memory.predict.parameter_counts import parameter_count, rank_parameter_count
+from megatron_lite.memory.predict.step_peak import band
 from megatron_lite.recompute.schedule import policy_by_stage
 
 MOST_RANKS = 8
@@ -160,8 +161,8 @@ def _whole_rank(report: Report, lines: Lines) -> Iterator[str]:
     yield f"  {'together':{name}}{unit.number(total):>{own}}{f'{total:20,}' if exact else ''}"
     yield from lines.wrapped(
         f"Reached in the {step.moment}{where}. exact: to the byte. bound: it may be less. "
-        "estimate: it depends on kernels or on how fast the ranks are. What the allocator holds "
-        "beside tensors comes on top."
+        f"estimate: the whole peak is {band(report.config, report.sizes.device)} that of a real "
+        "step. The allocator's fragmentation comes on top."
     )
     sharding = report.config.data_parallel
     if ranks == 1 and (sharding.use_torch_fsdp2 or sharding.use_distributed_optimizer):

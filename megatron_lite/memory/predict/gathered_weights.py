@@ -66,6 +66,9 @@ class GatheredWeights(NamedTuple):
     reshards: whether a layer's weights are freed after its forward.
     accumulates: whether rows' gradients of an earlier micro-batch exist already.
     copies: whether a collective copies the whole tensor, as gloo does.
+    several: whether several micro-batches of the stage are in flight at once. Weights that stay
+        gathered then count once for all of them, as `staying`, and in no passage.
+    staying: the bytes of those weights.
     """
 
     root: FsdpUnit
@@ -76,12 +79,21 @@ class GatheredWeights(NamedTuple):
     reshards: bool
     accumulates: bool
     copies: bool
+    several: bool
+    staying: int
 
     @classmethod
     def of(
-        cls, config: RunConfig, sizes: Sizes, *, dp_cp_size: int, accumulates: bool
+        cls,
+        config: RunConfig,
+        sizes: Sizes,
+        num_layers: int,
+        *,
+        dp_cp_size: int,
+        accumulates: bool,
+        several: bool,
     ) -> GatheredWeights:
-        """Returns the units of a stage."""
+        """Returns the units of a stage of `num_layers` layers."""
         sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
         first = embedding_operations(config.model, sizes) if sizes.has_embedding else ()
@@ -120,20 +132,34 @@ class GatheredWeights(NamedTuple):
             for one in (*_parameters(first), *_parameters(last_ones))
             if not any(one is other for other in (*words, *logits))
         ]
+        reshards = config.data_parallel.torch_fsdp2_reshard_after_forward
+        root, of_layer = unit(rest, 0 if logits else head), unit(_parameters(layer.operations))
+        staying = 0
+        if several:
+            staying = root.gathered
+            if not reshards:
+                staying += num_layers * of_layer.gathered
+                of_layer = of_layer._replace(gathered=0, cast=0)
         return cls(
-            unit(rest, 0 if logits else head),
+            root,
             unit(words) if words else None,
-            unit(_parameters(layer.operations)),
+            of_layer,
             unit(logits, head) if logits else unit(words) if tied else None,
             tied,
-            config.data_parallel.torch_fsdp2_reshard_after_forward,
+            reshards,
             accumulates,
             sizes.device == "cpu",
+            several,
+            staying,
         )
 
     def begin(self) -> Passage:
         """Returns what the root does before the forward of a stage."""
-        return self._gather(self.root).then(change(self.root.gathered))
+        return self._gather(self.root).then(change(self._root_in_passages))
+
+    @property
+    def _root_in_passages(self) -> int:
+        return 0 if self.several else self.root.gathered
 
     @property
     def before_layers(self) -> FsdpUnit:
@@ -210,7 +236,7 @@ class GatheredWeights(NamedTuple):
         if self.embedding is not None:
             of_embedding = change(-before).then(self._reduce(self.embedding))
             before = self.embedding.buffer
-        freed = change(-self.root.gathered - before)
+        freed = change(-self._root_in_passages - before)
         return joined(of_embedding, freed, self._reduce(self.root), change(-self.root.buffer))
 
     def _reduced_before(self, is_last: bool) -> int:

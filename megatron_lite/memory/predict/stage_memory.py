@@ -40,7 +40,8 @@ class StageMemory(NamedTuple):
 
     on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
     has for it. tables: the bytes of the rotary tables. generators: those of the states of the
-    random-number streams that a CPU's streams put aside.
+    random-number streams that a CPU's streams put aside. gathered: the bytes of weights that FSDP2
+    gathers once for several micro-batches.
     """
 
     passages: Passages
@@ -48,6 +49,7 @@ class StageMemory(NamedTuple):
     arena: int
     tables: int
     generators: int
+    gathered: int
 
 
 def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
@@ -76,8 +78,14 @@ def stage_memory(run: PlacedRun, stage: Stage, keeps_all: bool) -> StageMemory:
     if run.shards > 1:
         # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
         sizes = replace(sizes, sums_gradients=False, adds_by_itself=False)
+        size = config.parallel.pipeline_model_parallel_size
         gathers = GatheredWeights.of(
-            config, sizes, dp_cp_size=run.shards, accumulates=run.accumulates
+            config,
+            sizes,
+            stage.num_layers,
+            dp_cp_size=run.shards,
+            accumulates=run.accumulates,
+            several=size > 1 and (stage.count > size or not stage.is_last),
         )
     return _memory_of(
         config.model,
@@ -111,6 +119,7 @@ def _memory_of(
         _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
         tables,
         _generator_bytes(model, plan, sizes),
+        0 if gathers is None else gathers.staying,
     )
 
 
