@@ -217,5 +217,5 @@ def write_gradient_(
 
 def cached_rows(rows: Tensor) -> Sequence[slice]:
     """Returns the row ranges that are computed in float32 one after the other."""
-    step = rows_at_a_time(*rows.shape, rows.device.type)
+    step = rows_at_a_time(rows.shape[0], rows.shape[1], rows.device.type)
     return [slice(start, start + step) for start in range(0, rows.shape[0], step)]

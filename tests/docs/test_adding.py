@@ -17,8 +17,6 @@ TABLES = {
     "NORMS": "model.norm",
     "APEX_NORMS": "model.norm",
     "COMPILED_NORMS": "model.norm",
-    "norm_forward": "description.norm_statistics",
-    "norm_backward": "description.norm_statistics",
     "STATISTICS": "description.norm_statistics",
     "activation_function": "model.activations",
     "REGIONS": "config.regions",

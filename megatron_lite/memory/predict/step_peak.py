@@ -5,9 +5,10 @@
 The first part is that of states.py, and the rotary tables. The second part follows the rank's
 actions in the order of the pipeline (pipeline_walk.py). Each forward or backward of a stage is a
 passage (stage_passages.py): what is kept, what a replay rebuilds, and one number for each operation
-(description/temporaries.py). On CUDA the allocator's rounding and two workspaces of cuBLAS count. After the last backward the update can hold more if the batch is small
-(update_memory.py). An evaluation keeps nothing for backward, and a save gathers one tensor at a
-time: they hold less.
+(description/temporaries.py). On CUDA the allocator's rounding and two workspaces of cuBLAS count.
+
+After the last backward the update can hold more if the batch is small (update_memory.py). An
+evaluation keeps nothing for backward, and a save gathers one tensor at a time: they hold less.
 
 A prediction costs about a millisecond: layers of one kind are described once, equal stages of
 several calls are taken from a cache, and the actions after the schedule repeats are left out.
