@@ -160,7 +160,7 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
         (2, 1, f"{SP} --num-layers 9 --bf16 --recompute-policy 0-3:mlp+layernorm;4-8:ops(matmul)"),
         (8, 2, f"{DEEP} --num-layers 40 --bf16 --global-batch-size 60"),
         (8, 7, f"{DEEP} --num-layers 8 --bf16 --global-batch-size 12"),
-        pytest.param(2, 0, "--use-torch-fsdp2 --bf16 --num-layers 6", marks=pytest.mark.long),
+        (2, 0, "--use-torch-fsdp2 --bf16 --num-layers 6 --global-batch-size 12"),
     ],
 )
 def test_a_step_that_is_derived_from_smaller_ones_has_the_memory_of_the_whole(
@@ -199,7 +199,7 @@ def test_a_layer_takes_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         config = config_of(f"--num-layers {layers} --hidden-size 16384 --bf16 {LLAMA}")
         dry_run(config, 0, world_size=1, num_microbatches=1)
         numbers.append(len(calls))
-    assert numbers[1] - numbers[0] < 400
+    assert numbers[1] - numbers[0] < 1200
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
     world_size: int, rank: int, flags: str, loss_bytes: int
 ) -> None:
     config = config_of(f"{flags} --global-batch-size 48")
-    own = dry_run(config, rank, world_size=world_size)
+    own = dry_run(config, rank, world_size=world_size, in_full=True)
     number = own.measured.num_microbatches
     assert number < own.num_microbatches
     more = dry_run(config, rank, world_size=world_size, num_microbatches=number + 2)
