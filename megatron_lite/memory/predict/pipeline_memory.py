@@ -106,19 +106,8 @@ def ranks_memory(config: RunConfig, device: str) -> tuple[RankMemory, ...]:
 
 
 def fullest_rank(config: RunConfig, device: str) -> RankMemory:
-    """Returns the memory of the rank with the highest peak; of several equal ones the first.
-
-    It skips a rank whose stages are like those of an earlier rank. Such a rank has fewer forwards
-    in flight, so its peak is not higher.
-    """
-    seen = set()
-    found = []
-    for rank in range(config.parallel.pipeline_model_parallel_size):
-        own = stages_of_rank(config.parallel, config.model.num_layers, rank)
-        alike = tuple((stage.is_first, stage.is_last, _plan(config, stage, False)) for stage in own)
-        if alike not in seen:
-            seen.add(alike)
-            found.append(rank_memory(config, device, rank))
+    """Returns the memory of the rank with the highest peak; of several equal ones the first."""
+    found = (rank_memory(config, device, rank) for rank in distinct_ranks(config))
     return max(found, key=lambda memory: memory.peak_bytes)
 
 
@@ -169,13 +158,43 @@ def spared_flops(
     )
 
 
-def enough_microbatches(config: RunConfig, rank: int, num_chunks: int) -> int:
+def distinct_ranks(config: RunConfig) -> Iterator[int]:
+    """Yields the pipeline ranks, without those whose stages are like those of an earlier one.
+
+    Such a rank has fewer forwards in flight, so its peak is not higher.
+    """
+    seen = set()
+    for rank in range(config.parallel.pipeline_model_parallel_size):
+        own = stages_of_rank(config.parallel, config.model.num_layers, rank)
+        alike = tuple(_likeness(config, stage) for stage in own)
+        if alike not in seen:
+            seen.add(alike)
+            yield rank
+
+
+def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
+    """Returns a key that alike stages share."""
+    model, layers = config.model, range(stage.first_layer, stage.first_layer + stage.num_layers)
+    kinds = [
+        (model.layer_reach(layer, config.data.seq_length), model.layer_rotates(layer))
+        for layer in layers
+        if model.window_size is not None or model.no_rope_freq is not None
+    ]
+    return stage.is_first, stage.is_last, _plan(config, stage, False), tuple(kinds)
+
+
+def enough_microbatches(
+    config: RunConfig, rank: int, num_chunks: int, *, most: int | None = None
+) -> int:
     """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
+
+    most: those of a step; None: see `step_microbatches`.
 
     From 2p micro-batches on the schedule repeats. If some micro-batches keep everything, schedule
     and windows repeat together after the least common multiple of their lengths.
     """
-    size, most = config.parallel.pipeline_model_parallel_size, step_microbatches(config)
+    size = config.parallel.pipeline_model_parallel_size
+    most = step_microbatches(config) if most is None else most
     repeats = 0
     if config.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
         window = most_in_flight(size=size, rank=rank, num_microbatches=most, num_chunks=num_chunks)

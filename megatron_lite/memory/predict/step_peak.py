@@ -17,7 +17,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -25,16 +24,19 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, most_in_flight, stages_of_rank
+from megatron_lite.config.stages import Stage, stages_of_rank
 from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.memory.predict.passages import Moment, Passage
-from megatron_lite.memory.predict.pipeline_memory import step_microbatches
+from megatron_lite.memory.predict.pipeline_memory import (
+    distinct_ranks,
+    enough_microbatches,
+    step_microbatches,
+)
 from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
 from megatron_lite.memory.predict.stage_memory import PlacedRun, StageMemory, stage_memory
 from megatron_lite.memory.predict.states import StateTensors, state_tensors
 from megatron_lite.memory.predict.update_memory import update_memory
 from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
-from megatron_lite.recompute.schedule import plan_stage
 
 Tag = Literal["exact", "bound", "estimate"]
 EXACT: Tag = "exact"
@@ -149,7 +151,7 @@ def step_peak(
         PeakTerm("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
         PeakTerm("optimizer states", states.optimizer, EXACT),
         PeakTerm("rounding of the allocator", tensors.rounding(device), ESTIMATE),
-        PeakTerm("workspaces of cuBLAS", 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
+        PeakTerm("two workspaces of cuBLAS", 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
         PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
         PeakTerm("states of generators", max(memory.generators for memory in memories), EXACT),
         PeakTerm("gathered weights", sum(memory.gathered for memory in memories), ESTIMATE),
@@ -172,45 +174,20 @@ def step_peak(
 def fullest_step_peak(
     config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
 ) -> StepPeak:
-    """Returns the highest peak of all pipeline ranks; of several equal ones the first.
-
-    It skips a rank whose stages are like those of an earlier rank. Such a rank has fewer
-    micro-batches in flight, so its peak is not higher.
-    """
-    seen = set()
-    found = []
-    for rank in range(config.parallel.pipeline_model_parallel_size):
-        own = stages_of_rank(config.parallel, config.model.num_layers, rank)
-        alike = tuple(_likeness(config, stage) for stage in own)
-        if alike not in seen:
-            seen.add(alike)
-            found.append(
-                step_peak(
-                    config,
-                    rank,
-                    device=device,
-                    dp_cp_size=dp_cp_size,
-                    num_microbatches=num_microbatches,
-                )
+    """Returns the highest peak of all pipeline ranks; of several equal ones the first."""
+    return max(
+        (
+            step_peak(
+                config,
+                rank,
+                device=device,
+                dp_cp_size=dp_cp_size,
+                num_microbatches=num_microbatches,
             )
-    return max(found, key=lambda one: one.num_bytes)
-
-
-def _likeness(config: RunConfig, stage: Stage) -> tuple[object, ...]:
-    """Returns a key that alike stages share."""
-    plan = plan_stage(config.recompute, stage.num_layers, stage.number)
-    kinds = (
-        tuple(
-            (
-                config.model.layer_reach(layer, config.data.seq_length),
-                config.model.layer_rotates(layer),
-            )
-            for layer in range(stage.first_layer, stage.first_layer + stage.num_layers)
-        )
-        if config.model.window_size is not None or config.model.no_rope_freq is not None
-        else ()
+            for rank in distinct_ranks(config)
+        ),
+        key=lambda one: one.num_bytes,
     )
-    return stage.is_first, stage.is_last, plan, kinds
 
 
 def _fullest(run: PlacedRun, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
@@ -222,7 +199,7 @@ def _fullest(run: PlacedRun, rank: int, stages: Sequence[Stage], num_microbatche
     shape = dict(
         size=size,
         rank=rank,
-        num_microbatches=_enough(num_microbatches, size, rank, num_chunks, num_kept),
+        num_microbatches=enough_microbatches(config, rank, num_chunks, most=num_microbatches),
         num_chunks=num_chunks,
     )
     whole = keeping_all(**shape, num_kept=num_kept) if num_kept else frozenset()
@@ -257,19 +234,6 @@ def _waiting(run: PlacedRun, rank: int, num_chunks: int, num_microbatches: int) 
     )
     held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
     return [max(counts[chunk] for counts in held) for chunk in range(num_chunks)]
-
-
-def _enough(most: int, size: int, rank: int, num_chunks: int, num_kept: int) -> int:
-    """Returns the micro-batches of a step, or fewer if a rank reaches its peak with fewer.
-
-    From 2p micro-batches on the schedule repeats. If some micro-batches keep everything, schedule
-    and windows repeat together after the least common multiple of their lengths.
-    """
-    repeats = 0
-    if num_kept:
-        window = most_in_flight(size=size, rank=rank, num_microbatches=most, num_chunks=num_chunks)
-        repeats = math.lcm(window, num_chunks * size) // num_chunks
-    return min(most, 2 * size + repeats)
 
 
 def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
