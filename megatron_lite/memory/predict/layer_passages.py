@@ -96,7 +96,9 @@ def replayed_passages(
         one = _backward(layer.operations, held, sizes, begins=held[-1], more=apart)
         fullest = one.fullest
         backward.append(
-            one._replace(fullest=fullest._replace(kept=0, rebuilt=fullest.rebuilt + rebuilt))
+            one._replace(
+                fullest=fullest._replace(kept=0, rebuilt=fullest.rebuilt + rebuilt, layer=number)
+            )
         )
         rebuilt, allocated = rebuilt + held[-1].rebuilt, allocated + held[-1].allocated
     parts = [one for pair in zip_longest(reversed(backward), between) for one in pair if one]
@@ -156,7 +158,8 @@ def _backward(
             where = f"backward of {operation.name}"
             if named_as_end:
                 where = f"backward of {end_name(operation)}"
-            fullest = Moment(where, one.kept - begins.kept, one.rebuilt)
+            layer = None if named_as_end else 0
+            fullest = Moment(where, one.kept - begins.kept, one.rebuilt, layer)
         # Under FSDP2 gradients live until their unit is reduced.
         if not sizes.sums_gradients:
             elements = sum(parameter.num_elements for parameter in operation.parameters)

@@ -15,11 +15,13 @@ class Moment(NamedTuple):
     kept: how many more bytes are kept for backward than at the passage's start. It is negative in
         a backward.
     rebuilt: the bytes that a replay has rebuilt.
+    layer: the number of the layer in its stage, or None outside of the layers.
     """
 
     where: str = ""
     kept: int = 0
     rebuilt: int = 0
+    layer: int | None = None
 
 
 class Passage(NamedTuple):
@@ -60,6 +62,14 @@ class Passage(NamedTuple):
 def change(num_bytes: int, where: str = "", *, kept: int = 0) -> Passage:
     """Returns the passage of an allocation, or of tensors that are freed."""
     return Passage(max(0, num_bytes), num_bytes, kept, Moment(where))
+
+
+def in_layer(passage: Passage, number: int) -> Passage:
+    """Returns a passage whose layers are counted from this number on."""
+    moment = passage.fullest
+    if moment.layer is None:
+        return passage
+    return passage._replace(fullest=moment._replace(layer=moment.layer + number))
 
 
 def joined(*passages: Passage) -> Passage:

@@ -31,7 +31,7 @@ from megatron_lite.memory.predict.layer_passages import (
     ops_results,
     replayed_passages,
 )
-from megatron_lite.memory.predict.passages import Passage, change, joined
+from megatron_lite.memory.predict.passages import Passage, change, in_layer, joined
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 NOTHING: frozenset[str] = frozenset()
@@ -178,6 +178,12 @@ def _runs(
                 backward[place] = gathers.layer_backward(
                     backward[place], length, is_last=is_last[place], is_first=is_first[place]
                 )
+        # A row is fullest in its first passage. In backward that is the one of the last segment.
+        segments_before = (0, group.number - 2, group.number - 1)
+        backward = [
+            in_layer(one, group.segment.first_layer + group.segment.num_layers * earlier)
+            for one, earlier in zip(backward, segments_before, strict=True)
+        ]
         run = Passages(_row(forward, group.number), _row(backward, group.number, reverse=True))
         if on_host and number == len(groups) - 1:
             left = change(-moved_before, kept=-moved_before)

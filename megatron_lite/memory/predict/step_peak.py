@@ -237,10 +237,12 @@ def _waiting(run: PlacedRun, rank: int, num_chunks: int, num_microbatches: int) 
 
 
 def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
-    where = f"{held.moment.where}, micro-batch {held.action.microbatch + 1}"
+    stage, layer = stages[held.action.chunk], held.moment.layer
+    place = "" if layer is None else f" of layer {stage.first_layer + layer}"
+    where = f"{held.moment.where}{place}, micro-batch {held.action.microbatch + 1}"
     if config.parallel.pipeline_model_parallel_size == 1:
         return where
-    return f"{where} of stage {stages[held.action.chunk].number}"
+    return f"{where} of stage {stage.number}"
 
 
 @lru_cache(maxsize=1024)
