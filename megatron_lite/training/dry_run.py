@@ -68,6 +68,7 @@ class DryRank:
     states: the closed form of the bytes between two steps.
     predicted_peak: the closed form of the peak. Besides tensors it counts the memory that torch
         allocates inside its operators.
+    beside_tensors: what a GPU holds beside tensors, in closed form.
     seconds: how long the dry run took.
     """
 
@@ -80,6 +81,7 @@ class DryRank:
     is_derived: bool
     states: RankStates
     predicted_peak: int
+    beside_tensors: int
     seconds: float
 
     @property
@@ -152,6 +154,9 @@ def dry_run(
         measured = measured_from_smaller(whole, place, measure, STATES)
     is_derived = measured is not None
     group = dict(dp_cp_size=place.dp_cp_size, dp_cp_rank=place.dp_cp_rank)
+    predicted = step_peak(
+        config, place.pp_rank, device=device, num_microbatches=step_microbatches(replica), **group
+    )
     return DryRank(
         rank=rank,
         world_size=world_size,
@@ -161,13 +166,8 @@ def dry_run(
         measured=measured or measure(whole),
         is_derived=is_derived,
         states=rank_states(config, place.pp_rank, **group),
-        predicted_peak=step_peak(
-            config,
-            place.pp_rank,
-            device=device,
-            num_microbatches=step_microbatches(replica),
-            **group,
-        ).num_bytes,
+        predicted_peak=predicted.num_bytes,
+        beside_tensors=predicted.beside_tensors,
         seconds=time.perf_counter() - began,
     )
 

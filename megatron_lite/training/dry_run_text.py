@@ -103,6 +103,8 @@ def _table(ranks: Sequence[DryRank]) -> Iterator[str]:
     yield row(
         "  difference", lambda rank: f"{rank.peak_difference / rank.measured.peak.num_bytes:+.2%}"
     )
+    if any(rank.beside_tensors for rank in ranks):
+        yield amounts("  rounding and cuBLAS", lambda rank: rank.beside_tensors)
     if any(rank.measured.host_bytes for rank in ranks):
         yield amounts("host memory, at most", lambda rank: rank.measured.host_bytes)
 

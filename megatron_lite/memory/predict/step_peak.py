@@ -42,6 +42,7 @@ Tag = Literal["exact", "bound", "estimate"]
 EXACT: Tag = "exact"
 BOUND: Tag = "bound"
 ESTIMATE: Tag = "estimate"
+ROUNDING, CUBLAS = "rounding of the allocator", "two workspaces of cuBLAS"
 CUBLAS_BYTES = 2 * 2**25  # of the streams of forward and backward, on Hopper
 
 
@@ -73,6 +74,11 @@ class StepPeak:
     def num_bytes(self) -> int:
         """The sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def beside_tensors(self) -> int:
+        """The bytes that a GPU holds beside tensors: the rounding of states, and cuBLAS."""
+        return sum(term.num_bytes for term in self.terms if term.name in (ROUNDING, CUBLAS))
 
 
 def band(config: RunConfig, device: str) -> str:
@@ -150,8 +156,8 @@ def step_peak(
         PeakTerm("main weights", states.masters, EXACT),
         PeakTerm("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
         PeakTerm("optimizer states", states.optimizer, EXACT),
-        PeakTerm("rounding of the allocator", tensors.rounding(device), ESTIMATE),
-        PeakTerm("two workspaces of cuBLAS", 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
+        PeakTerm(ROUNDING, tensors.rounding(device), ESTIMATE),
+        PeakTerm(CUBLAS, 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
         PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
         PeakTerm("states of generators", max(memory.generators for memory in memories), EXACT),
         PeakTerm("gathered weights", sum(memory.gathered for memory in memories), ESTIMATE),
