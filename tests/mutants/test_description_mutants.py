@@ -14,10 +14,13 @@ from megatron_lite.description import (
     norm_statistics,
     query_key_norms,
     self_attention,
+    temporaries,
     transformer_layer,
 )
 from megatron_lite.description.operations import LayerDescription, Operation
+from megatron_lite.memory.predict import stage_memory, states, step_peak
 from tests.description import test_drift, test_regions
+from tests.memory import test_peaks_on_a_gpu
 from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 
@@ -107,8 +110,40 @@ def the_sums_of_a_norm_over_all_heads_are_not_added(_, sizes):
     return ()
 
 
+def row(name: str) -> dict[str, Any]:
+    """Returns the argument of a test of one measured run."""
+    return dict(row=next(one for one in test_peaks_on_a_gpu.ROWS if one["name"] == name))
+
+
+def without_caches(patch: Patch) -> None:
+    """Takes away the caches, which would hide a change or keep it for later tests."""
+    patch.setattr(stage_memory, "_memory_of", stage_memory._memory_of.__wrapped__)
+    patch.setattr(step_peak, "_states", step_peak._states.__wrapped__)
+
+
+def swiglu_has_no_products(patch: Patch) -> None:
+    without_caches(patch)
+    patch.setattr(temporaries, "activation", lambda model, sizes, given, output: given + output)
+
+
+def a_loss_casts_no_rows(patch: Patch) -> None:
+    without_caches(patch)
+    half = temporaries.loss_blocks
+    patch.setattr(temporaries, "loss_blocks", lambda *args: half(*args) // 2)
+
+
+def an_allocator_does_not_round(patch: Patch) -> None:
+    without_caches(patch)
+    patch.setattr(states, "allocated", lambda num_bytes, device: num_bytes)
+
+
+def cublas_needs_no_memory(patch: Patch) -> None:
+    patch.setattr(step_peak, "CUBLAS_BYTES", 0)
+
+
 DRIFT = test_drift.test_every_module_keeps_computes_sends_and_holds_what_is_described
 ONE = dict(tp_size=1, sequence_parallel=False)
+ON_GPU = test_peaks_on_a_gpu.test_the_peak_of_a_step_is_the_measured_one
 TAIL = test_regions.test_a_region_has_a_tail_exactly_where_the_table_says_so
 METHOD = test_regions.test_discarded_outputs_are_those_that_a_later_operation_saves
 MUTANTS: list[Any] = [
@@ -125,6 +160,10 @@ MUTANTS: list[Any] = [
         long=True,
     ),
     Mutant(flash_keeps_no_log_sum_exp, DRIFT, ONE),
+    Mutant(swiglu_has_no_products, ON_GPU, row("8B width x 8, s 8192, full")),
+    Mutant(a_loss_casts_no_rows, ON_GPU, row("qwen3-0.6b shape, V 32k, none")),
+    Mutant(an_allocator_does_not_round, ON_GPU, row("6 x 1024 with dropout, full")),
+    Mutant(cublas_needs_no_memory, ON_GPU, row("6 x 1024 with dropout, none")),
     Mutant(
         an_activation_outside_of_the_mlp,
         test_regions.test_a_region_lies_inside_its_parent_and_inside_no_other,
