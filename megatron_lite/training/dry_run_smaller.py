@@ -7,8 +7,8 @@ One repetition or micro-batch more adds at least nothing and at most its states 
 it keeps, which the closed form knows to the byte. If each neighbour holds exactly this much more
 than the base, the fullest moment is one that holds all of it. It then stays the fullest for every
 larger size, and the peak of the whole step is that of the base plus the closed form of the rest.
-Otherwise the step runs in full. So do steps with virtual stages, with ZeRO-1 or with an arena,
-whose memory is not linear in the number of layers.
+Otherwise the step runs in full. So do steps whose update may hold more than that, and steps with
+virtual stages or with an arena of saved inputs.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.memory.predict.update_memory import update_memory
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.schedule import plan_stage
 
@@ -134,6 +135,8 @@ def measured_from_smaller(
         if not is_linear or found.host_bytes - small.host_bytes != more.host:
             return None
     rest = _Exact.of(whole, place) - exact
+    if _update_bytes(whole, place) > small.peak.num_bytes + sum(rest.states) + rest.kept:
+        return None
     states = dict(zip(kinds, rest.states, strict=True)) | {OTHER: counters}
     added = states | {FORWARD: rest.kept} | ({HOST: rest.host} if counts_host else {})
     categories = _added(small.peak.by_category, added)
@@ -143,6 +146,19 @@ def measured_from_smaller(
         host_bytes=small.host_bytes + rest.host,
         num_microbatches=small.num_microbatches,
     )
+
+
+def _update_bytes(whole: StepSize, place: Place) -> int:
+    """Returns the closed form of what the rank holds at most after the last backward.
+
+    The update's temporaries can grow faster with the number of layers than what a backward holds.
+    """
+    config = whole.config
+    (stage,) = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
+    size, rank = place.dp_cp_size, place.dp_cp_rank
+    states = rank_states(config, place.pp_rank, dp_cp_size=size, dp_cp_rank=rank)
+    update = update_memory(config, stage, states, dp_cp_size=size, device="cpu")
+    return states.total + update.num_bytes
 
 
 def _added(one: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
@@ -158,10 +174,9 @@ def _smaller(whole: StepSize, place: Place) -> Iterator[tuple[StepSize, int]]:
     config = whole.config
     parallel = config.parallel
     own = stages_of_rank(parallel, config.model.num_layers, place.pp_rank)
-    zero1 = config.data_parallel.use_distributed_optimizer and place.dp_cp_size > 1
     recompute = config.recompute
     partial = recompute.num_microbatches_with_partial_activation_checkpoints is not None
-    if len(own) > 1 or zero1 or partial or recompute.contiguous_saved_activations:
+    if len(own) > 1 or partial or recompute.contiguous_saved_activations:
         yield whole, 0
         return
     plan = plan_stage(config.recompute, own[0].num_layers, own[0].number)
