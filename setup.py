@@ -35,6 +35,7 @@ setup(
     packages=find_packages(include=["megatron_lite", "megatron_lite.*"]),
     package_data={
         "megatron_lite": ["py.typed"],
+        "megatron_lite.config": ["*.json"],
         "megatron_lite.plan": ["machines/*.json"],
         "megatron_lite.pages": ["page.html"],
     },

@@ -14,11 +14,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.cli.arguments.run_config import topics
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.known_models import preset as load_preset
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import run_fields, topics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,24 +74,16 @@ def run_config(*, preset: str | None = None, **settings: Any) -> RunConfig:
         known = load_preset(preset)
         # NullTokenizer adds one id to its vocab_size.
         settings = {**known.fields, "vocab_size": known.vocab_size - 1, **settings}
-    fields = {topic: dataclasses.fields(config_class) for topic, config_class in topics().items()}
-    every = [field for own in fields.values() for field in own]
-    if unknown := settings.keys() - {field.name for field in every}:
+    fields = run_fields()
+    if unknown := settings.keys() - fields.keys():
         raise TypeError(f"no setting of a run: {', '.join(sorted(unknown))}")
-    needed = [
-        field.name for field in every if _has_no_default(field) and field.name not in settings
-    ]
+    needed = [name for name, one in fields.items() if one.is_required and name not in settings]
     if needed:
         raise TypeError(f"missing settings of a run: {', '.join(needed)}")
-    given = {
-        topic: {field.name: settings[field.name] for field in own if field.name in settings}
-        for topic, own in fields.items()
-    }
-    return RunConfig(**{topic: cls(**given[topic]) for topic, cls in topics().items()})
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    given: dict[str, dict[str, Any]] = {topic: {} for topic in topics()}
+    for name, value in settings.items():
+        given[fields[name].topic][name] = value
+    return RunConfig(**{topic: kind(**given[topic]) for topic, kind in topics().items()})
 
 
 def train(config: RunConfig) -> TrainedRun:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import arguments
-from megatron_lite.cli.arguments import parse
+from megatron_lite.cli import flags
 from tests.support.huge_pages import use_huge_pages
 from tests.support.pairs import FULL_GRIDS
 from tests.support.ranks import IS_LONG
@@ -47,7 +47,7 @@ for number, handler in (
 
 # Building the parser of 900 flags takes ten milliseconds, and thousands of tests parse a command
 # line. Parsing leaves the parser as it is.
-arguments.build_parser = parse.build_parser = functools.cache(arguments.build_parser)
+arguments.build_parser = flags.build_parser = functools.cache(arguments.build_parser)
 
 # Hypothesis: no limit in seconds may fail a test on a slow machine.
 if settings is not None:

@@ -1,251 +1,281 @@
-"""One flag per config field, one field per flag, with Megatron-LM's names, types and defaults."""
+"""One flag for each field of the configuration, with Megatron-LM's name, type and default."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from argparse import Action
 from pathlib import Path
 from typing import Any
 
 from arguments import build_parser, parse_args, supported_flags, topics
-from megatron_lite.config import flags
-from megatron_lite.config.detail_flags import DETAILS
-from megatron_lite.config.ignored_flags import IGNORED_FAMILIES
+from megatron_lite.config import megatron_flags
+from megatron_lite.config.megatron_values import OTHER_WAYS
+from megatron_lite.config.run_flags import flag_of, flags_of, run_fields
 from tests.support.pairs import in_one_test
 
-ON, OFF = "store_true", "store_false"
-
-# Megatron-LM's own table for the flags that set a field: spelling, type, default; then a value that
-# is not the default.
+# Megatron-LM's own table of the flags that set a field: its spelling, its default (or ours, where
+# Megatron fills it in later), a value that is not the default; then the flags that it needs, and
+# the fields that change with it.
 MEGATRON: tuple[tuple[Any, ...], ...] = (
-    ("--num-layers", int, None, "3"),
-    ("--hidden-size", int, None, "24"),
-    ("--num-attention-heads", int, None, "2"),
-    ("--max-position-embeddings", int, None, "16"),
-    ("--ffn-hidden-size", int, None, "48"),
-    ("--kv-channels", int, None, "6"),
-    ("--group-query-attention", ON, False),
-    ("--num-query-groups", int, 1, "2"),
-    ("--position-embedding-type", str, "learned_absolute", "rope"),
-    ("--rotary-base", int, 10000, "500000"),
-    ("--rotary-percent", float, 1.0, "0.5"),
-    ("--use-rope-scaling", ON, False),
-    ("--rope-scaling-factor", float, 8.0, "4.0"),
-    ("--rotary-seq-len-interpolation-factor", int, None, "2"),
-    # Megatron's types of these three turn a text into numbers; here the parser stores text
-    ("--no-rope-freq", str, None, "2"),
-    ("--window-size", str, None, "3,0"),
-    ("--window-attn-skip-freq", str, None, "2"),
-    ("--normalization", str, "LayerNorm", "RMSNorm"),
-    ("--norm-epsilon", float, 1e-05, "1e-6"),
-    ("--apply-layernorm-1p", ON, False),
-    ("--qk-layernorm", ON, False),
-    ("--swiglu", ON, False),
-    ("--squared-relu", ON, False),
-    ("--no-bias-gelu-fusion", OFF, True),
-    ("--disable-bias-linear", OFF, True),
-    ("--add-qkv-bias", ON, False),
-    ("--untie-embeddings-and-output-weights", ON, False),
-    ("--attention-backend", str, "auto", "unfused"),
-    ("--attention-softmax-in-fp32", ON, False),
-    ("--fp32-residual-connection", ON, False),
-    ("--hidden-dropout", float, 0.1, "0.0"),
-    ("--attention-dropout", float, 0.1, "0.25"),
-    ("--init-method-std", float, 0.02, "0.006"),
-    ("--tensor-model-parallel-size", int, 1, "2"),
-    ("--sequence-parallel", ON, False),
-    ("--pipeline-model-parallel-size", int, 1, "2"),
-    ("--num-layers-per-virtual-pipeline-stage", int, None, "1"),
-    ("--num-virtual-stages-per-pipeline-rank", int, None, "2"),
-    ("--decoder-first-pipeline-num-layers", int, None, "1"),
-    ("--decoder-last-pipeline-num-layers", int, None, "1"),
-    ("--no-overlap-p2p-communication", OFF, True),
-    ("--context-parallel-size", int, 1, "2"),
-    ("--cp-comm-type", str, ["p2p"], "allgather"),
-    ("--distributed-backend", str, "nccl", "gloo"),
-    ("--distributed-timeout-minutes", int, 10, "3"),
-    ("--distributed-timeout-seconds-after-init", int, None, "30"),
-    ("--overlap-grad-reduce", ON, False),
-    ("--ddp-bucket-size", int, None, "7"),
-    ("--grad-reduce-in-bf16", ON, False),
-    ("--use-distributed-optimizer", ON, False),
-    ("--overlap-param-gather", ON, False),
-    ("--use-torch-fsdp2", ON, False),
-    ("--torch-fsdp2-no-reshard-after-forward", OFF, True),
-    ("--recompute-activations", ON, False),
-    ("--recompute-granularity", str, None, "selective"),
-    ("--recompute-method", str, None, "block"),
-    ("--recompute-num-layers", int, None, "3"),
-    ("--distribute-saved-activations", ON, False),
-    ("--recompute-modules", str, None, "mlp"),
-    ("--micro-batch-size", int, None, "3"),
-    ("--global-batch-size", int, None, "8"),
-    ("--rampup-batch-size", int, None, "2 2 16"),
-    ("--cpu-offloading-num-layers", int, 0, "1"),
-    ("--fine-grained-activation-offloading", ON, False),
-    ("--offload-modules", str, None, "qkv_linear"),
-    ("--step-batch-size-schedule", str, None, "0:2,4K:8"),
-    ("--train-iters", int, None, "7"),
-    ("--train-samples", int, None, "56"),
-    ("--seed", int, 1234, "7"),
-    ("--bf16", ON, False),
-    ("--fp16", ON, False),
-    ("--no-gradient-accumulation-fusion", OFF, True),
-    ("--eval-interval", int, None, "5"),
-    ("--eval-iters", int, 100, "4"),
-    ("--exit-interval", int, None, "6"),
-    ("--exit-duration-in-mins", int, None, "9"),
-    ("--exit-signal-handler", ON, False),
-    ("--exit-signal", str, "SIGTERM", "SIGUSR1"),
-    ("--no-check-for-nan-in-loss-and-grad", OFF, True),
-    ("--check-weight-hash-across-dp-replicas-interval", int, None, "10"),
-    ("--deterministic-mode", ON, False),
-    ("--optimizer", str, "adam", "muon"),
-    ("--muon-momentum", float, 0.9, "0.95"),
-    ("--muon-nesterov", ON, False),
-    ("--muon-num-ns-steps", int, 5, "8"),
-    ("--muon-scale-mode", str, "spectral", "unit_rms_norm"),
-    ("--muon-extra-scale-factor", float, 1.0, "0.2"),
-    ("--muon-coefficient-type", str, "quintic", "polar_express"),
-    ("--muon-no-split-qkv", OFF, True),
-    ("--muon-tp-mode", str, "duplicated", "blockwise"),
-    ("--muon-fp32-matmul-prec", str, "medium", "high"),
-    ("--adam-beta1", float, 0.9, "0.8"),
-    ("--adam-beta2", float, 0.999, "0.95"),
-    ("--adam-eps", float, 1e-08, "1e-6"),
-    ("--weight-decay", float, 0.01, "0.1"),
-    ("--clip-grad", float, 1.0, "0.5"),
-    ("--loss-scale", float, None, "8"),
-    ("--initial-loss-scale", float, 2.0**32, "65536"),
-    ("--min-loss-scale", float, 1.0, "2"),
-    ("--loss-scale-window", float, 1000.0, "100"),
-    ("--hysteresis", int, 2, "3"),
-    ("--lr", float, None, "3e-4"),
-    ("--min-lr", float, 0.0, "1e-5"),
-    ("--lr-decay-style", str, "linear", "cosine"),
-    ("--lr-decay-iters", int, None, "9"),
-    ("--lr-decay-samples", int, None, "90"),
-    ("--lr-warmup-iters", int, 0, "2"),
-    ("--lr-warmup-samples", int, 0, "20"),
-    ("--lr-warmup-fraction", float, None, "0.01"),
-    ("--lr-warmup-init", float, 0.0, "1e-6"),
-    ("--lr-wsd-decay-style", str, "exponential", "minus_sqrt"),
-    ("--lr-wsd-decay-iters", int, None, "3"),
-    ("--lr-wsd-decay-samples", int, None, "30"),
-    ("--decoupled-lr", float, None, "0.01"),
-    ("--decoupled-min-lr", float, None, "0.001"),
-    ("--use-checkpoint-opt_param-scheduler", ON, False),
-    ("--use-checkpoint-opt-param-scheduler", ON, False),
-    ("--override-opt_param-scheduler", ON, False),
-    ("--override-opt-param-scheduler", ON, False),
-    ("--seq-length", int, None, "4"),
-    ("--data-path", str, None, "a b"),
-    ("--mock-data", ON, False),
-    ("--split", str, None, "98,2,0"),
-    ("--data-cache-path", str, None, "cache"),
-    ("--eod-mask-loss", ON, False),
-    ("--reset-position-ids", ON, False),
-    ("--reset-attention-mask", ON, False),
-    ("--calculate-per-token-loss", ON, False),
-    ("--data-args-path", str, None, "words.txt"),
-    ("--train-data-path", str, None, "a b"),
-    ("--valid-data-path", str, None, "a b"),
-    ("--test-data-path", str, None, "a b"),
-    ("--per-split-data-args-path", str, None, "splits.json"),
-    ("--dataloader-type", str, None, "cyclic"),
-    ("--no-data-sharding", OFF, True),
-    ("--tokenizer-type", str, None, "GPT2BPETokenizer"),
-    ("--tokenizer-model", str, None, "tokenizer.json"),
-    ("--vocab-file", str, None, "v.json"),
-    ("--merge-file", str, None, "m.txt"),
-    ("--vocab-size", int, None, "77"),
-    ("--tiktoken-pattern", str, None, "v1"),
-    ("--tiktoken-num-special-tokens", int, 1000, "10"),
-    ("--tokenizer-special-tokens", str, None, "<unk> <s> </s> <mask> <pad> <cls> <sep> <x>"),
-    ("--make-vocab-size-divisible-by", int, 128, "64"),
-    ("--save", str, None, "out"),
-    ("--save-interval", int, None, "5"),
-    ("--persistent-save-interval", int, None, "5"),
-    ("--save-retain-interval", int, None, "5"),
-    ("--async-save", ON, False),
-    ("--load", str, None, "in"),
-    ("--finetune", ON, False),
-    ("--no-load-optim", ON, None),
-    ("--no-load-rng", ON, None),
-    ("--log-interval", int, 100, "1"),
-    ("--tensorboard-dir", str, None, "tb"),
-    ("--log-throughput", ON, False),
-    ("--log-params-norm", ON, False),
-    ("--log-num-zeros-in-grad", ON, False),
-    ("--log-validation-ppl-to-tensorboard", ON, False),
-    ("--log-timers-to-tensorboard", ON, False),
-    ("--log-memory-to-tensorboard", ON, False),
-    ("--log-world-size-to-tensorboard", ON, False),
-    ("--no-log-loss-scale-to-tensorboard", OFF, True),
-    ("--disable-log-loss-scale-to-tensorboard", OFF, True),
-    ("--tensorboard-log-interval", int, 1, "5"),
-    ("--wandb-project", str, None, "project"),
-    ("--wandb-exp-name", str, None, "name"),
-    ("--wandb-save-dir", str, None, "w"),
-    ("--wandb-entity", str, None, "me"),
-    ("--timing-log-level", int, 0, "2"),
-    ("--timing-log-option", str, "minmax", "all"),
-    ("--profile", ON, False),
-    ("--profile-step-start", int, 10, "3"),
-    ("--profile-step-end", int, 12, "13"),
-    ("--profile-ranks", int, None, "0 3"),
-    ("--use-pytorch-profiler", ON, False),
-    ("--pytorch-profiler-collect-shapes", ON, False),
-    ("--pytorch-profiler-collect-callstack", ON, False),
-    ("--record-shapes", ON, False),
-    ("--nvtx-ranges", ON, False),
-    ("--record-memory-history", ON, False),
-    ("--memory-snapshot-path", str, "snapshot.pickle", "s.pickle"),
-    ("--log-straggler", ON, False),
-    ("--straggler-minmax-count", int, 1, "2"),
+    ("--num-layers", None, 3),
+    ("--hidden-size", None, 24),
+    ("--num-attention-heads", None, 2),
+    ("--max-position-embeddings", None, 16),
+    ("--ffn-hidden-size", None, 48),
+    ("--kv-channels", None, 6),
+    ("--group-query-attention", False, True),
+    ("--num-query-groups", 1, 2, "--group-query-attention"),
+    ("--position-embedding-type", "learned_absolute", "rope"),
+    ("--rotary-base", 10000, 500000),
+    ("--rotary-percent", 1.0, 0.5),
+    ("--use-rope-scaling", False, True),
+    ("--rope-scaling-factor", 8.0, 4.0),
+    ("--rotary-seq-len-interpolation-factor", None, 2),
+    ("--no-rope-freq", None, 2, "--position-embedding-type rope"),
+    ("--window-size", None, (3, 0)),
+    ("--window-attn-skip-freq", None, 2, "--window-size 3,0"),
+    ("--normalization", "LayerNorm", "RMSNorm"),
+    ("--norm-epsilon", 1e-05, 1e-06),
+    ("--apply-layernorm-1p", False, True),
+    ("--qk-layernorm", False, True),
+    ("--swiglu", False, True),
+    ("--squared-relu", False, True),
+    ("--no-bias-gelu-fusion", True, False),
+    ("--disable-bias-linear", True, False),
+    ("--add-qkv-bias", False, True),
+    ("--untie-embeddings-and-output-weights", False, True),
+    ("--attention-backend", "auto", "unfused"),
+    ("--attention-softmax-in-fp32", False, True),
+    ("--fp32-residual-connection", False, True),
+    ("--hidden-dropout", 0.1, 0.0),
+    ("--attention-dropout", 0.1, 0.25),
+    ("--init-method-std", 0.02, 0.006),
+    ("--tensor-model-parallel-size", 1, 2),
+    ("--sequence-parallel", False, True, "--tensor-model-parallel-size 2"),
+    ("--pipeline-model-parallel-size", 1, 2),
+    ("--num-layers-per-virtual-pipeline-stage", None, 1, "--pipeline-model-parallel-size 2"),
+    (
+        "--num-virtual-stages-per-pipeline-rank",
+        None,
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers 4",
+    ),
+    ("--decoder-first-pipeline-num-layers", None, 1, "--pipeline-model-parallel-size 2"),
+    ("--decoder-last-pipeline-num-layers", None, 1, "--pipeline-model-parallel-size 2"),
+    ("--no-overlap-p2p-communication", True, False),
+    ("--context-parallel-size", 1, 2, "--attention-dropout 0"),
+    ("--cp-comm-type", "p2p", "allgather", "--context-parallel-size 2 --attention-dropout 0"),
+    ("--distributed-backend", "auto", "gloo"),
+    ("--distributed-timeout-minutes", 10, 3),
+    ("--distributed-timeout-seconds-after-init", None, 30),
+    ("--overlap-grad-reduce", False, True),
+    ("--ddp-bucket-size", None, 7),
+    ("--grad-reduce-in-bf16", False, True, "--bf16"),
+    ("--use-distributed-optimizer", False, True),
+    ("--overlap-param-gather", False, True, "--use-distributed-optimizer --overlap-grad-reduce"),
+    ("--use-torch-fsdp2", False, True),
+    ("--torch-fsdp2-no-reshard-after-forward", True, False, "--use-torch-fsdp2"),
+    ("--recompute-activations", False, True, "", "recompute_granularity recompute_modules"),
+    ("--recompute-granularity", None, "selective", "", "recompute_modules"),
+    (
+        "--recompute-method",
+        None,
+        "block",
+        "--recompute-granularity full --recompute-method uniform",
+    ),
+    ("--recompute-num-layers", None, 3, "--recompute-granularity full --recompute-method block"),
+    (
+        "--distribute-saved-activations",
+        False,
+        True,
+        "--recompute-granularity full --recompute-method uniform --tensor-model-parallel-size 2",
+    ),
+    ("--recompute-modules", (), ("mlp",), "--recompute-granularity selective"),
+    ("--micro-batch-size", None, 3),
+    ("--global-batch-size", None, 8),
+    ("--rampup-batch-size", (), (2, 2, 16), "--global-batch-size 8"),
+    ("--cpu-offloading-num-layers", 0, 1),
+    ("--fine-grained-activation-offloading", False, True, "--offload-modules core_attn"),
+    ("--offload-modules", (), ("qkv_linear",)),
+    ("--step-batch-size-schedule", None, "0:2,4K:8", "", "global_batch_size"),
+    ("--train-iters", None, 7),
+    ("--train-samples", None, 56, "--global-batch-size 8"),
+    ("--seed", 1234, 7),
+    ("--bf16", False, True),
+    ("--fp16", False, True),
+    ("--no-gradient-accumulation-fusion", True, False),
+    ("--eval-interval", None, 5),
+    ("--eval-iters", 100, 4),
+    ("--exit-interval", None, 6),
+    ("--exit-duration-in-mins", None, 9),
+    ("--exit-signal-handler", False, True),
+    ("--exit-signal", "SIGTERM", "SIGUSR1", "--exit-signal-handler"),
+    ("--no-check-for-nan-in-loss-and-grad", True, False),
+    ("--check-weight-hash-across-dp-replicas-interval", None, 10),
+    ("--deterministic-mode", False, True),
+    ("--optimizer", "adam", "muon"),
+    ("--muon-momentum", 0.9, 0.95, "--optimizer muon"),
+    ("--muon-nesterov", False, True, "--optimizer muon"),
+    ("--muon-num-ns-steps", 5, 8, "--optimizer muon"),
+    ("--muon-scale-mode", "spectral", "unit_rms_norm", "--optimizer muon"),
+    ("--muon-extra-scale-factor", 1.0, 0.2, "--optimizer muon"),
+    ("--muon-coefficient-type", "quintic", "polar_express", "--optimizer muon"),
+    ("--muon-no-split-qkv", True, False, "--optimizer muon"),
+    ("--muon-tp-mode", "duplicated", "blockwise", "--optimizer muon"),
+    ("--muon-fp32-matmul-prec", "medium", "high", "--optimizer muon"),
+    ("--adam-beta1", 0.9, 0.8),
+    ("--adam-beta2", 0.999, 0.95),
+    ("--adam-eps", 1e-08, 1e-06),
+    ("--weight-decay", 0.01, 0.1),
+    ("--clip-grad", 1.0, 0.5),
+    ("--loss-scale", None, 8.0, "--fp16"),
+    ("--initial-loss-scale", 4294967296.0, 65536.0, "--fp16"),
+    ("--min-loss-scale", 1.0, 2.0, "--fp16"),
+    ("--loss-scale-window", 1000.0, 100.0, "--fp16"),
+    ("--hysteresis", 2, 3, "--fp16"),
+    ("--lr", None, 0.0003),
+    ("--min-lr", 0.0, 1e-05, "--lr 1e-3"),
+    ("--lr-decay-style", "linear", "cosine"),
+    ("--lr-decay-iters", None, 9),
+    ("--lr-decay-samples", None, 90, "--train-samples 64 --global-batch-size 8"),
+    ("--lr-warmup-iters", 0, 2),
+    ("--lr-warmup-samples", 0, 20, "--train-samples 64 --global-batch-size 8"),
+    ("--lr-warmup-fraction", None, 0.01),
+    ("--lr-warmup-init", 0.0, 1e-06, "--lr 1e-3"),
+    ("--lr-wsd-decay-style", "exponential", "minus_sqrt"),
+    ("--lr-wsd-decay-iters", None, 3, "--lr-decay-style WSD --lr-wsd-decay-iters 2"),
+    (
+        "--lr-wsd-decay-samples",
+        None,
+        30,
+        "--lr-decay-style WSD --lr-wsd-decay-samples 20 --train-samples 64 --global-batch-size 8",
+    ),
+    ("--decoupled-lr", None, 0.01),
+    ("--decoupled-min-lr", None, 0.001),
+    ("--use-checkpoint-opt_param-scheduler", False, True),
+    ("--use-checkpoint-opt-param-scheduler", False, True),
+    ("--override-opt_param-scheduler", False, True),
+    ("--override-opt-param-scheduler", False, True),
+    ("--seq-length", None, 4),
+    ("--data-path", (), ("a", "b")),
+    ("--mock-data", False, True),
+    ("--split", "969, 30, 1", "98,2,0"),
+    ("--data-cache-path", None, "cache"),
+    ("--eod-mask-loss", False, True),
+    ("--reset-position-ids", False, True),
+    ("--reset-attention-mask", False, True),
+    ("--calculate-per-token-loss", False, True),
+    ("--data-args-path", None, "words.txt"),
+    ("--train-data-path", (), ("a", "b")),
+    ("--valid-data-path", (), ("a", "b"), "--train-data-path a"),
+    ("--test-data-path", (), ("a", "b"), "--train-data-path a"),
+    ("--per-split-data-args-path", None, "splits.json"),
+    ("--dataloader-type", "single", "cyclic"),
+    ("--no-data-sharding", True, False, "--dataloader-type cyclic"),
+    (
+        "--tokenizer-type",
+        None,
+        "GPT2BPETokenizer",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t --vocab-file v --merge-file m",
+        "tokenizer_model vocab_file merge_file",
+    ),
+    (
+        "--tokenizer-model",
+        None,
+        "tokenizer.json",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t",
+    ),
+    ("--vocab-file", None, "v.json", "--vocab-file a --merge-file m"),
+    ("--merge-file", None, "m.txt", "--vocab-file v --merge-file a"),
+    ("--vocab-size", None, 77),
+    ("--tiktoken-pattern", None, "v1"),
+    ("--tiktoken-num-special-tokens", 1000, 10),
+    (
+        "--tokenizer-special-tokens",
+        (),
+        ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>", "<x>"),
+        "--tokenizer-type TikTokenizer --tokenizer-model t.json",
+    ),
+    ("--make-vocab-size-divisible-by", 128, 64),
+    ("--save", None, "out"),
+    ("--save-interval", None, 5, "--save out"),
+    ("--persistent-save-interval", None, 5, "--save out"),
+    ("--save-retain-interval", None, 5, "--save out"),
+    ("--async-save", False, True, "--save out"),
+    ("--load", None, "in"),
+    ("--finetune", False, True, "--load in"),
+    ("--no-load-optim", False, True, "--load in"),
+    ("--no-load-rng", False, True, "--load in"),
+    ("--log-interval", 100, 1),
+    ("--tensorboard-dir", None, "tb"),
+    ("--log-throughput", False, True),
+    ("--log-params-norm", False, True),
+    ("--log-num-zeros-in-grad", False, True),
+    ("--log-validation-ppl-to-tensorboard", False, True),
+    ("--log-timers-to-tensorboard", False, True),
+    ("--log-memory-to-tensorboard", False, True),
+    ("--log-world-size-to-tensorboard", False, True),
+    ("--no-log-loss-scale-to-tensorboard", True, False),
+    ("--disable-log-loss-scale-to-tensorboard", True, False),
+    ("--tensorboard-log-interval", 1, 5),
+    ("--wandb-project", None, "project", "--save out"),
+    ("--wandb-exp-name", None, "name"),
+    ("--wandb-save-dir", None, "w"),
+    ("--wandb-entity", None, "me"),
+    ("--timing-log-level", 0, 2),
+    ("--timing-log-option", "minmax", "all"),
+    ("--profile", False, True),
+    ("--profile-step-start", 10, 3),
+    ("--profile-step-end", 12, 13),
+    ("--profile-ranks", (), (0, 3)),
+    ("--use-pytorch-profiler", False, True),
+    ("--pytorch-profiler-collect-shapes", False, True),
+    ("--pytorch-profiler-collect-callstack", False, True),
+    ("--record-shapes", False, True),
+    ("--nvtx-ranges", False, True),
+    ("--record-memory-history", False, True),
+    ("--memory-snapshot-path", "snapshot.pickle", "s.pickle"),
+    ("--log-straggler", False, True),
+    ("--straggler-minmax-count", 1, 2),
 )
 OURS: tuple[tuple[Any, ...], ...] = (
-    ("--allow-fresh-start", ON, False),
-    ("--save-keep-last", int, None, "3"),
-    ("--no-load-fallback", ON, False),
-    ("--allow-changed-data", ON, False),
-    ("--log-style", str, "short", "megatron"),
-    ("--log-file", str, None, "run.log"),
-    ("--metrics-jsonl", str, None, "m.jsonl"),
-    ("--peak-tflops-per-gpu", float, None, "312.5"),
-    ("--memory-timeline", str, None, "timeline.json"),
-    ("--recompute-policy", str, None, "*:full"),
-    ("--contiguous-saved-activations", ON, False),
-    ("--torch-compile", ON, False),
-    ("--activation-memory-budget", float, None, "0.5"),
-    ("--no-recompute-tail-skip", OFF, True),
-    ("--recompute-verify", ON, False),
-    ("--loss-chunk-size", int, None, "256"),
-    ("--memory-limit", str, None, "4GiB"),
-    ("--allow-predicted-out-of-memory", ON, False),
-    ("--memory-budget", str, None, "4GiB"),
-    ("--machine", str, None, "h100-80gb"),
-    ("--log-peak-memory", ON, False),
-    ("--norm-impl", str, "torch", "apex"),
-    ("--parallel-residual", ON, False),
-    ("--norm-position", str, "before", "after"),
-    ("--qk-layernorm-scope", str, "head", "all-heads"),
-    ("--optimizer-impl", str, "torch", "apex"),
-    ("--num-microbatches-with-partial-activation-checkpoints", int, None, "1"),
-    ("--fsdp-memory-efficient-wrapping", ON, False),
-    ("--max-skipped-updates", int, None, "3"),
-    ("--skip-update-on-spike", float, None, "2.5"),
-    ("--straggler-ratio", float, 1.2, "1.5"),
+    ("--allow-fresh-start", False, True, "--load in"),
+    ("--save-keep-last", None, 3, "--save out"),
+    ("--no-load-fallback", False, True, "--load in"),
+    ("--allow-changed-data", False, True, "--load in"),
+    ("--log-style", "short", "megatron"),
+    ("--log-file", None, "run.log"),
+    ("--metrics-jsonl", None, "m.jsonl"),
+    ("--peak-tflops-per-gpu", None, 312.5),
+    ("--memory-timeline", None, "timeline.json"),
+    ("--recompute-policy", None, "*:full"),
+    ("--contiguous-saved-activations", False, True, "--recompute-policy *:full"),
+    ("--torch-compile", False, True),
+    ("--activation-memory-budget", None, 0.5, "--torch-compile"),
+    ("--no-recompute-tail-skip", True, False),
+    ("--recompute-verify", False, True),
+    ("--loss-chunk-size", None, 256),
+    ("--memory-limit", None, "4GiB"),
+    ("--allow-predicted-out-of-memory", False, True),
+    ("--memory-budget", None, "4GiB", "--recompute-policy auto"),
+    ("--machine", None, "h100-80gb"),
+    ("--log-peak-memory", False, True),
+    ("--norm-impl", "torch", "apex"),
+    ("--parallel-residual", False, True),
+    ("--norm-position", "before", "after"),
+    ("--qk-layernorm-scope", "head", "all-heads", "--qk-layernorm --normalization RMSNorm"),
+    ("--optimizer-impl", "torch", "apex"),
+    (
+        "--num-microbatches-with-partial-activation-checkpoints",
+        None,
+        1,
+        "--pipeline-model-parallel-size 2 --recompute-policy *:full",
+    ),
+    ("--fsdp-memory-efficient-wrapping", False, True, "--use-torch-fsdp2"),
+    ("--max-skipped-updates", None, 3),
+    ("--skip-update-on-spike", None, 2.5),
+    ("--straggler-ratio", 1.2, 1.5),
 )
-# both set position_embedding_type
-OTHER_WAYS_TO_SAY_IT = {
-    *("--use-rotary-position-embeddings", "--no-position-embedding"),
-    "--no-bf16",
-    *("--use-megatron-fsdp", "--data-parallel-sharding-strategy"),
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-}
 WITHOUT_FIELD = {
     "--help",
     "-h",
@@ -262,314 +292,83 @@ WITHOUT_FIELD = {
     "--local-rank",
     "--local_rank",
 }
-
-# Where our default is not Megatron's, and why.
-OTHER_DEFAULTS = {
-    "--split": "969, 30, 1",  # Megatron's, filled in after parsing there
-    "--distributed-backend": "auto",  # nccl on CUDA, gloo elsewhere
-    "--data-path": (),
-    "--train-data-path": (),
-    "--valid-data-path": (),
-    "--test-data-path": (),
-    "--dataloader-type": "single",  # Megatron's, filled in after parsing there
-    "--cp-comm-type": "p2p",  # there one for each layer
-    "--recompute-modules": (),  # None there, and core_attn all the same
-    "--profile-ranks": (),  # [] there
-    "--offload-modules": (),  # [] there
-    "--tokenizer-special-tokens": (),  # None there, and the usual ones all the same
-    "--rampup-batch-size": (),  # None there, and a constant batch all the same
-    "--no-load-optim": False,  # None there, and false all the same
-    "--no-load-rng": False,
-}
-BASE = {
-    "--num-layers": "2",
-    "--hidden-size": "16",
-    "--num-attention-heads": "4",
-    "--max-position-embeddings": "8",
-    "--seq-length": "8",
-    "--micro-batch-size": "2",
-    "--vocab-size": "99",
-    "--ffn-hidden-size": "64",
-    "--kv-channels": "4",
-}
-SAMPLES = "--train-samples 64 --global-batch-size 8"
-# What a flag needs beside it.
-CONTEXT = {
-    "--qk-layernorm-scope": "--qk-layernorm --normalization RMSNorm",
-    "--valid-data-path": "--train-data-path a",
-    "--test-data-path": "--train-data-path a",
-    "--no-data-sharding": "--dataloader-type cyclic",
-    "--num-query-groups": "--group-query-attention",
-    "--window-attn-skip-freq": "--window-size 3,0",
-    "--no-rope-freq": "--position-embedding-type rope",
-    "--sequence-parallel": "--tensor-model-parallel-size 2",
-    "--num-layers-per-virtual-pipeline-stage": "--pipeline-model-parallel-size 2",
-    "--num-virtual-stages-per-pipeline-rank": "--pipeline-model-parallel-size 2 --num-layers 4",
-    "--decoder-first-pipeline-num-layers": "--pipeline-model-parallel-size 2",
-    "--decoder-last-pipeline-num-layers": "--pipeline-model-parallel-size 2",
-    "--num-microbatches-with-partial-activation-checkpoints": (
-        "--pipeline-model-parallel-size 2 --recompute-policy *:full"
-    ),
-    "--context-parallel-size": "--attention-dropout 0",
-    "--cp-comm-type": "--context-parallel-size 2 --attention-dropout 0",
-    "--exit-signal": "--exit-signal-handler",
-    "--train-samples": "--global-batch-size 8",
-    "--rampup-batch-size": "--global-batch-size 8",
-    "--wandb-project": "--save out",
-    "--tokenizer-special-tokens": "--tokenizer-type TikTokenizer --tokenizer-model t.json",
-    **dict.fromkeys(
-        (
-            "--loss-scale",
-            "--initial-loss-scale",
-            "--min-loss-scale",
-            "--loss-scale-window",
-            "--hysteresis",
-        ),
-        "--fp16",
-    ),
-    "--min-lr": "--lr 1e-3",
-    "--lr-warmup-init": "--lr 1e-3",
-    "--lr-decay-samples": SAMPLES,
-    "--lr-warmup-samples": SAMPLES,
-    "--save-interval": "--save out",
-    "--persistent-save-interval": "--save out",
-    "--finetune": "--load in",
-    "--no-load-optim": "--load in",
-    "--no-load-rng": "--load in",
-    "--allow-fresh-start": "--load in",
-    **dict.fromkeys(("--save-retain-interval", "--save-keep-last", "--async-save"), "--save out"),
-    **dict.fromkeys(("--no-load-fallback", "--allow-changed-data"), "--load in"),
-}
-# Flags that are illegal without each other come together, and so do the changes.
-TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "--step-batch-size-schedule": ("", {"global_batch_size": 8}),
-    **dict.fromkeys(
-        (
-            "--muon-momentum",
-            "--muon-nesterov",
-            "--muon-num-ns-steps",
-            "--muon-scale-mode",
-            "--muon-extra-scale-factor",
-            "--muon-coefficient-type",
-            "--muon-no-split-qkv",
-            "--muon-tp-mode",
-            "--muon-fp32-matmul-prec",
-        ),
-        ("--optimizer muon", {"optimizer": "muon"}),
-    ),
-    "--lr-wsd-decay-iters": ("--lr-decay-style WSD", {"lr_decay_style": "WSD"}),
-    "--lr-wsd-decay-samples": (
-        f"--lr-decay-style WSD {SAMPLES}",
-        {"lr_decay_style": "WSD", "train_samples": 64, "global_batch_size": 8},
-    ),
-    "--grad-reduce-in-bf16": ("--bf16", {"bf16": True}),
-    "--overlap-param-gather": (
-        "--use-distributed-optimizer --overlap-grad-reduce",
-        {"use_distributed_optimizer": True, "overlap_grad_reduce": True},
-    ),
-    "--torch-fsdp2-no-reshard-after-forward": ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
-    "--fsdp-memory-efficient-wrapping": ("--use-torch-fsdp2", {"use_torch_fsdp2": True}),
-    "--recompute-activations": (
-        "",
-        {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
-    ),
-    "--recompute-granularity": ("", {"recompute_modules": ("core_attn",)}),
-    "--recompute-method": (
-        "--recompute-granularity full",
-        {"recompute_granularity": "full", "recompute_num_layers": 1},
-    ),
-    "--recompute-num-layers": (
-        "--recompute-granularity full --recompute-method block",
-        {"recompute_granularity": "full", "recompute_method": "block"},
-    ),
-    "--distribute-saved-activations": (
-        "--recompute-granularity full --recompute-method uniform --tensor-model-parallel-size 2",
-        {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-            "tensor_model_parallel_size": 2,
-        },
-    ),
-    "--recompute-modules": (
-        "--recompute-granularity selective",
-        {"recompute_granularity": "selective"},
-    ),
-    "--contiguous-saved-activations": ("--recompute-policy *:full", {"recompute_policy": "*:full"}),
-    "--activation-memory-budget": ("--torch-compile", {"torch_compile": True}),
-    "--fine-grained-activation-offloading": (
-        "--offload-modules core_attn",
-        {"offload_modules": ("core_attn",)},
-    ),
-    "--memory-budget": ("--recompute-policy auto", {"recompute_policy": "auto"}),
-    "--tokenizer-type": ("--vocab-file v --merge-file m", {"vocab_file": "v", "merge_file": "m"}),
-    "--tokenizer-model": (
-        "--tokenizer-type HuggingFaceTokenizer",
-        {"tokenizer_type": "HuggingFaceTokenizer"},
-    ),
-    "--vocab-file": ("--merge-file m", {"merge_file": "m", "tokenizer_type": "GPT2BPETokenizer"}),
-    "--merge-file": ("--vocab-file v", {"vocab_file": "v", "tokenizer_type": "GPT2BPETokenizer"}),
-}
+BASE = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
+    "--seq-length 8 --micro-batch-size 2 --vocab-size 99 --ffn-hidden-size 64 --kv-channels 4"
+)
 
 
-def actions() -> dict[str, Action]:
+def actions() -> dict[str, Any]:
     """Every supported flag with its argparse action."""
     parser = build_parser()
-    supported = set(supported_flags(parser))
-    return {
-        name: action
-        for action in parser.actions
-        for name in action.option_strings
-        if name in supported
-    }
+    return {name: parser._option_string_actions[name] for name in supported_flags(parser)}
 
 
-def fields() -> dict[str, dataclasses.Field[Any]]:
-    return {
-        field.name: field
-        for config_class in topics().values()
-        for field in dataclasses.fields(config_class)
-    }
-
-
-def parsed_fields(*words: str) -> dict[str, Any]:
-    parsed = parse_args([word for pair in BASE.items() for word in pair] + " ".join(words).split())
+def parsed_fields(words: str) -> dict[str, Any]:
+    config = parse_args(f"{BASE} {words}".split()).config
+    assert parse_args(flags_of(config)).config == config, "the way back is exact"
     return {
         field: value
-        for topic in dataclasses.asdict(parsed.config).values()
+        for topic in dataclasses.asdict(config).values()
         for field, value in topic.items()
     }
 
 
-def test_no_two_topics_have_a_field_of_the_same_name() -> None:
-    names = [
-        field.name
-        for config_class in topics().values()
-        for field in dataclasses.fields(config_class)
-    ]
-    assert len(names) == len(set(names))
-
-
 def test_each_field_has_one_flag_and_each_flag_one_field() -> None:
-    flag_actions = {
-        id(action): action
-        for name, action in actions().items()
-        if name not in OTHER_WAYS_TO_SAY_IT | WITHOUT_FIELD
+    names = [field.name for kind in topics().values() for field in dataclasses.fields(kind)]
+    assert len(names) == len(set(names)) and set(names) == run_fields().keys()
+    others = {name for ways in OTHER_WAYS.values() for name in ways}
+    set_by = {
+        id(action): action.dest for name, action in actions().items() if name not in WITHOUT_FIELD
     }
-    assert sorted(action.dest for action in flag_actions.values()) == sorted(fields())
-
-
-def test_the_tables_of_this_test_hold_every_flag_of_a_field() -> None:
+    assert sorted(set_by.values()) == sorted([*names, *others])
+    assert all(actions()[flag_of(name)].dest == name for name in names)
     tabled = [row[0] for row in (*MEGATRON, *OURS)]
-    assert sorted(tabled) == sorted(set(actions()) - OTHER_WAYS_TO_SAY_IT - WITHOUT_FIELD)
+    without_row = {flag for flag, action in actions().items() if action.dest in others}
+    assert sorted(tabled) == sorted(actions().keys() - without_row - WITHOUT_FIELD)
 
 
 @in_one_test("row", [*MEGATRON, *OURS])
-def test_a_flag_has_the_type_and_default_of_megatron(row: tuple[Any, ...]) -> None:
-    flag, kind, default = row[:3]
-    action = actions()[flag]
-    field = fields()[action.dest]
-    if kind in (ON, OFF):
-        assert type(action).__name__ == {ON: "_StoreTrueAction", OFF: "_StoreFalseAction"}[kind]
-    else:
-        assert action.type is kind
-    nargs = {
-        "--data-path": "*",
-        "--train-data-path": "*",
-        "--valid-data-path": "*",
-        "--test-data-path": "*",
-        "--recompute-modules": "+",
-        "--profile-ranks": "+",
-        "--offload-modules": "+",
-        "--tokenizer-special-tokens": "+",
-        "--rampup-batch-size": 3,
-        "--cp-comm-type": "+",
-    }
-    assert action.nargs == nargs.get(flag, 0 if kind in (ON, OFF) else None)
-    if field.default is dataclasses.MISSING:
-        assert flag in BASE and default is None, "Megatron's None is an error there as well"
-    else:
-        expected = OTHER_DEFAULTS.get(flag, default)
-        assert field.default == expected and type(field.default) is type(expected)
-
-
-@in_one_test("row", [*MEGATRON, *OURS])
-def test_a_flag_changes_its_field_and_nothing_else(row: tuple[Any, ...]) -> None:
-    flag, kind = row[:2]
+def test_a_flag_changes_its_field_from_megatrons_default_and_nothing_else(
+    row: tuple[Any, ...],
+) -> None:
+    flag, default, value, needs, also = (*row, "", "")[:5]
     field = actions()[flag].dest
-    several = {
-        "--data-path": ("a", "b"),
-        "--train-data-path": ("a", "b"),
-        "--valid-data-path": ("a", "b"),
-        "--test-data-path": ("a", "b"),
-        "--recompute-modules": ("mlp",),
-        "--profile-ranks": (0, 3),
-        "--offload-modules": ("qkv_linear",),
-        "--tokenizer-special-tokens": (
-            *("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>", "<x>"),
-        ),
-        "--rampup-batch-size": (2, 2, 16),
-        "--window-size": (3, 0),
-        "--window-attn-skip-freq": 2,
-        "--no-rope-freq": 2,
-    }
-    value: Any = (
-        several[flag]
-        if flag in several
-        else {ON: True, OFF: False}[kind]
-        if kind in (ON, OFF)
-        else kind(row[3])
-    )
-    together, changes = TOGETHER.get(flag, ("", {}))
-    before = parsed_fields(CONTEXT.get(flag, ""))
-    after = parsed_fields(CONTEXT.get(flag, ""), together, flag, *row[3:])
-    assert {name: after[name] for name in after if after[name] != before[name]} == {
-        **changes,
-        field: value,
-    }
+    one = run_fields()[field]
+    if one.is_required:
+        assert default is None, "Megatron's None is an error there as well"
+    else:
+        assert one.default == default and type(one.default) is type(default)
+    words = [] if isinstance(value, bool) else value if isinstance(value, tuple) else [value]
+    if flag == "--window-size":
+        words = ["3,0"]
+    before = parsed_fields(needs)
+    after = parsed_fields(f"{needs} {flag} {' '.join(map(str, words))}")
+    changed = {name for name in after if after[name] != before[name]}
+    assert changed == {field, *also.split()}
+    assert after[field] == value and type(after[field]) is type(value)
 
 
 def test_a_flag_belongs_to_one_class_only() -> None:
-    ignored = [
-        f"--{name.partition('=')[0]}"
-        for _, names in (*IGNORED_FAMILIES, *DETAILS)
-        for name in names.split()
-    ] + [entry.partition(" ")[0] for entry in flags.WITHOUT_EFFECT]
-    known = [*supported_flags(build_parser()), *ignored, *flags.RENAMED, *flags.refused_flags()]
+    supported, refused = supported_flags(build_parser()), megatron_flags.REFUSED
+    known = [*supported, *megatron_flags.NO_EFFECT, *megatron_flags.RENAMED, *refused]
     assert sorted(known) == sorted(set(known))
-    assert set(flags.ONLY_VALUE) <= set(flags.refused_flags()), (
-        "the reason for the other values is in the table"
-    )
-    new = {
-        word
-        for spelling in flags.RENAMED.values()
-        for word in spelling.split()
-        if word.startswith("--")
-    }
-    assert new <= set(supported_flags(build_parser()))
-
-
-def test_every_flag_of_every_release_of_megatron_is_known() -> None:
-    known = {
-        *supported_flags(build_parser()),
-        *flags.ignored_flags(),
-        *flags.RENAMED,
-        *flags.refused_flags(),
-    }
-    assert megatron_flags().keys() - known == set()
-    assert {row[0] for row in MEGATRON} <= megatron_flags().keys()
-    assert not {row[0] for row in OURS} & megatron_flags().keys()
+    assert megatron_flags.ONLY_VALUE.keys() <= refused.keys(), "the reason is in the table"
+    words = " ".join(megatron_flags.RENAMED.values()).split()
+    assert {word for word in words if word.startswith("--")} <= {*supported}
+    assert megatron_releases().keys() <= {*known}, "every flag of every release is known"
+    assert {row[0] for row in MEGATRON} <= megatron_releases().keys()
+    assert not {row[0] for row in OURS} & megatron_releases().keys()
 
 
 def test_a_flag_without_effect_takes_as_many_values_as_in_megatron() -> None:
-    ours = {flag: ignored.nargs for flag, ignored in flags.ignored_flags().items()}
-    theirs = megatron_flags()
-    assert {flag: nargs for flag, nargs in ours.items() if flag in theirs} == {
-        flag: theirs[flag] for flag in ours if flag in theirs
-    }
+    parser, theirs = build_parser(), megatron_releases()
+    for flag in megatron_flags.NO_EFFECT.keys() & theirs.keys():
+        nargs = parser._option_string_actions[flag].nargs
+        assert (1 if nargs is None else nargs) == theirs[flag], flag
 
 
-def megatron_flags() -> dict[str, int | str]:
+def megatron_releases() -> dict[str, int | str]:
     """Every spelling of a flag in the releases v1.0 to 2026-08, with the number of its values.
 
     The file has the first and the last release with the flag, too.
@@ -578,11 +377,17 @@ def megatron_flags() -> dict[str, int | str]:
     return {flag: nargs for flag, (nargs, *_) in json.loads(path.read_text()).items()}
 
 
-def test_the_flags_of_other_programs_are_answered_with_flags_of_this_one() -> None:
-    supported = supported_flags(build_parser())
-    known = {*flags.ignored_flags(), *flags.refused_flags(), *supported}
-    assert set(flags.OTHER_NAMES.values()) <= set(supported)
-    assert set(flags.OTHER_NAMES).isdisjoint(known)
-    assert flags.closest_flag("--learning-rate", supported) == "--lr"
+def test_suggestions_are_supported_flags_of_the_same_meaning() -> None:
+    """A spelling can be near and the meaning far: --use-mpi is not --use-mup."""
+    supported, no_effect = supported_flags(build_parser()), megatron_flags.NO_EFFECT
+    for other, ours in megatron_flags.DATA["other programs"].items():
+        assert other not in {*supported, *no_effect, *megatron_flags.REFUSED}
+        assert megatron_flags.closest_flag(other, supported) == ours
     # a tool without such a flag is not told of it
-    assert flags.closest_flag("--learning-rate", ["--gpus"]) != "--lr"
+    assert megatron_flags.closest_flag("--learning-rate", ["--gpus"]) is None
+    for known in (*[*megatron_flags.REFUSED][::20], *[*no_effect][::40]):
+        for name in (f"{known}s", known[:-1], f"{known}-2"):
+            closest = megatron_flags.closest_flag(name, supported, no_effect)
+            assert closest is None or closest in {*supported, *no_effect}
+    for name in ("--no-swiglu", "--adam-beta3", "--tensor-model-parallel-rank", "--no-bias"):
+        assert megatron_flags.closest_flag(name, supported, no_effect) is None

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite import __main__ as command
-from megatron_lite.cli.arguments.help import LISTS, TOPICS
+from megatron_lite.cli.help import LISTS, TOPICS
 from megatron_lite.config.help_format import for_stream
 from tests.support.limits import HANG_S
 

@@ -10,12 +10,13 @@ import textwrap
 
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.command_line import filled_lines, flags_of
+from megatron_lite.config.command_line import filled_lines
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.invocation import SCRIPT, subcommand
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import flags_of
 from megatron_lite.memory.explain.prices import ComparedRun, full, with_flags
 from megatron_lite.memory.explain.recompute_report import of_one_replica
 from megatron_lite.memory.explain.units import ByteUnit

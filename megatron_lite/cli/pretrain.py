@@ -13,8 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_lite.cli.arguments.parse import parse_args
 from megatron_lite.cli.explanation import print_dry_run, print_dry_run_memory
+from megatron_lite.cli.flags import parse_args
 from megatron_lite.cli.status import exit_status
 from megatron_lite.config.invocation import SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig

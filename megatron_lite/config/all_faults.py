@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-from megatron_lite.config.flags import closest_flag
 from megatron_lite.config.help_format import HelpLayout, for_stream
+from megatron_lite.config.json_text import parse_whole_number, shown
+from megatron_lite.config.megatron_flags import closest_flag
 
 
 class Read(NamedTuple):
@@ -59,11 +60,12 @@ class Faults:
 class Parser(argparse.ArgumentParser):
     """A parser that reports all faults of a command line at once.
 
-    Its help has our width (help_format.py).
+    Its help has our width (help_format.py), and its whole numbers have at most 64 bits.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"formatter_class": HelpLayout, **settings})
+        self.register("type", int, whole_number)
 
     @property
     def actions(self) -> tuple[argparse.Action, ...]:
@@ -80,9 +82,8 @@ class Parser(argparse.ArgumentParser):
         """Reads the words. The message about a word that no flag takes names the nearest flag."""
         found, unread = self.parse_known_args(args, namespace)
         if unread:
-            own = [name for action in self.actions for name in action.option_strings]
             names = [word.partition("=")[0] for word in unread if word.startswith("--")]
-            near = [closest_flag(one, own) for one in names]
+            near = [closest_flag(one, self._option_string_actions) for one in names]
             meant = " and ".join(dict.fromkeys(one for one in near if one is not None))
             meant = f": did you mean {meant}?" if meant else ""
             self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
@@ -98,7 +99,8 @@ class Parser(argparse.ArgumentParser):
                 namespace, unread = self.parse_known_args(words)
                 return Read(namespace, unread, faults, failed)
             except argparse.ArgumentError as error:
-                faults.append(str(error))
+                # our readers name the flag themselves
+                faults.append(re.sub(r"^argument \S+: (?=--)", "", str(error)))
                 spellings = (error.argument_name or "").split("/")
                 rest = _without(words, spellings)
                 if len(rest) == len(words):
@@ -123,6 +125,17 @@ class Parser(argparse.ArgumentParser):
         argparse would print the usage first. With Megatron's many flags it would hide the message.
         """
         self.exit(2, for_stream(f"{self.prog}: error: {message}\n", sys.stderr))
+
+
+def whole_number(text: str) -> int:
+    """Returns the int of at most 64 bits that the text spells, as an argparse type."""
+    try:
+        return parse_whole_number(text)
+    except ValueError as error:
+        beyond = "beyond 64 bits" in str(error)
+        raise argparse.ArgumentTypeError(
+            str(error) if beyond else f"invalid int value: {shown(repr(text))}"
+        ) from None
 
 
 def _without(words: Sequence[str], spellings: Sequence[str]) -> list[str]:

@@ -160,7 +160,7 @@ def _replace_recompute_stores(given: Mapping[str, Any], replace: Any) -> None:
         replace((partial,), "recompute_policy")
 
 
-def notices(replaced: Mapping[str, str], *, file: str) -> list[str]:
+def replaced_notices(replaced: Mapping[str, str], *, file: str) -> list[str]:
     """Returns a line for each flag that replaces values of the file.
 
     file: the file with the flag that names it, such as "--config-json run.json".

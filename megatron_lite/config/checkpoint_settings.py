@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import flag, require_at_least, require_not_empty
+from megatron_lite.config.checks import flag
+from megatron_lite.config.setting import check_settings, setting
 
 # Flags of Megatron that do nothing without --save, and without --load.
 WITHOUT_SAVE = ("save_interval", "save_retain_interval", "async_save")
@@ -25,22 +26,37 @@ class CheckpointConfig:
     WITHOUT_SAVE and WITHOUT_LOAD do nothing without their directory, as in Megatron.
     """
 
-    save: str | None = None
-    save_interval: int | None = None
-    save_retain_interval: int | None = None
-    save_keep_last: int | None = None
-    async_save: bool = False
-    load: str | None = None
-    allow_fresh_start: bool = False
-    finetune: bool = False
-    no_load_optim: bool = False
-    no_load_rng: bool = False
-    no_load_fallback: bool = False
-    allow_changed_data: bool = False
+    save: str | None = setting("directory to write checkpoints into", None, is_path=True)
+    save_interval: int | None = setting(
+        "iterations between checkpoints", None, alias="--persistent-save-interval", least=1
+    )
+    save_retain_interval: int | None = setting(
+        "keep the checkpoints of iterations that are multiples of it, and the last ones",
+        None,
+        least=1,
+    )
+    save_keep_last: int | None = setting(
+        "keep the last so many checkpoints; default: all, with --save-retain-interval 1",
+        None,
+        least=1,
+    )
+    async_save: bool = setting(
+        "train on while a checkpoint is written, once its tensors are copied", False
+    )
+    load: str | None = setting("directory to read the newest checkpoint from", None, is_path=True)
+    allow_fresh_start: bool = setting("start from scratch where --load finds no checkpoint", False)
+    finetune: bool = setting("take the weights only, and start at iteration 0", False)
+    no_load_optim: bool = setting("do not read the optimizer's state", False)
+    no_load_rng: bool = setting("do not read the states of the random streams", False)
+    no_load_fallback: bool = setting(
+        "stop where the newest checkpoint is damaged, instead of using the one before it", False
+    )
+    allow_changed_data: bool = setting(
+        "go on with other data than the checkpoint's run has read", False
+    )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "save_interval", "save_retain_interval", "save_keep_last")
-        require_not_empty(self, "save", "load")
+        check_settings(self)
         if self.save_keep_last is not None and self.save is None:
             raise ValueError(f"--save-keep-last {self.save_keep_last} needs --save DIR")
         if self.save_interval is not None and (self.save_retain_interval or 0) % self.save_interval:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import flag, require_at_least
+from megatron_lite.config.checks import flag
+from megatron_lite.config.setting import check_settings, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +33,38 @@ class DataParallelConfig:
         gathered by themselves, when they are needed.
     """
 
-    overlap_grad_reduce: bool = False
-    ddp_bucket_size: int | None = None
-    grad_reduce_in_bf16: bool = False
-    use_distributed_optimizer: bool = False
-    overlap_param_gather: bool = False
-    use_torch_fsdp2: bool = False
-    torch_fsdp2_reshard_after_forward: bool = True
-    fsdp_memory_efficient_wrapping: bool = False
+    overlap_grad_reduce: bool = setting(
+        "sum gradients over the data-parallel ranks bucket by bucket, beside backward", False
+    )
+    ddp_bucket_size: int | None = setting(
+        "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank",
+        None,
+        least=1,
+    )
+    grad_reduce_in_bf16: bool = setting(
+        "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)", False
+    )
+    use_distributed_optimizer: bool = setting(
+        "optimizer states and master weights over the data-parallel ranks (ZeRO-1)", False
+    )
+    overlap_param_gather: bool = setting(
+        "gather the updated weights beside the next forward", False
+    )
+    use_torch_fsdp2: bool = setting(
+        "weights, gradients and optimizer states over the data-parallel ranks, layer by layer",
+        False,
+    )
+    torch_fsdp2_reshard_after_forward: bool = setting(
+        "keep a layer's weights from its forward until its backward",
+        True,
+        name="--torch-fsdp2-no-reshard-after-forward",
+    )
+    fsdp_memory_efficient_wrapping: bool = setting(
+        "gather token embedding and output projection by themselves, when needed", False
+    )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "ddp_bucket_size")
+        check_settings(self)
         if self.use_torch_fsdp2 and self.use_distributed_optimizer:
             raise ValueError(
                 "--use-torch-fsdp2 shares out the optimizer states too: leave "

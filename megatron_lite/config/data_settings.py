@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import (
-    flag,
-    require_at_least,
-    require_not_empty,
-    require_one_of,
-    resolve,
-)
+from megatron_lite.config.checks import flag, resolve
+from megatron_lite.config.setting import check_settings, setting
 
 DATALOADER_TYPES = ("single", "cyclic")
 PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
@@ -26,6 +21,7 @@ MODEL_FILES = {
     **dict.fromkeys(SENTENCEPIECE_TYPES, "a SentencePiece model"),
     "TikTokenizer": "a JSON list of tokens",
 }
+ONE_SPLIT = "the same as --data-path for the {} split alone, without --split"
 TIKTOKEN_PATTERNS = ("v1", "v2")
 TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_special_tokens")
 
@@ -42,28 +38,45 @@ class DataConfig:
     data_sharding: with dataloader_type cyclic, each data-parallel rank shuffles a range of its own.
     """
 
-    seq_length: int
-    data_path: tuple[str, ...] = ()
-    mock_data: bool = False
-    split: str = "969, 30, 1"
-    data_cache_path: str | None = None
-    eod_mask_loss: bool = False
-    reset_position_ids: bool = False
-    reset_attention_mask: bool = False
-    data_args_path: str | None = None
-    train_data_path: tuple[str, ...] = ()
-    valid_data_path: tuple[str, ...] = ()
-    test_data_path: tuple[str, ...] = ()
-    per_split_data_args_path: str | None = None
-    dataloader_type: str = "single"
-    data_sharding: bool = True
+    seq_length: int = setting("tokens of a sample", least=1)
+    data_path: tuple[str, ...] = setting(
+        "prefix of PREFIX.bin and PREFIX.idx; several, or weight and prefix in turn, are blended",
+        (),
+        nargs="*",
+    )
+    mock_data: bool = setting("made-up token ids instead of a dataset", False)
+    split: str = setting("shares of the documents for training, validation and test", "969, 30, 1")
+    data_cache_path: str | None = setting("directory of the sample and blend indices", None)
+    eod_mask_loss: bool = setting("leave tokens that end a document out of the loss", False)
+    reset_position_ids: bool = setting(
+        "let learned positions begin at 0 after the end of a document", False
+    )
+    reset_attention_mask: bool = setting("let no token read an earlier document", False)
+    data_args_path: str | None = setting(
+        "file with the words of --data-path, for lists that are too long", None, is_path=True
+    )
+    train_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("train"), (), nargs="*")
+    valid_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("valid"), (), nargs="*")
+    test_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("test"), (), nargs="*")
+    per_split_data_args_path: str | None = setting(
+        'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
+        None,
+        is_path=True,
+    )
+    dataloader_type: str = setting(
+        "order of the samples: in the order of the index, or (cyclic) shuffled anew in each pass",
+        "single",
+        choices=DATALOADER_TYPES,
+    )
+    data_sharding: bool = setting(
+        "with --dataloader-type cyclic, shuffle all samples together instead of a range for each "
+        "data-parallel rank",
+        True,
+        name="--no-data-sharding",
+    )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "seq_length")
-        require_not_empty(self, "data_args_path", "per_split_data_args_path")
-        require_one_of(self, "dataloader_type", DATALOADER_TYPES)
-        for name in ("data_path", *PER_SPLIT_PATHS):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_settings(self)
         per_split = [name for name in PER_SPLIT_PATHS if getattr(self, name)]
         one_of_each = (
             ("data_path", self.data_path),
@@ -115,29 +128,40 @@ class TokenizerConfig:
     tokenizer_special_tokens: the names of the first of them. An empty tuple: the usual seven.
     """
 
-    tokenizer_type: str | None = None
-    tokenizer_model: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    vocab_size: int | None = None
-    make_vocab_size_divisible_by: int = 128
-    tiktoken_pattern: str | None = None
-    tiktoken_num_special_tokens: int = 1000
-    tokenizer_special_tokens: tuple[str, ...] = ()
+    tokenizer_type: str | None = setting(
+        "derived: GPT2BPETokenizer with --vocab-file and --merge-file, else NullTokenizer",
+        None,
+        choices=TOKENIZER_TYPES,
+    )
+    tokenizer_model: str | None = setting(
+        "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
+        "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
+        None,
+    )
+    vocab_file: str | None = setting("vocab.json, for GPT2BPETokenizer", None)
+    merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer", None)
+    vocab_size: int | None = setting(
+        "token ids before padding; derived from the tokenizer's files", None, least=1
+    )
+    make_vocab_size_divisible_by: int = setting(
+        "each rank's rows of the embedding are padded to a multiple of it", 128, least=1
+    )
+    tiktoken_pattern: str | None = setting(
+        "how TikTokenizer splits a text (v2 if omitted)", None, choices=TIKTOKEN_PATTERNS
+    )
+    tiktoken_num_special_tokens: int = setting("special tokens of TikTokenizer", 1000, least=1)
+    tokenizer_special_tokens: tuple[str, ...] = setting(
+        "names of its first special tokens, if they are not the usual ones", (), nargs="+"
+    )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "vocab_size", "make_vocab_size_divisible_by")
-        require_at_least(self, 1, "tiktoken_num_special_tokens")
-        if self.tiktoken_pattern is not None:
-            require_one_of(self, "tiktoken_pattern", TIKTOKEN_PATTERNS)
-        object.__setattr__(self, "tokenizer_special_tokens", tuple(self.tokenizer_special_tokens))
+        check_settings(self)
         if self.tokenizer_type is None and self.tokenizer_model is not None:
             raise ValueError(
                 f"--tokenizer-model needs --tokenizer-type ({', '.join(TOKENIZER_TYPES)})"
             )
         reads_bpe_files = self.vocab_file is not None or self.merge_file is not None
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if reads_bpe_files else "NullTokenizer")
-        require_one_of(self, "tokenizer_type", TOKENIZER_TYPES)
         if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:
             raise ValueError(
                 "--tokenizer-type NullTokenizer needs --vocab-size (or choose a tokenizer with "

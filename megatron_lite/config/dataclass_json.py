@@ -8,8 +8,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lite.config.flags import RETIRED_FIELDS
 from megatron_lite.config.json_text import shown
+from megatron_lite.config.megatron_flags import RETIRED_FIELDS
 
 
 def from_plain(cls: type, values: Any, where: str) -> Any:

@@ -6,12 +6,23 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.config.checks import flag, require_at_least
+from megatron_lite.config.checks import flag
 from megatron_lite.config.json_text import parse_whole_number, shown
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.setting import check_settings, setting
 from megatron_lite.config.stages import stages_of_rank
 
 DEVICES = ("cpu", "cuda")
+
+
+def _parse_ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(parse_whole_number(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(
+            f"--dry-run-ranks must be ranks with commas between them, such as 0,8,1023 "
+            f"(got {shown(repr(text))}): {error}"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +35,26 @@ class DryRunConfig:
     dry_run_device: "cpu" or "cuda"; None for the device that the run would use.
     """
 
-    dry_run_ranks: tuple[int, ...] = ()
-    dry_run_world_size: int | None = None
-    dry_run_device: str | None = None
+    dry_run_ranks: tuple[int, ...] = setting(
+        "global ranks of --dry-run-memory (default: one of each kind of pipeline rank)",
+        (),
+        parse=_parse_ranks,
+    )
+    dry_run_world_size: int | None = setting(
+        "number of ranks of the run of --dry-run-memory (default: those that the launcher "
+        "started, or those of one model)",
+        None,
+        least=1,
+    )
+    dry_run_device: str | None = setting(
+        "device of the run of --dry-run-memory (default: the one that the run would use); "
+        "cuda cannot be simulated yet, and the report says so",
+        None,
+        choices=DEVICES,
+    )
 
     def __post_init__(self) -> None:
-        require_at_least(self, 1, "dry_run_world_size")
-        if self.dry_run_device not in (None, *DEVICES):
-            raise ValueError(
-                f"--dry-run-device must be one of {', '.join(DEVICES)} "
-                f"(got {self.dry_run_device!r})"
-            )
+        check_settings(self)
         twice = sorted({rank for rank in self.dry_run_ranks if self.dry_run_ranks.count(rank) > 1})
         if twice:
             raise ValueError(f"--dry-run-ranks has rank {twice[0]} more than once: leave one out")
@@ -45,11 +65,7 @@ class DryRunConfig:
         launched: the number of ranks that the launcher started; 1 without a launcher.
         ValueError: it is not a multiple of the ranks of one model.
         """
-        one_model = (
-            parallel.tensor_model_parallel_size
-            * parallel.context_parallel_size
-            * parallel.pipeline_model_parallel_size
-        )
+        one_model = parallel.model_ranks
         size = self.dry_run_world_size or (launched if launched > 1 else one_model)
         if size % one_model:
             raise ValueError(
@@ -102,16 +118,4 @@ def take_dry_run(given: dict[str, Any]) -> DryRunConfig | None:
     }
     if settings and not wanted:
         raise ValueError(f"{flag(next(iter(settings)))} needs --dry-run-memory")
-    if "dry_run_ranks" in settings:
-        settings["dry_run_ranks"] = _parse_ranks(settings["dry_run_ranks"])
     return DryRunConfig(**settings) if wanted else None
-
-
-def _parse_ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(parse_whole_number(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(
-            f"--dry-run-ranks must be ranks with commas between them, such as 0,8,1023 "
-            f"(got {shown(repr(text))}): {error}"
-        ) from error

@@ -8,20 +8,119 @@
 
 The meaning is the one of Megatron-core's `is_layer_window_attention` and `no_rope_freq`, which
 count layers from 1. The trap is --window-attn-skip-freq: a number marks the layers without the
-window, and a list has 1 for the layers with it. pattern_text.py parses the text of a list.
+window, and a list has 1 for the layers with it. Megatron evaluates a list as Python, which would
+run any code in it. Here its text may have only numbers, lists, parentheses, + and *, and every
+intermediate value is bounded, so that a short text such as [0]*9999*9999 cannot fill the memory.
 """
 
 from __future__ import annotations
 
+import ast
+import re
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatron_lite.config.json_text import shown
-from megatron_lite.config.pattern_text import LARGEST_NUMBER, Pattern
 
 if TYPE_CHECKING:
     from megatron_lite.config.model import ModelConfig
 
+Pattern = int | tuple[int, ...]
+
 UNLIMITED = -1  # Megatron's value for a side of the window without an end
+LONGEST_TEXT = 10_000  # characters
+LONGEST_LIST = 10_000  # layers; the deepest models have a few hundred
+MOST_NESTED, MOST_OPERATORS = 50, 500
+LARGEST_NUMBER = 2**31
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """Returns (left, right) from "128,0" or "(128,0)".
+
+    Raises ValueError if the text is no pair of whole numbers.
+    """
+    match = re.fullmatch(r"\(?\s*(-?\d{1,10})\s*,\s*(-?\d{1,10})\s*\)?", text.strip())
+    if match is None:
+        raise ValueError(
+            f"--window-size {shown(repr(text))}: give two numbers, the tokens before and after a "
+            "query that it reads, such as 128,0"
+        )
+    return int(match[1]), int(match[2])
+
+
+def parse_pattern(flag: str, text: str) -> Pattern:
+    """Returns a frequency from "4", or a tuple with one number for each layer from "([0]*3+[1])*2".
+
+    Raises ValueError if the text is neither.
+    """
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(
+            f"{flag} has {len(text)} characters, more than the {LONGEST_TEXT} that any list needs: "
+            "write repeated parts as [0]*3"
+        )
+    try:
+        value = _value_of(_tree_of(text))
+    except (ValueError, RecursionError) as fault:
+        raise ValueError(
+            f"{flag} {shown(repr(text))}: {fault}; give a whole number, or a list with one number "
+            "for each layer, such as ([0]*3+[1])*2"
+        ) from None
+    return value if isinstance(value, int) else tuple(value)
+
+
+def _tree_of(text: str) -> ast.expr:
+    """Returns the syntax tree of a text, which is not evaluated. Raises ValueError for other
+    characters than those of a pattern, and for too many brackets or operators."""
+    if wrong := re.search(r"[^0-9\s()\[\],+*]", text):
+        raise ValueError(f"{wrong.group()!r} is no number, list or bracket")
+    if too_large := re.search(r"\d{11,}", text):
+        raise ValueError(f"{shown(too_large.group())} is too large")
+    depths = accumulate((one in "([") - (one in ")]") for one in text)
+    if max(depths, default=0) > MOST_NESTED or len(re.findall("[+*]", text)) > MOST_OPERATORS:
+        raise ValueError(f"more than {MOST_NESTED} brackets or {MOST_OPERATORS} operators")
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"it is no list ({error.msg})") from None
+
+
+def _value_of(node: ast.expr) -> int | list[int]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return _bounded(node.value)
+    if isinstance(node, ast.List):
+        numbers = [_value_of(one) for one in node.elts]
+        if not all(isinstance(one, int) for one in numbers):
+            raise ValueError("a list inside a list: join lists with +")
+        return [one for one in numbers if isinstance(one, int)]
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Mult)):
+        raise ValueError(f"{ast.unparse(node)[:40]!r} is no number, list, sum or product")
+    left, right = _value_of(node.left), _value_of(node.right)
+    if isinstance(node.op, ast.Add):
+        if isinstance(left, list) and isinstance(right, list):
+            _check_length(len(left) + len(right))
+            return left + right
+        if isinstance(left, int) and isinstance(right, int):
+            return _bounded(left + right)
+        raise ValueError("+ adds two lists or two numbers, not one of each")
+    if isinstance(left, int) and isinstance(right, int):
+        return _bounded(left * right)
+    if isinstance(left, int):
+        left, right = right, left
+    if not isinstance(left, list) or not isinstance(right, int):
+        raise ValueError("* repeats a list a number of times, and cannot multiply two lists")
+    _check_length(len(left) * right)
+    return left * right
+
+
+def _check_length(length: int) -> None:
+    if length > LONGEST_LIST:
+        raise ValueError(f"a list of {length} numbers, more than {LONGEST_LIST}")
+
+
+def _bounded(number: int) -> int:
+    if number > LARGEST_NUMBER:
+        raise ValueError(f"{number} is too large")
+    return number
 
 
 def marks(pattern: Pattern, layer: int) -> bool:
@@ -50,7 +149,7 @@ def check_layers(model: ModelConfig) -> None:
     _check_pattern("--no-rope-freq", pattern, model.num_layers)
     if not model.positions.rotated:
         raise ValueError(
-            f"--no-rope-freq {_spelled(pattern)} takes rotary embedding out of some layers, and "
+            f"--no-rope-freq {spelled(pattern)} takes rotary embedding out of some layers, and "
             f"--position-embedding-type {model.position_embedding_type} has none: give "
             "--position-embedding-type rope, or leave --no-rope-freq out"
         )
@@ -59,33 +158,11 @@ def check_layers(model: ModelConfig) -> None:
             f"--no-rope-freq {pattern} does not divide --num-layers {model.num_layers}: give a "
             "divisor, or a list with one number for each layer"
         )
-    if _marks_all(pattern):
+    if marks_all(pattern):
         raise ValueError(
-            f"--no-rope-freq {_spelled(pattern)} leaves no layer that rotates: give "
+            f"--no-rope-freq {spelled(pattern)} leaves no layer that rotates: give "
             "--position-embedding-type none instead"
         )
-
-
-def notices(model: ModelConfig, seq_length: int) -> list[str]:
-    """Returns one line for each of these settings that is legal and has no effect."""
-    lines, skipped = [], model.window_attn_skip_freq
-    if model.window_size is not None and reach(model.window_size, seq_length) is None:
-        lines.append(
-            f"--window-size {_spelled(model.window_size)} limits nothing: no token of --seq-length "
-            f"{seq_length} is {model.window_size[0] + 1} or more tokens away from another"
-        )
-    if skipped is not None and (
-        skipped > model.num_layers if isinstance(skipped, int) else _marks_all(skipped)
-    ):
-        lines.append(
-            f"--window-attn-skip-freq {_spelled(skipped)} has no effect: it gives all "
-            f"{model.num_layers} layers the window"
-        )
-    if isinstance(model.no_rope_freq, tuple) and not any(model.no_rope_freq):
-        lines.append(
-            f"--no-rope-freq {_spelled(model.no_rope_freq)} has no effect: every layer rotates"
-        )
-    return lines
 
 
 def _check_window(model: ModelConfig) -> None:
@@ -93,13 +170,13 @@ def _check_window(model: ModelConfig) -> None:
     if window is None:
         if pattern is not None:
             raise ValueError(
-                f"--window-attn-skip-freq {_spelled(pattern)} says which layers have no window, "
+                f"--window-attn-skip-freq {spelled(pattern)} says which layers have no window, "
                 "and no layer has one: give --window-size LEFT,0 too"
             )
         return
     if len(window) != 2 or not all(UNLIMITED <= side <= LARGEST_NUMBER for side in window):
         raise ValueError(
-            f"--window-size {_spelled(window)}: give two numbers, the tokens before and after a "
+            f"--window-size {spelled(window)}: give two numbers, the tokens before and after a "
             "query that it reads, such as 128,0"
         )
     left, right = window
@@ -118,8 +195,8 @@ def _check_window(model: ModelConfig) -> None:
     _check_pattern("--window-attn-skip-freq", pattern, model.num_layers)
     if pattern == 1 if isinstance(pattern, int) else not any(pattern):
         raise ValueError(
-            f"--window-attn-skip-freq {_spelled(pattern)} leaves no layer with --window-size "
-            f"{_spelled(window)}: leave both out"
+            f"--window-attn-skip-freq {spelled(pattern)} leaves no layer with --window-size "
+            f"{spelled(window)}: leave both out"
         )
 
 
@@ -138,10 +215,10 @@ def _check_pattern(flag: str, pattern: Pattern, num_layers: int) -> None:
         raise ValueError(f"{flag} must be a list of 0 and 1 (got {wrong})")
 
 
-def _marks_all(pattern: Pattern) -> bool:
+def marks_all(pattern: Pattern) -> bool:
     return pattern == 1 if isinstance(pattern, int) else all(pattern)
 
 
-def _spelled(pattern: Pattern) -> str:
+def spelled(pattern: Pattern) -> str:
     """Returns the value as the user types it after the flag."""
     return shown(str(pattern) if isinstance(pattern, int) else ",".join(map(str, pattern)))

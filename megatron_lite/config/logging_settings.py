@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least, require_not_empty, require_one_of
+from megatron_lite.config.setting import check_settings, setting
 
 TIMING_LOG_LEVELS = (0, 1, 2)
 TIMING_LOG_OPTIONS = ("max", "minmax", "all")
@@ -41,52 +40,89 @@ class LoggingConfig:
     straggler_minmax_count: the largest number of ranks that one log interval names.
     """
 
-    log_interval: int = 100
-    log_style: str = "short"
-    log_file: str | None = None
-    peak_tflops_per_gpu: float | None = None
-    metrics_jsonl: str | None = None
-    tensorboard_dir: str | None = None
-    memory_timeline: str | None = None
-    log_throughput: bool = False
-    log_peak_memory: bool = False
-    machine: str | None = None
-    log_params_norm: bool = False
-    log_num_zeros_in_grad: bool = False
-    log_validation_ppl_to_tensorboard: bool = False
-    log_timers_to_tensorboard: bool = False
-    log_memory_to_tensorboard: bool = False
-    log_world_size_to_tensorboard: bool = False
-    log_loss_scale_to_tensorboard: bool = True
-    tensorboard_log_interval: int = 1
-    wandb_project: str | None = None
-    wandb_exp_name: str | None = None
-    wandb_save_dir: str | None = None
-    wandb_entity: str | None = None
-    timing_log_level: int = 0
-    timing_log_option: str = "minmax"
-    log_straggler: bool = False
-    straggler_minmax_count: int = 1
-    straggler_ratio: float = 1.2
+    log_interval: int = setting("iterations between two lines", 100, least=1)
+    log_style: str = setting(
+        "standard output: short lines of at most 120 columns, or Megatron's table of arguments and "
+        "iteration line, which the log file always has",
+        "short",
+        choices=LOG_STYLES,
+    )
+    log_file: str | None = setting(
+        "file to which the whole log is appended; derived: train.log in the folder of --save, or "
+        "else of --tensorboard-dir",
+        None,
+        is_path=True,
+    )
+    peak_tflops_per_gpu: float | None = setting(
+        "dense peak in TFLOP/s, for MFU and HFU; derived from the GPU's name and dtype",
+        None,
+        above=0,
+    )
+    metrics_jsonl: str | None = setting(
+        "file for one JSON object per iteration, with full precision", None, is_path=True
+    )
+    tensorboard_dir: str | None = setting("directory for TensorBoard", None, is_path=True)
+    memory_timeline: str | None = setting(
+        "file for the memory of one micro-batch, operator by operator, as JSON; "
+        "python -m megatron_lite.tools.plot_memory draws it",
+        None,
+        is_path=True,
+    )
+    log_throughput: bool = setting("TFLOP/s per GPU in Megatron's iteration line", False)
+    log_peak_memory: bool = setting(
+        "measure the peak of the second step on a CPU too, beside the predicted one; takes seconds",
+        False,
+    )
+    machine: str | None = setting(
+        "predict the time of a step for this machine: a name of tools/plan.py, or a JSON file of "
+        "tools/calibrate.py; derived from the GPU's name",
+        None,
+        is_path=True,
+    )
+    log_params_norm: bool = setting("norm of all weights", False)
+    log_num_zeros_in_grad: bool = setting("number of gradient elements that are zero", False)
+    log_validation_ppl_to_tensorboard: bool = setting("validation perplexity in TensorBoard", False)
+    log_timers_to_tensorboard: bool = setting("iteration time in TensorBoard", False)
+    log_memory_to_tensorboard: bool = setting(
+        "all figures of the CUDA allocator in TensorBoard", False
+    )
+    log_world_size_to_tensorboard: bool = setting("number of ranks in TensorBoard", False)
+    log_loss_scale_to_tensorboard: bool = setting(
+        "no loss scale in TensorBoard",
+        True,
+        alias="--disable-log-loss-scale-to-tensorboard",
+        name="--no-log-loss-scale-to-tensorboard",
+    )
+    tensorboard_log_interval: int = setting(
+        "iterations between two points in TensorBoard and W&B", 1, least=1
+    )
+    wandb_project: str | None = setting(
+        "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
+        "needs the package wandb",
+        None,
+    )
+    wandb_exp_name: str | None = setting("its name", None)
+    wandb_save_dir: str | None = setting("its folder; derived: DIR/wandb of --save DIR", None)
+    wandb_entity: str | None = setting("its owner", None)
+    timing_log_level: int = setting(
+        "1: time the parts of a step; 2: and those of each micro-batch. Both wait for the GPU",
+        0,
+        choices=TIMING_LOG_LEVELS,
+    )
+    timing_log_option: str = setting(
+        "times of the fastest and slowest rank, of the slowest, or of all",
+        "minmax",
+        choices=TIMING_LOG_OPTIONS,
+    )
+    log_straggler: bool = setting(
+        "name the slowest ranks, where they are slower than the others of their stage", False
+    )
+    straggler_minmax_count: int = setting("how many of them at most", 1, least=1)
+    straggler_ratio: float = setting(
+        "how many times the median's time a slow rank takes", 1.2, above=1
+    )
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self, 1, "log_interval", "tensorboard_log_interval", "straggler_minmax_count"
-        )
-        if self.timing_log_level not in TIMING_LOG_LEVELS:
-            raise ValueError(f"--timing-log-level must be 0, 1 or 2 (got {self.timing_log_level})")
-        require_one_of(self, "timing_log_option", TIMING_LOG_OPTIONS)
-        require_one_of(self, "log_style", LOG_STYLES)
+        check_settings(self)
         if self.wandb_project and self.wandb_exp_name == "":
             raise ValueError("--wandb-exp-name is empty: give the name of the experiment")
-        if not 1.0 < self.straggler_ratio < math.inf:
-            raise ValueError(
-                f"--straggler-ratio must be above 1 and finite (got {self.straggler_ratio})"
-            )
-        require_not_empty(
-            self, "log_file", "metrics_jsonl", "tensorboard_dir", "memory_timeline", "machine"
-        )
-        if self.peak_tflops_per_gpu is not None and not 0.0 < self.peak_tflops_per_gpu < math.inf:
-            raise ValueError(
-                f"--peak-tflops-per-gpu must be above 0 and finite (got {self.peak_tflops_per_gpu})"
-            )

@@ -51,14 +51,3 @@ def loss_chunk_size(config: RunConfig) -> int | None:
     sequence = config.data.seq_length // config.parallel.context_parallel_size
     tokens = sequence * config.training.micro_batch_size
     return default_chunk_size(tokens, in_one_pass=can_be_in_one_pass(config))
-
-
-def default_notices(config: RunConfig) -> tuple[str, ...]:
-    """Returns the log's line about chunks that no flag asks for; none without them."""
-    chunk_size = loss_chunk_size(config)
-    if chunk_size is None or config.training.loss_chunk_size is not None:
-        return ()
-    return (
-        f"loss: {chunk_size} tokens have logits at a time, which takes less memory and about the "
-        "same time (--loss-chunk-size 0: all at once)",
-    )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
-from megatron_lite.config.checks import flag, require_at_least
+from megatron_lite.config.setting import check_settings, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,18 +19,30 @@ class LossScaleConfig:
         first time after it has doubled.
     """
 
-    loss_scale: float | None = None
-    initial_loss_scale: float = 2.0**32
-    min_loss_scale: float = 1.0
-    loss_scale_window: float = 1000.0
-    hysteresis: int = 2
+    loss_scale: float | None = setting(
+        "a constant loss scale; else a dynamic one: halved after an overflow, which skips "
+        "its step, and doubled after a window without",
+        None,
+        above=0,
+    )
+    initial_loss_scale: float = setting("first dynamic scale", 2.0**32, above=0)
+    min_loss_scale: float = setting(
+        "smallest dynamic scale: an overflow at it stops the run, unless "
+        "--no-check-for-nan-in-loss-and-grad",
+        1.0,
+        above=0,
+    )
+    loss_scale_window: float = setting(
+        "steps without overflow after which the scale doubles", 1000.0, least=1
+    )
+    hysteresis: int = setting(
+        "overflows before the scale is halved for the first time, or after it has doubled",
+        2,
+        least=1,
+    )
 
     def __post_init__(self) -> None:
-        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
-            value = getattr(self, name)
-            if value is not None and not 0.0 < value < math.inf:
-                raise ValueError(f"{flag(name)} must be above 0 and finite (got {value})")
-        require_at_least(self, 1, "loss_scale_window", "hysteresis")
+        check_settings(self)
         if self.loss_scale_window % 1:
             raise ValueError(
                 "--loss-scale-window counts steps: give a whole number (got "

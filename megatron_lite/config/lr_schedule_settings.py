@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least, require_one_of, require_within
+from megatron_lite.config.setting import check_settings, setting
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -25,39 +25,48 @@ class LrScheduleConfig:
         checkpoint's. The flags decide in either case.
     """
 
-    lr: float | None = None
-    min_lr: float = 0.0
-    lr_decay_style: str = "linear"
-    lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
-    lr_warmup_iters: int = 0
-    lr_warmup_samples: int = 0
-    lr_warmup_fraction: float | None = None
-    lr_warmup_init: float = 0.0
-    lr_wsd_decay_style: str = "exponential"
-    lr_wsd_decay_iters: int | None = None
-    lr_wsd_decay_samples: int | None = None
-    decoupled_lr: float | None = None
-    decoupled_min_lr: float | None = None
-    use_checkpoint_opt_param_scheduler: bool = False
-    override_opt_param_scheduler: bool = False
+    lr: float | None = setting("largest learning rate (needed to train)", None, least=0.0)
+    min_lr: float = setting("smallest learning rate, at the end of the decay", 0.0, least=0.0)
+    lr_decay_style: str = setting("shape of the decay", "linear", choices=LR_DECAY_STYLES)
+    lr_decay_iters: int | None = setting(
+        "iterations until --min-lr; derived: the whole run", None, least=1
+    )
+    lr_decay_samples: int | None = setting(
+        "the same in samples, with --train-samples", None, least=1
+    )
+    lr_warmup_iters: int = setting("iterations of linear warm-up", 0, least=0.0)
+    lr_warmup_samples: int = setting("the same in samples, with --train-samples", 0, least=0.0)
+    lr_warmup_fraction: float | None = setting(
+        "warm-up as a share of the decay's length", None, least=0.0, below=1.0
+    )
+    lr_warmup_init: float = setting("learning rate at the start of the warm-up", 0.0, least=0.0)
+    lr_wsd_decay_style: str = setting(
+        "how WSD (warm-up, stable, decay) falls at its end", "exponential", choices=WSD_DECAY_STYLES
+    )
+    lr_wsd_decay_iters: int | None = setting("iterations of WSD's decay, at the end", None, least=1)
+    lr_wsd_decay_samples: int | None = setting(
+        "the same in samples, with --train-samples", None, least=1
+    )
+    decoupled_lr: float | None = setting(
+        "--lr of the word embedding and the output layer, if it differs", None, least=0.0
+    )
+    decoupled_min_lr: float | None = setting("their --min-lr; derived: --min-lr", None, least=0.0)
+    use_checkpoint_opt_param_scheduler: bool = setting(
+        "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
+        False,
+        alias="--use-checkpoint-opt-param-scheduler",
+        name="--use-checkpoint-opt_param-scheduler",
+    )
+    override_opt_param_scheduler: bool = setting(
+        "a run that continues takes them from the flags, which is the default, and the log does "
+        "not list the differences",
+        False,
+        alias="--override-opt-param-scheduler",
+        name="--override-opt_param-scheduler",
+    )
 
     def __post_init__(self) -> None:
-        require_one_of(self, "lr_decay_style", LR_DECAY_STYLES)
-        require_one_of(self, "lr_wsd_decay_style", WSD_DECAY_STYLES)
-        require_at_least(
-            self, 0.0, "lr", "min_lr", "lr_warmup_init", "lr_warmup_iters", "lr_warmup_samples"
-        )
-        require_at_least(self, 0.0, "decoupled_lr", "decoupled_min_lr")
-        require_at_least(
-            self,
-            1,
-            "lr_decay_iters",
-            "lr_decay_samples",
-            "lr_wsd_decay_iters",
-            "lr_wsd_decay_samples",
-        )
-        require_within(self, 0.0, 1.0, "lr_warmup_fraction")
+        check_settings(self)
         if self.lr is not None and self.min_lr > self.lr:
             raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
         if self.lr is not None and self.lr_warmup_init > self.lr:

@@ -1,210 +1,232 @@
-"""All flags of Megatron-LM that this program refuses, grouped by the reason.
+"""The flags of Megatron-LM, of all its releases, that set no field here, and what becomes of each.
 
-A flag is refused if it would change numbers, or if it promises something that the user would miss,
-such as a file. Each entry has the reason with the nearest setting that works, and the names of the
-flags without their leading dashes. `flags.py` reads the table. The flags that change nothing are in
-`ignored_flags.py` and `detail_flags.py`.
+megatron_flags.json has them by the reason: those that are refused, since they would change numbers
+or promise something that the user would miss; those that have no effect, also without the feature
+that they belong to; those that have one legal value; and old spellings. A name there that ends with
+"=" takes a value, and one that ends with "=*" takes several. This module is its only reader.
 """
 
 from __future__ import annotations
 
-from megatron_lite.config.optimizer_settings import REFUSED_OPTIMIZER_FLAGS
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-REFUSED_FAMILIES: tuple[tuple[str, str], ...] = (
-    (
-        (
-            "read a run from a file with --config-json FILE (as --dump-config prints it); flags "
-            "override it"
-        ),
-        """yaml-cfg""",
-    ),
-    (
-        (
-            "activations go to host memory by a policy; use --recompute-policy '*:none@host' or "
-            "the like"
-        ),
-        """activation-offload-fraction delay-offload-until-cuda-graph
-         delta-offload-bytes-across-pp-ranks
-         fine-grained-offloading-max-inflight-offloads gtp-remat-opt-in-modules""",
-    ),
-    (
-        "stages get equal numbers of layers, but for the first and last rank; use "
-        "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers",
-        """pipeline-model-parallel-layout""",
-    ),
-    (
-        (
-            "all sequences have one length, and one group of ranks shares each; use "
-            "--context-parallel-size alone"
-        ),
-        """hybrid-context-parallel""",
-    ),
-    (
-        "data-parallel ranks share out optimizer states with --use-distributed-optimizer, and "
-        "weights and gradients too with --use-torch-fsdp2; there is no other way",
-        """tensor-parallel-num-weight-shards use-custom-fsdp""",
-    ),
-    (
-        "weights, gradients and their sums are float32 beside the weights of --bf16 or --fp16; use "
-        "--grad-reduce-in-bf16",
-        """megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype
-         megatron-fsdp-main-params-dtype""",
-    ),
-    (
-        "every rank of a run is a process; use --dry-run-memory to see what ranks need without "
-        "their machines",
-        """fake-process-group""",
-    ),
-    (
-        "mixture-of-experts layers are not built; train a dense model without the expert flags",
-        """activation-func-clamp-value expert-model-parallel-size glu-linear-offset
-         moe-use-upcycling num-experts quick-geglu""",
-    ),
-    (
-        "multi-latent attention is not built; use --group-query-attention",
-        """multi-latent-attention""",
-    ),
-    (
-        "attention is causal multi-head or grouped-query attention over the whole sequence or a "
-        "window; use --group-query-attention or --window-size",
-        """attention-output-gate experimental-attention-variant qk-clip qk-l2-norm softmax-type""",
-    ),
-    (
-        "state-space and hybrid layers are not built; every layer is a transformer layer",
-        """hybrid-layer-pattern hybrid-override-pattern is-hybrid-model""",
-    ),
-    (
-        "multi-token prediction is not built; the loss is next-token cross-entropy",
-        """mtp-num-layers""",
-    ),
-    (
-        "muP and hyper-connections are not built; set --init-method-std and --lr",
-        """enable-mhc-connections use-mup""",
-    ),
-    (
-        (
-            "this position embedding is not built; use --position-embedding-type learned_absolute, "
-            "rope or none"
-        ),
-        """rope-type rotary-interleaved""",
-    ),
-    (
-        (
-            "this variant of the layer or of its initial weights is not built; see --help for the "
-            "model flags"
-        ),
-        """apply-residual-connection-post-layernorm data-parallel-random-init
-         embedding-init-method-std heterogeneous-layers-config-encoded-json
-         heterogeneous-layers-config-path init-method-xavier-uniform openai-gelu spec""",
-    ),
-    (
-        "8-bit and 4-bit arithmetic is not built; use --bf16",
-        """fp4-format fp8-e4m3 fp8-format fp8-hybrid kitchen-config-file kitchen-recipe-number
-         kitchen-attention-backend te-precision-config-file use-kitchen-attention""",
-    ),
-    (
-        (
-            "the precision of a run is float32, or --bf16 or --fp16 with float32 losses, gradients "
-            "and master weights"
-        ),
-        """disable-bf16-reduced-precision-matmul embedding-weights-in-fp32 fp16-lm-cross-entropy
-         output-logit-dtype""",
-    ),
-    REFUSED_OPTIMIZER_FLAGS,
-    (
-        "one learning rate and one constant weight decay (none for biases and norms) hold for all "
-        "weights; use --lr and --weight-decay",
-        """apply-wd-to-qk-layernorm end-weight-decay
-         freeze-all-layers no-weight-decay-cond-type start-weight-decay
-         weight-decay-incr-style""",
-    ),
-    (
-        "a run ends after --train-iters, --train-samples, --exit-interval, --exit-duration-in-mins "
-        "or by --exit-signal-handler, and resumes with --load",
-        """exit-signal-handler-for-training iterations-to-skip""",
-    ),
-    (
-        (
-            "validation runs --eval-iters batches of the validation split every --eval-interval "
-            "iterations"
-        ),
-        """eval-global-batch-size eval-micro-batch-size full-validation multiple-validation-sets
-         skip-train start-eval-at-iter""",
-    ),
-    (
-        "--load DIR reads the iteration named in DIR/latest_checkpointed_iteration.txt",
-        """ckpt-step load-main-params-from-ckpt override-ckpt-iteration pretrained-checkpoint""",
-    ),
-    (
-        "only checkpoints are written; use --save, --save-interval and --save-retain-interval",
-        """save-activations-interval save-dgrads-interval save-params-interval
-         save-wgrads-interval""",
-    ),
-    (
-        (
-            "checkpoints have one format, safetensors and JSON, which loads at every "
-            "tensor-parallel size"
-        ),
-        """ckpt-convert-format ckpt-convert-save non-persistent-save-interval""",
-    ),
-    (
-        (
-            "documents are kept apart by --reset-attention-mask, --reset-position-ids and "
-            "--eod-mask-loss"
-        ),
-        """dataloader-inter-document-masking""",
-    ),
-    (
-        "data comes from --data-path cut by --split, from --train-data-path and the like, or from "
-        "--mock-data",
-        """fim-data mid-level-dataset-surplus phase-transition-iterations
-         renormalize-blend-weights""",
-    ),
-    (
-        (
-            "the vocabulary is padded to a multiple of --make-vocab-size-divisible-by and the "
-            "tensor-parallel size"
-        ),
-        """disable-pad-vocab-size no-pad-vocab-size padded-vocab-size vocab-extra-ids""",
-    ),
-    (
-        (
-            "tokenizers are read as their files say; use --tokenizer-type HuggingFaceTokenizer "
-            "with --tokenizer-model"
-        ),
-        """chat-template disable-tokenizer-sentencepiece-ignore-extra-whitespaces
-         no-tokenizer-sentencepiece-ignore-extra-whitespaces null-tokenizer-eod-id
-         null-tokenizer-pad-id
-         tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast tokenizer-metadata
-         tokenizer-sentencepiece-legacy use-gigatoken""",
-    ),
-    (
-        (
-            "the data is plain text without prompts; prepare it with "
-            "megatron_lite.tools.preprocess_data"
-        ),
-        """sft""",
-    ),
-    ("this program pretrains and does not do reinforcement learning", """perform-rl-step"""),
-    (
-        "kernels are chosen by --attention-backend and --deterministic-mode; leave the flag out",
-        """batch-invariant-backend batch-invariant-mode""",
-    ),
-    (
-        "the loss is next-token cross-entropy of the data, without a teacher",
-        """logits-load-dir logits-save-dir""",
-    ),
-    (
-        "a run reports to the terminal, --metrics-jsonl and --tensorboard-dir",
-        """log-device-memory-used log-memory-interval""",
-    ),
-    (
-        "no Chakra trace is written; --profile --use-pytorch-profiler writes a Chrome trace",
-        """pytorch-profiler-collect-chakra""",
-    ),
-    (
-        "no faults are injected into a run; leave the flag out",
-        """error-injection-rate fault-injector-fault-types""",
-    ),
-    ("the model is a GPT; BERT, T5 and retrieval models are not built", """retro-add-retriever"""),
-)
+from megatron_lite.config.help_format import paragraph
+
+DATA = json.loads(Path(__file__).with_name("megatron_flags.json").read_text())
+REFUSED: Mapping[str, str] = {
+    flag: row["reason"] for row in DATA["refused"] for flag in row["flags"]
+}
+# The rest of the sentence that begins with "--flag has no effect".
+NO_EFFECT: Mapping[str, str] = {
+    name.partition("=")[0]: row["reason"] for row in DATA["no effect"] for name in row["flags"]
+}
+# Flags that allow only this value, which is what the program does anyway. Any other is refused.
+ONLY_VALUE: Mapping[str, str] = DATA["only value"]
+RENAMED: Mapping[str, str] = DATA["renamed"]
+# The fields of configurations stored by version 0.1 that have no effect any more.
+RETIRED_FIELDS = frozenset(DATA["retired fields"])
+# With more ignored flags than this, one line names all of them, without the reasons.
+MOST_REASONS = 3
+NEGATIONS = {"no", "not", "disable", "without"}
+
+
+def add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that are accepted and ignored, and the flags that allow only one value.
+
+    Each is stored under its own spelling with the dashes, which no field has. `take_ignored` and
+    `only_value_faults` find it by this name.
+    """
+    names = [name for row in DATA["no effect"] for name in row["flags"]]
+    for name in [*names, *(f"{flag}=" for flag in ONLY_VALUE)]:
+        flag, equals, several = name.partition("=")
+        options: dict[str, Any] = (
+            dict(nargs=several or None) if equals else {"action": "store_true"}
+        )
+        parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **options)
+
+
+def renamed_words(argv: Sequence[str], parsed: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Returns `argv` with old spellings replaced, and a notice for each flag replaced.
+
+    parsed: the flags of the parser. Underscores in the name of a flag are replaced by dashes,
+    unless it is a known flag as it stands.
+    """
+    renamed, notices = [], []
+    known = {*parsed, *RENAMED, *REFUSED}
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and name not in known and name.replace("_", "-") in known:
+            name = name.replace("_", "-")
+        if name in RENAMED:
+            notices.append(f"{name} is an old spelling, read as {RENAMED[name]}")
+            # The last word takes the value of the old flag. The words before it are complete.
+            *added, name = RENAMED[name].split()
+            renamed += added
+        renamed.append(name + equals + value)
+    return renamed, notices
+
+
+def only_value_faults(given: dict[str, Any]) -> list[str]:
+    """Removes the flags that allow only one value, and returns a fault for each other value.
+
+    Numbers are compared as numbers: 1.0 is 1.
+    """
+
+    def is_allowed(value: str, only: str) -> bool:
+        try:
+            return value == only or float(value) == float(only)
+        except ValueError:
+            return False
+
+    return [
+        f"Megatron's {flag} {value} is not supported here, only {only}: {REFUSED[flag]}"
+        for flag, only in ONLY_VALUE.items()
+        if not is_allowed(value := given.pop(flag, None) or only, only)
+    ]
+
+
+def take_ignored(given: dict[str, Any]) -> list[str]:
+    """Removes the flags without effect, and returns notices about them: a line for each, or one
+    line for many."""
+    found = [flag for flag in NO_EFFECT if given.pop(flag, None)]
+    if len(found) > MOST_REASONS:
+        return [
+            f"{len(found)} flags have no effect here (--help ignored has the reasons): "
+            + ", ".join(found)
+        ]
+    return [f"{flag} has no effect {NO_EFFECT[flag]}" for flag in found]
+
+
+def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the faults of the words that no flag of the parser takes.
+
+    Also returns the supported flags that the unknown ones were probably meant to be.
+
+    Refused flags with one reason share a fault. The values of an unknown flag are no faults.
+    """
+    names = dict.fromkeys(word.partition("=")[0] for word in unread if word.startswith("--"))
+    refused: dict[str, list[str]] = {}
+    faults, meant = [], []
+    for name in names:
+        if name in REFUSED:
+            refused.setdefault(REFUSED[name], []).append(name)
+            continue
+        closest = closest_flag(name, supported, NO_EFFECT)
+        meant += [closest] if closest is not None else []
+        advice = f"did you mean {closest}?" if closest else "--help lists the flags"
+        faults.append(f"unknown flag {name}: {advice}")
+    if unread and not names:
+        faults.append(f"{unread[0]!r} follows no flag that takes it")
+    for reason, flags in refused.items():
+        several = f"{', '.join(flags[:-1])} and {flags[-1]} are"
+        subject = several if len(flags) > 1 else f"{flags[0]} is"
+        faults.append(f"Megatron's {subject} not supported here: {reason}")
+    return faults, meant
+
+
+def help_on(topic: str) -> str | None:
+    """Returns the text of `--help refused` or `--help ignored`, or None for another topic."""
+    if topic == "refused":
+        title = (
+            "Flags of Megatron that are refused, since they would change numbers, or would not do "
+            "what they promise:"
+        )
+        only = "\n".join(f"  {flag} {value}" for flag, value in ONLY_VALUE.items())
+        end = f"\n\nThese are accepted with the value that changes nothing:\n{only}"
+        return f"{paragraph(title)}\n\n{_by_reason(REFUSED)}{end}"
+    if topic == "ignored":
+        title = (
+            "Flags of Megatron, of all its releases, that are accepted and have no effect on the "
+            "results:"
+        )
+        reasons = {flag: f"no effect {reason}" for flag, reason in NO_EFFECT.items()}
+        return f"{paragraph(title)}\n\n{_by_reason(reasons)}"
+    return None
+
+
+def _by_reason(reasons: Mapping[str, str]) -> str:
+    rows: dict[str, list[str]] = {}
+    for flag, reason in reasons.items():
+        rows.setdefault(reason, []).append(flag)
+    return "\n".join(
+        f"{paragraph(reason)}\n{paragraph(' '.join(flags), indent='  ')}"
+        for reason, flags in rows.items()
+    )
+
+
+def fate_of(word: str) -> str | None:
+    """Returns one line on a flag of Megatron that this program renames, refuses or ignores.
+
+    word: the flag in lower case, with or without its two dashes. Returns None for any other word.
+    """
+    flag = word if word.startswith("--") else f"--{word}"
+    if flag in RENAMED:
+        return f"{flag} is an old spelling of {RENAMED[flag]}"
+    if flag in NO_EFFECT:
+        return f"{flag} is accepted and has no effect {NO_EFFECT[flag]}"
+    return f"{flag} is refused: {REFUSED[flag]}" if flag in REFUSED else None
+
+
+def closest_flag(name: str, supported: Iterable[str], others: Iterable[str] = ()) -> str | None:
+    """Returns the known flag that `name` was probably meant to be, or None if none is near.
+
+    The order is: the flag of this name in other programs, then `supported`, then `others`. A flag
+    is near if its words are those of `name`, up to typing errors and a word more or less.
+    """
+    supported = list(supported)
+    other = DATA["other programs"].get(name.replace("_", "-"))
+    if other in supported:
+        return str(other)
+    for known in (supported, others):
+        nearness, found = max(((_nearness(name, one), one) for one in known), default=(0.0, ""))
+        if nearness > 0.0:
+            return found
+    return None
+
+
+def _nearness(name: str, known: str) -> float:
+    """Returns how near two flags are, at most 2; 0.0 if one has a word that changes the meaning."""
+    mine, theirs = _words(name), _words(known)
+    if "".join(mine) == "".join(theirs):
+        return 2.0
+    fewer, more = sorted((mine, theirs), key=len)
+    # The first word is the subject: a flag with another one is about something else.
+    if 3 * len(fewer) < 2 * len(more) or (
+        len(mine) != len(theirs) and not _is_same_word(mine[0], theirs[0])
+    ):
+        return 0.0
+    left = list(more)
+    for word in fewer:
+        same = next((one for one in left if _is_same_word(word, one)), None)
+        if same is None:
+            return 0.0
+        left.remove(same)
+    if NEGATIONS & {*left}:
+        return 0.0
+    return len(fewer) / len(more) + difflib.SequenceMatcher(None, name, known).ratio()
+
+
+def _words(name: str) -> list[str]:
+    words = name.strip("-").replace("_", "-").split("-")
+    return words[1:] if words[0] in ("use", "enable") and len(words) > 1 else words
+
+
+def _is_same_word(word: str, other: str) -> bool:
+    """Returns whether two words are one, abbreviated (len, length) or with a typing error."""
+    if word == other:
+        return True
+    short, long = sorted((word, other), key=len)
+    starts = (short, short.rstrip("s"))
+    if any(len(one) >= 3 and long.startswith(one) for one in starts) and long.isalpha():
+        return True
+    return (
+        word[:1] == other[:1]
+        and re.sub(r"\D", "", word) == re.sub(r"\D", "", other)
+        and difflib.SequenceMatcher(None, word, other).ratio() > 0.75
+    )

@@ -1,26 +1,22 @@
 """Megatron's other ways to say a setting, replaced by the fields of the configuration.
 
-The command line is parsed into {field: value} first. Each function here replaces what has no field,
-or has another value here, and returns notices for the user. Standard library only.
+The command line is parsed into {field: value} first. OTHER_WAYS has the flags without a field, by
+topic; a field's own other values are in its `megatron` (setting.py). Each function here replaces
+what has no field, and returns notices for the user. Standard library only.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from typing import Any
 
 from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.checks import flag
-from megatron_lite.config.model import NORMALIZATIONS, ModelConfig
-from megatron_lite.config.parallel import no_flash_across_ranks
-from megatron_lite.config.pattern_text import parse_pattern, parse_window
+from megatron_lite.config.model import NORM_VECTORS, ModelConfig
+from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
+from megatron_lite.config.setting import Setting, settings_of
 
 Given = dict[str, Any]
 
-ATTENTION_BACKENDS = {"fused": "auto", "local": "unfused"}
-# Other ways in which ranks exchange keys and values. They change rounding at most.
-CP_COMM_TYPES = {"a2a": "p2p", "a2a+p2p": "p2p"}
 # What Megatron's own FSDP shares out, as the switch that shares it out here.
 SHARDING_STRATEGIES = {
     "no_shard": None,
@@ -29,105 +25,91 @@ SHARDING_STRATEGIES = {
     "optim_grads_params": "use_torch_fsdp2",
 }
 ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+OTHER_WAYS = {
+    "model": {
+        "use_rotary_position_embeddings": Setting("the same as --position-embedding-type rope"),
+        "no_position_embedding": Setting(
+            "--position-embedding-type none, unless rope is chosen: then nothing"
+        ),
+    },
+    "parallel": {
+        name: Setting(f"one layer less on the {rank} pipeline rank than on the others")
+        for name, rank in zip(ACCOUNTED, ("first", "last"), strict=True)
+    },
+    "data_parallel": {
+        "use_megatron_fsdp": Setting(
+            "the same as --use-torch-fsdp2 or --use-distributed-optimizer, by the sharding strategy"
+        ),
+        "data_parallel_sharding_strategy": Setting(
+            "what --use-megatron-fsdp shares out (default: no_shard)",
+            choices=tuple(SHARDING_STRATEGIES),
+        ),
+    },
+    "training": {"no_bf16": Setting("train a --model in float32")},
+}
 
 
 def translate_values(given: Given, faults: Faults, *, has_file: bool) -> list[str]:
     """Replaces Megatron's other ways to say a setting in `given`. Returns notices about them.
 
-    Adds a fault for flags that contradict each other, and for a text that cannot be parsed.
+    Adds a fault for flags that contradict each other.
 
     has_file: whether a file supplies the values of flags that are not given.
     """
-    steps: dict[str, Callable[[Given], list[str]]] = {
-        "attention_backend": _attention_backend,
-        "normalization": _normalization,
-        "eval_iters": _eval_iters,
-        "loss_scale": _loss_scale,
-        "cp_comm_type": _cp_comm_type,
-        "window_size": _window_size,
-        "window_attn_skip_freq": lambda found: _pattern(found, "window_attn_skip_freq"),
-        "no_rope_freq": lambda found: _pattern(found, "no_rope_freq"),
-        "position_embedding_type": _position_embedding,
-        "bf16": _no_bf16,
-        "use_torch_fsdp2": _megatron_fsdp,
-        "decoder_first_pipeline_num_layers": lambda found: _accounted_layers(found, has_file),
-    }
-    notices = []
-    for field, step in steps.items():
+    notices: list[str] = []
+    for field, step in (
+        ("cp_comm_type", _cp_comm_type),
+        ("normalization", _other_values),
+        ("position_embedding_type", _position_embedding),
+        ("bf16", _no_bf16),
+        ("use_torch_fsdp2", _megatron_fsdp),
+    ):
         with faults.of(field):
             notices += step(given)
-    if not has_file:
-        notices += _context_parallel_attention(given)
+    with faults.of("decoder_first_pipeline_num_layers"):
+        notices += _accounted_layers(given, has_file)
+    return notices + ([] if has_file else _context_parallel_attention(given))
+
+
+def _other_values(given: Given) -> list[str]:
+    """Replaces values of Megatron and of its forks, which write the names of norms in any case."""
+    backend, norm = str(given.get("attention_backend")), str(given.get("normalization"))
+    found = {
+        "attention_backend": settings_of(ModelConfig)["attention_backend"].megatron.get(backend),
+        "normalization": {known.lower(): known for known in NORM_VECTORS}.get(norm.lower()),
+    }
+    notices = []
+    for field, read_as in found.items():
+        if read_as not in (None, given.get(field)):
+            notices.append(f"{flag(field)} {given[field]} is read as {read_as}")
+            given[field] = read_as
+    if (iters := given.get("eval_iters", 0)) < 0:
+        given["eval_iters"] = 0
+        notices.append(f"--eval-iters {iters} is read as 0: nothing is evaluated")
+    if given.get("loss_scale") == 0:
+        del given["loss_scale"]
+        notices.append("--loss-scale 0 is read as a dynamic scale")
     return notices
 
 
-WITHOUT_FIELD = (
-    *("use_rotary_position_embeddings", "no_position_embedding", "use_megatron_fsdp", "no_bf16"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
-
-
-def _attention_backend(given: Given) -> list[str]:
-    backend = given.get("attention_backend")
-    if backend not in ATTENTION_BACKENDS:
-        return []
-    given["attention_backend"] = ATTENTION_BACKENDS[backend]
-    return [f"--attention-backend {backend} is read as {given['attention_backend']}"]
-
-
-def _normalization(given: Given) -> list[str]:
-    """Takes the names of norms in any case, as forks of Megatron write them."""
-    name = given.get("normalization")
-    known = {norm.lower(): norm for norm in NORMALIZATIONS}
-    if name in (None, *NORMALIZATIONS) or name.lower() not in known:
-        return []
-    given["normalization"] = known[name.lower()]
-    return [f"--normalization {name} is read as {given['normalization']}"]
-
-
-def _eval_iters(given: Given) -> list[str]:
-    if given.get("eval_iters", 0) >= 0:
-        return []
-    notice = f"--eval-iters {given['eval_iters']} is read as 0: nothing is evaluated"
-    given["eval_iters"] = 0
-    return [notice]
-
-
-def _loss_scale(given: Given) -> list[str]:
-    if given.get("loss_scale") != 0:
-        return []
-    del given["loss_scale"]
-    return ["--loss-scale 0 is read as a dynamic scale"]
-
-
 def _cp_comm_type(given: Given) -> list[str]:
-    types = given.pop("cp_comm_type", [])
-    if not types:
+    kinds = given.pop("cp_comm_type", [])
+    if not kinds:
         return []
-    if len(set(types)) > 1:
+    kind, *others = dict.fromkeys(kinds)
+    if others:
         raise ValueError(
-            f"--cp-comm-type {' '.join(types)}: all layers exchange keys and values in one way "
+            f"--cp-comm-type {' '.join(kinds)}: all layers exchange keys and values in one way "
             "here, give one"
         )
-    given["cp_comm_type"] = CP_COMM_TYPES.get(types[0], types[0])
-    if given["cp_comm_type"] == types[0]:
+    read_as = settings_of(ParallelConfig)["cp_comm_type"].megatron.get(kind, kind)
+    given["cp_comm_type"] = read_as
+    if read_as == kind:
         return []
     return [
-        f"--cp-comm-type {types[0]} is read as {given['cp_comm_type']}: each rank keeps its heads "
-        "here, which changes the result by rounding at most"
+        f"--cp-comm-type {kind} is read as {read_as}: each rank keeps its heads here, which "
+        "changes the result by rounding at most"
     ]
-
-
-def _window_size(given: Given) -> list[str]:
-    if (window := given.get("window_size")) is not None:
-        given["window_size"] = parse_window(window)
-    return []
-
-
-def _pattern(given: Given, field: str) -> list[str]:
-    if (pattern := given.get(field)) is not None:
-        given[field] = parse_pattern(flag(field), pattern)
-    return []
 
 
 def _position_embedding(given: Given) -> list[str]:
@@ -153,17 +135,6 @@ def _position_embedding(given: Given) -> list[str]:
     return [f"--no-position-embedding is an old flag, read as --position-embedding-type {kind}"]
 
 
-def add_switches_without_field(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `translate_values` replaces by fields, for a parser of fields alone."""
-    for name in WITHOUT_FIELD:
-        parser.add_argument(
-            flag(name), action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
-    parser.add_argument(
-        "--data-parallel-sharding-strategy", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-    )
-
-
 def _no_bf16(given: Given) -> list[str]:
     """Replaces --no-bf16 by the field, which a known model would turn on."""
     if given.pop("no_bf16", False) and given.setdefault("bf16", False):
@@ -185,13 +156,12 @@ def _megatron_fsdp(given: Given) -> list[str]:
             f"--data-parallel-sharding-strategy must be one of {', '.join(SHARDING_STRATEGIES)} "
             f"(got {strategy})"
         )
-    field = SHARDING_STRATEGIES[strategy]
-    said = f"--use-megatron-fsdp with {strategy}"
+    field, said = SHARDING_STRATEGIES[strategy], f"--use-megatron-fsdp with {strategy}"
     if field is None:
         return [f"{said} has no effect: it shares out nothing"]
-    for other in ("use_distributed_optimizer", "overlap_param_gather"):
-        if field == "use_torch_fsdp2":
-            given.pop(other, None)
+    if field == "use_torch_fsdp2":
+        given.pop("use_distributed_optimizer", None)
+        given.pop("overlap_param_gather", None)
     given[field] = True
     return [f"{said} is read as {flag(field)}, which gives the same results"]
 
@@ -202,13 +172,11 @@ def _accounted_layers(given: Given, has_file: bool) -> list[str]:
     The first, or the last, pipeline rank then has one layer less than the others. The command line
     must have both numbers that this needs: a file is read later.
     """
-    embedding, loss = (bool(given.pop(name, False)) for name in ACCOUNTED)
+    counted = [name for name in ACCOUNTED if given.pop(name, False)]
     size, layers = given.get("pipeline_model_parallel_size", 1), given.get("num_layers")
-    if not (embedding or loss):
+    if not counted:
         return []
-    said = " and ".join(
-        flag(name) for name, is_set in zip(ACCOUNTED, (embedding, loss), strict=True) if is_set
-    )
+    said = " and ".join(map(flag, counted))
     if has_file and not {"num_layers", "pipeline_model_parallel_size"} <= given.keys():
         raise ValueError(
             f"{said} needs --num-layers and --pipeline-model-parallel-size on the command line, "
@@ -219,10 +187,9 @@ def _accounted_layers(given: Given, has_file: bool) -> list[str]:
         return []  # the missing --num-layers is an error of its own
     if size == 1:
         return [f"{said}: no effect at --pipeline-model-parallel-size 1"]
-    together = layers + embedding + loss
-    if together % size:
+    if (layers + len(counted)) % size:
         raise ValueError(
-            f"{said}: --num-layers {layers} and {together - layers} more are not divisible by "
+            f"{said}: --num-layers {layers} and {len(counted)} more are not divisible by "
             f"--pipeline-model-parallel-size {size}"
         )
     virtual = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
@@ -231,13 +198,12 @@ def _accounted_layers(given: Given, has_file: bool) -> list[str]:
             f"{said}: with virtual stages all of a rank's stages have the same number of layers "
             "here; leave the flag out, or the virtual stages"
         )
-    each, notices = together // size, []
-    if embedding:
-        given["decoder_first_pipeline_num_layers"] = each - 1
-        notices.append(f"{flag(ACCOUNTED[0])}: --decoder-first-pipeline-num-layers {each - 1}")
-    if loss:
-        given["decoder_last_pipeline_num_layers"] = each - 1
-        notices.append(f"{flag(ACCOUNTED[1])}: --decoder-last-pipeline-num-layers {each - 1}")
+    number, notices = (layers + len(counted)) // size - 1, []
+    for name, end in zip(ACCOUNTED, ("first", "last"), strict=True):
+        if name in counted:
+            field = f"decoder_{end}_pipeline_num_layers"
+            given[field] = number
+            notices.append(f"{flag(name)}: {flag(field)} {number}")
     return notices
 
 

@@ -14,25 +14,21 @@ dim 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import (
-    chosen,
-    require_at_least,
-    require_one_of,
-    require_within,
-    resolve,
+from megatron_lite.config.checks import chosen, require_at_least, resolve
+from megatron_lite.config.layer_pattern import (
+    check_layers,
+    marks,
+    parse_pattern,
+    parse_window,
+    reach,
 )
-from megatron_lite.config.layer_pattern import check_layers, marks, reach
-from megatron_lite.config.layer_variants import check_variants
 from megatron_lite.config.rotary_scaling import RotaryScaling
+from megatron_lite.config.setting import check_settings, setting
 
-POSITION_EMBEDDING_TYPES = ("learned_absolute", "rope", "none")
-NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-NORM_POSITIONS = ("before", "after")
-QK_LAYERNORM_SCOPES = ("head", "all-heads")
 NORM_IMPLS = ("torch", "apex")
-ATTENTION_BACKENDS = ("auto", "flash", "unfused")
 
 
 class Positions(NamedTuple):
@@ -55,12 +51,10 @@ class ActivationFacts(NamedTuple):
         has two.
     moved: the bytes that its forward and its backward read and write, as multiples of the bytes of
         its output.
-    help: the help text of its flag.
     """
 
     fc1_blocks: int
     moved: tuple[int, int]
-    help: str = ""
 
 
 # The facts about each choice, for the code that builds the model, predicts its memory and counts
@@ -75,15 +69,12 @@ NORMS_ALL_HEADS = {"head": False, "all-heads": True}
 NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1}
 ACTIVATIONS = {
     "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3)),
-    "swiglu": ActivationFacts(
-        fc1_blocks=2, moved=(5, 13), help="gated linear unit with SiLU in the MLP, instead of GELU"
-    ),
-    "squared_relu": ActivationFacts(
-        fc1_blocks=1, moved=(4, 7), help="squared ReLU in the MLP, instead of GELU"
-    ),
+    "swiglu": ActivationFacts(fc1_blocks=2, moved=(5, 13)),
+    "squared_relu": ActivationFacts(fc1_blocks=1, moved=(4, 7)),
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
 ALWAYS_UNFUSED = {"auto": False, "flash": False, "unfused": True}
+ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,66 +102,107 @@ class ModelConfig:
     config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
     """
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    ffn_hidden_size: int | None = None
-    kv_channels: int | None = None
-    group_query_attention: bool = False
-    num_query_groups: int = 1
-    position_embedding_type: str = "learned_absolute"
-    rotary_base: int = 10000
-    rotary_percent: float = 1.0
-    use_rope_scaling: bool = False
-    rope_scaling_factor: float = 8.0
-    rotary_seq_len_interpolation_factor: int | None = None
-    no_rope_freq: int | tuple[int, ...] | None = None
-    parallel_residual: bool = False
-    norm_position: str = "before"
-    normalization: str = "LayerNorm"
-    norm_impl: str = "torch"
-    norm_epsilon: float = 1e-5
-    apply_layernorm_1p: bool = False
-    qk_layernorm: bool = False
-    qk_layernorm_scope: str = "head"
-    swiglu: bool = False
-    squared_relu: bool = False
-    bias_gelu_fusion: bool = True
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    untie_embeddings_and_output_weights: bool = False
-    attention_backend: str = "auto"
-    attention_softmax_in_fp32: bool = False
-    window_size: tuple[int, int] | None = None
-    window_attn_skip_freq: int | tuple[int, ...] | None = None
-    fp32_residual_connection: bool = False
-    hidden_dropout: float = 0.1
-    attention_dropout: float = 0.1
-    init_method_std: float = 0.02
+    num_layers: int = setting("transformer layers", least=1)
+    hidden_size: int = setting("channels of the residual stream", least=1)
+    num_attention_heads: int = setting("attention heads", least=1)
+    max_position_embeddings: int = setting("longest sequence that the model can read", least=1)
+    ffn_hidden_size: int | None = setting(
+        "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu", None, least=1
+    )
+    kv_channels: int | None = setting(
+        "channels of one head; derived: hidden / heads", None, least=1
+    )
+    group_query_attention: bool = setting("share keys and values among groups of heads", False)
+    num_query_groups: int = setting("groups of --group-query-attention", 1, least=1)
+    position_embedding_type: str = setting(
+        "position embedding", "learned_absolute", choices=tuple(POSITIONS)
+    )
+    rotary_base: int = setting("base of the rotary frequencies", 10000)
+    rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
+    use_rope_scaling: bool = setting("scale the rotary frequencies by Llama 3.1's rule", False)
+    rope_scaling_factor: float = setting("factor of --use-rope-scaling", 8.0, least=1.0)
+    rotary_seq_len_interpolation_factor: int | None = setting(
+        "divide the positions of the rotary embedding by N, for sequences N times as long",
+        None,
+        least=1,
+    )
+    no_rope_freq: int | tuple[int, ...] | None = setting(
+        "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
+        "does not, such as ([0]*3+[1])*2",
+        None,
+        parse=partial(parse_pattern, "--no-rope-freq"),
+    )
+    parallel_residual: bool = setting(
+        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
+        False,
+    )
+    norm_position: str = setting(
+        "norms before attention and the MLP, or after each and before the residual is added, as in "
+        "OLMo 2",
+        "before",
+        choices=tuple(NORMS_AFTER),
+    )
+    normalization: str = setting("norm of every layer", "LayerNorm", choices=tuple(NORM_VECTORS))
+    norm_impl: str = setting(
+        "whose kernel computes the norms: torch's, or NVIDIA apex's on CUDA (docs/apex.md)",
+        "torch",
+        choices=NORM_IMPLS,
+    )
+    norm_epsilon: float = setting("added to the variance in a norm", 1e-5, least=0.0)
+    apply_layernorm_1p: bool = setting(
+        "norms multiply by 1 + their weight, and the weight starts at zero", False
+    )
+    qk_layernorm: bool = setting("norm of queries and keys, per head", False)
+    qk_layernorm_scope: str = setting(
+        "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
+        "head",
+        choices=tuple(NORMS_ALL_HEADS),
+    )
+    swiglu: bool = setting("gated linear unit with SiLU in the MLP, instead of GELU", False)
+    squared_relu: bool = setting("squared ReLU in the MLP, instead of GELU", False)
+    bias_gelu_fusion: bool = setting(
+        "exact (erf) GELU instead of its tanh form", True, name="--no-bias-gelu-fusion"
+    )
+    add_bias_linear: bool = setting(
+        "no bias in the linear layers", True, name="--disable-bias-linear"
+    )
+    add_qkv_bias: bool = setting(
+        "bias in the QKV projection, also with --disable-bias-linear", False
+    )
+    untie_embeddings_and_output_weights: bool = setting(
+        "an output matrix of its own instead of the word embeddings", False
+    )
+    attention_backend: str = setting(
+        "core attention: flash is torch's SDPA, unfused builds the scores",
+        "auto",
+        choices=ATTENTION_BACKENDS,
+        megatron={"fused": "auto", "local": "unfused"},
+    )
+    attention_softmax_in_fp32: bool = setting("softmax of unfused attention in float32", False)
+    window_size: tuple[int, int] | None = setting(
+        "LEFT,0: a query reads the LEFT tokens before its own, and its own; else all before",
+        None,
+        parse=parse_window,
+    )
+    window_attn_skip_freq: int | tuple[int, ...] | None = setting(
+        "every N-th layer has no window; or a list with 1 for each layer that has it, "
+        "such as ([1]*3+[0])*2",
+        None,
+        parse=partial(parse_pattern, "--window-attn-skip-freq"),
+    )
+    fp32_residual_connection: bool = setting(
+        "residual stream in float32 under --bf16 and --fp16", False
+    )
+    hidden_dropout: float = setting(
+        "dropout of embeddings and of what each layer adds", 0.1, least=0.0, below=1.0
+    )
+    attention_dropout: float = setting(
+        "dropout of attention probabilities", 0.1, least=0.0, below=1.0
+    )
+    init_method_std: float = setting("standard deviation of the initial weights", 0.02, least=0.0)
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self,
-            1,
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "max_position_embeddings",
-            "ffn_hidden_size",
-            "kv_channels",
-            "num_query_groups",
-            "rotary_seq_len_interpolation_factor",
-        )
-        require_at_least(self, 1.0, "rope_scaling_factor")
-        require_at_least(self, 0.0, "init_method_std", "norm_epsilon")
-        require_within(self, 0.0, 1.0, "hidden_dropout", "attention_dropout")
-        require_one_of(self, "position_embedding_type", POSITION_EMBEDDING_TYPES)
-        require_one_of(self, "normalization", NORMALIZATIONS)
-        require_one_of(self, "norm_position", NORM_POSITIONS)
-        require_one_of(self, "qk_layernorm_scope", QK_LAYERNORM_SCOPES)
-        require_one_of(self, "norm_impl", NORM_IMPLS)
-        require_one_of(self, "attention_backend", ATTENTION_BACKENDS)
+        check_settings(self)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
@@ -214,7 +246,32 @@ class ModelConfig:
                     "least 2, in (0, 1]"
                 )
         check_layers(self)
-        check_variants(self)
+        self._check_variants()
+
+    def _check_variants(self) -> None:
+        if self.parallel_residual and self.norms_after:
+            raise ValueError(
+                "--parallel-residual needs --norm-position before: no known model has both"
+            )
+        if self.fp32_residual_connection and self.norms_after:
+            raise ValueError(
+                "--fp32-residual-connection needs --norm-position before: without a norm before "
+                "them, linear layers would read float32"
+            )
+        if self.qk_layernorm_scope != "all-heads":
+            return
+        needed = {
+            "--qk-layernorm": self.qk_layernorm,
+            "--normalization RMSNorm, which needs one sum over the ranks instead of two": (
+                self.normalization == "RMSNorm"
+            ),
+            "--norm-impl torch: apex's kernel sees the heads of one rank alone": (
+                self.norm_impl == "torch"
+            ),
+        }
+        for need, is_met in needed.items():
+            if not is_met:
+                raise ValueError(f"--qk-layernorm-scope all-heads needs {need}")
 
     @property
     def head_dim(self) -> int:

@@ -1,18 +1,17 @@
-"""The optimizer of a run: the update rule, its settings, and the refused flags of Megatron.
+"""The optimizer of a run: the update rule and its settings.
 
-A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, flags in
-`cli/arguments/optimizer_flags.py`, a module beside `optim/adam_update.py`, and an entry in
-`optim/optimizer.py`.
+A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a module beside
+`optim/adam_update.py`, and an entry in `optim/optimizer.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from megatron_lite.config.checks import flag, require_at_least, require_one_of, require_within
+from megatron_lite.config.checks import flag
+from megatron_lite.config.setting import check_settings, setting
 
 
 class StateBytes(NamedTuple):
@@ -38,16 +37,6 @@ MUON_COEFFICIENT_TYPES = ("simple", "quintic", "polar_express")
 MUON_TP_MODES = ("duplicated", "blockwise")
 MUON_MATMUL_PRECISIONS = ("medium", "high")
 
-# The reason, and the flags of Megatron that are refused for it.
-REFUSED_OPTIMIZER_FLAGS: tuple[str, str] = (
-    (
-        "the optimizer is AdamW, or Muon with AdamW for what is no matrix, on the device of the "
-        "model; use --optimizer adam or muon"
-    ),
-    """dump-param-to-param-group-map exp-avg-dtype exp-avg-sq-dtype main-grads-dtype
-     main-params-dtype muon-scalar-optimizer muon-use-syrk optimizer-cpu-offload""",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -65,56 +54,70 @@ class OptimizerConfig:
         is the format of the master weights.
     """
 
-    optimizer: str = "adam"
-    optimizer_impl: str = "torch"
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
-    muon_momentum: float = 0.9
-    muon_nesterov: bool = False
-    muon_num_ns_steps: int = 5
-    muon_scale_mode: str = "spectral"
-    muon_extra_scale_factor: float = 1.0
-    muon_coefficient_type: str = "quintic"
-    muon_split_qkv: bool = True
-    muon_tp_mode: str = "duplicated"
-    muon_fp32_matmul_prec: str = "medium"
+    optimizer: str = setting(
+        "adam is AdamW; muon orthogonalizes the updates of layers' matrices, with AdamW for all "
+        "other weights (docs/optimizers.md)",
+        "adam",
+        choices=tuple(OPTIMIZERS),
+    )
+    optimizer_impl: str = setting(
+        "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA (docs/apex.md)",
+        "torch",
+        choices=OPTIMIZER_IMPLS,
+    )
+    adam_beta1: float = setting("decay of the gradient's mean", 0.9, least=0.0, below=1.0)
+    adam_beta2: float = setting("decay of the squared gradient's mean", 0.999, least=0.0, below=1.0)
+    adam_eps: float = setting(
+        "added to the denominator",
+        1e-8,
+        above=0,
+        below=1,
+        why=": at 0 a weight without gradient becomes NaN",
+    )
+    weight_decay: float = setting("decoupled weight decay of matrices", 0.01, least=0.0)
+    clip_grad: float = setting("largest global gradient norm; 0 for no clipping", 1.0, least=0.0)
+    muon_momentum: float = setting(
+        "decay of the gradient's mean, which Muon orthogonalizes", 0.9, least=0.0, below=1.0
+    )
+    muon_nesterov: bool = setting(
+        "orthogonalize the mean as it would be after the same gradient once more", False
+    )
+    muon_num_ns_steps: int = setting("Newton-Schulz iterations", 5, least=1, below=100)
+    muon_scale_mode: str = setting(
+        "by what the orthogonal matrix of m rows and n columns is multiplied: "
+        "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
+        "spectral",
+        choices=MUON_SCALE_MODES,
+    )
+    muon_extra_scale_factor: float = setting(
+        "a further factor; with spectral, 0.2 gives updates the size of AdamW's", 1.0, above=0
+    )
+    muon_coefficient_type: str = setting(
+        "polynomials of the Newton-Schulz iterations", "quintic", choices=MUON_COEFFICIENT_TYPES
+    )
+    muon_split_qkv: bool = setting(
+        "orthogonalize linear_qkv as one matrix, not as three", True, name="--muon-no-split-qkv"
+    )
+    muon_tp_mode: str = setting(
+        "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
+        "each of them, or each orthogonalizes its own block",
+        "duplicated",
+        choices=MUON_TP_MODES,
+        refused={
+            "distributed": "is not built: give duplicated, which returns the same matrix on every "
+            "rank, or blockwise, which sends nothing"
+        },
+    )
+    muon_fp32_matmul_prec: str = setting(
+        "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
+        "medium",
+        choices=MUON_MATMUL_PRECISIONS,
+        refused={"low": "is not built: give medium (bfloat16) or high (float32)"},
+    )
 
     def __post_init__(self) -> None:
-        require_one_of(self, "optimizer", tuple(OPTIMIZERS))
-        require_one_of(self, "optimizer_impl", OPTIMIZER_IMPLS)
-        require_within(self, 0.0, 1.0, "adam_beta1", "adam_beta2", "muon_momentum")
-        require_at_least(self, 0.0, "weight_decay", "clip_grad")
-        if not 0.0 < self.adam_eps < 1.0:
-            raise ValueError(
-                f"--adam-eps must be in (0, 1) (got {self.adam_eps}): at 0 a weight without "
-                "gradient becomes NaN"
-            )
-        self._check_muon()
+        check_settings(self)
         self._check_all_are_used()
-
-    def _check_muon(self) -> None:
-        if self.muon_tp_mode == "distributed":
-            raise ValueError(
-                "--muon-tp-mode distributed is not built: give duplicated, which returns the same "
-                "matrix on every rank, or blockwise, which sends nothing"
-            )
-        if self.muon_fp32_matmul_prec == "low":
-            raise ValueError(
-                "--muon-fp32-matmul-prec low is not built: give medium (bfloat16) or high (float32)"
-            )
-        require_one_of(self, "muon_scale_mode", MUON_SCALE_MODES)
-        require_one_of(self, "muon_coefficient_type", MUON_COEFFICIENT_TYPES)
-        require_one_of(self, "muon_tp_mode", MUON_TP_MODES)
-        require_one_of(self, "muon_fp32_matmul_prec", MUON_MATMUL_PRECISIONS)
-        require_within(self, 1, 100, "muon_num_ns_steps")
-        if not 0.0 < self.muon_extra_scale_factor < math.inf:
-            raise ValueError(
-                "--muon-extra-scale-factor must be above 0 and finite (got "
-                f"{self.muon_extra_scale_factor})"
-            )
 
     def _check_all_are_used(self) -> None:
         defaults = {field.name: field.default for field in fields(self)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import flag, require_at_least, require_one_of
+from megatron_lite.config.checks import flag
+from megatron_lite.config.setting import check_settings, setting
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 CP_COMM_TYPES = ("p2p", "allgather")
@@ -31,35 +32,55 @@ class ParallelConfig:
     distributed_timeout_seconds_after_init: the limit from the second iteration on, if given.
     """
 
-    tensor_model_parallel_size: int = 1
-    sequence_parallel: bool = False
-    pipeline_model_parallel_size: int = 1
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    decoder_first_pipeline_num_layers: int | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    overlap_p2p_comm: bool = True
-    context_parallel_size: int = 1
-    cp_comm_type: str = "p2p"
-    distributed_backend: str = "auto"
-    distributed_timeout_minutes: int = 10
-    distributed_timeout_seconds_after_init: int | None = None
+    tensor_model_parallel_size: int = setting("ranks that share each layer", 1, least=1)
+    sequence_parallel: bool = setting(
+        "split norms and dropout over the tensor-parallel ranks, along the sequence", False
+    )
+    pipeline_model_parallel_size: int = setting(
+        "ranks that share the layers, one behind the other", 1, least=1
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = setting(
+        "several stages of so many layers on each pipeline rank", None, least=1
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = setting(
+        "the same, by their number", None, least=1
+    )
+    decoder_first_pipeline_num_layers: int | None = setting(
+        "layers of the first pipeline rank, if not as many as of the others", None, least=1
+    )
+    decoder_last_pipeline_num_layers: int | None = setting(
+        "layers of the last pipeline rank", None, least=1
+    )
+    overlap_p2p_comm: bool = setting(
+        "receive what a stage needs only when it needs it",
+        True,
+        name="--no-overlap-p2p-communication",
+    )
+    context_parallel_size: int = setting("ranks that share each sequence", 1, least=1)
+    cp_comm_type: str = setting(
+        "how context-parallel ranks exchange keys and values: around a ring, or all at once",
+        "p2p",
+        nargs="+",
+        choices=CP_COMM_TYPES,
+        megatron={"a2a": "p2p", "a2a+p2p": "p2p"},
+    )
+    distributed_backend: str = setting(
+        "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
+        "auto",
+        choices=DISTRIBUTED_BACKENDS,
+    )
+    distributed_timeout_minutes: int = setting(
+        "time after which a collective gives up, and the run with it", 10, least=1
+    )
+    distributed_timeout_seconds_after_init: int | None = setting(
+        "the same from the second iteration on; it must cover the writing of a checkpoint, for "
+        "which ranks wait",
+        None,
+        least=1,
+    )
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self,
-            1,
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "distributed_timeout_minutes",
-            "distributed_timeout_seconds_after_init",
-        )
-        require_one_of(self, "distributed_backend", DISTRIBUTED_BACKENDS)
+        check_settings(self)
         self._check_context_parallel()
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
@@ -85,13 +106,6 @@ class ParallelConfig:
                 raise ValueError(f"{flag(field)} needs --pipeline-model-parallel-size > 1 (got 1)")
 
     def _check_context_parallel(self) -> None:
-        if self.cp_comm_type in ("a2a", "a2a+p2p"):
-            raise ValueError(
-                f"--cp-comm-type {self.cp_comm_type} is not supported: it splits the heads over "
-                "context-parallel ranks during attention, and here each rank keeps its heads; use "
-                "p2p or allgather"
-            )
-        require_one_of(self, "cp_comm_type", CP_COMM_TYPES)
         if self.cp_comm_type != "p2p" and self.context_parallel_size == 1:
             raise ValueError(
                 f"--cp-comm-type {self.cp_comm_type} needs --context-parallel-size > 1 (got 1)"

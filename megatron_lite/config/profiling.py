@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least, require_not_empty
+from megatron_lite.config.setting import check_settings, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,23 +20,31 @@ class ProfilingConfig:
         memory_snapshot_path, with the rank in the name, at each --log-interval.
     """
 
-    profile: bool = False
-    profile_step_start: int = 10
-    profile_step_end: int = 12
-    profile_ranks: tuple[int, ...] = ()
-    use_pytorch_profiler: bool = False
-    pytorch_profiler_collect_shapes: bool = False
-    pytorch_profiler_collect_callstack: bool = False
-    record_shapes: bool = False
-    nvtx_ranges: bool = False
-    record_memory_history: bool = False
-    memory_snapshot_path: str = "snapshot.pickle"
+    profile: bool = setting(
+        "profile some iterations, for Nsight Systems or with --use-pytorch-profiler", False
+    )
+    profile_step_start: int = setting("the iteration after which profiling begins", 10, least=0)
+    profile_step_end: int = setting("the last iteration that is profiled", 12)
+    profile_ranks: tuple[int, ...] = setting(
+        "global ranks to profile; all if omitted", (), nargs="+"
+    )
+    use_pytorch_profiler: bool = setting(
+        "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
+        False,
+    )
+    pytorch_profiler_collect_shapes: bool = setting("shapes of tensors in the trace", False)
+    pytorch_profiler_collect_callstack: bool = setting("Python's stack in the trace", False)
+    record_shapes: bool = setting("operators with shapes for Nsight Systems", False)
+    nvtx_ranges: bool = setting("operators for Nsight Systems", False)
+    record_memory_history: bool = setting(
+        "write CUDA's allocations to --memory-snapshot-path at each --log-interval", False
+    )
+    memory_snapshot_path: str = setting(
+        "file for them; _RANK is put before its last suffix", "snapshot.pickle", is_path=True
+    )
 
     def __post_init__(self) -> None:
-        # argparse gives a list, and `from_json` a tuple: both must make equal values.
-        object.__setattr__(self, "profile_ranks", tuple(self.profile_ranks))
-        require_at_least(self, 0, "profile_step_start")
-        require_not_empty(self, "memory_snapshot_path")
+        check_settings(self)
         if any(rank < 0 for rank in self.profile_ranks):
             raise ValueError(
                 f"--profile-ranks {' '.join(map(str, self.profile_ranks))}: give numbers of ranks, "

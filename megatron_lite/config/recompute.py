@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_lite.config.byte_size import parse_bytes
-from megatron_lite.config.checks import chosen, require_at_least
+from megatron_lite.config.checks import chosen
 from megatron_lite.config.host_parts import MEGATRON_PARTS, SAVED_WITH, store_of
 from megatron_lite.config.policy import Policy, parse_policy
-from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, expanded
+from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, expanded, regions_help
+from megatron_lite.config.setting import check_settings, setting
 
 GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
@@ -55,22 +56,73 @@ class RecomputeConfig:
         there in every layer: the policy *:none@host(..).
     """
 
-    recompute_activations: bool = False
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    distribute_saved_activations: bool = False
-    recompute_modules: tuple[str, ...] = ()
-    recompute_policy: str | None = None
-    memory_budget: str | None = None
-    activation_memory_budget: float | None = None
-    contiguous_saved_activations: bool = False
-    recompute_tail_skip: bool = True
-    recompute_verify: bool = False
-    num_microbatches_with_partial_activation_checkpoints: int | None = None
-    cpu_offloading_num_layers: int = 0
-    fine_grained_activation_offloading: bool = False
-    offload_modules: tuple[str, ...] = ()
+    recompute_activations: bool = setting("the same as --recompute-granularity selective", False)
+    recompute_granularity: str | None = setting(
+        "rebuild whole layers in backward, or --recompute-modules of each layer",
+        None,
+        choices=GRANULARITIES,
+    )
+    recompute_method: str | None = setting(
+        "full: units of --recompute-num-layers layers, or the first of them in a stage",
+        None,
+        choices=METHODS,
+    )
+    recompute_num_layers: int | None = setting(
+        "uniform: layers of a unit; block: layers of each stage (1 if omitted)", None, least=1
+    )
+    distribute_saved_activations: bool = setting(
+        "keep 1/t of a unit's input on each tensor-parallel rank", False
+    )
+    recompute_modules: tuple[str, ...] = setting(
+        f"regions of selective ({CORE_ATTENTION} if omitted): {regions_help()}",
+        (),
+        nargs="+",
+        choices=(*MODULES, ALIAS),
+    )
+    recompute_policy: str | None = setting(
+        "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
+        "every-2:core_attn+layernorm; *:none' instead of --recompute-granularity and its modules; "
+        "auto chooses the fastest one that fits --memory-budget",
+        None,
+    )
+    memory_budget: str | None = setting(
+        "for --recompute-policy auto: the memory of one rank for everything that it allocates, "
+        "such as 80GiB; derived on a GPU: its memory less a reserve",
+        None,
+    )
+    activation_memory_budget: float | None = setting(
+        "under --torch-compile: compile each layer as a whole, and let the compiler choose what "
+        "it keeps for backward: at most this share of its activations, 0 to 1",
+        None,
+    )
+    contiguous_saved_activations: bool = setting(
+        "keep the inputs of recomputed layers in one allocation, made once", False
+    )
+    recompute_tail_skip: bool = setting(
+        "replays also do their last matmul, whose result nothing reads",
+        True,
+        name="--no-recompute-tail-skip",
+    )
+    recompute_verify: bool = setting(
+        "compare replays with their forward, and predicted with measured bytes; slow", False
+    )
+    num_microbatches_with_partial_activation_checkpoints: int | None = setting(
+        "in a pipeline: of as many micro-batches as are in flight at once, so many keep everything",
+        None,
+        least=1,
+    )
+    cpu_offloading_num_layers: int = setting(
+        "keep what so many first layers of each stage save in host memory: the policy "
+        "'0-N:none@host'",
+        0,
+        least=0,
+    )
+    fine_grained_activation_offloading: bool = setting(
+        "keep what --offload-modules of every layer save in host memory: the policy "
+        "'*:none@host(..)'",
+        False,
+    )
+    offload_modules: tuple[str, ...] = setting("the modules", (), nargs="+", choices=MEGATRON_PARTS)
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -188,9 +240,7 @@ class RecomputeConfig:
         object.__setattr__(
             self, "recompute_modules", tuple(dict.fromkeys(expanded(self.recompute_modules)))
         )
-        require_at_least(
-            self, 1, "recompute_num_layers", "num_microbatches_with_partial_activation_checkpoints"
-        )
+        check_settings(self)
         if (
             self.activation_memory_budget is not None
             and not 0.0 <= self.activation_memory_budget <= 1.0
@@ -199,12 +249,6 @@ class RecomputeConfig:
                 "--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute "
                 f"nothing), not a number of bytes (got {self.activation_memory_budget})"
             )
-        for flag, value, allowed in (
-            ("--recompute-granularity", self.recompute_granularity, GRANULARITIES),
-            ("--recompute-method", self.recompute_method, METHODS),
-        ):
-            if value is not None and value not in allowed:
-                raise ValueError(f"{flag} must be one of {', '.join(allowed)} (got {value!r})")
         unknown = [module for module in self.recompute_modules if module not in MODULES]
         if unknown:
             raise ValueError(
@@ -214,7 +258,6 @@ class RecomputeConfig:
 
     def _check_offloading(self) -> None:
         object.__setattr__(self, "offload_modules", tuple(dict.fromkeys(self.offload_modules)))
-        require_at_least(self, 0, "cpu_offloading_num_layers")
         fine, names = self.fine_grained_activation_offloading, " ".join(self.offload_modules)
         if not self.cpu_offloading_num_layers and not fine:
             return

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.command_line import flag_words
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import flag_words
 
 
 class ShownSetting(NamedTuple):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
 from megatron_lite.config.byte_size import parse_bytes
-from megatron_lite.config.checks import require_at_least, require_one_of, require_within, resolve
+from megatron_lite.config.checks import resolve
 from megatron_lite.config.json_text import shown
+from megatron_lite.config.setting import check_settings, setting
 
 LANGUAGE_MODEL_SEED = 1234
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -41,60 +41,116 @@ class TrainingConfig:
         skipped (optim/spike.py).
     """
 
-    micro_batch_size: int
-    global_batch_size: int | None = None
-    rampup_batch_size: tuple[int, ...] = ()
-    step_batch_size_schedule: str | None = None
-    train_iters: int | None = None
-    train_samples: int | None = None
-    seed: int = LANGUAGE_MODEL_SEED
-    bf16: bool = False
-    fp16: bool = False
-    gradient_accumulation_fusion: bool = True
-    memory_limit: str | None = None
-    allow_predicted_out_of_memory: bool = False
-    loss_chunk_size: int | None = None
-    calculate_per_token_loss: bool = False
-    eval_interval: int | None = None
-    eval_iters: int = 100
-    exit_interval: int | None = None
-    exit_duration_in_mins: int | None = None
-    exit_signal_handler: bool = False
-    exit_signal: str = "SIGTERM"
-    check_for_nan_in_loss_and_grad: bool = True
-    max_skipped_updates: int | None = None
-    skip_update_on_spike: float | None = None
-    check_weight_hash_across_dp_replicas_interval: int | None = None
-    torch_compile: bool = False
-    deterministic_mode: bool = False
+    micro_batch_size: int = setting("samples of one forward pass on one rank", least=1)
+    global_batch_size: int | None = setting(
+        "samples of one iteration over all ranks; derived: one micro-batch per replica",
+        None,
+        least=1,
+    )
+    rampup_batch_size: tuple[int, ...] = setting(
+        "START INCREMENT SAMPLES: a batch that grows from START to --global-batch-size by "
+        "INCREMENT at a time, while SAMPLES are consumed",
+        (),
+        nargs=3,
+    )
+    step_batch_size_schedule: str | None = setting(
+        "TOKENS:SAMPLES ..: the batch size from each number of consumed tokens on, such as "
+        "'0:768 250B:1536'; the last one is --global-batch-size",
+        None,
+    )
+    train_iters: int | None = setting(
+        "length of the run in iterations; or --train-samples", None, least=0
+    )
+    train_samples: int | None = setting("length of the run in samples", None, least=1)
+    seed: int = setting(
+        "seed of initial weights, data order and dropout", LANGUAGE_MODEL_SEED, least=0, below=2**32
+    )
+    bf16: bool = setting(
+        "weights and activations in bfloat16, master weights in float32; --model assumes it", False
+    )
+    fp16: bool = setting(
+        "weights and activations in float16, master weights in float32, and the loss scaled", False
+    )
+    gradient_accumulation_fusion: bool = setting(
+        "let autograd add up the gradients of linear weights, not NVIDIA apex's kernel or the "
+        "backward of the layers (docs/apex.md)",
+        True,
+        name="--no-gradient-accumulation-fusion",
+    )
+    memory_limit: str | None = setting(
+        "stop with advice if a rank allocates more than this, such as 4GiB, as if its device had "
+        "no more",
+        None,
+    )
+    allow_predicted_out_of_memory: bool = setting(
+        "start a run also if the predicted peak of a step exceeds the memory of the machine", False
+    )
+    loss_chunk_size: int | None = setting(
+        "tokens of a micro-batch that have logits at a time; 0: all of them, and their logits are "
+        "kept. In float32 forward computes the gradients too, and the default is 512. In 16 bits "
+        "and under FSDP2 backward computes the logits again, and the default is 0. In 16 bits the "
+        "gradient of the output weight is then a sum of rounded parts",
+        None,
+        least=0,
+    )
+    calculate_per_token_loss: bool = setting(
+        "give each token that counts the same weight in the gradients, not each micro-batch; only "
+        "--eod-mask-loss makes a difference between them",
+        False,
+    )
+    eval_interval: int | None = setting(
+        "iterations between validations; the end of the run has one in any case", None, least=1
+    )
+    eval_iters: int = setting("global batches of one validation; 0 for none at all", 100, least=0)
+    exit_interval: int | None = setting(
+        "save and stop when the iteration is a multiple of it", None, least=1
+    )
+    exit_duration_in_mins: int | None = setting(
+        "save and stop after the iteration that ends later than this", None, least=1
+    )
+    exit_signal_handler: bool = setting(
+        "save and stop after the iteration or the batch of an evaluation in which any rank gets "
+        "SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal",
+        False,
+    )
+    exit_signal: str = setting(
+        "another signal that --exit-signal-handler waits for", "SIGTERM", choices=EXIT_SIGNALS
+    )
+    check_for_nan_in_loss_and_grad: bool = setting(
+        "go on after a NaN", True, name="--no-check-for-nan-in-loss-and-grad"
+    )
+    max_skipped_updates: int | None = setting(
+        "stop after so many skipped updates in a row; derived: after 1 of a NaN, and "
+        "after 10 of a spike",
+        None,
+        least=1,
+    )
+    skip_update_on_spike: float | None = setting(
+        "skip the update where the loss is above so many times its running mean",
+        None,
+        above=1,
+        why=": a spike is a loss above so many times its running mean",
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = setting(
+        "iterations between comparisons of the weights that several ranks hold alike; also before "
+        "each checkpoint",
+        None,
+        least=1,
+    )
+    torch_compile: bool = setting(
+        "compile norms, activations, rotary embedding and dropout with torch's compiler; with "
+        "--activation-memory-budget each layer as a whole, at one rank per layer",
+        False,
+    )
+    deterministic_mode: bool = setting("only algorithms that give the same bits every time", False)
 
     def __post_init__(self) -> None:
-        require_at_least(
-            self,
-            1,
-            "micro_batch_size",
-            "global_batch_size",
-            "train_samples",
-            "eval_interval",
-            "exit_interval",
-            "exit_duration_in_mins",
-            "max_skipped_updates",
-            "check_weight_hash_across_dp_replicas_interval",
-        )
+        object.__setattr__(self, "exit_signal", self.exit_signal.upper())
+        check_settings(self)
         if self.memory_limit is not None:
             parse_bytes("--memory-limit", self.memory_limit, least=1)
-        if self.skip_update_on_spike is not None and not 1.0 < self.skip_update_on_spike < math.inf:
-            raise ValueError(
-                "--skip-update-on-spike must be above 1 and finite (got "
-                f"{self.skip_update_on_spike}): a spike is a loss above so many times its running "
-                "mean"
-            )
-        object.__setattr__(self, "exit_signal", self.exit_signal.upper())
-        require_one_of(self, "exit_signal", EXIT_SIGNALS)
         if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
             raise ValueError(f"--exit-signal {self.exit_signal} needs --exit-signal-handler")
-        require_at_least(self, 0, "eval_iters", "train_iters", "loss_chunk_size")
-        require_within(self, 0, 2**32, "seed")
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: set one")
         if self.train_iters is not None and self.train_samples is not None:
@@ -108,8 +164,6 @@ class TrainingConfig:
             )
         if self.step_batch_size_schedule is not None:
             self._check_steps(self.step_batch_size_schedule)
-        # argparse gives a list, and `from_json` a tuple: both must make equal values.
-        object.__setattr__(self, "rampup_batch_size", tuple(self.rampup_batch_size))
         if self.rampup_batch_size:
             self._check_rampup()
 

@@ -8,8 +8,9 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_lite.config.command_line import flags_of, shell_lines
+from megatron_lite.config.command_line import shell_lines
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops
 from megatron_lite.memory.predict.step_peak import StepPeak

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.command_line import flag_of
-from megatron_lite.config.flags import only_value_faults, renamed_words, take_ignored
 from megatron_lite.config.help_format import help_columns, paragraph
 from megatron_lite.config.hf_file import read_hf_file
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.known_models import PRESETS, preset
+from megatron_lite.config.megatron_flags import only_value_faults, renamed_words, take_ignored
 from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.recompute import AUTO, RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import build_run, fixed_value, flag_of, run_fields
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.pages.plan_page import plan_page
@@ -44,7 +44,6 @@ from megatron_lite.plan.search import Search
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.more_gpus import more_gpus
 from megatron_lite.tools.plan_flags import OWN, plan_parser
-from megatron_lite.tools.run_flags import build_run, fixed_value, parsed, run_fields
 
 PROGRAM = "python -m megatron_lite.tools.plan"
 
@@ -193,7 +192,7 @@ def _chosen(own: Mapping[str, Any], flags: Mapping[str, Any], notes: list[str]) 
     Other values of Megatron are translated, with notes. The policy `auto` is what the tool
     searches, so it fixes nothing.
     """
-    chosen, faults = parsed(flags), Faults()
+    chosen, faults = dict(flags), Faults()
     notes += translate_values(chosen, faults, has_file=True)
     if faults.texts:
         raise InputError("; ".join(faults.texts))
@@ -264,7 +263,7 @@ def problem_of(
     values: those of the model or of a whole run. chosen: those of flags and --fix, which override
     them. Adds the assumptions to `notes`.
     """
-    topics = {field.name: field.topic for field in run_fields()}
+    topics = {name: field.topic for name, field in run_fields().items()}
     policy = {
         name: value
         for name, value in chosen.items()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 
 from megatron_lite.config.all_faults import Parser
-from megatron_lite.config.flags import add_flags_without_effect
 from megatron_lite.config.known_models import PRESETS
-from megatron_lite.config.megatron_values import add_switches_without_field
+from megatron_lite.config.megatron_flags import add_flags_without_effect
+from megatron_lite.config.run_flags import add_run_flags
 from megatron_lite.plan.hardware import ALIASES, machine_names
-from megatron_lite.tools.run_flags import add_run_flags
 
 OWN = (
     "model",
@@ -34,7 +33,7 @@ def plan_parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
         description=(
             "Finds the fastest plan of a training run that fits into memory. A flag of the run "
-            "fixes that setting."
+            "fixes that setting; `megatron-lite train --help` has the flags of a run."
         ),
         epilog="Exit status: 0 a plan fits, 1 only in a part of the reserve, 2 none fits or bad "
         "input.",
@@ -58,7 +57,6 @@ def plan_parser(program: str) -> argparse.ArgumentParser:
     )
     add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
     add("--html", metavar="FILE.html", help="write a page that shows the plans and their terms")
-    add_run_flags(parser, without=OWN)
-    add_switches_without_field(parser)
+    add_run_flags(parser, without=OWN, hidden=True)
     add_flags_without_effect(parser)
     return parser

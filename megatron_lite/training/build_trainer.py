@@ -12,7 +12,6 @@ from megatron_lite.checkpointing.start import find_start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
-from megatron_lite.config.loss_chunks import default_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.data.datasets import build_datasets
@@ -210,7 +209,6 @@ def _build(
         notices=(
             accumulation,
             *slow_precision_notices(config.training.precision, parallel.device),
-            *default_notices(config),
             *_predicted_peak(config, parallel, batches),
             *notices.in_log,
             *followed,

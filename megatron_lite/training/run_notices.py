@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lite.config.notices import guard_notices, placement_notices, setting_notices
+from megatron_lite.config.notices import log_notices, placement_notices, setting_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.torch_internals import missing_notices
 from megatron_lite.training.apex_kernels import kernel_notices
@@ -43,6 +43,6 @@ def run_notices(
         (
             *missing_notices(),
             *kernel_notices(config, device),
-            *guard_notices(config, world_size=world_size),
+            *log_notices(config, world_size=world_size),
         ),
     )

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from dataclasses import replace
 
 import pytest
 
-from arguments import build_parser, parse_args, topics
-from megatron_lite.config.command_line import OFF_SWITCHES, flag_of, flags_of, shell_lines
+from arguments import parse_args
+from megatron_lite.config.command_line import shell_lines
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import flags_of
 from tests.plan.runs import preset_run, small_run
-
-
-def test_every_field_has_the_flag_of_the_parser() -> None:
-    by_field = {
-        action.dest: action.option_strings
-        for action in build_parser().actions
-        if action.default == "==SUPPRESS=="
-    }
-    for config_class in topics().values():
-        for field in dataclasses.fields(config_class):
-            assert flag_of(field.name) in by_field[field.name]
-
-
-def test_exactly_the_fields_that_are_on_have_a_flag_that_turns_them_off() -> None:
-    on = {
-        field.name
-        for config_class in topics().values()
-        for field in dataclasses.fields(config_class)
-        if field.default is True
-    }
-    assert on == set(OFF_SWITCHES)
-
 
 WINDOWS = dict(
     position_embedding_type="rope",

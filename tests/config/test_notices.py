@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.notices import guard_notices, placement_notices, setting_notices
+from megatron_lite.config.notices import log_notices, placement_notices, setting_notices
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import apex
@@ -99,7 +99,7 @@ def test_a_comparison_of_weights_that_has_nobody_to_compare_says_so(
         training=dict(check_weight_hash_across_dp_replicas_interval=2),
         data_parallel=DataParallelConfig(use_torch_fsdp2=fsdp),
     )
-    assert guard_notices(config, world_size=world_size) == expected
+    assert log_notices(config, world_size=world_size) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_slow_ranks_are_looked_for_where_a_stage_has_several(
     sizes: dict[str, int], world_size: int, named: bool
 ) -> None:
     config = replace(_run(sizes), logging=LoggingConfig(log_straggler=True))
-    assert [line.partition(":")[0] for line in guard_notices(config, world_size=world_size)] == [
+    assert [line.partition(":")[0] for line in log_notices(config, world_size=world_size)] == [
         "--log-straggler names nobody"
     ] * named
 

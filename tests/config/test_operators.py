@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_lite.config.notices import recompute_notices
 from megatron_lite.config.operators import GROUPS, Choice, OperatorEntry, parse_entry
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from tests.support.runs import tiny_run
 

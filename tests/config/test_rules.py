@@ -331,7 +331,7 @@ RULES: list[tuple[type, dict[str, Any], str, dict[str, Any]]] = [
     *[
         (LoggingConfig, fault, message, {})
         for fault, message in (
-            ({"timing_log_level": 3}, "--timing-log-level must be 0, 1 or 2 (got 3)"),
+            ({"timing_log_level": 3}, "--timing-log-level must be one of 0, 1, 2 (got 3)"),
             ({"timing_log_option": "min"}, "--timing-log-option must be one of max, minmax, all"),
             ({"tensorboard_log_interval": 0}, "--tensorboard-log-interval must be at least 1"),
             ({"wandb_project": "p", "wandb_exp_name": ""}, "--wandb-exp-name is empty"),

@@ -11,7 +11,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding.md").read_text()
 TABLES = {
-    "NORMALIZATIONS": "config.model",
     "NORM_VECTORS": "config.model",
     "ACTIVATIONS": "config.model",
     "NORMS": "model.norm",
@@ -23,7 +22,6 @@ TABLES = {
     "RULES": "optim.optimizer",
     "OPTIMIZERS": "config.optimizer_settings",
     "OptimizerConfig": "config.optimizer_settings",
-    "REFUSED_OPTIMIZER_FLAGS": "config.optimizer_settings",
     "FAMILIES": "config.hf_families",
     "LAYOUTS": "convert.hf_layouts",
 }

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config import alternatives, notices, policy_reach
+from megatron_lite.cli import flags
+from megatron_lite.config import policy_reach
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.memory.predict import pipeline_memory as pipeline
 from megatron_lite.recompute.stores import Stores
@@ -39,12 +40,12 @@ def a_rule_may_say_more_than_it_does(_, rule, num_layers):
     return ()
 
 
-@replaces("replaced_fields", alternatives)
+@replaces("replaced_fields", flags)
 def a_flag_replaces_its_own_value_alone(_, stored, given):
     return {}
 
 
-@replaces("notices", alternatives)
+@replaces("replaced_notices", flags)
 def a_value_is_replaced_without_a_word(_, replaced, file):
     return []
 
@@ -77,8 +78,8 @@ def the_limit_of_an_iteration_is_that_of_a_smaller_batch(
     return at(self, where, limited=limited)
 
 
-@replaces("recompute_notices_on", notices)
-def core_attention_is_judged_without_the_device(_, config, device):
+@replaces("_of_placement", notices)
+def core_attention_is_judged_without_the_device(_, config, device, dp_cp_size):
     return []
 
 

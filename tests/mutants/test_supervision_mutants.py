@@ -48,7 +48,7 @@ def the_device_and_the_ranks_give_no_notice(_, config, **facts):
     return []
 
 
-@replaces("guard_notices", run_notices)
+@replaces("log_notices", run_notices)
 def comparisons_with_nobody_give_no_notice(_, config, **facts):
     return []
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.cli.arguments.parse import parse_args
+from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig

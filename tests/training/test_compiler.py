@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_lite.config.notices import recompute_notices
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.compiled import missing_compiler

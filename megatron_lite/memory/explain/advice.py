@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megatron_lite.config.notices import recompute_notices
 from megatron_lite.config.policy import LayerAction, Policy
-from megatron_lite.config.recompute_notices import recompute_notices
 from megatron_lite.config.regions import without_effect
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.operations import Operation

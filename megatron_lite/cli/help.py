@@ -10,46 +10,20 @@ import argparse
 import difflib
 import sys
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from megatron_lite.cli.arguments.parser import build_parser
 from megatron_lite.config.all_faults import Parser
-from megatron_lite.config.flag_help import fate_of, help_on
-from megatron_lite.config.flags import refused_flags
 from megatron_lite.config.help_format import HelpLayout, paragraph
 from megatron_lite.config.invocation import as_typed
 from megatron_lite.config.json_text import shown
+from megatron_lite.config.megatron_flags import REFUSED, fate_of, help_on
+from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
+from megatron_lite.config.run_flags import Topic
 
 HELP = ("-h", "--help")
-
-
-class Topic(NamedTuple):
-    """One topic of the help.
-
-    title: the title of the topic's group of flags in the parser.
-    help: what the flags are about.
-    """
-
-    title: str
-    help: str
-
-
 # A topic has the name of its field in RunConfig, with dashes.
 TOPICS = {
     "general": Topic("options", "print or measure instead of training; a run from a file"),
-    "model": Topic("model", "the shape and the operations of the model"),
-    "data": Topic("data", "the datasets, and the order of the samples"),
-    "tokenizer": Topic("tokenizer", "the tokenizer and the size of the vocabulary"),
-    "training": Topic("training", "batch sizes, length of the run, precision, evaluation"),
-    "optimizer": Topic("optimizer", "AdamW and Muon, weight decay, clipping"),
-    "lr-schedule": Topic("learning rate", "the learning rate, its warm-up and decay"),
-    "loss-scaling": Topic("loss scaling of --fp16", "the loss scale of float16"),
-    "recompute": Topic("activation recomputation", "what backward rebuilds, to save memory"),
-    "parallel": Topic("parallelism", "tensor, sequence, pipeline and context parallelism"),
-    "data-parallel": Topic("data parallelism", "sharded optimizer states, gradients and weights"),
-    "checkpoint": Topic("checkpoints", "saving, loading and resuming"),
-    "logging": Topic("logging", "the log, metrics, TensorBoard, Weights & Biases, timing"),
-    "profiling": Topic("profiling", "traces of kernels and of memory"),
+    **{name.replace("_", "-"): topic for name, topic in RUN_TOPICS.items()},
 }
 LISTS = {
     "all": "all flags",
@@ -74,7 +48,7 @@ EXAMPLE = """--num-layers 4 --hidden-size 256 \\
       --vocab-size 1000 --recompute-policy '*:pointwise'"""
 
 
-def print_help(argv: Sequence[str], program: str) -> None:
+def print_help(parser: Parser, argv: Sequence[str], program: str) -> None:
     """Prints the help and exits with status 0, if the words ask for it.
 
     The word behind --help may be a topic, a flag, or a part of the names of flags. Exits with
@@ -83,12 +57,11 @@ def print_help(argv: Sequence[str], program: str) -> None:
     place = next((number for number, word in enumerate(argv) if word in HELP), None)
     if place is None:
         return
-    parser = build_parser(program)
     text = help_text(parser, " ".join(argv[place + 1 : place + 2]), program)
     if text is None:
         word = argv[place + 1]
         near = difflib.get_close_matches(word, [*TOPICS, *LISTS], n=1)
-        refused = [flag for flag in refused_flags() if word.lower().replace("_", "-") in flag]
+        refused = [flag for flag in REFUSED if word.lower().replace("_", "-") in flag]
         if refused:
             advice = f"--help refused has flags of Megatron with it, such as {refused[0]}"
         elif near:
@@ -107,14 +80,18 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
     if it is none of these, no topic, and in no flag's name.
     """
     topic = word.lower().replace("_", "-")
+    groups = parser.groups()
+    texts = {
+        name: _flags(f"{name} ({words.help})", groups[words.title])
+        for name, words in TOPICS.items()
+        if topic in ("all", name)
+    }
+    if texts:
+        return "\n".join(texts.values())
     if not topic:
         return _overview(parser, program)
     if (text := help_on(topic)) is not None:
         return text
-    if topic == "all":
-        return "\n".join(_topic(parser, name) for name in TOPICS)
-    if topic in TOPICS:
-        return _topic(parser, topic)
     found = [
         action
         for action in _shown(parser.actions)
@@ -128,10 +105,11 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
 
 
 def _overview(parser: Parser, program: str) -> str:
-    counts = {name: sum(1 for _ in _shown(_actions_of(parser, name))) for name in TOPICS}
+    groups = parser.groups()
     used = [parser._option_string_actions[flag] for flag in MOST_USED]
     topics = "\n".join(
-        f"  {name:15}{topic.help} ({counts[name]})" for name, topic in TOPICS.items()
+        f"  {name:15}{topic.help} ({len(_shown(groups[topic.title]))})"
+        for name, topic in TOPICS.items()
     )
     lists = "\n".join(f"  {name:15}{text}" for name, text in LISTS.items())
     return (
@@ -147,24 +125,14 @@ def _overview(parser: Parser, program: str) -> str:
     )
 
 
-def _topic(parser: Parser, name: str) -> str:
-    title = f"{name} ({TOPICS[name].help})"
-    return _flags(title, _shown(_actions_of(parser, name)))
-
-
-def _actions_of(parser: Parser, name: str) -> list[argparse.Action]:
-    """Returns the actions of a topic. Raises KeyError if the parser has no such group."""
-    return parser.groups()[TOPICS[name].title]
-
-
-def _shown(actions: Iterable[argparse.Action]) -> Iterable[argparse.Action]:
-    return (action for action in actions if action.help != argparse.SUPPRESS)
+def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
+    return [action for action in actions if action.help != argparse.SUPPRESS]
 
 
 def _flags(title: str, actions: Iterable[argparse.Action]) -> str:
     """Returns the help of the flags under a title, as argparse formats it."""
     formatter = HelpLayout("", max_help_position=28)
     formatter.start_section(title)
-    formatter.add_arguments(actions)
+    formatter.add_arguments(_shown(actions))
     formatter.end_section()
     return formatter.format_help()

@@ -1,1 +1,0 @@
-"""The command line: one file of flags for each topic, and the parser that reads them."""

@@ -1,0 +1,222 @@
+"""The flags of a run, made from the facts of its fields (setting.py), in both directions.
+
+`add_run_flags` gives a parser one flag for each field, and one for each of Megatron's other ways to
+set a field. `flags_of` returns the command line of a configuration. The help, docs/flags.md and the
+planner read the same table. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from megatron_lite.config.all_faults import Parser
+from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.json_text import shown
+from megatron_lite.config.layer_pattern import parse_window
+from megatron_lite.config.megatron_values import OTHER_WAYS
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.setting import Setting, settings_of, spelling
+
+WORDS = {"true": True, "1": True, "yes": True, "on": True} | {
+    "false": False, "0": False, "no": False, "off": False
+}  # fmt: skip
+
+
+class Topic(NamedTuple):
+    """A topic of the help. title: the title of its group of flags. help: what they are about."""
+
+    title: str
+    help: str
+
+
+# By the field of RunConfig.
+TOPICS = {
+    "model": Topic("model", "the shape and the operations of the model"),
+    "data": Topic("data", "the datasets, and the order of the samples"),
+    "tokenizer": Topic("tokenizer", "the tokenizer and the size of the vocabulary"),
+    "training": Topic("training", "batch sizes, length of the run, precision, evaluation"),
+    "optimizer": Topic("optimizer", "AdamW and Muon, weight decay, clipping"),
+    "lr_schedule": Topic("learning rate", "the learning rate, its warm-up and decay"),
+    "loss_scaling": Topic("loss scaling of --fp16", "the loss scale of float16"),
+    "recompute": Topic("activation recomputation", "what backward rebuilds, to save memory"),
+    "parallel": Topic("parallelism", "tensor, sequence, pipeline and context parallelism"),
+    "data_parallel": Topic("data parallelism", "sharded optimizer states, gradients and weights"),
+    "checkpoint": Topic("checkpoints", "saving, loading and resuming"),
+    "logging": Topic("logging", "the log, metrics, TensorBoard, Weights & Biases, timing"),
+    "profiling": Topic("profiling", "traces of kernels and of memory"),
+}
+
+
+class RunField(NamedTuple):
+    """A field of a config class. kind: the type of its value, or of each of several."""
+
+    topic: str
+    name: str
+    kind: Any
+    default: Any
+    facts: Setting
+
+    @property
+    def is_required(self) -> bool:
+        """Tells whether the field has no default."""
+        return self.default is dataclasses.MISSING
+
+
+@cache
+def topics() -> Mapping[str, type]:
+    """Returns the config class of each topic, such as ModelConfig for "model", in the order of
+    RunConfig's fields."""
+    hints = typing.get_type_hints(RunConfig)
+    return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
+
+
+@cache
+def run_fields() -> Mapping[str, RunField]:
+    """Returns all fields of a run by name."""
+    return {
+        one.name: one
+        for topic, config_class in topics().items()
+        for one in fields_of(config_class, topic)
+    }
+
+
+def fields_of(config_class: Any, topic: str = "") -> list[RunField]:
+    """Returns the fields of a config class."""
+    hints, facts = typing.get_type_hints(config_class), settings_of(config_class)
+    return [
+        RunField(topic, one.name, _kind(hints[one.name]), one.default, facts[one.name])
+        for one in dataclasses.fields(config_class)
+    ]
+
+
+def _kind(hint: Any) -> Any:
+    if isinstance(hint, types.UnionType):
+        return _kind(typing.get_args(hint)[0])
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
+
+
+def add_run_flags(
+    parser: argparse.ArgumentParser, *, without: Collection[str] = (), hidden: bool = False
+) -> None:
+    """Adds the flags of a run, one group for each topic. A flag that is not given stores nothing.
+
+    without: the fields whose flags mean something else in this tool. hidden: whether the help is
+        silent about them.
+    """
+    for topic, words in TOPICS.items():
+        group = parser.add_argument_group(words.title)
+        for one in fields_of(topics()[topic], topic):
+            if one.name not in without:
+                add_flag(group, one, hidden=hidden)
+        for name, facts in OTHER_WAYS.get(topic, {}).items():
+            kind = str if facts.choices else bool
+            add_flag(group, RunField(topic, name, kind, None, facts), hidden=hidden)
+
+
+def add_flag(group: argparse._ActionsContainer, field: RunField, *, hidden: bool = False) -> None:
+    """Adds the flag of a field, whose help shows the default."""
+    facts, default = field.facts, field.default
+    options: dict[str, Any] = dict(dest=field.name, default=argparse.SUPPRESS)
+    text = facts.help.replace("%", "%%")
+    if field.kind is bool:
+        options["action"] = "store_false" if default is True else "store_true"
+    else:
+        choices = ",".join(map(str, (*facts.choices, *facts.megatron)))
+        metavars = {int: "N", float: "X"}
+        metavar = "TEXT" if facts.parse else metavars.get(field.kind, "TEXT")
+        options["type"] = _reader(facts.parse) if facts.parse else field.kind
+        options["metavar"] = f"{{{choices}}}" if choices else metavar
+        options["nargs"] = facts.nargs
+        if field.is_required:
+            text += " (required)"
+        elif default not in (None, ()):
+            text += f" (default: {default})"
+    options["help"] = argparse.SUPPRESS if hidden else text
+    names = [spelling(field.name, facts), *filter(None, [facts.alias])]
+    group.add_argument(*names, **options)
+
+
+def _reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def flag_of(field: str) -> str:
+    """Returns the flag that sets the field to another value than its default."""
+    found = run_fields().get(field)
+    return flag(field) if found is None else spelling(field, found.facts)
+
+
+def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
+    """Returns the words of a command line that `parse_args` parses to an equal configuration.
+
+    Fields with their default values are left out, and so are the fields in `without`.
+    """
+    words: list[str] = []
+    for name, field in run_fields().items():
+        value = getattr(getattr(config, field.topic), name)
+        if value != field.default and name not in without:
+            words += flag_words(name, value)
+    return words
+
+
+def flag_words(field: str, value: Any) -> list[str]:
+    """Returns the words of a command line that give the field this value, not its default."""
+    facts = run_fields()[field].facts
+    words = [spelling(field, facts)]
+    if isinstance(value, bool):
+        return words
+    if not isinstance(value, tuple):
+        return [*words, str(value)]
+    if facts.parse is None:
+        return [*words, *map(str, value)]
+    text = ",".join(map(str, value))
+    return [*words, text if facts.parse is parse_window else f"[{text}]"]
+
+
+def fixed_value(text: str) -> tuple[str, Any]:
+    """Returns the field and the value of "tensor-model-parallel-size=8".
+
+    Raises InputError if no field has that name, or if the text is no value of it.
+    """
+    name, equals, value = text.partition("=")
+    field = run_fields().get(name.strip().removeprefix("--").replace("-", "_"))
+    if not equals or field is None:
+        raise InputError(
+            f"--fix {shown(repr(text))}: give NAME=VALUE with the name of a flag, such as "
+            "tensor-model-parallel-size=8"
+        )
+    word, spelled = value.strip(), flag_of(field.name)
+    if field.kind is bool:
+        if word.lower() not in WORDS:
+            raise InputError(f"{spelled}: give true or false (got {shown(repr(word))})")
+        return field.name, WORDS[word.lower()]
+    parser = Parser(add_help=False, exit_on_error=False)
+    add_flag(parser, field)
+    words = word.split() if field.facts.nargs else [word]
+    read = parser.read([f"{spelled}={words[0]}" if len(words) == 1 else spelled, *words[1:]])
+    if read.faults:
+        raise InputError(read.faults[0])
+    return field.name, getattr(read.namespace, field.name)
+
+
+def build_run(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """Returns the run of these values by topic and field.
+
+    Raises InputError if a rule is broken.
+    """
+    try:
+        return RunConfig(**{name: kind(**values.get(name, {})) for name, kind in topics().items()})
+    except ValueError as error:
+        raise InputError(str(error)) from None

@@ -1,0 +1,101 @@
+"""A field of a configuration that is a flag too: its help, its choices and its bounds in one place.
+
+    seed: int = setting("seed of initial weights", 1234, least=0, below=2**32)
+
+run_flags.py makes the parsers, the help, the command line of a run and docs/flags.md from these
+facts, and `check_settings` checks the values. Standard library only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Setting(NamedTuple):
+    """The facts about a flag.
+
+    help: its help. % and the default are added to it (run_flags.py).
+    name: its spelling, if that is not the field's name with dashes. A flag of a field that is True
+        turns the field off.
+    alias: a second spelling.
+    choices: the values that the field may have. Empty: any value.
+    megatron: Megatron's other values, and the choice that each stands for.
+    nargs: the number of values on the command line, as argparse has it.
+    parse: reads the text of the flag. None: the type of the field does.
+    refused: other values that Megatron has, with the rest of the sentence that refuses each.
+    least, above, below: the bounds of the value, which must be finite.
+    why: the end of the sentence about a value beyond them.
+    is_path: whether an empty text is a fault, as an unset shell variable makes it.
+    """
+
+    help: str
+    name: str = ""
+    alias: str = ""
+    choices: Sequence[str] = ()
+    megatron: Mapping[str, str] = {}
+    refused: Mapping[str, str] = {}
+    nargs: str | int | None = None
+    parse: Callable[[str], Any] | None = None
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    why: str = ""
+    is_path: bool = False
+
+    def fault(self, flag: str, value: Any) -> str | None:
+        """Returns why the field may not have the value, or None."""
+        if value in self.refused:
+            return f"{flag} {value} {self.refused[value]}"
+        if self.choices and value not in self.choices:
+            return f"{flag} must be one of {', '.join(map(str, self.choices))} (got {value!r})"
+        if self.is_path and value == "":
+            return f"{flag} is empty: give a path, or leave the flag out"
+        rule = self._broken_bound(value)
+        return rule and f"{flag} must be {rule} (got {value}){self.why}"
+
+    def _broken_bound(self, value: Any) -> str | None:
+        low, high = self.least, self.below
+        if self.above is not None:
+            if high is not None:
+                return None if self.above < value < high else f"in ({self.above}, {high})"
+            return None if self.above < value < math.inf else f"above {self.above} and finite"
+        if low is None:
+            return None
+        if high is not None:
+            return None if low <= value < high else f"in [{low}, {high})"
+        finite = " and finite" if value == math.inf else ""
+        return None if low <= value < math.inf else f"at least {low}{finite}"
+
+
+def setting(help: str, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
+    """Returns a field of a config class with the facts of `Setting`."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(help, **facts)})
+
+
+def settings_of(config_class: Any) -> dict[str, Setting]:
+    """Returns the facts about each field of a config class."""
+    return {one.name: one.metadata["setting"] for one in dataclasses.fields(config_class)}
+
+
+def spelling(field: str, facts: Setting) -> str:
+    """Returns the flag of a field."""
+    return facts.name or "--" + field.replace("_", "-")
+
+
+def check_settings(config: Any) -> None:
+    """Raises ValueError for a field that breaks a bound or is none of its choices.
+
+    Lists, which argparse makes, become tuples. Only `__post_init__` may call this.
+    """
+    for name, facts in settings_of(config).items():
+        value = getattr(config, name)
+        if isinstance(value, list):
+            object.__setattr__(config, name, tuple(value))
+        elif not isinstance(value, tuple | types.NoneType) and (
+            fault := facts.fault(spelling(name, facts), value)
+        ):
+            raise ValueError(fault)
