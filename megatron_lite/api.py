@@ -97,7 +97,7 @@ def train(config: RunConfig) -> TrainedRun:
     Raises InputError for faults in files, in the launch or in the configuration, and TrainingError
     if the run cannot go on, for example because the loss is not finite.
     """
-    from megatron_lite.cli.preparation import ready_to_train
+    from megatron_lite.cli.supervised import ready_to_train
     from megatron_lite.parallel.launch import read_launch
     from megatron_lite.parallel.state import parallel_state
     from megatron_lite.training.build_trainer import build_trainer

@@ -152,7 +152,7 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
         ),
         ("megatron_lite.training.loop", "from arguments import parse_args"),
         ("megatron_lite.tools.generate", "import pretrain_gpt"),
-        ("megatron_lite.cli.preparation", "from arguments import parse_args"),
+        ("megatron_lite.cli.pretrain", "from arguments import parse_args"),
         ("megatron_lite.tools.generate", "from megatron_lite.api import plan"),
         # a sibling
         ("megatron_lite.supervision.watch", "from megatron_lite.checkpointing.saver import Saver"),

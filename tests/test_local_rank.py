@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import pretrain_gpt
-from megatron_lite.cli import messages, pretrain
+from megatron_lite.cli import pretrain
 from megatron_lite.parallel.launch import Launch
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.limits import HANG_S
@@ -28,7 +28,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         return 0
 
     monkeypatch.setattr(pretrain, "train", begun)
-    monkeypatch.setattr(messages, "SPEAKS_BEFORE_S", 0.0)
+    monkeypatch.setattr(pretrain, "SPEAKS_BEFORE_S", 0.0)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     return found

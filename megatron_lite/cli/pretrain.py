@@ -3,23 +3,27 @@ train`.
 
     command line -> frozen RunConfig -> parallel state -> trainer -> run
 
-Continue in `megatron_lite/training/loop.py`. The modules beside this one decide how errors and
-signals end the program.
+Continue in `megatron_lite/training/loop.py`. supervised.py decides how errors and signals end a run
+whose ranks have joined the process groups; this module has those before and after.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from megatron_lite.cli.explanation import print_dry_run, print_dry_run_memory
 from megatron_lite.cli.flags import parse_args
-from megatron_lite.cli.status import exit_status
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch
-from megatron_lite.parallel.one_voice import silent_unless
+from megatron_lite.parallel.one_voice import await_turn, print_fault, silent_unless
+from megatron_lite.parallel.signals import die_of, dies_without_reader
+
+SPEAKS_BEFORE_S = 2.0  # that each other rank waits before it reports a fault
 
 
 def main(argv: Sequence[str] | None = None, program: str = SCRIPT) -> int:
@@ -28,9 +32,25 @@ def main(argv: Sequence[str] | None = None, program: str = SCRIPT) -> int:
     program: the name of the program in its help and in its messages.
 
     The status is 0 if the run is done, 1 if the training failed, and 2 for a fault in the input.
+    After Ctrl-C the process ends by SIGINT itself, as a shell expects. It ends by SIGPIPE if nobody
+    reads the output of `--help`, `--dump-config` or `--explain-recompute` to its end.
     """
-    words = sys.argv[1:] if argv is None else argv
-    return exit_status(lambda launch: run(words, launch, program), program)
+    words, rank = sys.argv[1:] if argv is None else argv, 0
+    try:
+        launch = read_launch()
+        rank = launch.rank
+        with dies_without_reader():
+            return run(words, launch, program)
+    except InputError as error:
+        # Rank 0 reports at once and ends, and the launcher ends the ranks that wait. So only one
+        # message appears, however many ranks meet the fault.
+        await_turn(rank, error, seconds=SPEAKS_BEFORE_S)
+        print_fault(error, rank, program=program)
+        return 2
+    except KeyboardInterrupt:
+        if rank == 0:
+            print_fault("stopped by SIGINT", rank, program=program)
+        die_of(signal.SIGINT)
 
 
 def run(argv: Sequence[str], launch: Launch, program: str = SCRIPT) -> int:
@@ -64,8 +84,7 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
         # is older than the profiler. torch reads the variable when it is loaded.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported late: these modules import torch, which takes seconds.
-    from megatron_lite.cli.preparation import ready_to_train
-    from megatron_lite.cli.supervised import supervised
+    from megatron_lite.cli.supervised import ready_to_train, supervised
     from megatron_lite.parallel.state import parallel_state
     from megatron_lite.training.build_trainer import build_trainer
     from megatron_lite.training.out_of_memory import memory_limited

@@ -1,6 +1,7 @@
-"""Supervision of a run: watches over the ranks, and turns each error into an exit status.
+"""The start of a run, and its supervision, which watches over the ranks and turns each error into
+an exit status.
 
-It lasts from when the ranks have joined the process groups until they leave them.
+The supervision lasts from when the ranks have joined the process groups until they leave them.
 
     error of the body            reported by                          exit status
     none                                                              0
@@ -18,22 +19,75 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_lite.cli.preparation import start_lines
+import torch
+
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
+from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.one_voice import print_fault
-from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.state import ParallelState, choose_device
+from megatron_lite.plan.auto_policy import with_chosen_policy
+from megatron_lite.plan.hardware import machine_for_policy
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.supervision.exits import Exits, StoppedEarly
 from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.supervision.watch import Watch
+from megatron_lite.training.apex_kernels import check_kernels
+from megatron_lite.training.capacity import memory_bytes
 from megatron_lite.training.run_notices import run_notices
+from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.terminal import print_lines
+
+
+def ready_to_train(
+    config: RunConfig, notices: Sequence[str], launch: Launch
+) -> tuple[RunConfig, tuple[str, ...]]:
+    """Returns the configuration with which training can begin, and the notices of the run.
+
+    It is completed by the vocabulary size of the tokenizer's files.
+
+    It also has the policy that `--recompute-policy auto` chooses.
+    notices: those of the command line.
+    Raises InputError if a setting that training needs is missing, or if a chosen kernel of NVIDIA
+    apex cannot be used in this run. It raises InputError too if a file of the tokenizer has a
+    fault, or if no policy fits.
+    """
+    try:
+        config.check_complete_for_training()
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    device = choose_device(config.parallel, launch)
+    check_kernels(config, device.type)
+    config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
+    if not config.recompute.is_to_be_chosen:
+        return config, tuple(notices)
+    on_gpu = device.type == "cuda"
+    gpu = torch.cuda.get_device_name(device) if on_gpu else None
+    chosen = with_chosen_policy(
+        config,
+        machine_for_policy(config.logging.machine, device=device.type, gpu_name=gpu),
+        launch.world_size,
+        device_bytes=memory_bytes(device) if on_gpu else None,
+    )
+    return chosen.config, (*notices, chosen.notice)
+
+
+def start_lines(config: RunConfig, parallel: ParallelState) -> Iterator[str]:
+    """Yields the settings of the run, and a line with the sizes of the parallel groups.
+
+    They are Megatron's table of all arguments under --log-style megatron, else the settings that
+    differ from their defaults.
+    """
+    if config.logging.log_style == "megatron":
+        yield arguments_table(config)
+    else:
+        yield from short_settings(config)
+    yield ranks_line(parallel)
 
 
 @dataclass

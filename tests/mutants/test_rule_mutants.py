@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.cli import flags
-from megatron_lite.config import policy_reach
+from megatron_lite.config import notices, policy_reach
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.memory.predict import pipeline_memory as pipeline
 from megatron_lite.recompute.stores import Stores
