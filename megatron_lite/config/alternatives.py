@@ -12,19 +12,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.data_settings import PER_SPLIT_PATHS, TIKTOKEN_FIELDS
+from megatron_lite.config.data_settings import PER_SPLIT_PATHS, TokenizerConfig
+from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.optimizer_settings import OWN_SETTINGS
 from megatron_lite.config.policy import LayerAction, parse_policy
 from megatron_lite.config.recompute import AUTO
+from megatron_lite.config.setting import settings_of
 
 FULL = ("recompute_method", "recompute_num_layers", "distribute_saved_activations")
 SELECTIVE = ("recompute_activations", "recompute_modules")
-LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-TOKENIZER = (
-    *("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size"),
-    *TIKTOKEN_FIELDS,
-)
+LOSS_SCALE = tuple(settings_of(LossScaleConfig).keys() - {"loss_scale"})
+TOKENIZER = tuple(settings_of(TokenizerConfig).keys() - {"make_vocab_size_divisible_by"})
 OVER_PIPELINE = (
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",
@@ -106,58 +105,40 @@ def replaced_fields(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict
                 replace(BELONGS_TO.get(field, ()), by)
 
     for group in ALTERNATIVES:
-        chosen = [way for way in group if any(field in given for field in way)]
+        chosen = [way for way in group if not given.keys().isdisjoint(way)]
         if len(chosen) == 1:
             by = next(field for field in chosen[0] if field in given)
             replace([field for way in group if way is not chosen[0] for field in way], by)
     # --recompute-activations chooses selective, though it is another field than the granularity.
     if given.get("recompute_activations") and stored.get("recompute_granularity") != "selective":
-        replace(
-            ("recompute_granularity", *BELONGS_TO_VALUE["recompute_granularity"]["full"]),
-            "recompute_activations",
-        )
+        full = BELONGS_TO_VALUE["recompute_granularity"]["full"]
+        replace(("recompute_granularity", *full), "recompute_activations")
     for field, values in BELONGS_TO_VALUE.items():
         if field in given and given[field] != stored.get(field):
-            replace(
-                [
-                    name
-                    for value, names in values.items()
-                    if value != given[field]
-                    for name in names
-                ],
-                field,
-            )
+            for value, names in values.items():
+                replace(names if value != given[field] else (), field)
     for field, names in NEEDS_MORE_THAN_ONE.items():
-        if given.get(field) == 1:
-            replace(names, field)
+        replace(names if given.get(field) == 1 else (), field)
     # A BPE file alone chooses GPT2BPETokenizer, as in TokenizerConfig. Another tokenizer replaces
     # all settings of the stored one.
     bpe_file = next((field for field in ("vocab_file", "merge_file") if field in given), None)
     tokenizer = given.get("tokenizer_type", None if bpe_file is None else "GPT2BPETokenizer")
     if tokenizer not in (None, stored.get("tokenizer_type")):
         replace(TOKENIZER, "tokenizer_type" if "tokenizer_type" in given else str(bpe_file))
-    _replace_recompute_stores(given, replace)
-    return replaced
-
-
-def _replace_recompute_stores(given: Mapping[str, Any], replace: Any) -> None:
-    """Replaces the settings that a new policy leaves without effect.
-
-    The arena for the inputs of units needs a unit. The windows of micro-batches need a rule that
-    recomputes anything.
-    """
+    # A new policy leaves the arena for the inputs of units without effect if it has no unit, and
+    # the windows of micro-batches if it recomputes nothing.
     partial = "num_microbatches_with_partial_activation_checkpoints"
     if given.get("activation_memory_budget") is not None:
         replace(("contiguous_saved_activations", partial), "activation_memory_budget")
-    if (text := given.get("recompute_policy")) is None:
-        return
-    if text != AUTO:
-        replace(BELONGS_TO["recompute_policy"], "recompute_policy")
-    actions = [] if text == AUTO else [rule.action for rule in parse_policy(text).rules]
-    if not any(action.unit for action in actions):
-        replace(("contiguous_saved_activations",), "recompute_policy")
-    if all(action == LayerAction() for action in actions):
-        replace((partial,), "recompute_policy")
+    if (text := given.get("recompute_policy")) is not None:
+        rules = () if text == AUTO else parse_policy(text).rules
+        if text != AUTO:
+            replace(BELONGS_TO["recompute_policy"], "recompute_policy")
+        if not any(rule.action.unit for rule in rules):
+            replace(("contiguous_saved_activations",), "recompute_policy")
+        if all(rule.action == LayerAction() for rule in rules):
+            replace((partial,), "recompute_policy")
+    return replaced
 
 
 def replaced_notices(replaced: Mapping[str, str], *, file: str) -> list[str]:

@@ -9,7 +9,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -43,28 +43,6 @@ def require_at_least(config: Any, minimum: float, *fields: str) -> None:
         if value is not None and not minimum <= value < math.inf:
             finite = " and finite" if value == math.inf else ""
             raise ValueError(f"{flag(field)} must be at least {minimum}{finite} (got {value})")
-
-
-def require_within(config: Any, low: float, high: float, *fields: str) -> None:
-    """Raises ValueError if a named field lies outside [low, high). Fields that are None pass."""
-    for field in fields:
-        value = getattr(config, field)
-        if value is not None and not low <= value < high:
-            raise ValueError(f"{flag(field)} must be in [{low}, {high}) (got {value})")
-
-
-def require_not_empty(config: Any, *fields: str) -> None:
-    """Raises ValueError if a named path is empty, as an unset shell variable makes it."""
-    for field in fields:
-        if getattr(config, field) == "":
-            raise ValueError(f"{flag(field)} is empty: give a path, or leave the flag out")
-
-
-def require_one_of(config: Any, field: str, allowed: Sequence[str]) -> None:
-    """Raises ValueError unless the field's value is one of `allowed`."""
-    value = getattr(config, field)
-    if value not in allowed:
-        raise ValueError(f"{flag(field)} must be one of {', '.join(allowed)} (got {value!r})")
 
 
 def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:

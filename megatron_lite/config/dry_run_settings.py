@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.json_text import parse_whole_number, shown
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, setting, settings_of
 from megatron_lite.config.stages import stages_of_rank
 
 DEVICES = ("cpu", "cuda")
@@ -111,11 +110,7 @@ def take_dry_run(given: dict[str, Any]) -> DryRunConfig | None:
     ValueError: a value is wrong, or a flag needs --dry-run-memory.
     """
     wanted = given.pop("dry_run_memory", False)
-    settings = {
-        field.name: given.pop(field.name)
-        for field in dataclasses.fields(DryRunConfig)
-        if field.name in given
-    }
+    settings = {name: given.pop(name) for name in settings_of(DryRunConfig) if name in given}
     if settings and not wanted:
         raise ValueError(f"{flag(next(iter(settings)))} needs --dry-run-memory")
     return DryRunConfig(**settings) if wanted else None

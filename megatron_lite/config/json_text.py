@@ -13,19 +13,30 @@ SHOWN = 80
 INT64 = range(-(2**63), 2**63)
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes, *, longest: int | None = LARGEST_TEXT) -> Any:
     """Returns the value of a JSON text.
 
-    Raises ValueError if the text is not JSON, has more than 2^20 characters, or is nested too
-    deeply for Python's parser. Two faults inside the JSON raise ValueError too: a whole number
-    beyond 64 bits, and an object with the same name twice, since json would drop one of the values.
+    longest: the largest number of characters, or None if the caller has bounded the text.
+
+    Raises ValueError if the text is not JSON, is too long, or is nested too deeply for Python's
+    parser. Three faults inside the JSON raise ValueError too: a whole number beyond 64 bits, NaN or
+    an infinity, and an object with the same name twice, since json would drop one of the values.
     """
-    if len(text) > LARGEST_TEXT:
-        raise ValueError(f"longer than {LARGEST_TEXT} characters, which no run is")
+    if longest is not None and len(text) > longest:
+        raise ValueError(f"longer than {longest} characters, which no run is")
     try:
-        return json.loads(text, parse_int=parse_whole_number, object_pairs_hook=without_repetition)
+        return json.loads(
+            text,
+            parse_int=parse_whole_number,
+            parse_constant=_refuse_constant,
+            object_pairs_hook=without_repetition,
+        )
     except RecursionError:
         raise ValueError("brackets nested too deeply: a run is an object of objects") from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def parse_whole_number(text: str) -> int:

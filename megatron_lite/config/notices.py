@@ -84,7 +84,7 @@ def _of_settings(config: RunConfig, given: set[str]) -> Rows:
     chunk = training.loss_chunk_size
     skipped, no_rope = model.window_attn_skip_freq, model.no_rope_freq
     window = model.window_size or (0, 0)
-    granularity = config.recompute.recompute_granularity
+    recompute, granularity = config.recompute, config.recompute.recompute_granularity
     of_documents = [
         flag(name)
         for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
@@ -117,13 +117,6 @@ def _of_settings(config: RunConfig, given: set[str]) -> Rows:
             config.logging.log_straggler,
             "--log-straggler",
         ),
-        (
-            ("offload_modules",),
-            not config.recompute.offload_modules
-            or config.recompute.fine_grained_activation_offloading,
-            "--fine-grained-activation-offloading",
-        ),
-        (("decoupled_min_lr",), schedule.decoupled_lr is not None, "--decoupled-lr"),
     ]
     return [
         (
@@ -178,6 +171,14 @@ def _of_settings(config: RunConfig, given: set[str]) -> Rows:
             config.optimizer.muon_tp_mode == "blockwise"
             and parallel.tensor_model_parallel_size == 1,
             "--muon-tp-mode blockwise has no effect: --tensor-model-parallel-size is 1",
+        ),
+        (
+            schedule.decoupled_min_lr is not None and schedule.decoupled_lr is None,
+            "--decoupled-min-lr has no effect without --decoupled-lr",
+        ),
+        (
+            recompute.offload_modules and not recompute.fine_grained_activation_offloading,
+            "--offload-modules has no effect without --fine-grained-activation-offloading",
         ),
         *(
             (name in given and not is_met, f"{flag(name)} has no effect without {need}")

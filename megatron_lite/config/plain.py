@@ -7,10 +7,11 @@ names the field, the rule and the value that breaks it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
+
+from megatron_lite.config.json_text import parse_json
 
 LONGEST_SHOWN = 60
 LONGEST_LINE = 400
@@ -24,11 +25,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
     Raises ValueError if the text is no JSON, holds another JSON value, or is nested too deeply.
     """
-    try:
-        values = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    return as_object(values, "the text")
+    return as_object(parse_json(text, longest=None), "the text")
 
 
 def as_object(value: object, name: str) -> dict[str, Any]:
@@ -129,7 +126,3 @@ def shown(value: object) -> str:
     except ValueError:  # a whole number with more digits than Python prints
         return "a number of several thousand digits"
     return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + ".."
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")

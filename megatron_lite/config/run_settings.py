@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import flag_words
+from megatron_lite.config.run_flags import flag_words, run_fields
 
 
 class ShownSetting(NamedTuple):
@@ -31,29 +31,14 @@ def changed_settings(config: RunConfig) -> Iterator[ShownSetting]:
     A setting that its topic derives from others, such as --kv-channels, counts only if its value is
     not the derived one.
     """
-    for topic in dataclasses.fields(config):
-        values = getattr(config, topic.name)
-        for item in dataclasses.fields(values):
-            value = getattr(values, item.name)
-            default, known = _default_of(item)
-            if known and (value == default or _is_derived(values, item.name, default)):
-                continue
-            yield ShownSetting(
-                topic.name,
-                flag(item.name),
-                _shown(value),
-                _shown(default) if known else None,
-                tuple(flag_words(item.name, value)),
-            )
-
-
-def _default_of(item: dataclasses.Field[Any]) -> tuple[Any, bool]:
-    """Returns the default of a field, and whether it has one."""
-    if item.default is not dataclasses.MISSING:
-        return item.default, True
-    if item.default_factory is not dataclasses.MISSING:
-        return item.default_factory(), True
-    return None, False
+    for name, field in run_fields().items():
+        values = getattr(config, field.topic)
+        value, default = getattr(values, name), field.default
+        if not field.is_required and (value == default or _is_derived(values, name, default)):
+            continue
+        shown = None if field.is_required else _shown(default)
+        words = tuple(flag_words(name, value))
+        yield ShownSetting(field.topic, flag(name), _shown(value), shown, words)
 
 
 def _is_derived(values: Any, name: str, default: Any) -> bool:

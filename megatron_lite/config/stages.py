@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.plural import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,45 +131,20 @@ def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
             f"({size}): the stages of the pipeline need whole layers; "
             "--decoder-first-pipeline-num-layers N gives the first one another number"
         )
-    # A rank without a layer, layers without a rank, or layers that do not divide evenly.
     if fixed and (left < others or (left and not others) or (others and left % others)):
-        raise ValueError(_uneven_fault(parallel, num_layers, others=others, left=left))
+        names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+        given = [
+            f"{flag(name)} {value}"
+            for name, value in zip(names, (first, last), strict=True)
+            if value is not None
+        ]
+        raise ValueError(
+            f"{' and '.join(given)} of --num-layers {num_layers} leave {left} for the "
+            f"{plural(others, 'other rank')} of --pipeline-model-parallel-size {size}: give "
+            "numbers that leave each of them the same number of layers, and at least one"
+        )
     middle = [left // others] * others if others else []
     return ([first] if first is not None else []) + middle + ([last] if last is not None else [])
-
-
-def _uneven_fault(parallel: ParallelConfig, num_layers: int, *, others: int, left: int) -> str:
-    """Returns why the first or last rank cannot have the number of layers that the flags give it.
-
-    others: the number of ranks without a flag. left: the number of layers that remain for them.
-    """
-    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    given = [
-        f"{flag(name)} {getattr(parallel, name)}"
-        for name in names
-        if getattr(parallel, name) is not None
-    ]
-    one = len(given) == 1
-    flags = " and ".join(given)
-    if left < 0:
-        return (
-            f"{flags} {'is' if one else 'are together'} more than --num-layers {num_layers}: give "
-            f"the pipeline rank{'' if one else 's'} fewer layers"
-        )
-    if not others:
-        return (
-            f"{flags} are {num_layers - left} layers together, and --num-layers is {num_layers}: "
-            "the two ranks of --pipeline-model-parallel-size 2 hold all layers, so give two "
-            "numbers with that sum, or only one of the flags"
-        )
-    rest = (
-        f"{flags} {'leaves' if one else 'leave'} {left} of --num-layers {num_layers} for the other "
-        f"{f'{others} ranks' if others > 1 else 'rank'} of --pipeline-model-parallel-size "
-        f"{others + len(given)}"
-    )
-    if left < others:
-        return f"{rest}: each pipeline rank needs a layer, so give fewer"
-    return f"{rest}, which does not divide evenly: {left} is not a multiple of {others}"
 
 
 def _num_chunks(parallel: ParallelConfig, per_rank: list[int]) -> int:

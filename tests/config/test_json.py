@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -145,46 +146,43 @@ def test_a_whole_number_is_read_as_a_float_where_a_float_is_meant() -> None:
     assert clip_grad == 1.0 and isinstance(clip_grad, float)
 
 
-@pytest.mark.parametrize(
-    ("topic", "field", "value", "message"),
-    [
-        ("model", "num_layers", "2", "run.model.num_layers: expected"),
-        ("model", "num_layers", 2.0, "run.model.num_layers: expected"),
-        ("model", "num_layers", True, "run.model.num_layers: expected"),
-        ("model", "num_layers", None, "run.model.num_layers: expected"),
-        ("model", "swiglu", 1, "run.model.swiglu: expected"),
-        ("model", "hidden_dropout", False, "run.model.hidden_dropout: expected"),
-        ("model", "hidden_dropout", "0.1", "run.model.hidden_dropout: expected"),
-        ("model", "normalization", 3, "run.model.normalization: expected"),
-        ("training", "global_batch_size", "8", "run.training.global_batch_size: expected"),
-        ("training", "global_batch_size", [8], "run.training.global_batch_size: expected"),
-        ("data", "data_path", "a", "run.data.data_path: expected a list of strings, got 'a'"),
-        ("data", "data_path", [1], "run.data.data_path: expected a list of strings, got [1]"),
-        (
-            "training",
-            "rampup_batch_size",
-            ["1"],
-            "run.training.rampup_batch_size: expected a list of whole numbers, got ['1']",
-        ),
-        (
-            "training",
-            "rampup_batch_size",
-            [True, 1, 1],
-            "run.training.rampup_batch_size: expected a list of whole numbers",
-        ),
-        ("optimizer", "clip_grad", float("inf"), "--clip-grad must be at least 0.0 and finite"),
-        ("model", "hidden_sizes", 3, "run.model: unknown field hidden_sizes"),
-        ("model", "hidden_size", -1, "--hidden-size must be at least 1 (got -1)"),
-    ],
-)
-def test_an_ill_typed_field_is_refused_by_name(
-    topic: str, field: str, value: Any, message: str
-) -> None:
+ILL_TYPED = {
+    ("model", "num_layers"): ("2", 2.0, True, None),
+    ("model", "swiglu"): (1,),
+    ("model", "hidden_dropout"): (False, "0.1"),
+    ("model", "normalization"): (3,),
+    ("training", "global_batch_size"): ("8", [8]),
+    ("training", "rampup_batch_size"): (["1"], [True, 1, 1]),
+    ("data", "data_path"): ("a", [1]),
+    ("model", "window_size"): ("3,0", 3, [3.0, 0], [True, 0]),
+    ("model", "window_attn_skip_freq"): ([1, True], "[1,0]"),
+    ("model", "no_rope_freq"): (2.0, True),
+}
+
+
+@pytest.mark.parametrize(("topic", "field"), ILL_TYPED)
+def test_an_ill_typed_field_is_refused_by_name(topic: str, field: str) -> None:
+    for value in ILL_TYPED[topic, field]:
+        values = plain()
+        values[topic][field] = value
+        with pytest.raises(ValueError, match=rf"run\.{topic}\.{field}: expected .*, got "):
+            RunConfig.from_json(json.dumps(values))
+
+
+def test_an_unknown_a_missing_and_a_wrong_field_are_named() -> None:
+    for changed, message in (
+        ({"hidden_sizes": 3}, "run.model: unknown field hidden_sizes"),
+        ({"hidden_size": -1}, "--hidden-size must be at least 1 (got -1)"),
+        ({"num_layers": None}, "run.model.num_layers: expected"),
+    ):
+        values = plain()
+        values["model"] |= changed
+        with pytest.raises(ValueError, match=re.escape(message)):
+            RunConfig.from_json(json.dumps(values))
     values = plain()
-    values[topic][field] = value
-    with pytest.raises(ValueError) as fault:
+    del values["model"]["num_layers"]
+    with pytest.raises(ValueError, match=r"run\.model: missing field num_layers"):
         RunConfig.from_json(json.dumps(values))
-    assert message in str(fault.value)
 
 
 @pytest.mark.parametrize(
@@ -195,34 +193,19 @@ def test_an_ill_typed_field_is_refused_by_name(
         ("[1]", "run: expected an object, got list"),
         ("{}", "run: missing field data, model, tokenizer, training"),
         ('{"modell": {}}', "run: unknown field modell (known: "),
-    ],
-)
-def test_text_that_is_no_run_is_refused(text: str, message: str) -> None:
-    with pytest.raises(ValueError) as fault:
-        RunConfig.from_json(text)
-    assert message in str(fault.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+        (json.dumps({"model": 3}), "run: missing field data"),
         ("[" * 200_000, "brackets nested too deeply: a run is an object of objects"),
         ('{"a":' * 100_000, "brackets nested too deeply"),
         (" " * 2_000_000, "longer than 1048576 characters, which no run is"),
-        (
-            '{"model": {"num_layers": 1%s}}' % ("0" * 5000),
-            "... (5001 characters) is beyond 64 bits",
-        ),
-        ('{"model": {"num_layers": 9223372036854775808}}', "9223372036854775808 is beyond 64 bits"),
-        (
-            '{"model": {"num_layers": -9223372036854775809}}',
-            "-9223372036854775809 is beyond 64 bits",
-        ),
+        ('{"model": {"num_layers": 1%s}}' % ("0" * 5000), "(5001 characters) is beyond 64 bits"),
+        ('{"model": {"num_layers": 9223372036854775808}}', "9223372036854775808 is beyond"),
+        ('{"model": {"num_layers": -9223372036854775809}}', "-9223372036854775809 is beyond"),
         ('{"model": {}, "model": {}}', "'model' is given twice"),
         ('{"model": {"num_layers": 2, "num_layers": 3}}', "'num_layers' is given twice"),
+        ('{"optimizer": {"clip_grad": Infinity}}', "Infinity is no JSON number"),
     ],
 )
-def test_text_beyond_all_bounds_is_one_short_error(text: str, message: str) -> None:
+def test_text_that_is_no_run_is_one_short_error(text: str, message: str) -> None:
     with pytest.raises(ValueError) as fault:
         RunConfig.from_json(text)
     assert message in str(fault.value) and len(str(fault.value)) < 300
@@ -231,13 +214,7 @@ def test_text_beyond_all_bounds_is_one_short_error(text: str, message: str) -> N
 def test_a_long_value_is_shown_by_its_beginning() -> None:
     values = plain()
     values["model"]["num_layers"] = "9" * 100_000
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"run\.model\.num_layers: expected <class 'int'>, got '9+\.\.\. \(100002 "
-            r"characters\)$"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"got '9+\.\.\. \(100002 characters\)$"):
         RunConfig.from_json(json.dumps(values))
 
 
@@ -250,10 +227,3 @@ def test_a_number_of_64_bits_is_read(number: int) -> None:
 def test_a_topic_that_is_no_object_is_refused(topic: str) -> None:
     with pytest.raises(ValueError, match=rf"run\.{topic}: expected an object, got int"):
         RunConfig.from_json(json.dumps({**plain(), topic: 3}))
-
-
-def test_a_missing_field_is_refused_by_name() -> None:
-    values = plain()
-    del values["model"]["num_layers"]
-    with pytest.raises(ValueError, match=r"run\.model: missing field num_layers"):
-        RunConfig.from_json(json.dumps(values))

@@ -24,24 +24,9 @@ from megatron_lite.config.run import RunConfig
 
 ROPE = {"position_embedding_type": "rope"}
 COMMAND = [
-    "--num-layers",
-    "6",
-    "--hidden-size",
-    "16",
-    "--num-attention-heads",
-    "4",
-    "--max-position-embeddings",
-    "16",
-    "--seq-length",
-    "16",
-    "--micro-batch-size",
-    "2",
-    "--vocab-size",
-    "99",
-    "--attention-dropout",
-    "0",
-    "--position-embedding-type",
-    "rope",
+    *("--num-layers", "6", "--hidden-size", "16", "--num-attention-heads", "4"),
+    *("--max-position-embeddings", "16", "--seq-length", "16", "--micro-batch-size", "2"),
+    *("--vocab-size", "99", "--attention-dropout", "0", "--position-embedding-type", "rope"),
 ]
 
 
@@ -236,67 +221,25 @@ def test_a_window_is_two_numbers_with_or_without_brackets() -> None:
 
 # --- rules ---
 
+WINDOW = {"window_size": (3, 0)}
 RULES: list[tuple[dict[str, Any], str]] = [
-    (
-        {"window_size": (128, 4)},
-        "--window-size 128,4: the model is causal and no query reads a later token, so the "
-        "second number "
-        "must be 0: give 128,0",
-    ),
+    ({"window_size": (128, 4)}, "--window-size 128,4: .* give 128,0"),
     ({"window_size": (128, -1)}, "give 128,0"),
-    (
-        {"window_size": (-1, 0)},
-        "--window-size -1,0 limits nothing, since -1 is a window without an end: leave it out",
-    ),
+    ({"window_size": (-1, 0)}, "--window-size -1,0 limits nothing.*: leave it out"),
     ({"window_size": (-2, 0)}, "--window-size -2,0: give two numbers"),
     ({"window_size": (3, 0, 0)}, "--window-size 3,0,0: give two numbers"),
-    (
-        {"window_attn_skip_freq": 2},
-        "--window-attn-skip-freq 2 says which layers have no window, and no layer has one: give "
-        "--window-size LEFT,0 too",
-    ),
-    (
-        {"window_size": (3, 0), "window_attn_skip_freq": 0},
-        "--window-attn-skip-freq must be at least 1 (got 0)",
-    ),
-    (
-        {"window_size": (3, 0), "window_attn_skip_freq": 1},
-        "--window-attn-skip-freq 1 leaves no layer with --window-size 3,0: leave both out",
-    ),
-    (
-        {"window_size": (3, 0), "window_attn_skip_freq": (0,) * 6},
-        "leaves no layer with --window-size 3,0",
-    ),
-    (
-        {"window_size": (3, 0), "window_attn_skip_freq": (1, 0)},
-        "--window-attn-skip-freq has 2 numbers for --num-layers 6: give one for each layer",
-    ),
-    (
-        {"window_size": (3, 0), "window_attn_skip_freq": (1, 0, 2, 0, 0, 0)},
-        "must be a list of 0 and 1 (got 2)",
-    ),
-    ({**ROPE, "no_rope_freq": 0}, "--no-rope-freq must be at least 1 (got 0)"),
-    (
-        {**ROPE, "no_rope_freq": 4},
-        "--no-rope-freq 4 does not divide --num-layers 6: give a divisor, or a list with one "
-        "number "
-        "for each layer",
-    ),
-    (
-        {**ROPE, "no_rope_freq": 1},
-        (
-            "--no-rope-freq 1 leaves no layer that rotates: give --position-embedding-type none "
-            "instead"
-        ),
-    ),
+    ({"window_attn_skip_freq": 2}, "no layer has one: give --window-size LEFT,0 too"),
+    ({**WINDOW, "window_attn_skip_freq": 0}, "--window-attn-skip-freq must be at least 1"),
+    ({**WINDOW, "window_attn_skip_freq": 1}, "leaves no layer with .* 3,0: leave both out"),
+    ({**WINDOW, "window_attn_skip_freq": (0,) * 6}, "leaves no layer with --window-size 3,0"),
+    ({**WINDOW, "window_attn_skip_freq": (1, 0)}, "has 2 numbers for --num-layers 6: give one"),
+    ({**WINDOW, "window_attn_skip_freq": (1, 0, 2, 0, 0, 0)}, r"a list of 0 and 1 \(got 2\)"),
+    ({**ROPE, "no_rope_freq": 0}, "--no-rope-freq must be at least 1"),
+    ({**ROPE, "no_rope_freq": 4}, "4 does not divide --num-layers 6: give a divisor"),
+    ({**ROPE, "no_rope_freq": 1}, "no layer that rotates: give --position-embedding-type none"),
     ({**ROPE, "no_rope_freq": (1,) * 6}, "leaves no layer that rotates"),
     ({**ROPE, "no_rope_freq": (1, 0)}, "--no-rope-freq has 2 numbers for --num-layers 6"),
-    (
-        {"no_rope_freq": 3},
-        "--no-rope-freq 3 takes rotary embedding out of some layers, and --position-embedding-type "
-        "learned_absolute has none: give --position-embedding-type rope, or leave "
-        "--no-rope-freq out",
-    ),
+    ({"no_rope_freq": 3}, "--no-rope-freq 3 .* learned_absolute has none: give"),
 ]
 
 
@@ -304,9 +247,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
 def test_a_broken_rule_names_the_value_and_the_way_out(
     settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         model(**settings)
-    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -326,45 +268,22 @@ def test_what_keeps_the_rules_says_nothing(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("settings", "notice"),
     [
-        (
-            {"window_size": (15, 0)},
-            "--window-size 15,0 limits nothing: no token of --seq-length 16 is 16 or more "
-            "tokens away from "
-            "another",
-        ),
-        (
-            {"window_size": (3, 0), "window_attn_skip_freq": 7},
-            "--window-attn-skip-freq 7 has no effect: it gives all 6 layers the window",
-        ),
-        (
-            {"window_size": (3, 0), "window_attn_skip_freq": (1,) * 6},
-            "--window-attn-skip-freq 1,1,1,1,1,1 has no effect",
-        ),
-        (
-            {**ROPE, "no_rope_freq": (0,) * 6},
-            "--no-rope-freq 0,0,0,0,0,0 has no effect: every layer rotates",
-        ),
+        ({"window_size": (15, 0)}, "--window-size 15,0 limits nothing"),
+        ({**WINDOW, "window_attn_skip_freq": 7}, "--window-attn-skip-freq 7 has no effect"),
+        ({**WINDOW, "window_attn_skip_freq": (1,) * 6}, "--window-attn-skip-freq 1,1,1,1,1,1 has"),
+        ({**ROPE, "no_rope_freq": (0,) * 6}, "--no-rope-freq 0,0,0,0,0,0 has no effect"),
     ],
 )
 def test_a_setting_without_effect_is_told(settings: dict[str, Any], notice: str) -> None:
-    assert any(line.startswith(notice) for line in notices(**settings))
+    assert [line for line in notices(**settings) if line.startswith(notice)]
 
 
 # --- the command line, and stored runs ---
 
 
 def test_the_flags_reach_the_config_and_survive_json() -> None:
-    parsed = parse_args(
-        [
-            *COMMAND,
-            "--window-size",
-            "(5,0)",
-            "--window-attn-skip-freq",
-            "([1]*2+[0])*2",
-            "--no-rope-freq",
-            "3",
-        ]
-    )
+    patterns = ["--window-attn-skip-freq", "([1]*2+[0])*2", "--no-rope-freq", "3"]
+    parsed = parse_args([*COMMAND, "--window-size", "(5,0)", *patterns])
     config = parsed.config.model
     assert (config.window_size, config.window_attn_skip_freq, config.no_rope_freq) == (
         (5, 0),
@@ -383,44 +302,6 @@ def test_a_run_that_was_stored_without_the_fields_still_loads() -> None:
         assert f'    "{field}": null,\n' in text
         text = text.replace(f'    "{field}": null,\n', "")
     assert RunConfig.from_json(text) == stored
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("window_size", '"3,0"'),
-        ("window_size", "3"),
-        ("window_size", "[3.0, 0]"),
-        ("window_size", "[true, 0]"),
-        ("window_attn_skip_freq", "[1, true]"),
-        ("window_attn_skip_freq", '"[1,0]"'),
-        ("no_rope_freq", "2.0"),
-        ("no_rope_freq", "true"),
-    ],
-)
-def test_stored_values_of_another_type_are_refused(field: str, value: str) -> None:
-    text = parse_args(COMMAND).config.to_json().replace(f'"{field}": null', f'"{field}": {value}')
-    with pytest.raises(ValueError, match=rf"run.model.{field}: expected"):
-        RunConfig.from_json(text)
-
-
-def test_the_command_line_ends_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (
-        ["--window-size", "5"],
-        ["--window-size", "5,0", "--window-attn-skip-freq", "[1]*x"],
-        ["--no-rope-freq", "4"],
-    ):
-        with pytest.raises(SystemExit) as exit_info:
-            parse_args([*COMMAND, *flags])
-        assert exit_info.value.code == 2
-        assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_a_window_that_limits_nothing_is_told_on_the_command_line() -> None:
-    assert any(
-        "--window-size 15,0 limits nothing" in notice
-        for notice in parse_args([*COMMAND, "--window-size", "15,0"]).notices
-    )
 
 
 def test_flash_attention_over_context_parallel_ranks_has_no_window(

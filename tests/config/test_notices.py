@@ -21,54 +21,23 @@ HASH = "--check-weight-hash-across-dp-replicas-interval compares nothing over da
 REST = " (weights that tensor-parallel ranks or the ends of the pipeline hold alike are)"
 
 
+ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
+FSDP = DataParallelConfig(use_torch_fsdp2=True, overlap_grad_reduce=True, ddp_bucket_size=5)
+
+
 @pytest.mark.parametrize(
-    ("config", "dp_cp_size", "expected"),
+    ("config", "dp_cp_size", "named"),
     [
         (DataParallelConfig(), None, []),
         (DataParallelConfig(), 1, []),
-        (DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True), 2, []),
-        (
-            DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True),
-            1,
-            [
-                (
-                    "--overlap-grad-reduce has no effect at data-parallel size 1: nothing is "
-                    "shared out or summed"
-                ),
-                (
-                    "--use-distributed-optimizer has no effect at data-parallel size 1: nothing is "
-                    "shared out or summed"
-                ),
-            ],
-        ),
-        (
-            DataParallelConfig(ddp_bucket_size=5),
-            None,
-            [
-                (
-                    "--ddp-bucket-size 5 has no effect without --overlap-grad-reduce: everything "
-                    "is reduced at once"
-                )
-            ],
-        ),
-        (
-            DataParallelConfig(use_torch_fsdp2=True, overlap_grad_reduce=True, ddp_bucket_size=5),
-            None,
-            [
-                (
-                    "--overlap-grad-reduce has no effect under --use-torch-fsdp2, which overlaps "
-                    "always"
-                ),
-                (
-                    "--ddp-bucket-size 5 has no effect under --use-torch-fsdp2, which reduces "
-                    "layer by layer"
-                ),
-            ],
-        ),
+        (ZERO, 2, []),
+        (ZERO, 1, ["--overlap-grad-reduce", "--use-distributed-optimizer"]),
+        (DataParallelConfig(ddp_bucket_size=5), None, ["--ddp-bucket-size 5"]),
+        (FSDP, None, ["--overlap-grad-reduce", "--ddp-bucket-size 5"]),
     ],
 )
 def test_settings_without_effect_are_named(
-    config: DataParallelConfig, dp_cp_size: int | None, expected: list[str]
+    config: DataParallelConfig, dp_cp_size: int | None, named: list[str]
 ) -> None:
     run = tiny_run(data_parallel=config)
     found = (
@@ -76,7 +45,7 @@ def test_settings_without_effect_are_named(
         if dp_cp_size is None
         else placement_notices(run, device="cpu", world_size=dp_cp_size)
     )
-    assert found == expected
+    assert [line.partition(" has no effect ")[0] for line in found] == named
 
 
 @pytest.mark.parametrize(
@@ -188,35 +157,22 @@ def _run(sizes: dict[str, int], **options: Any) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "expected"),
+    ("model", "given", "named"),
     [
-        (dict(position_embedding_type="rope", use_rope_scaling=True), ["rope_scaling_factor"], []),
+        (dict(position_embedding_type="rope", use_rope_scaling=True), ["rope_scaling_factor"], ""),
         (
             dict(use_rope_scaling=True, rotary_seq_len_interpolation_factor=2),
             [],
-            [
-                f"{name} has no effect: --position-embedding-type learned_absolute rotates nothing"
-                for name in ("--use-rope-scaling", "--rotary-seq-len-interpolation-factor")
-            ],
+            "--use-rope-scaling --rotary-seq-len-interpolation-factor",
         ),
-        (
-            dict(fp32_residual_connection=True),
-            [],
-            [
-                "--fp32-residual-connection has no effect without --bf16 or --fp16: all of the run "
-                "is in float32"
-            ],
-        ),
-        (
-            dict(position_embedding_type="rope", rope_scaling_factor=4.0),
-            ["rope_scaling_factor"],
-            ["--rope-scaling-factor has no effect without --use-rope-scaling"],
-        ),
+        (dict(fp32_residual_connection=True), [], "--fp32-residual-connection"),
+        (dict(position_embedding_type="rope"), ["rope_scaling_factor"], "--rope-scaling-factor"),
     ],
 )
 def test_a_model_flag_without_effect_is_told(
-    model: dict[str, Any], given: list[str], expected: list[str]
+    model: dict[str, Any], given: list[str], named: str
 ) -> None:
     config = tiny_run()
     config = replace(config, model=replace(config.model, **model))
-    assert setting_notices(config, given) == expected
+    found = [line.split()[0] for line in setting_notices(config, given) if " no effect" in line]
+    assert found == named.split()

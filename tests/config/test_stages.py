@@ -89,82 +89,24 @@ def test_without_a_pipeline_there_is_one_stage():
     assert stages(ParallelConfig(), 7) == (whole_model(7),)
 
 
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+VIRTUAL = "num_virtual_stages_per_pipeline_rank"
+PER_STAGE = "num_layers_per_virtual_pipeline_stage"
+
+
 @pytest.mark.parametrize(
     ("fields", "num_layers", "message"),
     [
-        (
-            dict(pipeline=3),
-            8,
-            r"--num-layers 8 is not divisible by --pipeline-model-parallel-size \(3\)",
-        ),
-        (
-            dict(pipeline=3, decoder_first_pipeline_num_layers=1),
-            8,
-            "^--decoder-first-pipeline-num-layers 1 leaves 7 of --num-layers 8 for the other 2 "
-            "ranks of --pipeline-model-parallel-size "
-            "3, which does not divide evenly: 7 is not a multiple of 2$",
-        ),
-        (
-            dict(pipeline=2, decoder_first_pipeline_num_layers=5),
-            4,
-            (
-                "^--decoder-first-pipeline-num-layers 5 is more than --num-layers 4: give the "
-                "pipeline rank fewer layers$"
-            ),
-        ),
-        (
-            dict(
-                pipeline=3, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=2
-            ),
-            4,
-            "^--decoder-first-pipeline-num-layers 3 and --decoder-last-pipeline-num-layers 2 "
-            "are together more than --num-layers 4: "
-            "give the pipeline ranks fewer layers$",
-        ),
-        (
-            dict(
-                pipeline=2, decoder_first_pipeline_num_layers=3, decoder_last_pipeline_num_layers=3
-            ),
-            8,
-            (
-                "are 6 layers together, and --num-layers is 8: the two ranks of "
-                "--pipeline-model-parallel-size 2 hold all layers"
-            ),
-        ),
-        (
-            dict(pipeline=4, decoder_last_pipeline_num_layers=6),
-            8,
-            "--decoder-last-pipeline-num-layers 6 leaves 2 of --num-layers 8 for the other 3 "
-            "ranks of --pipeline-model-parallel-size 4: "
-            "each pipeline rank needs a layer, so give fewer",
-        ),
-        (
-            dict(pipeline=2, num_virtual_stages_per_pipeline_rank=3),
-            8,
-            "pipeline rank 0 holds 4 layers, which are not divisible by 3 virtual stages",
-        ),
-        (
-            dict(pipeline=2, num_layers_per_virtual_pipeline_stage=3),
-            8,
-            "--num-layers-per-virtual-pipeline-stage 3 does not divide the 4 layers",
-        ),
-        (
-            dict(
-                pipeline=2,
-                decoder_first_pipeline_num_layers=2,
-                num_layers_per_virtual_pipeline_stage=1,
-            ),
-            6,
-            "needs stages of equal length",
-        ),
-        (
-            dict(pipeline=2, decoder_first_pipeline_num_layers=8),
-            8,
-            (
-                "leaves 0 of --num-layers 8 for the other rank of --pipeline-model-parallel-size "
-                "2: each pipeline rank needs a layer"
-            ),
-        ),
+        ({"pipeline": 3}, 8, r"--num-layers 8 is not divisible by .* \(3\)"),
+        ({"pipeline": 3, FIRST: 1}, 8, "leave 7 for the 2 other ranks of .* 3: give numbers"),
+        ({"pipeline": 2, FIRST: 5}, 4, "leave -1 for the 1 other rank"),
+        ({"pipeline": 3, FIRST: 3, LAST: 2}, 4, "first.* 3 and --decoder-last.* 2 of .* leave -1"),
+        ({"pipeline": 2, FIRST: 3, LAST: 3}, 8, "leave 2 for the 0 other ranks"),
+        ({"pipeline": 4, LAST: 6}, 8, "--decoder-last.* 6 of --num-layers 8 leave 2 for the 3"),
+        ({"pipeline": 2, FIRST: 8}, 8, "leave 0 for the 1 other rank"),
+        ({"pipeline": 2, VIRTUAL: 3}, 8, "rank 0 holds 4 layers, which are not divisible by 3"),
+        ({"pipeline": 2, PER_STAGE: 3}, 8, "3 does not divide the 4 layers"),
+        ({"pipeline": 2, FIRST: 2, PER_STAGE: 1}, 6, "needs stages of equal length"),
     ],
 )
 def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_layers, message):
@@ -175,22 +117,9 @@ def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            dict(num_virtual_stages_per_pipeline_rank=2),
-            "--num-virtual-stages-per-pipeline-rank needs --pipeline-model-parallel-size > 1",
-        ),
-        (
-            dict(decoder_last_pipeline_num_layers=2),
-            "--decoder-last-pipeline-num-layers needs --pipeline-model-parallel-size > 1",
-        ),
-        (
-            dict(
-                pipeline=2,
-                num_virtual_stages_per_pipeline_rank=2,
-                num_layers_per_virtual_pipeline_stage=2,
-            ),
-            "both give the number of virtual stages: set one",
-        ),
+        ({VIRTUAL: 2}, "needs --pipeline-model-parallel-size > 1"),
+        ({LAST: 2}, "needs --pipeline-model-parallel-size > 1"),
+        ({"pipeline": 2, VIRTUAL: 2, PER_STAGE: 2}, "both give the number of virtual stages: set"),
     ],
 )
 def test_flags_that_need_a_pipeline_say_so(fields, message):
