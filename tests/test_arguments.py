@@ -4,7 +4,6 @@ than it says."""
 from __future__ import annotations
 
 import itertools
-import json
 import shlex
 import subprocess
 import sys
@@ -28,178 +27,6 @@ RUN = (
     "--seq-length 8 --micro-batch-size 2 "
     "--vocab-size 99 --train-iters 10"
 )
-
-# Command lines with one fault, and words of its message: the rule, or the fix.
-FAULTS = [
-    ("--hidden-size 18", "4: change one of them, or set"),
-    ("--tensor-model-parallel-size 3", "not divisible by --tensor-model-parallel-size 3"),
-    ("--num-layers 0", "--num-layers must be at least 1 (got 0)"),
-    ("--lr nan", "--lr must be at least 0.0 (got nan)"),
-    ("--lr inf", "--lr must be at least 0.0 and finite (got inf)"),
-    ("--hidden-dropout 1.0", "--hidden-dropout must be in [0.0, 1.0) (got 1.0)"),
-    ("--swiglu --squared-relu", "--swiglu and --squared-relu are two activations: choose one"),
-    ("--seq-length 9", "--seq-length 9 is above --max-position-embeddings 8"),
-    ("--train-samples 5 --global-batch-size 4", "both give the length of the run: set one"),
-    ("--global-batch-size 5", "5 is not divisible by --micro-batch-size 2"),
-    ("--save-keep-last 5", "--save-keep-last 5 needs --save DIR"),
-    ("--data-path a --mock-data", "--data-path and --mock-data are two sources of data: set one"),
-    ("--position-embedding-type yarn", "of learned_absolute, rope, none (got 'yarn')"),
-    ("--tokenizer-type BertWordPieceCase", "HuggingFaceTokenizer, GPT2BPETokenizer"),
-    ("--optimizer sgd", "--optimizer must be one of adam, muon (got 'sgd')"),
-    ("--muon-nesterov", "--muon-nesterov needs --optimizer muon (got adam)"),
-    (
-        "--optimizer muon --muon-scalar-optimizer lion",
-        "AdamW, or Muon with AdamW for what is no matrix",
-    ),
-    ("--optimizer muon --muon-use-syrk", "supported here: the optimizer is AdamW, or Muon"),
-    ("--attention-backend cudnn", "be one of auto, flash, unfused (got 'cudnn')"),
-    (
-        "--use-torch-fsdp2 --use-distributed-optimizer",
-        "--use-torch-fsdp2 shares out the optimizer states too: leave",
-    ),
-    (
-        "--overlap-param-gather --overlap-grad-reduce",
-        "--overlap-param-gather needs --use-distributed-optimizer",
-    ),
-    ("--overlap-param-gather --use-torch-fsdp2", "a step (--use-torch-fsdp2 gathers each layer"),
-    (
-        "--overlap-param-gather --use-distributed-optimizer",
-        "--overlap-param-gather needs --overlap-grad-reduce",
-    ),
-    (
-        "--overlap-param-gather --overlap-grad-reduce "
-        "--use-distributed-optimizer --torch-compile --activation-memory-budget 0.5",
-        "cannot go with --activation-memory-budget",
-    ),
-    ("--torch-fsdp2-no-reshard-after-forward", "needs --use-torch-fsdp2"),
-    (
-        "--fsdp-memory-efficient-wrapping",
-        "--fsdp-memory-efficient-wrapping needs --use-torch-fsdp2",
-    ),
-    ("--ddp-bucket-size 0", "--ddp-bucket-size must be at least 1 (got 0)"),
-    ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16 needs --bf16"),
-    ("--num-layers two", "argument --num-layers: invalid int value: 'two'"),
-    ("--num-layers 1.5", "argument --num-layers: invalid int value: '1.5'"),
-    ("--num-layers", "argument --num-layers: expected one argument"),
-    ("--bf16 true", "'true' follows no flag that takes it"),
-    ("--bf16=true", "ignored explicit argument 'true'"),
-    (
-        "--use-rotary-position-embeddings --position-embedding-type none",
-        "--use-rotary-position-embeddings contradicts",
-    ),
-    (
-        "--no-position-embedding --position-embedding-type learned_absolute",
-        "--no-position-embedding contradicts",
-    ),
-    (
-        "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
-        "--grad-reduce-in-bf16: leave one of them out",
-    ),
-    (
-        "--use-torch-fsdp2 --fsdp-reshard-after-forward --torch-fsdp2-no-reshard-after-forward",
-        "--torch-fsdp2-no-reshard-after-forward",
-    ),
-    ("--num-experts 8", "layers are not built; train a dense"),
-    ("--multi-latent-attention", "is not built; use --group-query-attention"),
-    ("--fp8-format hybrid", "8-bit and 4-bit arithmetic is not built; use --bf16"),
-    ("--fp16 --bf16", "--fp16 and --bf16 are two precisions: set one"),
-    ("--fp16 --fp16-lm-cross-entropy", "or --bf16 or --fp16 with float32 losses"),
-    ("--hybrid-layer-pattern M*M", "state-space and hybrid layers are not built"),
-    ("--perform-rl-step", "does not do reinforcement learning"),
-    ("--use-custom-fsdp", "data-parallel ranks share out optimizer states with"),
-    (
-        "--bf16 --grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation",
-        "contradicts --grad-reduce-in-bf16",
-    ),
-    ("--recompute-granularity full", "needs --recompute-method (uniform or block)"),
-    ("--recompute-granularity half", "must be one of full, selective (got 'half')"),
-    (
-        "--recompute-granularity full --recompute-method best",
-        "must be one of uniform, block (got 'best')",
-    ),
-    (
-        "--recompute-activations --recompute-granularity full",
-        "means --recompute-granularity selective",
-    ),
-    (
-        "--distribute-saved-activations",
-        "--distribute-saved-activations needs --recompute-granularity",
-    ),
-    ("--contiguous-saved-activations", "the inputs of layers that are recomputed whole"),
-    (
-        "--recompute-activations --recompute-method block",
-        "block belongs to --recompute-granularity full",
-    ),
-    (
-        "--recompute-activations --recompute-num-layers 2",
-        "2 belongs to --recompute-granularity full",
-    ),
-    (
-        "--recompute-activations --distribute-saved-activations",
-        "belongs to --recompute-granularity full (got selective)",
-    ),
-    (
-        "--recompute-activations --recompute-modules mlp norm",
-        "mlp, activation, dropout, pointwise (got norm)",
-    ),
-    (
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
-        "--recompute-num-layers must be at least 1 (got 0)",
-    ),
-    (
-        "--recompute-granularity full --recompute-method uniform --distribute-saved-activations",
-        "needs --tensor-model-parallel-size > 1 (got 1)",
-    ),
-    (
-        "--recompute-granularity full --recompute-method uniform "
-        "--distribute-saved-activations --sequence-parallel --tensor-model-parallel-size 2",
-        "each rank's input is already 1/t",
-    ),
-    ("--dataloader-inter-document-masking", "--reset-position-ids and"),
-    (
-        "--context-parallel-size 2 --attention-dropout 0 --reset-attention-mask "
-        "--attention-backend flash",
-        "no flash attention with --reset-attention-mask",
-    ),
-    ("--yaml-cfg run.yaml", "read a run from a file with --config-json FILE"),
-    ("--expert-model-parallel-size 2", "2 is not supported here, only 1: mixture-of"),
-    ("--context-parallel-size 2 --attention-backend flash", "unfused, which builds the scores"),
-    (
-        "--context-parallel-size 3 --attention-dropout 0",
-        "= 6: each rank holds two chunks of the sequence",
-    ),
-    (
-        "--context-parallel-size 2 --attention-dropout 0 "
-        "--tensor-model-parallel-size 4 --sequence-parallel",
-        "which --sequence-parallel splits again",
-    ),
-    ("--cp-comm-type allgather", "needs --context-parallel-size > 1 (got 1)"),
-    (
-        "--context-parallel-size 2 --cp-comm-type ring",
-        "--cp-comm-type must be one of p2p, allgather (got 'ring')",
-    ),
-    (
-        "--context-parallel-size 2 --cp-comm-type p2p allgather",
-        "keys and values in one way here, give one",
-    ),
-    (
-        "--context-parallel-size 2 --attention-dropout 0 --torch-compile "
-        "--activation-memory-budget 0.5",
-        "would end a graph of a compiled layer",
-    ),
-    ("--hybrid-context-parallel", "one length, and one group of ranks shares each"),
-    ("--num-layer 4", "unknown flag --num-layer: did you mean --num-layers?"),
-    ("--num_layer 4", "unknown flag --num_layer: did you mean --num-layers?"),
-    ("--tensor-parallel-size 2", "did you mean --tensor-model-parallel-size?"),
-    ("--xyz 1", "unknown flag --xyz: --help lists the flags"),
-    ("--moe-router-top-k 2", "did you mean --moe-router-topk?"),
-    ("--use-mpi", "unknown flag --use-mpi: --help lists the flags"),
-    ("--encoder-first-pipeline-num-layers 2", "--help lists the flags"),
-    ("--seq-len 16", "unknown flag --seq-len: did you mean --seq-length?"),
-    ("--lr-warmup 2", "unknown flag --lr-warmup: did you mean --lr-warmup-iters?"),
-    ("--learning_rate 2", "unknown flag --learning_rate: did you mean --lr?"),
-    ("--config-json /nowhere/run.json", "cannot be read (No such file or directory)"),
-]
 
 
 def fault_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -226,15 +53,6 @@ def faults_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]
 
 def parse(words: str) -> ParsedArguments:
     return parse_args(f"{RUN} {words}".split())
-
-
-@pytest.mark.parametrize(("words", "message"), FAULTS, ids=[words for words, _ in FAULTS])
-def test_a_fault_is_one_line_with_the_flag_and_the_way_out(
-    words: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The exit status is 2, and the line names a flag of the command line."""
-    fault = fault_of(f"{RUN} {words}".split(), capsys)
-    assert message in fault and any(word.partition("=")[0] in fault for word in words.split())
 
 
 def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,59 +124,6 @@ def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(
     assert f"not supported here, only {only}: " in fault_of([*RUN.split(), flag, "7"], capsys)
 
 
-@pytest.mark.parametrize(
-    ("words", "notice"),
-    [
-        (
-            "--save-interval 5",
-            "--save-interval has no effect without --save DIR: no checkpoint is written",
-        ),
-        (
-            "--save-retain-interval 5",
-            "--save-retain-interval has no effect without --save DIR: no checkpoint is written",
-        ),
-        ("--async-save", "--async-save has no effect without --save DIR: no checkpoint is written"),
-        *[
-            (flag, f"{flag} has no effect without --load DIR: no checkpoint is read")
-            for flag in ("--finetune", "--no-load-optim", "--no-load-rng")
-        ],
-        *[
-            (
-                f"{precision} {flag} 8",
-                f"{flag} has no effect without --fp16: the loss of a float32 or --bf16 run is not "
-                "scaled",
-            )
-            for precision in ("", "--bf16")
-            for flag in ("--loss-scale", "--initial-loss-scale", "--hysteresis")
-        ],
-        (
-            "--fp16 --loss-scale 8 --hysteresis 1",
-            "--hysteresis has no effect with --loss-scale 8.0, a constant",
-        ),
-        ("--fp16 --loss-scale 0", "--loss-scale 0 is read as a dynamic scale"),
-        ("--eval-iters -1", "--eval-iters -1 is read as 0: nothing is evaluated"),
-        *[
-            (
-                f"{flag} {value}",
-                f"{flag} has no effect without --recompute-granularity: nothing is recomputed",
-            )
-            for flag, value in (
-                ("--recompute-method", "uniform"),
-                ("--recompute-num-layers", "2"),
-                ("--recompute-modules", "mlp"),
-            )
-        ],
-        (
-            "--recompute-granularity full --recompute-method block --recompute-modules mlp",
-            "--recompute-modules has no effect with --recompute-granularity full, which rebuilds "
-            "whole layers",
-        ),
-    ],
-)
-def test_a_setting_that_megatron_does_not_read_gives_a_notice(words: str, notice: str) -> None:
-    assert parse(words).notices == (notice,)
-
-
 def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is() -> None:
     assert parse("--recompute-method uniform --recompute-num-layers 2").config == parse("").config
     full = "--recompute-granularity full --recompute-method uniform"
@@ -418,11 +183,6 @@ def test_no_fault_hides_another(words: str, least: int, capsys: pytest.CaptureFi
     assert set(alone) <= set(with_unknown)
 
 
-def test_rules_of_several_topics_are_checked_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--hidden-dropout 2 --pipeline-model-parallel-size 0 --micro-batch-size 0 --lr nan"
-    assert len(faults_of([*RUN.split(), *words.split()], capsys)) == 4
-
-
 def test_a_fault_brings_no_other_fault_with_it(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--num-layers two --sequence-parallel --tensor-model-parallel-size x"
     assert len(faults_of([*RUN.split(), *words.split()], capsys)) == 2
@@ -464,66 +224,6 @@ def test_help_lists_all_flags_that_set_no_field(
 def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
     assert parse(old).config == parse(today).config
     assert parse(today).config != parse("").config or today.endswith(" auto")
-
-
-@pytest.mark.parametrize(
-    ("words", "notice"),
-    [
-        ("--batch-size 3", "--batch-size is an old spelling, read as --micro-batch-size"),
-        ("--attention-backend fused", "--attention-backend fused is read as auto"),
-        ("--attention-backend local", "--attention-backend local is read as unfused"),
-        (
-            "--no-position-embedding",
-            "--no-position-embedding is an old flag, read as --position-embedding-type none",
-        ),
-        (
-            "--sequence-parallel",
-            "--sequence-parallel is turned off: it needs --tensor-model-parallel-size > 1",
-        ),
-        (
-            "--no-overlap-p2p-communication",
-            "--no-overlap-p2p-communication has no effect: --pipeline-model-parallel-size is 1",
-        ),
-        (
-            "--optimizer muon --muon-tp-mode blockwise",
-            "--muon-tp-mode blockwise has no effect: --tensor-model-parallel-size is 1",
-        ),
-        (
-            "--context-parallel-size 2 --attention-backend unfused",
-            "--cp-comm-type p2p has no effect on unfused attention, which gathers keys and values",
-        ),
-        (
-            "--context-parallel-size 2 --attention-dropout 0 --loss-chunk-size 8",
-            (
-                "--loss-chunk-size 8 takes all 8 tokens of a micro-batch at once: their logits are "
-                "not kept, but exist"
-            ),
-        ),
-    ],
-)
-def test_what_is_read_otherwise_than_written_gives_a_notice(words: str, notice: str) -> None:
-    assert parse(words).notices == (notice,)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "",
-        "--bf16 --squared-relu",
-        "--sequence-parallel --tensor-model-parallel-size 2",
-        "--use-rotary-position-embeddings",
-        "--attention-backend flash",
-        "--context-parallel-size 2 --attention-dropout 0",
-        "--context-parallel-size 2 --attention-backend unfused --cp-comm-type allgather",
-        (
-            "--overlap-grad-reduce --ddp-bucket-size 7 --use-distributed-optimizer "
-            "--overlap-param-gather"
-        ),
-        "--use-torch-fsdp2 --fsdp-memory-efficient-wrapping --bf16 --grad-reduce-in-bf16",
-    ],
-)
-def test_flags_that_do_what_they_say_give_no_notice(words: str) -> None:
-    assert parse(words).notices == ()
 
 
 def test_vocabulary_files_alone_mean_the_gpt2_tokenizer_as_in_megatron() -> None:
@@ -683,16 +383,6 @@ def test_a_file_that_is_no_run_is_named(
     )
 
 
-def test_an_ill_typed_field_of_the_file_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = json.loads(parse("").config.to_json())
-    values["model"]["num_layers"] = "2"
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(values))
-    assert "run.model.num_layers: expected" in fault_of(["--config-json", str(path)], capsys)
-
-
 @pytest.mark.parametrize(
     "words", ["--local_rank=3", "--local_rank 3", "--local-rank=3", "--local-rank 3"]
 )
@@ -769,66 +459,6 @@ def test_core_attention_is_priced_by_the_device_that_runs_it() -> None:
         ]
         assert found == [on_cpu, on_cuda], words
         assert bool(setting_notices(config)) == (words == "--attention-dropout 0")
-
-
-@pytest.mark.parametrize(
-    ("words", "warning"),
-    [
-        (
-            "--recompute-activations --attention-dropout 0",
-            "--recompute-modules core_attn saves next to nothing",
-        ),
-        (
-            "--recompute-activations --attention-backend flash --attention-dropout 0",
-            "core_attn saves next to nothing",
-        ),
-        # a CPU has no flash kernel with dropout
-        ("--recompute-activations --attention-backend flash", None),
-        ("--recompute-activations --attention-backend unfused", None),
-        ("--recompute-activations --attention-backend auto --attention-dropout 0.1", None),
-        (
-            "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
-            "is more than the 2 layers",
-        ),
-        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2", None),
-        (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
-            "--recompute-num-layers 3 is more than the 2 layers of a stage: each stage is one unit",
-        ),
-        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2", None),
-        (
-            "--recompute-policy 0-9:full",
-            "--recompute-policy '0-9:full': 0-9 reaches only to layer 1",
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --recompute-policy *:full --global-batch-size 2 "
-            "--num-microbatches-with-partial-activation-checkpoints 1",
-            None,
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --recompute-policy *:full --global-batch-size 1 "
-            "--num-microbatches-with-partial-activation-checkpoints 1",
-            (
-                "checkpoints 1: a step has at most 1 micro-batch (--global-batch-size over "
-                "--micro-batch-size), so all of them keep"
-            ),
-        ),
-        (
-            "--checkpoint-activations --checkpoint-num-layers 2",
-            "is an old spelling, read as --recompute-num-layers",
-        ),
-    ],
-)
-def test_recompute_settings_that_do_little_are_one_notice(words: str, warning: str | None) -> None:
-    base = (
-        "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --seq-length 8 "
-        "--max-position-embeddings 8 "
-        "--micro-batch-size 1 --vocab-size 9 "
-    )
-    notices = parse_args((base + words).split()).notices
-    assert sum("recompute" in notice and (warning or "") in notice for notice in notices) == (
-        warning is not None
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ and what is refused."""
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from megatron_lite.config.layer_pattern import (
     parse_window,
 )
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.notices import setting_notices
 from megatron_lite.config.run import RunConfig
 
 ROPE = {"position_embedding_type": "rope"}
@@ -38,11 +36,6 @@ def model(num_layers: int = 6, **settings: Any) -> ModelConfig:
         max_position_embeddings=16,
         **settings,
     )
-
-
-def notices(**settings: Any) -> list[str]:
-    run = parse_args(COMMAND).config
-    return setting_notices(replace(run, model=model(attention_dropout=0.0, **settings)))
 
 
 def windowed(config: ModelConfig) -> list[int]:
@@ -217,65 +210,6 @@ def test_a_window_is_two_numbers_with_or_without_brackets() -> None:
             match=r"--window-size .*: give two numbers, the tokens before and after a query",
         ):
             parse_window(text)
-
-
-# --- rules ---
-
-WINDOW = {"window_size": (3, 0)}
-RULES: list[tuple[dict[str, Any], str]] = [
-    ({"window_size": (128, 4)}, "--window-size 128,4: .* give 128,0"),
-    ({"window_size": (128, -1)}, "give 128,0"),
-    ({"window_size": (-1, 0)}, "--window-size -1,0 limits nothing.*: leave it out"),
-    ({"window_size": (-2, 0)}, "--window-size -2,0: give two numbers"),
-    ({"window_size": (3, 0, 0)}, "--window-size 3,0,0: give two numbers"),
-    ({"window_attn_skip_freq": 2}, "no layer has one: give --window-size LEFT,0 too"),
-    ({**WINDOW, "window_attn_skip_freq": 0}, "--window-attn-skip-freq must be at least 1"),
-    ({**WINDOW, "window_attn_skip_freq": 1}, "leaves no layer with .* 3,0: leave both out"),
-    ({**WINDOW, "window_attn_skip_freq": (0,) * 6}, "leaves no layer with --window-size 3,0"),
-    ({**WINDOW, "window_attn_skip_freq": (1, 0)}, "has 2 numbers for --num-layers 6: give one"),
-    ({**WINDOW, "window_attn_skip_freq": (1, 0, 2, 0, 0, 0)}, r"a list of 0 and 1 \(got 2\)"),
-    ({**ROPE, "no_rope_freq": 0}, "--no-rope-freq must be at least 1"),
-    ({**ROPE, "no_rope_freq": 4}, "4 does not divide --num-layers 6: give a divisor"),
-    ({**ROPE, "no_rope_freq": 1}, "no layer that rotates: give --position-embedding-type none"),
-    ({**ROPE, "no_rope_freq": (1,) * 6}, "leaves no layer that rotates"),
-    ({**ROPE, "no_rope_freq": (1, 0)}, "--no-rope-freq has 2 numbers for --num-layers 6"),
-    ({"no_rope_freq": 3}, "--no-rope-freq 3 .* learned_absolute has none: give"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), RULES, ids=lambda value: str(value)[:40])
-def test_a_broken_rule_names_the_value_and_the_way_out(
-    settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        model(**settings)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"window_size": (0, 0)},
-        {"window_size": (3, 0), "window_attn_skip_freq": 2},
-        {**ROPE, "no_rope_freq": 6},
-        {**ROPE, "no_rope_freq": (1, 0, 1, 1, 1, 1)},
-        {"position_embedding_type": "none", "window_size": (3, 0)},
-    ],
-)
-def test_what_keeps_the_rules_says_nothing(settings: dict[str, Any]) -> None:
-    assert notices(**settings) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "notice"),
-    [
-        ({"window_size": (15, 0)}, "--window-size 15,0 limits nothing"),
-        ({**WINDOW, "window_attn_skip_freq": 7}, "--window-attn-skip-freq 7 has no effect"),
-        ({**WINDOW, "window_attn_skip_freq": (1,) * 6}, "--window-attn-skip-freq 1,1,1,1,1,1 has"),
-        ({**ROPE, "no_rope_freq": (0,) * 6}, "--no-rope-freq 0,0,0,0,0,0 has no effect"),
-    ],
-)
-def test_a_setting_without_effect_is_told(settings: dict[str, Any], notice: str) -> None:
-    assert [line for line in notices(**settings) if line.startswith(notice)]
 
 
 # --- the command line, and stored runs ---

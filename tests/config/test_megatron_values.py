@@ -122,10 +122,3 @@ def test_virtual_stages_and_an_accounted_embedding_are_refused(
             "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
         )
     assert "with virtual stages" in capsys.readouterr().err
-
-
-def test_gelu_without_biases_is_told_to_differ_from_megatrons() -> None:
-    text = "GELU has its tanh form; Megatron computes the exact one"
-    assert text in notices("--disable-bias-linear")
-    assert text not in notices("--disable-bias-linear --no-bias-gelu-fusion")
-    assert text not in notices("--disable-bias-linear --squared-relu") + notices("")

@@ -3,11 +3,15 @@ function gives all of a run."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arguments import parse_args
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.notices import log_notices, placement_notices, setting_notices
@@ -15,10 +19,24 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import apex
 from megatron_lite.training.run_notices import run_notices
+from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
 
+RUN = (
+    "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
+    "--seq-length 8 --micro-batch-size 2 --vocab-size 99"
+)
+# Command lines, with the beginning of each notice.
+NOTICES = json.loads(Path(__file__).with_name("notices.json").read_text())
 HASH = "--check-weight-hash-across-dp-replicas-interval compares nothing over data-parallel ranks: "
 REST = " (weights that tensor-parallel ranks or the ends of the pipeline hold alike are)"
+
+
+@in_one_test("words, beginnings", NOTICES)
+def test_a_command_line_gives_these_notices_and_no_other(words: str, beginnings: list[str]) -> None:
+    notices = parse_args([*RUN.split(), *shlex.split(words)]).notices
+    assert len(notices) == len(beginnings)
+    assert all(map(str.startswith, notices, beginnings)), notices
 
 
 ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
@@ -154,25 +172,3 @@ def _run(sizes: dict[str, int], **options: Any) -> RunConfig:
             pipeline_model_parallel_size=sizes.get("pp", 1),
         ),
     )
-
-
-@pytest.mark.parametrize(
-    ("model", "given", "named"),
-    [
-        (dict(position_embedding_type="rope", use_rope_scaling=True), ["rope_scaling_factor"], ""),
-        (
-            dict(use_rope_scaling=True, rotary_seq_len_interpolation_factor=2),
-            [],
-            "--use-rope-scaling --rotary-seq-len-interpolation-factor",
-        ),
-        (dict(fp32_residual_connection=True), [], "--fp32-residual-connection"),
-        (dict(position_embedding_type="rope"), ["rope_scaling_factor"], "--rope-scaling-factor"),
-    ],
-)
-def test_a_model_flag_without_effect_is_told(
-    model: dict[str, Any], given: list[str], named: str
-) -> None:
-    config = tiny_run()
-    config = replace(config, model=replace(config.model, **model))
-    found = [line.split()[0] for line in setting_notices(config, given) if " no effect" in line]
-    assert found == named.split()
