@@ -164,7 +164,7 @@ class RecomputeConfig:
             object.__setattr__(self, "recompute_granularity", "selective")
         # A setting that the granularity never reads is refused where Megatron refuses it, and else
         # taken out: two runs that recompute the same then compare equal. A notice says it
-        # (config/recompute_notices.py).
+        # (config/notices.py).
         if self.recompute_granularity is None:
             self._refuse_without("needs --recompute-granularity", "distribute_saved_activations")
             object.__setattr__(self, "recompute_method", None)

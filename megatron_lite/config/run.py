@@ -10,16 +10,15 @@ import json
 import typing
 from dataclasses import dataclass, field
 
-from megatron_lite.config import loss_chunks
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.compiler_rules import check_compiler
+from megatron_lite.config.checks import flag
 from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.dataclass_json import from_plain
 from megatron_lite.config.json_text import parse_json
 from megatron_lite.config.layer_pattern import reach
-from megatron_lite.config.logging_settings import LoggingConfig
+from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
 from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
@@ -29,10 +28,19 @@ from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
 from megatron_lite.config.plain import check_sizes
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.policy_reach import check_policy_reaches
-from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import most_in_flight, stages
 from megatron_lite.config.training import TrainingConfig
+
+DEFAULT_LOSS_TOKENS = 512
+
+
+def default_chunk_size(tokens: int, *, in_one_pass: bool) -> int | None:
+    """Returns the default for a micro-batch of so many tokens on a rank. None: no chunks.
+
+    in_one_pass: whether forward can compute the gradients too.
+    """
+    return DEFAULT_LOSS_TOKENS if in_one_pass and tokens > DEFAULT_LOSS_TOKENS else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +92,7 @@ class RunConfig:
         self.training.batch_steps(self.data.seq_length)
         self._check_recompute_policy()
         self._check_pipeline()
-        check_compiler(self)
+        self._check_compiler()
         self._check_data_parallel()
         self._check_folders()
         by_samples = self.training.train_samples is not None
@@ -246,6 +254,64 @@ class RunConfig:
                 "scores"
             )
 
+    def _check_compiler(self) -> None:
+        """Raises ValueError for settings that do not go with --torch-compile.
+
+        Alone, it compiles the norms, activations, rotary embedding and dropout of every layout, and
+        the recompute policy decides what is kept. With --activation-memory-budget, it compiles each
+        layer as a whole, and the compiler decides.
+        """
+        budget = self.recompute.activation_memory_budget
+        if not self.training.torch_compile:
+            if budget is not None:
+                raise ValueError(
+                    f"--activation-memory-budget {budget} is a setting of torch's compiler: give "
+                    "--torch-compile too"
+                )
+            return
+        if self.model.norm_impl == "apex":
+            raise ValueError(
+                "--norm-impl apex cannot go with --torch-compile, which compiles norms of its own. "
+                "Leave one of them out"
+            )
+        if self.logging.log_peak_memory:
+            raise ValueError(
+                "--log-peak-memory has no prediction to compare with under --torch-compile: the "
+                "temporaries of compiled code are not known. Leave one of them out"
+            )
+        if budget is not None:
+            self._check_compiled_layers()
+
+    def _check_compiled_layers(self) -> None:
+        """Raises ValueError for settings that the compiler of whole layers decides."""
+        flags = "--torch-compile --activation-memory-budget"
+        if self.recompute.recompute_verify:
+            raise ValueError(
+                f"--recompute-verify has nothing to compare under {flags}, whose compiled "
+                "layers decide themselves what they keep and recompute: leave one of them out"
+            )
+        if self.recompute.is_to_be_chosen or any(
+            rule.action != LayerAction() or rule.store != "device"
+            for rule in self.recompute.policy.rules
+        ):
+            raise ValueError(
+                "--activation-memory-budget lets the compiler decide what layers recompute: give "
+                "it instead of a recompute policy, or leave it out. --torch-compile without it "
+                "goes with every policy"
+            )
+        for axis in ("tensor_model_parallel_size", "context_parallel_size"):
+            if (size := getattr(self.parallel, axis)) > 1:
+                raise ValueError(
+                    f"--activation-memory-budget needs {flag(axis)} 1 (got {size}): every "
+                    "collective would end a graph of a compiled layer. Leave it out: "
+                    "--torch-compile alone goes with every layout"
+                )
+        if self.data_parallel.overlap_param_gather:
+            raise ValueError(
+                "--overlap-param-gather cannot go with --activation-memory-budget: each module's "
+                "wait for its weights would end a compiled graph. Leave one of them out"
+            )
+
     @property
     def compiles_kernels(self) -> bool:
         """Tells whether norms, activations, rotary embedding and dropout are compiled, and
@@ -265,9 +331,16 @@ class RunConfig:
     def loss_chunk_size(self) -> int | None:
         """The number of tokens of a micro-batch that have logits at a time.
 
-        None: all tokens have logits at once, and the logits are kept for backward.
+        None: all tokens have logits at once, and the logits are kept for backward. In one pass,
+        chunks save the memory of the logits and take about the same time. In two passes backward
+        computes the logits again, so a user has to ask for them.
         """
-        return loss_chunks.loss_chunk_size(self)
+        chosen = self.training.loss_chunk_size
+        if chosen is not None:
+            return chosen or None
+        sequence = self.data.seq_length // self.parallel.context_parallel_size
+        tokens = sequence * self.training.micro_batch_size
+        return default_chunk_size(tokens, in_one_pass=self._can_be_in_one_pass)
 
     @property
     def loss_in_one_pass(self) -> bool:
@@ -276,7 +349,25 @@ class RunConfig:
         The logits of a chunk are then computed once. If not, backward computes them again. An
         evaluation computes losses only.
         """
-        return self.loss_chunk_size is not None and loss_chunks.can_be_in_one_pass(self)
+        return self.loss_chunk_size is not None and self._can_be_in_one_pass
+
+    @property
+    def _can_be_in_one_pass(self) -> bool:
+        """Tells whether forward can compute the gradients of a loss chunk right after its losses.
+
+        It cannot with:
+
+        - 16-bit weights: their losses may be scaled, and their gradients are rounded to 16 bits.
+        - --use-torch-fsdp2: no rank has a sum of the whole output weight's gradient.
+        - --no-gradient-accumulation-fusion: autograd adds to the sum, in backward.
+        - layers that are graphs of the compiler: what it keeps is not predicted.
+        """
+        return (
+            self.training.precision == "fp32"
+            and self.training.gradient_accumulation_fusion
+            and not self.data_parallel.use_torch_fsdp2
+            and not self.compiles_layers
+        )
 
     def _check_data_parallel(self) -> None:
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:

@@ -31,7 +31,7 @@ class TrainingConfig:
     allow_predicted_out_of_memory: whether to start a run whose predicted peak exceeds the memory.
     loss_chunk_size: how many tokens of a micro-batch have logits at a time. 0: all tokens have
         logits at once, and the logits are kept for backward. None: the default of the run
-        (config/loss_chunks.py). Read RunConfig.loss_chunk_size instead.
+        (RunConfig.loss_chunk_size, to be read instead).
     calculate_per_token_loss: whether each token that counts has the same weight in the gradients
         of a step. If not, each micro-batch has the same weight (training/loss_mask.py).
     max_skipped_updates: the number of skipped updates in a row that stops the run. None: 10 spikes

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_lite.config.logging_settings import ProfilingConfig
 from megatron_lite.config.notices import placement_notices, setting_notices
-from megatron_lite.config.profiling import ProfilingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import profiler
 from megatron_lite.training.profiler import Profiler
