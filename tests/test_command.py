@@ -26,6 +26,7 @@ DATA_FILES = {
     for name in (
         "py.typed",
         "pages/page.html",
+        *("config/megatron_flags.json", "config/known_models.json"),
         *(
             f"plan/machines/{name}.json"
             for name in ("a100-80gb", "b200", "cpu", "h100-80gb", "h200")

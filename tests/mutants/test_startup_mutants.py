@@ -131,12 +131,12 @@ MUTANTS = [
     ),
     Mutant(
         numbers_have_no_limit,
-        test_json.test_text_beyond_all_bounds_is_one_short_error,
+        test_json.test_text_that_is_no_run_is_one_short_error,
         dict(text='{"model": {"num_layers": 9223372036854775808}}', message="is beyond 64 bits"),
     ),
     Mutant(
         a_later_name_wins,
-        test_json.test_text_beyond_all_bounds_is_one_short_error,
+        test_json.test_text_that_is_no_run_is_one_short_error,
         dict(text='{"model": {}, "model": {}}', message="'model' is given twice"),
     ),
     Mutant(
