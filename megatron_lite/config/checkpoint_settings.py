@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, setting, switch
 
 # Flags of Megatron that do nothing without --save, and without --load.
 WITHOUT_SAVE = ("save_interval", "save_retain_interval", "async_save")
@@ -26,34 +26,26 @@ class CheckpointConfig:
     WITHOUT_SAVE and WITHOUT_LOAD do nothing without their directory, as in Megatron.
     """
 
-    save: str | None = setting("directory to write checkpoints into", None, is_path=True)
+    save: str | None = setting("directory to write checkpoints into", is_path=True)
     save_interval: int | None = setting(
-        "iterations between checkpoints", None, alias="--persistent-save-interval", least=1
+        "iterations between checkpoints", alias="--persistent-save-interval", least=1
     )
     save_retain_interval: int | None = setting(
-        "keep the checkpoints of iterations that are multiples of it, and the last ones",
-        None,
-        least=1,
+        "keep the checkpoints of iterations that are multiples of it, and the last ones", least=1
     )
     save_keep_last: int | None = setting(
-        "keep the last so many checkpoints; default: all, with --save-retain-interval 1",
-        None,
-        least=1,
+        "keep the last so many checkpoints; default: all, with --save-retain-interval 1", least=1
     )
-    async_save: bool = setting(
-        "train on while a checkpoint is written, once its tensors are copied", False
+    async_save: bool = switch("train on while a checkpoint is written, once its tensors are copied")
+    load: str | None = setting("directory to read the newest checkpoint from", is_path=True)
+    allow_fresh_start: bool = switch("start from scratch where --load finds no checkpoint")
+    finetune: bool = switch("take the weights only, and start at iteration 0")
+    no_load_optim: bool = switch("do not read the optimizer's state")
+    no_load_rng: bool = switch("do not read the states of the random streams")
+    no_load_fallback: bool = switch(
+        "stop where the newest checkpoint is damaged, instead of using the one before it"
     )
-    load: str | None = setting("directory to read the newest checkpoint from", None, is_path=True)
-    allow_fresh_start: bool = setting("start from scratch where --load finds no checkpoint", False)
-    finetune: bool = setting("take the weights only, and start at iteration 0", False)
-    no_load_optim: bool = setting("do not read the optimizer's state", False)
-    no_load_rng: bool = setting("do not read the states of the random streams", False)
-    no_load_fallback: bool = setting(
-        "stop where the newest checkpoint is damaged, instead of using the one before it", False
-    )
-    allow_changed_data: bool = setting(
-        "go on with other data than the checkpoint's run has read", False
-    )
+    allow_changed_data: bool = switch("go on with other data than the checkpoint's run has read")
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, setting, switch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,34 +33,29 @@ class DataParallelConfig:
         gathered by themselves, when they are needed.
     """
 
-    overlap_grad_reduce: bool = setting(
-        "sum gradients over the data-parallel ranks bucket by bucket, beside backward", False
+    overlap_grad_reduce: bool = switch(
+        "sum gradients over the data-parallel ranks bucket by bucket, beside backward"
     )
     ddp_bucket_size: int | None = setting(
-        "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank",
-        None,
-        least=1,
+        "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank", least=1
     )
-    grad_reduce_in_bf16: bool = setting(
-        "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)", False
+    grad_reduce_in_bf16: bool = switch(
+        "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)"
     )
-    use_distributed_optimizer: bool = setting(
-        "optimizer states and master weights over the data-parallel ranks (ZeRO-1)", False
+    use_distributed_optimizer: bool = switch(
+        "optimizer states and master weights over the data-parallel ranks (ZeRO-1)"
     )
-    overlap_param_gather: bool = setting(
-        "gather the updated weights beside the next forward", False
-    )
-    use_torch_fsdp2: bool = setting(
-        "weights, gradients and optimizer states over the data-parallel ranks, layer by layer",
-        False,
+    overlap_param_gather: bool = switch("gather the updated weights beside the next forward")
+    use_torch_fsdp2: bool = switch(
+        "weights, gradients and optimizer states over the data-parallel ranks, layer by layer"
     )
     torch_fsdp2_reshard_after_forward: bool = setting(
         "keep a layer's weights from its forward until its backward",
         True,
         name="--torch-fsdp2-no-reshard-after-forward",
     )
-    fsdp_memory_efficient_wrapping: bool = setting(
-        "gather token embedding and output projection by themselves, when needed", False
+    fsdp_memory_efficient_wrapping: bool = switch(
+        "gather token embedding and output projection by themselves, when needed"
     )
 
     def __post_init__(self) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag, resolve
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, required, setting, switch
 
-DATALOADER_TYPES = ("single", "cyclic")
 PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 # Three names of Megatron's for a tokenizer of a SentencePiece model.
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -38,35 +37,34 @@ class DataConfig:
     data_sharding: with dataloader_type cyclic, each data-parallel rank shuffles a range of its own.
     """
 
-    seq_length: int = setting("tokens of a sample", least=1)
+    seq_length: int = required("tokens of a sample", least=1)
     data_path: tuple[str, ...] = setting(
         "prefix of PREFIX.bin and PREFIX.idx; several, or weight and prefix in turn, are blended",
         (),
         nargs="*",
     )
-    mock_data: bool = setting("made-up token ids instead of a dataset", False)
+    mock_data: bool = switch("made-up token ids instead of a dataset")
     split: str = setting("shares of the documents for training, validation and test", "969, 30, 1")
-    data_cache_path: str | None = setting("directory of the sample and blend indices", None)
-    eod_mask_loss: bool = setting("leave tokens that end a document out of the loss", False)
-    reset_position_ids: bool = setting(
-        "let learned positions begin at 0 after the end of a document", False
+    data_cache_path: str | None = setting("directory of the sample and blend indices")
+    eod_mask_loss: bool = switch("leave tokens that end a document out of the loss")
+    reset_position_ids: bool = switch(
+        "let learned positions begin at 0 after the end of a document"
     )
-    reset_attention_mask: bool = setting("let no token read an earlier document", False)
+    reset_attention_mask: bool = switch("let no token read an earlier document")
     data_args_path: str | None = setting(
-        "file with the words of --data-path, for lists that are too long", None, is_path=True
+        "file with the words of --data-path, for lists that are too long", is_path=True
     )
     train_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("train"), (), nargs="*")
     valid_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("valid"), (), nargs="*")
     test_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("test"), (), nargs="*")
     per_split_data_args_path: str | None = setting(
         'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
-        None,
         is_path=True,
     )
     dataloader_type: str = setting(
         "order of the samples: in the order of the index, or (cyclic) shuffled anew in each pass",
         "single",
-        choices=DATALOADER_TYPES,
+        choices=("single", "cyclic"),
     )
     data_sharding: bool = setting(
         "with --dataloader-type cyclic, shuffle all samples together instead of a range for each "
@@ -130,24 +128,22 @@ class TokenizerConfig:
 
     tokenizer_type: str | None = setting(
         "derived: GPT2BPETokenizer with --vocab-file and --merge-file, else NullTokenizer",
-        None,
         choices=TOKENIZER_TYPES,
     )
     tokenizer_model: str | None = setting(
         "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
-        "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
-        None,
+        "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer"
     )
-    vocab_file: str | None = setting("vocab.json, for GPT2BPETokenizer", None)
-    merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer", None)
+    vocab_file: str | None = setting("vocab.json, for GPT2BPETokenizer")
+    merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer")
     vocab_size: int | None = setting(
-        "token ids before padding; derived from the tokenizer's files", None, least=1
+        "token ids before padding; derived from the tokenizer's files", least=1
     )
     make_vocab_size_divisible_by: int = setting(
         "each rank's rows of the embedding are padded to a multiple of it", 128, least=1
     )
     tiktoken_pattern: str | None = setting(
-        "how TikTokenizer splits a text (v2 if omitted)", None, choices=TIKTOKEN_PATTERNS
+        "how TikTokenizer splits a text (v2 if omitted)", choices=TIKTOKEN_PATTERNS
     )
     tiktoken_num_special_tokens: int = setting("special tokens of TikTokenizer", 1000, least=1)
     tokenizer_special_tokens: tuple[str, ...] = setting(

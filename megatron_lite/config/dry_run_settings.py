@@ -42,13 +42,11 @@ class DryRunConfig:
     dry_run_world_size: int | None = setting(
         "number of ranks of the run of --dry-run-memory (default: those that the launcher "
         "started, or those of one model)",
-        None,
         least=1,
     )
     dry_run_device: str | None = setting(
         "device of the run of --dry-run-memory (default: the one that the run would use); "
         "cuda cannot be simulated yet, and the report says so",
-        None,
         choices=DEVICES,
     )
 

@@ -79,7 +79,8 @@ def _tree_of(text: str) -> ast.expr:
     if max(depths, default=0) > MOST_NESTED or len(re.findall("[+*]", text)) > MOST_OPERATORS:
         raise ValueError(f"more than {MOST_NESTED} brackets or {MOST_OPERATORS} operators")
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        # Python has no numbers with leading zeros
+        return ast.parse(re.sub(r"\b0+(?=\d)", "", text.strip()), mode="eval").body
     except SyntaxError as error:
         raise ValueError(f"it is no list ({error.msg})") from None
 
@@ -95,32 +96,26 @@ def _value_of(node: ast.expr) -> int | list[int]:
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Mult)):
         raise ValueError(f"{ast.unparse(node)[:40]!r} is no number, list, sum or product")
     left, right = _value_of(node.left), _value_of(node.right)
-    if isinstance(node.op, ast.Add):
-        if isinstance(left, list) and isinstance(right, list):
-            _check_length(len(left) + len(right))
-            return left + right
-        if isinstance(left, int) and isinstance(right, int):
-            return _bounded(left + right)
-        raise ValueError("+ adds two lists or two numbers, not one of each")
-    if isinstance(left, int) and isinstance(right, int):
-        return _bounded(left * right)
-    if isinstance(left, int):
-        left, right = right, left
-    if not isinstance(left, list) or not isinstance(right, int):
-        raise ValueError("* repeats a list a number of times, and cannot multiply two lists")
-    _check_length(len(left) * right)
-    return left * right
+    try:
+        if isinstance(node.op, ast.Add):
+            return _bounded(left + right)  # type: ignore[operator]
+        sizes = [len(one) if isinstance(one, list) else one for one in (left, right)]
+        if list in (type(left), type(right)) and sizes[0] * sizes[1] > LONGEST_LIST:
+            raise ValueError(f"a list of {sizes[0] * sizes[1]} numbers, more than {LONGEST_LIST}")
+        return _bounded(left * right)  # type: ignore[operator]
+    except TypeError:
+        raise ValueError(
+            "+ adds two lists or two numbers, not one of each, and * repeats a list a number of "
+            "times"
+        ) from None
 
 
-def _check_length(length: int) -> None:
-    if length > LONGEST_LIST:
-        raise ValueError(f"a list of {length} numbers, more than {LONGEST_LIST}")
-
-
-def _bounded(number: int) -> int:
-    if number > LARGEST_NUMBER:
-        raise ValueError(f"{number} is too large")
-    return number
+def _bounded(value: int | list[int]) -> int | list[int]:
+    if isinstance(value, list) and len(value) > LONGEST_LIST:
+        raise ValueError(f"a list of {len(value)} numbers, more than {LONGEST_LIST}")
+    if isinstance(value, int) and value > LARGEST_NUMBER:
+        raise ValueError(f"{value} is too large")
+    return value
 
 
 def marks(pattern: Pattern, layer: int) -> bool:

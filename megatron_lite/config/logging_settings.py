@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, setting, switch
 
-TIMING_LOG_LEVELS = (0, 1, 2)
-TIMING_LOG_OPTIONS = ("max", "minmax", "all")
-LOG_STYLES = ("short", "megatron")
 LOG_FILE = "train.log"  # its name in the folder of --save or --tensorboard-dir
 
 
@@ -45,48 +42,40 @@ class LoggingConfig:
         "standard output: short lines of at most 120 columns, or Megatron's table of arguments and "
         "iteration line, which the log file always has",
         "short",
-        choices=LOG_STYLES,
+        choices=("short", "megatron"),
     )
     log_file: str | None = setting(
         "file to which the whole log is appended; derived: train.log in the folder of --save, or "
         "else of --tensorboard-dir",
-        None,
         is_path=True,
     )
     peak_tflops_per_gpu: float | None = setting(
-        "dense peak in TFLOP/s, for MFU and HFU; derived from the GPU's name and dtype",
-        None,
-        above=0,
+        "dense peak in TFLOP/s, for MFU and HFU; derived from the GPU's name and dtype", above=0
     )
     metrics_jsonl: str | None = setting(
-        "file for one JSON object per iteration, with full precision", None, is_path=True
+        "file for one JSON object per iteration, with full precision", is_path=True
     )
-    tensorboard_dir: str | None = setting("directory for TensorBoard", None, is_path=True)
+    tensorboard_dir: str | None = setting("directory for TensorBoard", is_path=True)
     memory_timeline: str | None = setting(
         "file for the memory of one micro-batch, operator by operator, as JSON; "
         "python -m megatron_lite.tools.plot_memory draws it",
-        None,
         is_path=True,
     )
-    log_throughput: bool = setting("TFLOP/s per GPU in Megatron's iteration line", False)
-    log_peak_memory: bool = setting(
-        "measure the peak of the second step on a CPU too, beside the predicted one; takes seconds",
-        False,
+    log_throughput: bool = switch("TFLOP/s per GPU in Megatron's iteration line")
+    log_peak_memory: bool = switch(
+        "measure the peak of the second step on a CPU too, beside the predicted one; takes seconds"
     )
     machine: str | None = setting(
         "predict the time of a step for this machine: a name of tools/plan.py, or a JSON file of "
         "tools/calibrate.py; derived from the GPU's name",
-        None,
         is_path=True,
     )
-    log_params_norm: bool = setting("norm of all weights", False)
-    log_num_zeros_in_grad: bool = setting("number of gradient elements that are zero", False)
-    log_validation_ppl_to_tensorboard: bool = setting("validation perplexity in TensorBoard", False)
-    log_timers_to_tensorboard: bool = setting("iteration time in TensorBoard", False)
-    log_memory_to_tensorboard: bool = setting(
-        "all figures of the CUDA allocator in TensorBoard", False
-    )
-    log_world_size_to_tensorboard: bool = setting("number of ranks in TensorBoard", False)
+    log_params_norm: bool = switch("norm of all weights")
+    log_num_zeros_in_grad: bool = switch("number of gradient elements that are zero")
+    log_validation_ppl_to_tensorboard: bool = switch("validation perplexity in TensorBoard")
+    log_timers_to_tensorboard: bool = switch("iteration time in TensorBoard")
+    log_memory_to_tensorboard: bool = switch("all figures of the CUDA allocator in TensorBoard")
+    log_world_size_to_tensorboard: bool = switch("number of ranks in TensorBoard")
     log_loss_scale_to_tensorboard: bool = setting(
         "no loss scale in TensorBoard",
         True,
@@ -98,24 +87,23 @@ class LoggingConfig:
     )
     wandb_project: str | None = setting(
         "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
-        "needs the package wandb",
-        None,
+        "needs the package wandb"
     )
-    wandb_exp_name: str | None = setting("its name", None)
-    wandb_save_dir: str | None = setting("its folder; derived: DIR/wandb of --save DIR", None)
-    wandb_entity: str | None = setting("its owner", None)
+    wandb_exp_name: str | None = setting("its name")
+    wandb_save_dir: str | None = setting("its folder; derived: DIR/wandb of --save DIR")
+    wandb_entity: str | None = setting("its owner")
     timing_log_level: int = setting(
         "1: time the parts of a step; 2: and those of each micro-batch. Both wait for the GPU",
         0,
-        choices=TIMING_LOG_LEVELS,
+        choices=(0, 1, 2),
     )
     timing_log_option: str = setting(
         "times of the fastest and slowest rank, of the slowest, or of all",
         "minmax",
-        choices=TIMING_LOG_OPTIONS,
+        choices=("max", "minmax", "all"),
     )
-    log_straggler: bool = setting(
-        "name the slowest ranks, where they are slower than the others of their stage", False
+    log_straggler: bool = switch(
+        "name the slowest ranks, where they are slower than the others of their stage"
     )
     straggler_minmax_count: int = setting("how many of them at most", 1, least=1)
     straggler_ratio: float = setting(
@@ -141,24 +129,23 @@ class ProfilingConfig:
         memory_snapshot_path, with the rank in the name, at each --log-interval.
     """
 
-    profile: bool = setting(
-        "profile some iterations, for Nsight Systems or with --use-pytorch-profiler", False
+    profile: bool = switch(
+        "profile some iterations, for Nsight Systems or with --use-pytorch-profiler"
     )
     profile_step_start: int = setting("the iteration after which profiling begins", 10, least=0)
     profile_step_end: int = setting("the last iteration that is profiled", 12)
     profile_ranks: tuple[int, ...] = setting(
         "global ranks to profile; all if omitted", (), nargs="+"
     )
-    use_pytorch_profiler: bool = setting(
-        "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
-        False,
+    use_pytorch_profiler: bool = switch(
+        "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save"
     )
-    pytorch_profiler_collect_shapes: bool = setting("shapes of tensors in the trace", False)
-    pytorch_profiler_collect_callstack: bool = setting("Python's stack in the trace", False)
-    record_shapes: bool = setting("operators with shapes for Nsight Systems", False)
-    nvtx_ranges: bool = setting("operators for Nsight Systems", False)
-    record_memory_history: bool = setting(
-        "write CUDA's allocations to --memory-snapshot-path at each --log-interval", False
+    pytorch_profiler_collect_shapes: bool = switch("shapes of tensors in the trace")
+    pytorch_profiler_collect_callstack: bool = switch("Python's stack in the trace")
+    record_shapes: bool = switch("operators with shapes for Nsight Systems")
+    nvtx_ranges: bool = switch("operators for Nsight Systems")
+    record_memory_history: bool = switch(
+        "write CUDA's allocations to --memory-snapshot-path at each --log-interval"
     )
     memory_snapshot_path: str = setting(
         "file for them; _RANK is put before its last suffix", "snapshot.pickle", is_path=True

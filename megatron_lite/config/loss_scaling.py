@@ -22,7 +22,6 @@ class LossScaleConfig:
     loss_scale: float | None = setting(
         "a constant loss scale; else a dynamic one: halved after an overflow, which skips "
         "its step, and doubled after a window without",
-        None,
         above=0,
     )
     initial_loss_scale: float = setting("first dynamic scale", 2.0**32, above=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, setting, switch
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
@@ -25,42 +25,36 @@ class LrScheduleConfig:
         checkpoint's. The flags decide in either case.
     """
 
-    lr: float | None = setting("largest learning rate (needed to train)", None, least=0.0)
+    lr: float | None = setting("largest learning rate (needed to train)", least=0.0)
     min_lr: float = setting("smallest learning rate, at the end of the decay", 0.0, least=0.0)
     lr_decay_style: str = setting("shape of the decay", "linear", choices=LR_DECAY_STYLES)
     lr_decay_iters: int | None = setting(
-        "iterations until --min-lr; derived: the whole run", None, least=1
+        "iterations until --min-lr; derived: the whole run", least=1
     )
-    lr_decay_samples: int | None = setting(
-        "the same in samples, with --train-samples", None, least=1
-    )
+    lr_decay_samples: int | None = setting("the same in samples, with --train-samples", least=1)
     lr_warmup_iters: int = setting("iterations of linear warm-up", 0, least=0.0)
     lr_warmup_samples: int = setting("the same in samples, with --train-samples", 0, least=0.0)
     lr_warmup_fraction: float | None = setting(
-        "warm-up as a share of the decay's length", None, least=0.0, below=1.0
+        "warm-up as a share of the decay's length", least=0.0, below=1.0
     )
     lr_warmup_init: float = setting("learning rate at the start of the warm-up", 0.0, least=0.0)
     lr_wsd_decay_style: str = setting(
         "how WSD (warm-up, stable, decay) falls at its end", "exponential", choices=WSD_DECAY_STYLES
     )
-    lr_wsd_decay_iters: int | None = setting("iterations of WSD's decay, at the end", None, least=1)
-    lr_wsd_decay_samples: int | None = setting(
-        "the same in samples, with --train-samples", None, least=1
-    )
+    lr_wsd_decay_iters: int | None = setting("iterations of WSD's decay, at the end", least=1)
+    lr_wsd_decay_samples: int | None = setting("the same in samples, with --train-samples", least=1)
     decoupled_lr: float | None = setting(
-        "--lr of the word embedding and the output layer, if it differs", None, least=0.0
+        "--lr of the word embedding and the output layer, if it differs", least=0.0
     )
-    decoupled_min_lr: float | None = setting("their --min-lr; derived: --min-lr", None, least=0.0)
-    use_checkpoint_opt_param_scheduler: bool = setting(
+    decoupled_min_lr: float | None = setting("their --min-lr; derived: --min-lr", least=0.0)
+    use_checkpoint_opt_param_scheduler: bool = switch(
         "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
-        False,
         alias="--use-checkpoint-opt-param-scheduler",
         name="--use-checkpoint-opt_param-scheduler",
     )
-    override_opt_param_scheduler: bool = setting(
+    override_opt_param_scheduler: bool = switch(
         "a run that continues takes them from the flags, which is the default, and the log does "
         "not list the differences",
-        False,
         alias="--override-opt-param-scheduler",
         name="--override-opt_param-scheduler",
     )

@@ -26,9 +26,7 @@ from megatron_lite.config.layer_pattern import (
     reach,
 )
 from megatron_lite.config.rotary_scaling import RotaryScaling
-from megatron_lite.config.setting import check_settings, setting
-
-NORM_IMPLS = ("torch", "apex")
+from megatron_lite.config.setting import check_settings, required, setting, switch
 
 
 class Positions(NamedTuple):
@@ -102,39 +100,33 @@ class ModelConfig:
     config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
     """
 
-    num_layers: int = setting("transformer layers", least=1)
-    hidden_size: int = setting("channels of the residual stream", least=1)
-    num_attention_heads: int = setting("attention heads", least=1)
-    max_position_embeddings: int = setting("longest sequence that the model can read", least=1)
+    num_layers: int = required("transformer layers", least=1)
+    hidden_size: int = required("channels of the residual stream", least=1)
+    num_attention_heads: int = required("attention heads", least=1)
+    max_position_embeddings: int = required("longest sequence that the model can read", least=1)
     ffn_hidden_size: int | None = setting(
-        "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu", None, least=1
+        "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu", least=1
     )
-    kv_channels: int | None = setting(
-        "channels of one head; derived: hidden / heads", None, least=1
-    )
-    group_query_attention: bool = setting("share keys and values among groups of heads", False)
+    kv_channels: int | None = setting("channels of one head; derived: hidden / heads", least=1)
+    group_query_attention: bool = switch("share keys and values among groups of heads")
     num_query_groups: int = setting("groups of --group-query-attention", 1, least=1)
     position_embedding_type: str = setting(
         "position embedding", "learned_absolute", choices=tuple(POSITIONS)
     )
     rotary_base: int = setting("base of the rotary frequencies", 10000)
     rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
-    use_rope_scaling: bool = setting("scale the rotary frequencies by Llama 3.1's rule", False)
+    use_rope_scaling: bool = switch("scale the rotary frequencies by Llama 3.1's rule")
     rope_scaling_factor: float = setting("factor of --use-rope-scaling", 8.0, least=1.0)
     rotary_seq_len_interpolation_factor: int | None = setting(
-        "divide the positions of the rotary embedding by N, for sequences N times as long",
-        None,
-        least=1,
+        "divide the positions of the rotary embedding by N, for sequences N times as long", least=1
     )
     no_rope_freq: int | tuple[int, ...] | None = setting(
         "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
         "does not, such as ([0]*3+[1])*2",
-        None,
         parse=partial(parse_pattern, "--no-rope-freq"),
     )
-    parallel_residual: bool = setting(
-        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
-        False,
+    parallel_residual: bool = switch(
+        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX"
     )
     norm_position: str = setting(
         "norms before attention and the MLP, or after each and before the residual is added, as in "
@@ -146,31 +138,29 @@ class ModelConfig:
     norm_impl: str = setting(
         "whose kernel computes the norms: torch's, or NVIDIA apex's on CUDA (docs/apex.md)",
         "torch",
-        choices=NORM_IMPLS,
+        choices=("torch", "apex"),
     )
     norm_epsilon: float = setting("added to the variance in a norm", 1e-5, least=0.0)
-    apply_layernorm_1p: bool = setting(
-        "norms multiply by 1 + their weight, and the weight starts at zero", False
+    apply_layernorm_1p: bool = switch(
+        "norms multiply by 1 + their weight, and the weight starts at zero"
     )
-    qk_layernorm: bool = setting("norm of queries and keys, per head", False)
+    qk_layernorm: bool = switch("norm of queries and keys, per head")
     qk_layernorm_scope: str = setting(
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
         choices=tuple(NORMS_ALL_HEADS),
     )
-    swiglu: bool = setting("gated linear unit with SiLU in the MLP, instead of GELU", False)
-    squared_relu: bool = setting("squared ReLU in the MLP, instead of GELU", False)
+    swiglu: bool = switch("gated linear unit with SiLU in the MLP, instead of GELU")
+    squared_relu: bool = switch("squared ReLU in the MLP, instead of GELU")
     bias_gelu_fusion: bool = setting(
         "exact (erf) GELU instead of its tanh form", True, name="--no-bias-gelu-fusion"
     )
     add_bias_linear: bool = setting(
         "no bias in the linear layers", True, name="--disable-bias-linear"
     )
-    add_qkv_bias: bool = setting(
-        "bias in the QKV projection, also with --disable-bias-linear", False
-    )
-    untie_embeddings_and_output_weights: bool = setting(
-        "an output matrix of its own instead of the word embeddings", False
+    add_qkv_bias: bool = switch("bias in the QKV projection, also with --disable-bias-linear")
+    untie_embeddings_and_output_weights: bool = switch(
+        "an output matrix of its own instead of the word embeddings"
     )
     attention_backend: str = setting(
         "core attention: flash is torch's SDPA, unfused builds the scores",
@@ -178,21 +168,17 @@ class ModelConfig:
         choices=ATTENTION_BACKENDS,
         megatron={"fused": "auto", "local": "unfused"},
     )
-    attention_softmax_in_fp32: bool = setting("softmax of unfused attention in float32", False)
+    attention_softmax_in_fp32: bool = switch("softmax of unfused attention in float32")
     window_size: tuple[int, int] | None = setting(
         "LEFT,0: a query reads the LEFT tokens before its own, and its own; else all before",
-        None,
         parse=parse_window,
     )
     window_attn_skip_freq: int | tuple[int, ...] | None = setting(
         "every N-th layer has no window; or a list with 1 for each layer that has it, "
         "such as ([1]*3+[0])*2",
-        None,
         parse=partial(parse_pattern, "--window-attn-skip-freq"),
     )
-    fp32_residual_connection: bool = setting(
-        "residual stream in float32 under --bf16 and --fp16", False
-    )
+    fp32_residual_connection: bool = switch("residual stream in float32 under --bf16 and --fp16")
     hidden_dropout: float = setting(
         "dropout of embeddings and of what each layer adds", 0.1, least=0.0, below=1.0
     )

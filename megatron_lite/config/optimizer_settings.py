@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, setting, switch
 
 
 class StateBytes(NamedTuple):
@@ -31,11 +31,6 @@ OPTIMIZERS: Mapping[str, StateBytes] = {
     "adam": StateBytes(matrix=8, other=8),
     "muon": StateBytes(matrix=4, other=8),
 }
-OPTIMIZER_IMPLS = ("torch", "apex")
-MUON_SCALE_MODES = ("spectral", "unit_rms_norm", "shape_scaling")
-MUON_COEFFICIENT_TYPES = ("simple", "quintic", "polar_express")
-MUON_TP_MODES = ("duplicated", "blockwise")
-MUON_MATMUL_PRECISIONS = ("medium", "high")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +58,7 @@ class OptimizerConfig:
     optimizer_impl: str = setting(
         "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA (docs/apex.md)",
         "torch",
-        choices=OPTIMIZER_IMPLS,
+        choices=("torch", "apex"),
     )
     adam_beta1: float = setting("decay of the gradient's mean", 0.9, least=0.0, below=1.0)
     adam_beta2: float = setting("decay of the squared gradient's mean", 0.999, least=0.0, below=1.0)
@@ -79,21 +74,23 @@ class OptimizerConfig:
     muon_momentum: float = setting(
         "decay of the gradient's mean, which Muon orthogonalizes", 0.9, least=0.0, below=1.0
     )
-    muon_nesterov: bool = setting(
-        "orthogonalize the mean as it would be after the same gradient once more", False
+    muon_nesterov: bool = switch(
+        "orthogonalize the mean as it would be after the same gradient once more"
     )
     muon_num_ns_steps: int = setting("Newton-Schulz iterations", 5, least=1, below=100)
     muon_scale_mode: str = setting(
         "by what the orthogonal matrix of m rows and n columns is multiplied: "
         "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
         "spectral",
-        choices=MUON_SCALE_MODES,
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
     )
     muon_extra_scale_factor: float = setting(
         "a further factor; with spectral, 0.2 gives updates the size of AdamW's", 1.0, above=0
     )
     muon_coefficient_type: str = setting(
-        "polynomials of the Newton-Schulz iterations", "quintic", choices=MUON_COEFFICIENT_TYPES
+        "polynomials of the Newton-Schulz iterations",
+        "quintic",
+        choices=("simple", "quintic", "polar_express"),
     )
     muon_split_qkv: bool = setting(
         "orthogonalize linear_qkv as one matrix, not as three", True, name="--muon-no-split-qkv"
@@ -102,7 +99,7 @@ class OptimizerConfig:
         "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
         "each of them, or each orthogonalizes its own block",
         "duplicated",
-        choices=MUON_TP_MODES,
+        choices=("duplicated", "blockwise"),
         refused={
             "distributed": "is not built: give duplicated, which returns the same matrix on every "
             "rank, or blockwise, which sends nothing"
@@ -111,7 +108,7 @@ class OptimizerConfig:
     muon_fp32_matmul_prec: str = setting(
         "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
         "medium",
-        choices=MUON_MATMUL_PRECISIONS,
+        choices=("medium", "high"),
         refused={"low": "is not built: give medium (bfloat16) or high (float32)"},
     )
 

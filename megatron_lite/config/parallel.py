@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 CP_COMM_TYPES = ("p2p", "allgather")
@@ -33,23 +33,21 @@ class ParallelConfig:
     """
 
     tensor_model_parallel_size: int = setting("ranks that share each layer", 1, least=1)
-    sequence_parallel: bool = setting(
-        "split norms and dropout over the tensor-parallel ranks, along the sequence", False
+    sequence_parallel: bool = switch(
+        "split norms and dropout over the tensor-parallel ranks, along the sequence"
     )
     pipeline_model_parallel_size: int = setting(
         "ranks that share the layers, one behind the other", 1, least=1
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
-        "several stages of so many layers on each pipeline rank", None, least=1
+        "several stages of so many layers on each pipeline rank", least=1
     )
-    num_virtual_stages_per_pipeline_rank: int | None = setting(
-        "the same, by their number", None, least=1
-    )
+    num_virtual_stages_per_pipeline_rank: int | None = setting("the same, by their number", least=1)
     decoder_first_pipeline_num_layers: int | None = setting(
-        "layers of the first pipeline rank, if not as many as of the others", None, least=1
+        "layers of the first pipeline rank, if not as many as of the others", least=1
     )
     decoder_last_pipeline_num_layers: int | None = setting(
-        "layers of the last pipeline rank", None, least=1
+        "layers of the last pipeline rank", least=1
     )
     overlap_p2p_comm: bool = setting(
         "receive what a stage needs only when it needs it",
@@ -75,7 +73,6 @@ class ParallelConfig:
     distributed_timeout_seconds_after_init: int | None = setting(
         "the same from the second iteration on; it must cover the writing of a checkpoint, for "
         "which ranks wait",
-        None,
         least=1,
     )
 

@@ -13,9 +13,8 @@ from megatron_lite.config.checks import chosen
 from megatron_lite.config.host_parts import MEGATRON_PARTS, SAVED_WITH, store_of
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, expanded, regions_help
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, setting, switch
 
-GRANULARITIES = ("full", "selective")
 METHODS = ("uniform", "block")
 AUTO = "auto"
 
@@ -56,22 +55,20 @@ class RecomputeConfig:
         there in every layer: the policy *:none@host(..).
     """
 
-    recompute_activations: bool = setting("the same as --recompute-granularity selective", False)
+    recompute_activations: bool = switch("the same as --recompute-granularity selective")
     recompute_granularity: str | None = setting(
         "rebuild whole layers in backward, or --recompute-modules of each layer",
-        None,
-        choices=GRANULARITIES,
+        choices=("full", "selective"),
     )
     recompute_method: str | None = setting(
         "full: units of --recompute-num-layers layers, or the first of them in a stage",
-        None,
         choices=METHODS,
     )
     recompute_num_layers: int | None = setting(
-        "uniform: layers of a unit; block: layers of each stage (1 if omitted)", None, least=1
+        "uniform: layers of a unit; block: layers of each stage (1 if omitted)", least=1
     )
-    distribute_saved_activations: bool = setting(
-        "keep 1/t of a unit's input on each tensor-parallel rank", False
+    distribute_saved_activations: bool = switch(
+        "keep 1/t of a unit's input on each tensor-parallel rank"
     )
     recompute_modules: tuple[str, ...] = setting(
         f"regions of selective ({CORE_ATTENTION} if omitted): {regions_help()}",
@@ -82,33 +79,29 @@ class RecomputeConfig:
     recompute_policy: str | None = setting(
         "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
         "every-2:core_attn+layernorm; *:none' instead of --recompute-granularity and its modules; "
-        "auto chooses the fastest one that fits --memory-budget",
-        None,
+        "auto chooses the fastest one that fits --memory-budget"
     )
     memory_budget: str | None = setting(
         "for --recompute-policy auto: the memory of one rank for everything that it allocates, "
-        "such as 80GiB; derived on a GPU: its memory less a reserve",
-        None,
+        "such as 80GiB; derived on a GPU: its memory less a reserve"
     )
     activation_memory_budget: float | None = setting(
         "under --torch-compile: compile each layer as a whole, and let the compiler choose what "
-        "it keeps for backward: at most this share of its activations, 0 to 1",
-        None,
+        "it keeps for backward: at most this share of its activations, 0 to 1"
     )
-    contiguous_saved_activations: bool = setting(
-        "keep the inputs of recomputed layers in one allocation, made once", False
+    contiguous_saved_activations: bool = switch(
+        "keep the inputs of recomputed layers in one allocation, made once"
     )
     recompute_tail_skip: bool = setting(
         "replays also do their last matmul, whose result nothing reads",
         True,
         name="--no-recompute-tail-skip",
     )
-    recompute_verify: bool = setting(
-        "compare replays with their forward, and predicted with measured bytes; slow", False
+    recompute_verify: bool = switch(
+        "compare replays with their forward, and predicted with measured bytes; slow"
     )
     num_microbatches_with_partial_activation_checkpoints: int | None = setting(
         "in a pipeline: of as many micro-batches as are in flight at once, so many keep everything",
-        None,
         least=1,
     )
     cpu_offloading_num_layers: int = setting(
@@ -117,10 +110,9 @@ class RecomputeConfig:
         0,
         least=0,
     )
-    fine_grained_activation_offloading: bool = setting(
+    fine_grained_activation_offloading: bool = switch(
         "keep what --offload-modules of every layer save in host memory: the policy "
-        "'*:none@host(..)'",
-        False,
+        "'*:none@host(..)'"
     )
     offload_modules: tuple[str, ...] = setting("the modules", (), nargs="+", choices=MEGATRON_PARTS)
 

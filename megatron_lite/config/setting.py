@@ -71,9 +71,19 @@ class Setting(NamedTuple):
         return None if low <= value < math.inf else f"at least {low}{finite}"
 
 
-def setting(help: str, default: Any = dataclasses.MISSING, **facts: Any) -> Any:
+def setting(help: str, default: Any = None, **facts: Any) -> Any:
     """Returns a field of a config class with the facts of `Setting`."""
     return dataclasses.field(default=default, metadata={"setting": Setting(help, **facts)})
+
+
+def required(help: str, **facts: Any) -> Any:
+    """Returns a field without a default."""
+    return setting(help, dataclasses.MISSING, **facts)
+
+
+def switch(help: str, **facts: Any) -> Any:
+    """Returns a field that is False unless its flag is given."""
+    return setting(help, False, **facts)
 
 
 def settings_of(config_class: Any) -> dict[str, Setting]:

@@ -9,10 +9,9 @@ from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
 from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import resolve
 from megatron_lite.config.json_text import shown
-from megatron_lite.config.setting import check_settings, setting
+from megatron_lite.config.setting import check_settings, required, setting, switch
 
 LANGUAGE_MODEL_SEED = 1234
-EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +40,9 @@ class TrainingConfig:
         skipped (optim/spike.py).
     """
 
-    micro_batch_size: int = setting("samples of one forward pass on one rank", least=1)
+    micro_batch_size: int = required("samples of one forward pass on one rank", least=1)
     global_batch_size: int | None = setting(
-        "samples of one iteration over all ranks; derived: one micro-batch per replica",
-        None,
-        least=1,
+        "samples of one iteration over all ranks; derived: one micro-batch per replica", least=1
     )
     rampup_batch_size: tuple[int, ...] = setting(
         "START INCREMENT SAMPLES: a batch that grows from START to --global-batch-size by "
@@ -55,21 +52,20 @@ class TrainingConfig:
     )
     step_batch_size_schedule: str | None = setting(
         "TOKENS:SAMPLES ..: the batch size from each number of consumed tokens on, such as "
-        "'0:768 250B:1536'; the last one is --global-batch-size",
-        None,
+        "'0:768 250B:1536'; the last one is --global-batch-size"
     )
     train_iters: int | None = setting(
-        "length of the run in iterations; or --train-samples", None, least=0
+        "length of the run in iterations; or --train-samples", least=0
     )
-    train_samples: int | None = setting("length of the run in samples", None, least=1)
+    train_samples: int | None = setting("length of the run in samples", least=1)
     seed: int = setting(
         "seed of initial weights, data order and dropout", LANGUAGE_MODEL_SEED, least=0, below=2**32
     )
-    bf16: bool = setting(
-        "weights and activations in bfloat16, master weights in float32; --model assumes it", False
+    bf16: bool = switch(
+        "weights and activations in bfloat16, master weights in float32; --model assumes it"
     )
-    fp16: bool = setting(
-        "weights and activations in float16, master weights in float32, and the loss scaled", False
+    fp16: bool = switch(
+        "weights and activations in float16, master weights in float32, and the loss scaled"
     )
     gradient_accumulation_fusion: bool = setting(
         "let autograd add up the gradients of linear weights, not NVIDIA apex's kernel or the "
@@ -79,42 +75,40 @@ class TrainingConfig:
     )
     memory_limit: str | None = setting(
         "stop with advice if a rank allocates more than this, such as 4GiB, as if its device had "
-        "no more",
-        None,
+        "no more"
     )
-    allow_predicted_out_of_memory: bool = setting(
-        "start a run also if the predicted peak of a step exceeds the memory of the machine", False
+    allow_predicted_out_of_memory: bool = switch(
+        "start a run also if the predicted peak of a step exceeds the memory of the machine"
     )
     loss_chunk_size: int | None = setting(
         "tokens of a micro-batch that have logits at a time; 0: all of them, and their logits are "
         "kept. In float32 forward computes the gradients too, and the default is 512. In 16 bits "
         "and under FSDP2 backward computes the logits again, and the default is 0. In 16 bits the "
         "gradient of the output weight is then a sum of rounded parts",
-        None,
         least=0,
     )
-    calculate_per_token_loss: bool = setting(
+    calculate_per_token_loss: bool = switch(
         "give each token that counts the same weight in the gradients, not each micro-batch; only "
-        "--eod-mask-loss makes a difference between them",
-        False,
+        "--eod-mask-loss makes a difference between them"
     )
     eval_interval: int | None = setting(
-        "iterations between validations; the end of the run has one in any case", None, least=1
+        "iterations between validations; the end of the run has one in any case", least=1
     )
     eval_iters: int = setting("global batches of one validation; 0 for none at all", 100, least=0)
     exit_interval: int | None = setting(
-        "save and stop when the iteration is a multiple of it", None, least=1
+        "save and stop when the iteration is a multiple of it", least=1
     )
     exit_duration_in_mins: int | None = setting(
-        "save and stop after the iteration that ends later than this", None, least=1
+        "save and stop after the iteration that ends later than this", least=1
     )
-    exit_signal_handler: bool = setting(
+    exit_signal_handler: bool = switch(
         "save and stop after the iteration or the batch of an evaluation in which any rank gets "
-        "SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal",
-        False,
+        "SIGTERM, SIGUSR1, SIGUSR2 or --exit-signal"
     )
     exit_signal: str = setting(
-        "another signal that --exit-signal-handler waits for", "SIGTERM", choices=EXIT_SIGNALS
+        "another signal that --exit-signal-handler waits for",
+        "SIGTERM",
+        choices=("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"),
     )
     check_for_nan_in_loss_and_grad: bool = setting(
         "go on after a NaN", True, name="--no-check-for-nan-in-loss-and-grad"
@@ -122,27 +116,23 @@ class TrainingConfig:
     max_skipped_updates: int | None = setting(
         "stop after so many skipped updates in a row; derived: after 1 of a NaN, and "
         "after 10 of a spike",
-        None,
         least=1,
     )
     skip_update_on_spike: float | None = setting(
         "skip the update where the loss is above so many times its running mean",
-        None,
         above=1,
         why=": a spike is a loss above so many times its running mean",
     )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         "iterations between comparisons of the weights that several ranks hold alike; also before "
         "each checkpoint",
-        None,
         least=1,
     )
-    torch_compile: bool = setting(
+    torch_compile: bool = switch(
         "compile norms, activations, rotary embedding and dropout with torch's compiler; with "
-        "--activation-memory-budget each layer as a whole, at one rank per layer",
-        False,
+        "--activation-memory-budget each layer as a whole, at one rank per layer"
     )
-    deterministic_mode: bool = setting("only algorithms that give the same bits every time", False)
+    deterministic_mode: bool = switch("only algorithms that give the same bits every time")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exit_signal", self.exit_signal.upper())
