@@ -23,7 +23,6 @@ from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.recompute_report import explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.told_work import told_on_terminal
 from megatron_lite.plan.auto_policy import with_chosen_policy
 from megatron_lite.plan.hardware import load_hardware, machine_for_policy
 
