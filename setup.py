@@ -61,6 +61,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "hypothesis",
+            "expecttest",  # the databases of operators and modules in torch.testing need it
             "transformers",
             "tensorboard",
             "ruff",

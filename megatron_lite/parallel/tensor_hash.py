@@ -149,7 +149,10 @@ def _block(device: torch.device) -> int:
 
 def _words(tensor: Tensor) -> Tensor:
     """Returns the tensor's bits as int64, as a view if possible."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data = tensor.detach().contiguous().view(-1)
+    if data.stride() == (0,):  # one element is contiguous with any stride
+        data = data.repeat(1)
+    data = data.view(torch.uint8)
     whole = data.numel() // 8 * 8
     # A view of bytes as int64 must begin at a multiple of 8 bytes of its storage.
     if whole == data.numel() and data.storage_offset() % 8 == 0:

@@ -30,7 +30,7 @@ from megatron_lite.parallel.torch_internals import disable_dynamo, is_in_forward
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
 from megatron_lite.recompute.guard import Guard, Verify
-from megatron_lite.recompute.hooked import rebuild_call
+from megatron_lite.recompute.hooked import How, rebuild_call
 from megatron_lite.recompute.layer_state import Written
 from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators
@@ -219,10 +219,7 @@ class _Recomputed:
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
         # record of earlier writes is kept apart for each combination of modes.
         training = tuple(module.training for module in layer.modules())
-        return rebuild_call(
-            forward,
-            args,
-            kwargs,
+        how = How(
             name=self._name,
             rng=self._shared.streams(layer, args, kwargs),
             layer=layer,
@@ -231,6 +228,7 @@ class _Recomputed:
             guard=self._guard,
             turns=self._shared.turns,
         )
+        return rebuild_call(forward, args, kwargs, how)
 
     def _on_host(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._segment.on_host:
@@ -351,10 +349,31 @@ def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
             f"{layers_fqn!r} is a {type(found).__name__}: a policy needs a ModuleList, a "
             f"ModuleDict or a Sequential of layers; {_lists(model)}"
         )
-    layers = list(found.values() if isinstance(found, nn.ModuleDict) else found)
+    layers = [
+        _unwrapped(layer)
+        for layer in (found.values() if isinstance(found, nn.ModuleDict) else found)
+    ]
     if not layers:
         raise ValueError(f"{layers_fqn!r} is empty: a policy needs at least one layer")
     return layers
+
+
+def _unwrapped(layer: nn.Module) -> nn.Module:
+    """Returns the layer inside of FSDP1's wrapper, which a replay must not run a second time.
+
+    ValueError: the wrapper is around a part of the layer.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return layer
+    wrapper = fsdp.FullyShardedDataParallel
+    inside: nn.Module = layer.module if isinstance(layer, wrapper) else layer
+    if any(isinstance(module, wrapper) for module in inside.modules()):
+        raise ValueError(
+            "FullyShardedDataParallel is around a part of a layer, which a replay in backward "
+            "cannot call: wrap whole layers, or use fully_shard (FSDP2)"
+        )
+    return inside
 
 
 def _lists(model: nn.Module) -> str:

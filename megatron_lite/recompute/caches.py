@@ -63,24 +63,25 @@ def _with_plain_dictionaries(
 
     Gemma's layers hand keys and values to later layers in such a dictionary, with their graph.
     """
-    found = {place: value for place, value in enumerate(args) if isinstance(value, UserDict)}
-    named = {name: value for name, value in kwargs.items() if isinstance(value, UserDict)}
-    if not found and not named:
+    places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+    # The graph holds `run`, so it must not hold the tensors in the dictionaries.
+    found = {place: _filled(each, {}) for place, each in places if isinstance(each, UserDict)}
+    if not found:
         return forward, args, kwargs
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return forward(
-            *(_filled(found[p], value) if p in found else value for p, value in enumerate(args)),
-            **{n: _filled(named[n], value) if n in named else value for n, value in kwargs.items()},
-        )
+        given: dict[Any, Any] = {
+            place: _filled(found[place], value) if place in found else value
+            for place, value in (*enumerate(args), *kwargs.items())
+        }
+        positional = [given.pop(place) for place in range(len(args))]
+        return forward(*positional, **given)
 
-    # The graph holds `run`, so it must not hold the tensors in the dictionaries.
-    given = tuple(value.data if place in found else value for place, value in enumerate(args))
-    other = {name: value.data if name in named else value for name, value in kwargs.items()}
-    found = {place: _filled(value, {}) for place, value in found.items()}
-    named = {name: _filled(value, {}) for name, value in named.items()}
-    return run, given, other
+    given: dict[Any, Any] = {
+        place: value.data if place in found else value for place, value in places
+    }
+    return run, tuple(map(given.pop, range(len(args)))), given
 
 
 def _filled(like: Any, data: dict[Any, Any]) -> Any:

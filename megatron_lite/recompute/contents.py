@@ -39,6 +39,16 @@ CONSTANT = (
 LIBRARIES = frozenset({"torch", "megatron_lite", "functools"})  # their objects are not looked into
 
 
+def has_attributes(value: Any) -> bool:
+    """Tells whether the value is an object of Python whose state is its attributes."""
+    return (
+        hasattr(value, "__dict__")
+        and not isinstance(value, (*CONSTANT, Tensor, np.ndarray))
+        and not is_generator(value)
+        and type(value).__module__.partition(".")[0] not in LIBRARIES
+    )
+
+
 class Value(NamedTuple):
     """A tensor inside an object, and its version."""
 

@@ -76,9 +76,8 @@ class Guard:
     harmless: the numbers of those whose difference backward does not read.
     """
 
-    def __init__(self, verify: Verify) -> None:
-        self.verify = verify
-        self.stops_early: bool | None = None
+    def __init__(self, verify: Verify, *, stops_early: bool | None = None) -> None:
+        self.verify, self.stops_early = verify, stops_early
         self.reads_again = False
         self.doubts: set[int] = set()
         self.harmless: set[int] = set()

@@ -24,12 +24,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.rng import Generators
+from megatron_lite.parallel.tensor_hash import read
 from megatron_lite.parallel.torch_internals import (
     PythonNode,
     current_backward,
@@ -39,7 +41,6 @@ from megatron_lite.parallel.torch_internals import (
 )
 from megatron_lite.recompute.call_arguments import Arguments
 from megatron_lite.recompute.guard import Guard, Signature
-from megatron_lite.recompute.host_randomness import HostRandomness
 from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.own_generators import drawn_again
@@ -50,56 +51,50 @@ from megatron_lite.recompute.surroundings import Surroundings
 from megatron_lite.recompute.turns import Turns
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.recompute.versions import check_unwritten, version_of
-from megatron_lite.recompute.witness import Witness, hash_last, is_repeated
+from megatron_lite.recompute.witness import Witness, hash_last
 
 NO_TASK = -1  # torch's number for "not inside a backward"
 
 
-def rebuild_saved(
-    function: Callable[..., Any],
-    *args: Any,
-    rng: Generators | None,
-    name: str = "the function",
-    results: KeptResults | None = None,
-    replay: Callable[..., Any] | None = None,
-) -> Any:
-    """Returns `function(*args)`; backward rebuilds the tensors that it saved.
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How a function is run again in backward.
 
-    This is `rebuild_call` without a layer.
+    rng: the random-number streams that the function draws from; None if it draws nothing.
+    name: the name of the function in messages.
+    layer: the module whose state a replay restores. With a layer, a replay also restores the global
+        generators of Python and NumPy.
+    written: the buffers and arguments that earlier calls wrote to, which this call copies. With
+        None nothing is copied, and a write to an argument is an error.
+    results: the operators whose results are kept instead of rebuilt. It belongs to one call only.
+    replay: runs in backward in place of the function. It must save the same tensors.
+    guard: decides whether this call of the layer is verified (guard.py, witness.py).
+    turns: lets one thread at a time run the forward or a replay.
     """
-    return rebuild_call(function, args, {}, rng=rng, name=name, results=results, replay=replay)
+
+    rng: Generators | None
+    name: str = "the function"
+    layer: nn.Module | None = None
+    written: Written | None = None
+    results: KeptResults | None = None
+    replay: Callable[..., Any] | None = None
+    guard: Guard = field(default_factory=lambda: Guard(False, stops_early=True))
+    turns: Turns = field(default_factory=Turns)
+
+
+def rebuild_saved(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    """Returns `function(*args)`; backward rebuilds what it saved. how: the fields of `How`."""
+    return rebuild_call(function, args, {}, How(**how))
 
 
 def rebuild_call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    rng: Generators | None,
-    name: str,
-    layer: nn.Module | None = None,
-    written: Written | None = None,
-    results: KeptResults | None = None,
-    replay: Callable[..., Any] | None = None,
-    guard: Guard | None = None,
-    turns: Turns | None = None,
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
 ) -> Any:
     """Returns `function(*args, **kwargs)` itself; backward rebuilds the tensors that it saved.
 
     If gradients are off, the function simply runs. The call keeps for backward: the tensors among
     the arguments (through the saved-tensor hooks in force), the states of the random-number
-    generators, the results that `results` chooses, and copies of what the function writes to.
-
-    name: the name of the function in messages.
-    rng: the random-number streams that the function draws from; None if it draws nothing.
-    layer: the module whose state a replay restores. With a layer, a replay also restores the global
-        generators of Python and NumPy.
-    written: the buffers and arguments that earlier calls wrote to, which this call copies. With
-        None nothing is copied, and a write to an argument or a buffer is an error.
-    results: the operators whose results are kept instead of rebuilt. It belongs to this call only.
-    replay: runs in backward in place of `function`. It must save the same tensors.
-    guard: decides whether this call of the layer is verified (guard.py, witness.py).
-    turns: lets one thread at a time run the forward or a replay.
+    generators, the results that `how.results` chooses, and copies of what the function writes to.
 
     RecomputeMismatch in backward: the replay saved tensors of another number or form than the
     forward. In a verified call also: it computed something else, or left something behind.
@@ -108,22 +103,8 @@ def rebuild_call(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    turns = turns or Turns()
-    with turns.taken():
-        call = _LayerCall(
-            name,
-            function,
-            replay or function,
-            args,
-            kwargs,
-            rng=rng,
-            layer=layer,
-            written=written,
-            results=results,
-            guard=guard,
-            turns=turns,
-        )
-        return call.forward(args, kwargs)
+    with how.turns.taken():
+        return _LayerCall(function, args, kwargs, how).forward(args, kwargs)
 
 
 class _LayerCall:
@@ -134,54 +115,32 @@ class _LayerCall:
     """
 
     def __init__(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        replay: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        rng: Generators | None,
-        layer: nn.Module | None,
-        written: Written | None,
-        results: KeptResults | None,
-        guard: Guard | None,
-        turns: Turns,
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
     ) -> None:
-        written = written or Written(state=set(), arguments=set())
-        self._name, self._function, self._replay, self._results = name, function, replay, results
+        self.how, self._function = how, function
+        written = how.written or Written(state=set(), arguments=set())
         # From here on the state before the forward is read, so this object is made right before it.
-        self._arguments = Arguments(name, args, kwargs, written)
-        self._state = None if layer is None else LayerState(name, layer, written)
+        self._arguments = Arguments(how.name, args, kwargs, written)
+        self._state = None if how.layer is None else LayerState(how.name, how.layer, written)
         devices = {"cpu", *(tensor.device.type for tensor in self._arguments.tensors())}
         self._surroundings = Surroundings.now(devices)
-        self._randomness = None if rng is None else KeptRandomness(rng)
-        self._host_randomness = None if layer is None else HostRandomness()
-        self._guard, self._turns = guard, turns
-        self._witness = self._witnessed(rng, layer, args, kwargs)
-        self._slots: list[weakref.ref[_SavedSlot]] = []
-        self._forms: list[_Form] = []
+        self._randomness = None if how.rng is None else KeptRandomness(how.rng)
+        self._witness = None
+        if how.layer is not None:
+            signature = None
+            if how.guard.verify == "first":
+                signature = Signature.of(how.layer, args, kwargs, self._surroundings)
+            if how.guard.wants(signature):
+                self._witness = Witness(how.name, how.rng, how.layer, how.guard, signature)
+        self.slots: list[weakref.ref[_SavedSlot]] = []
+        self.forms: list[_Form] = []
         self._is_complete = False
+        # What a first forward saves. It stays if the forward wrote to a parameter, of which there
+        # is no copy: this call is then not recomputed.
+        self._held: list[tuple[Tensor, int | None]] = []
         self._values: dict[int, dict[int, tuple[Tensor, int | None]]] = {}
         self._was_read: set[tuple[int, int]] = set()
         self._lock = threading.RLock()
-
-    def _witnessed(
-        self,
-        rng: Generators | None,
-        layer: nn.Module | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Witness | None:
-        if self._guard is None or layer is None:
-            return None
-        signature = (
-            Signature.of(layer, args, kwargs, self._surroundings)
-            if self._guard.verify == "first"
-            else None
-        )
-        is_verified = self._guard.wants(signature)
-        return Witness(self._name, rng, layer, self._guard, signature) if is_verified else None
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the function with slots in place of its saved tensors, and returns its outputs."""
@@ -189,8 +148,8 @@ class _LayerCall:
             self._witness.begin(args, kwargs)
         with ExitStack() as around:
             around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
-            if self._results is not None:
-                around.enter_context(self._results.keeping())
+            if self.how.results is not None:
+                around.enter_context(self.how.results.keeping())
             outputs = self._function(*args, **kwargs)
         if self._witness is not None:
             self._witness.end(outputs)
@@ -198,12 +157,10 @@ class _LayerCall:
         # Each `settle` compares with the state before the forward. It keeps what a replay must
         # restore and drops the rest, so most copies live only as long as the forward.
         self._arguments.settle()
-        if self._host_randomness is not None:
-            self._host_randomness.settle()
-        if self._state is not None:
-            self._state.settle()
-        if self._results is not None:
-            self._results.save()
+        if self._state is None or self._state.settle():
+            self._held = []
+        if self.how.results is not None:
+            self.how.results.save()
         self._is_complete = True
         return outputs
 
@@ -213,6 +170,17 @@ class _LayerCall:
         Each tensor of a replay is returned once and then forgotten, so its memory can be freed
         while backward goes on. A second read of the same slot runs another replay.
         """
+        # Every backward (graph task) has its own replay. A backward inside the forward, or inside
+        # another backward, must not take the tensors that the outer one still reads. Backward may
+        # read slots from several threads.
+        if self._held:
+            tensor, version = self._held[number]
+        else:
+            tensor, version = self._rebuilt_value(number)
+        check_unwritten(tensor, version, purpose=f"saved for backward in {self.how.name}")
+        return tensor
+
+    def _rebuilt_value(self, number: int) -> tuple[Tensor, int | None]:
         # Every backward (graph task) has its own replay. A backward inside the forward, or inside
         # another backward, must not take the tensors that the outer one still reads. Backward may
         # read slots from several threads.
@@ -227,19 +195,16 @@ class _LayerCall:
             if number not in values:
                 self._forget(task)
                 raise RecomputeMismatch(
-                    f"{self._name}: the replay saved fewer tensors than the forward, and backward "
-                    f"needs number {number} of {len(self._slots)}"
+                    f"{self.how.name}: the replay saved fewer tensors than the forward, and "
+                    f"backward needs number {number} of {len(self.slots)}"
                 )
-            if self._is_read_again(task, number):
-                tensor, version = values[number]
-            else:
-                tensor, version = values.pop(number)
+            is_read_again = self._is_read_again(task, number)
+            tensor, version = values[number] if is_read_again else values.pop(number)
             if task == NO_TASK:
                 del self._values[task]
         if self._witness is not None and number in self._witness.rewritten:
             version = None  # the forward wrote to it, after the place where this replay stopped
-        check_unwritten(tensor, version, purpose=f"saved for backward in {self._name}")
-        return tensor
+        return tensor, version
 
     def _is_read_again(self, task: int, number: int) -> bool:
         """Tells whether a saved tensor stays, because the node that reads it may do so again.
@@ -248,11 +213,12 @@ class _LayerCall:
         one did keeps the tensors, until the node ends.
         """
         node = current_node() if task != NO_TASK else None
-        if not isinstance(node, PythonNode) or self._guard is None:
+        if not isinstance(node, PythonNode):
             return False
-        self._guard.reads_again |= (task, number) in self._was_read
+        guard = self.how.guard
+        guard.reads_again |= (task, number) in self._was_read
         self._was_read.add((task, number))
-        if not self._guard.reads_again:
+        if not guard.reads_again:
             return False
 
         def drop(*_: Any) -> None:
@@ -268,11 +234,13 @@ class _LayerCall:
     def _pack(self, tensor: Tensor) -> _SavedSlot | SavedParameter:
         if _is_parameter(tensor):  # the module holds it anyway
             return SavedParameter(tensor, write_count_of(tensor))
-        slot = _SavedSlot(self, len(self._slots))
-        self._slots.append(weakref.ref(slot))
-        self._forms.append(_Form.of(tensor))
+        slot = _SavedSlot(self, len(self.slots))
+        self.slots.append(weakref.ref(slot))
+        self.forms.append(_Form.of(tensor))
+        if self._state is not None and self._state.is_first and not self._is_complete:
+            self._held.append((tensor.detach(), version_of(tensor)))
         if self._witness is not None and not self._is_complete:
-            self._witness.save(tensor)
+            self._witness.save(tensor, tensor.grad_fn)
         return slot
 
     def _rebuilt(self) -> dict[int, tuple[Tensor, int | None]]:
@@ -283,19 +251,17 @@ class _LayerCall:
         # A function may run a backward of its own. Such a replay inside the forward rebuilds the
         # tensors that were saved so far, and nothing is compared with the forward.
         witness = self._witness if self._is_complete else None
-        rebuilt = _Rebuilt(self, witness, expected=len(self._slots), is_whole=self._is_complete)
+        rebuilt = _Rebuilt(self, witness, is_whole=self._is_complete)
         if witness is not None:
             witness.look()
         # Leaving the stack restores everything that the replay changed, also after _Enough.
         with ExitStack() as around:
-            around.enter_context(self._turns.taken())
+            around.enter_context(self.how.turns.taken())
             if self._state is not None:
                 around.enter_context(self._state.restored())
             around.enter_context(drawn_again(self._arguments.generators))
             if self._randomness is not None:
                 around.enter_context(self._randomness.replayed())
-            if self._host_randomness is not None:
-                around.enter_context(self._host_randomness.replayed())
             around.enter_context(self._surroundings.restored())
             # `again` builds graph nodes for the inputs, so gradients must be on before it.
             around.enter_context(torch.enable_grad())
@@ -315,7 +281,7 @@ class _LayerCall:
                 return rebuilt.values
             if witness is not None:
                 witness.end(outputs)
-        if rebuilt.is_whole:
+        if self._is_complete:
             rebuilt.check()
         if witness is not None:
             witness.look()
@@ -326,84 +292,58 @@ class _LayerCall:
     def _run_again(self, rebuilt: _Rebuilt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The hooks of the replay come after `again`, so they see only what the function itself
         # saves.
+        witness, results = rebuilt.witness, self.how.results
+        unpack = _identity if witness is None else witness.chosen
         with ExitStack() as around:
-            unpack = _identity if rebuilt.witness is None else rebuilt.witness.chosen
             around.enter_context(torch.autograd.graph.saved_tensors_hooks(rebuilt.pack, unpack))
-            if self._results is not None:
-                around.enter_context(self._results.reusing(again=rebuilt.witness is not None))
-            return self._replay(*args, **kwargs)
-
-    def needs(self, number: int) -> bool:
-        """Tells whether the graph still needs a saved tensor."""
-        return self._slots[number]() is not None
-
-    def may_stop(self) -> bool | None:
-        """Tells whether a replay may end when all saved tensors are rebuilt; None if unknown."""
-        if self._results is not None and not self._results.skip_tail:
-            return False
-        return True if self._guard is None else self._guard.stops_early
-
-    def found(self, stops_early: bool) -> None:
-        """Records that a replay which ran to the end did or did not change its last tensors."""
-        if self._guard is not None:
-            self._guard.stops_early = stops_early and self._guard.stops_early is not False
-
-    def compare(self, number: int, tensor: Tensor) -> None:
-        """Raises RecomputeMismatch if a saved tensor has another form than in the forward."""
-        form = _Form.of(tensor)
-        if form != self._forms[number]:
-            raise RecomputeMismatch(
-                f"{self._name}: as number {number} of {len(self._slots)} the forward saved "
-                f"{self._forms[number]} for backward, the replay {form}. Something that the "
-                "function reads has changed in between, or it does not do the same twice"
-            )
-
-    def refuse(self, count: int) -> None:
-        """Raises RecomputeMismatch, because the replay saved another number of tensors."""
-        raise RecomputeMismatch(
-            f"{self._name}: the forward saved {len(self._slots)} tensors for backward, the replay "
-            f"{count}. Something that the function reads has changed in between, or it does "
-            "not do the same twice"
-        )
+            if results is not None:
+                around.enter_context(results.reusing(again=witness is not None))
+            return (self.how.replay or self._function)(*args, **kwargs)
 
 
 class _Rebuilt:
     """The tensors that one replay of a call saves.
 
     witness: compares the replay, if the call is verified.
-    expected: how many tensors the forward saved.
-    is_whole: whether the forward had ended.
     values: the tensors whose slots the graph still needs, by number, with their versions.
     tensors: all of them, if the replay runs to the end.
     has_stopped: whether it ended early.
     """
 
-    def __init__(
-        self, call: _LayerCall, witness: Witness | None, *, expected: int, is_whole: bool
-    ) -> None:
-        self._call, self.witness, self._expected = call, witness, expected
-        self.is_whole, self._count = is_whole, 0
+    def __init__(self, call: _LayerCall, witness: Witness | None, *, is_whole: bool) -> None:
+        self._call, self.witness, self._expected = call, witness, len(call.slots)
+        results = call.how.results
+        may_stop = call.how.guard.stops_early if results is None or results.skip_tail else False
         # A replay that runs to the end shows whether later ones may stop where the last tensor is
         # saved: RReLU fills a tensor after it saved it.
-        self._stops = witness is None and call.may_stop() is True
-        self._tries = not self._stops and call.may_stop() is not False and is_whole
+        self._stops = witness is None and may_stop is True
+        self._tries = not self._stops and may_stop is not False and is_whole
         self.has_stopped = False
+        self._count = 0
         self._last: list[Tensor] = []
         self.values: dict[int, tuple[Tensor, int | None]] = {}
         self.tensors: list[Tensor] = []
 
     def pack(self, tensor: Tensor) -> Any:
-        """Takes a tensor that the replay saves, and returns what its graph keeps."""
+        """Takes a tensor that the replay saves, and returns what its graph keeps.
+
+        RecomputeMismatch: it has another form than in the forward.
+        """
         if _is_parameter(tensor):
             return tensor if self.witness is None else (-1, tensor)
         number, self._count = self._count, self._count + 1
         detached = tensor.detach()  # an output with its graph would hold that graph: a cycle
         if number < self._expected:
-            self._call.compare(number, tensor)
-            if self._call.needs(number):
+            before, now = self._call.forms[number], _Form.of(tensor)
+            if before != now:
+                self._refuse(
+                    f"as number {number} of {self._expected} the forward saved {before} for "
+                    f"backward, the replay {now}"
+                )
+            if self._call.slots[number]() is not None:
                 self.values[number] = detached, version_of(detached)
             if self.witness is not None:
-                self.witness.save(detached)
+                self.witness.save(detached, tensor.grad_fn)
             if not self._stops:
                 self.tensors.append(detached)
             if self._count == self._expected:
@@ -420,9 +360,19 @@ class _Rebuilt:
         RecomputeMismatch: it saved another number of tensors than the forward.
         """
         if self._count != self._expected:
-            self._call.refuse(self._count)
+            self._refuse(
+                f"the forward saved {self._expected} tensors for backward, the replay {self._count}"
+            )
         if self._tries:
-            self._call.found(is_repeated(self._last, hash_last(self.tensors)))
+            guard = self._call.how.guard
+            is_repeated = read(self._last) == read(hash_last(self.tensors))
+            guard.stops_early = is_repeated and guard.stops_early is not False
+
+    def _refuse(self, what: str) -> None:
+        raise RecomputeMismatch(
+            f"{self._call.how.name}: {what}. Something that the function reads has changed in "
+            "between, or it does not do the same twice, as a router that chooses by other noise"
+        )
 
 
 class _SavedSlot:

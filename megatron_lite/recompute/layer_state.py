@@ -6,8 +6,9 @@ before the replay. Examples are BatchNorm statistics, the vectors of a spectral 
 first forward initializes, hooks that it registers. Values are exchanged by assignment, so a replay
 never writes to a tensor that other code holds.
 
-Two things are not covered: objects that a module holds as plain attributes (a statistics collector)
-and changes in place, and tensors that a module changes without owning them. witness.py finds them.
+Objects of Python that the modules hold (a statistics collector) are restored by their attributes,
+if the first forward changed one. Two things are not covered: objects whose state is no attribute,
+and tensors that a module changes without owning them. witness.py finds them.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.tensor_hash import differing
-from megatron_lite.recompute.own_generators import GeneratorState, drawn_again, is_generator
+from megatron_lite.parallel.tensor_hash import quick_hash, read
+from megatron_lite.recompute.contents import contents, has_attributes, same
+from megatron_lite.recompute.own_generators import GLOBAL, GeneratorState, drawn_again, is_generator
 from megatron_lite.recompute.versions import check_unwritten, has_values, version_of
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 # The attributes of every module: registries, hooks, `training`.
 STANDARD = frozenset(vars(nn.Module()))
+OTHERS = STANDARD - {"training"}
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
 CONTAINERS = (list, dict, set, deque, tuple, OrderedDict, defaultdict, Counter)
 PLAIN = frozenset({int, float, bool, str, type(None)})
@@ -42,10 +44,11 @@ PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 class Written:
     """A record of the state and the arguments that the forwards of a layer wrote to.
 
-    The first forward copies everything that a layer could write to, and compares. Later forwards
-    copy only the tensors, arrays and arguments in this record.
+    The first forward copies buffers, attributes and arguments, and hashes parameters and what
+    objects hold, and compares. Later forwards copy only the tensors, arrays and arguments in this
+    record.
 
-    state: the names of tensors and arrays of the layer; None before the first forward.
+    state: the names of tensors, arrays and objects of the layer; None before the first forward.
     arguments: their places among the flattened arguments; None before the first forward.
     """
 
@@ -61,47 +64,83 @@ class LayerState:
 
     def __init__(self, name: str, layer: nn.Module, written: Written) -> None:
         self._name, self._written = name, written
+        self.is_first = written.state is None
+        found = written.state or set()
         owns_parameters = not is_sharded(layer)
         known: dict[int, Any] = {}
-        self._modules = [
-            _ModuleState.of(module, path, owns_parameters, known)
-            for path, module in layer.named_modules()
-        ]
-        self._parts = {part.name: part for module in self._modules for part in module.parts}
+        holders: list[tuple[str, Any]] = list(layer.named_modules())
+        self._holders: dict[str, _HolderState] = {}
+        self._objects: dict[str, tuple[Any, list[Any]]] = {}
+        for path, holder in holders:  # the objects inside are added
+            state = _HolderState.of(holder, path, owns_parameters, known)
+            self._holders[path] = state
+            for name, each in state.objects:
+                if self.is_first and isinstance(holder, nn.Module):
+                    self._objects[name] = each, list(contents(each))
+                if self.is_first or name in found or not isinstance(holder, nn.Module):
+                    holders.append((name, each))
+        self._parts = {part.name: part for each in self._holders.values() for part in each.parts}
         self._trainable = [
             (part.value, part.value.requires_grad)
             for part in self._parts.values()
             if part.kind == "parameter" and part.value.is_leaf
         ]
-        self._first, self._is_settled = written.state is None, False
+        self._global = [GeneratorState.of(each) for each in GLOBAL]
+        self._is_settled = False
+        present = {name: part for name, part in self._parts.items() if part.has_values()}
         self._copies = {
             name: part.copied()
-            for name, part in self._parts.items()
-            if (self._first or name in (written.state or ())) and part.has_values()
+            for name, part in present.items()
+            if name in found or (self.is_first and part.is_small())
+        }
+        self._hashes = {
+            name: quick_hash(part.value)
+            for name, part in present.items()
+            if self.is_first and name not in self._copies
         }
 
-    def settle(self) -> None:
+    def copied_bytes(self) -> int:
+        """Returns the bytes of the copies."""
+        return sum(int(each.nbytes) for each in self._copies.values())
+
+    def settle(self) -> bool:
         """Drops the copies of what the forward did not change. Call it after the forward.
 
-        RuntimeError: the forward changed something that no earlier forward changed, so the old
+        Returns whether a replay can restore everything. The first forward may have written to a
+        parameter, of which it has no copy.
+        RuntimeError: a later forward changed something that no earlier one changed, so the old
         value was not copied.
         """
-        for state in self._modules:
+        for state in self._holders.values():
             state.settle()
+        # The states are large, and few layers draw from the global generators.
+        self._global = [each for each in self._global if each.is_changed()]
         changed = self._changed()
-        if self._written.state is None:
-            self._written.state = set()
-        self._written.state |= changed
-        for name in changed - self._copies.keys():
+        objects = {
+            name
+            for name, (each, before) in self._objects.items()
+            if not same(before, list(contents(each)))
+        }
+        self._written.state = (self._written.state or set()) | changed | objects
+        lost = changed - self._copies.keys()
+        for name in lost if not self.is_first else ():
             raise RuntimeError(
                 f"{self._name} wrote to its {self._parts[name].kind} {name}, which its first "
                 "forward did not: there is no copy of the old value for a replay. The next forward "
                 "makes one; to avoid this one error, take the layer out of the policy"
             )
         self._copies = {name: before for name, before in self._copies.items() if name in changed}
+        self._hashes, self._objects = {}, {}
+        found = tuple(objects) if self.is_first else ("",)
+        self._holders = {
+            path: state
+            for path, state in self._holders.items()
+            if isinstance(state.module, nn.Module) or path.startswith(found)
+        }
         for part in self._parts.values():
-            part.version = version_of(part.value) if isinstance(part.value, Tensor) else None
+            part.version = part.version_now()
         self._is_settled = True
+        return not lost
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -115,55 +154,56 @@ class LayerState:
         # The replay works on new dictionaries, lists and tensors. Putting the module's own
         # attributes back undoes all that it did, also if it raised.
         with ExitStack() as around:
-            for state in self._modules:
+            for state in self._holders.values():
                 around.callback(_put_back, state.module, dict(vars(state.module)))
             around.enter_context(_trainable_as(self._trainable))
             around.enter_context(
-                registered_as([hooks for state in self._modules for hooks in state.hooks_now()])
+                registered_as(
+                    [each for state in self._holders.values() for each in state.hooks_now()]
+                )
             )
             again: dict[int, Any] = {}
             for name, before in self._copies.items():
                 part = self._parts[name]
                 again[id(part.value)] = part.again(before)
-            for state in self._modules:
+            for state in self._holders.values():
                 state.put(again, around)
-            generators = [each for state in self._modules for each in state.generators]
-            around.enter_context(drawn_again(generators))
+            own = [each for state in self._holders.values() for each in state.generators]
+            around.enter_context(drawn_again([*own, *self._global]))
             yield
 
     def _check_unwritten(self) -> None:
         for name, part in self._parts.items() if self._is_settled else ():
-            if not isinstance(part.value, Tensor) or version_of(part.value) == part.version:
+            if part.version_now() == part.version:
                 continue
-            if part.kind == "parameter":
-                raise RuntimeError(
-                    f"{self._name}: its parameter {name} has been modified by an inplace "
-                    "operation after the forward and before backward, so that a replay would "
-                    "compute something else. Run backward before the optimizer's step"
-                )
-            if name not in self._copies:
+            if part.kind == "parameter" or name not in self._copies:
                 raise RuntimeError(
                     f"{self._name}: its {part.kind} {name} was written to after the forward and "
-                    "before backward, so that a replay would compute something else. Write to it "
-                    "after backward"
+                    "before backward, so that a replay would compute something else. Run backward "
+                    "before you write to it, as an optimizer's step does"
                 )
 
     def _changed(self) -> set[str]:
-        changed = {
-            name
-            for name, part in self._parts.items()
-            if isinstance(part.value, Tensor) and version_of(part.value) != part.version
-        }
+        changed = {name for name, part in self._parts.items() if part.version_now() != part.version}
         # BatchNorm's kernels do not count their writes to the running statistics, nor does
         # `weight.data.copy_`. So the first forward compares the values. Later forwards take what
         # changed once to change every time.
-        rest = [name for name in self._copies if name not in changed]
-        if not self._first:
-            return changed | set(rest)
-        pairs = {name: (self._copies[name], self._parts[name].value) for name in rest}
-        arrays = {name for name, (before, _) in pairs.items() if not isinstance(before, Tensor)}
-        changed |= {name for name in arrays if not _same_bytes(*pairs.pop(name))}
-        return changed | set(compress(pairs, differing(list(pairs.values()))))
+        if not self.is_first:
+            return changed | self._copies.keys()
+        before = {
+            name: each if name in self._hashes else quick_hash(each)
+            for name, each in (self._copies | self._hashes).items()
+            if name not in changed and isinstance(each, Tensor)
+        }
+        now = [quick_hash(self._parts[name].value) for name in before]
+        values = read([*before.values(), *now])
+        pairs = zip(before, values, values[len(before) :], strict=False)
+        arrays = {
+            name
+            for name, each in self._copies.items()
+            if not isinstance(each, Tensor) and not _same_bytes(each, self._parts[name].value)
+        }
+        return changed | arrays | {name for name, one, other in pairs if one != other}
 
 
 @dataclass
@@ -171,21 +211,27 @@ class _Part:
     """A tensor or an array of a module in the layer.
 
     name: its name within the layer.
-    kind: "parameter", "buffer" or "attribute".
+    kind: "parameter", "buffer", "attribute", or "object" for an attribute of an object.
     version: a tensor's version before the forward. `settle` replaces it by that after the forward.
     """
 
     name: str
     kind: str
     value: Any
-    version: int | None
+    version: int | None = field(init=False)
 
-    @classmethod
-    def of(cls, name: str, kind: str, value: Any) -> _Part:
-        return cls(name, kind, value, version_of(value) if isinstance(value, Tensor) else None)
+    def __post_init__(self) -> None:
+        self.version = self.version_now()
+
+    def version_now(self) -> int | None:
+        return version_of(self.value) if isinstance(self.value, Tensor) else None
 
     def has_values(self) -> bool:
         return not isinstance(self.value, Tensor) or has_values(self.value)
+
+    def is_small(self) -> bool:
+        """Tells whether the first forward copies it, and does not only hash it."""
+        return self.kind in ("buffer", "attribute") or not isinstance(self.value, Tensor)
 
     def copied(self) -> Any:
         return self.value.detach().clone() if isinstance(self.value, Tensor) else self.value.copy()
@@ -200,8 +246,8 @@ class _Part:
 
 
 @dataclass
-class _ModuleState:
-    """What one module held before the forward, without its submodules.
+class _HolderState:
+    """What one module, or one object of Python, held before the forward; no submodules.
 
     attributes: `training` and all attributes that are not standard. Containers are copies, down to
         the values that are none; other values are the objects themselves.
@@ -211,10 +257,11 @@ class _ModuleState:
     graphs: the names of the attributes that are tensors with a grad_fn.
     parts: the tensors and arrays that a forward might write to.
     generators: the generators among the attributes, with their states.
+    objects: the objects of Python among the attributes, with their names.
     hooks: the module's dictionaries of hooks, each with its contents.
     """
 
-    module: nn.Module
+    module: Any
     attributes: dict[str, Any]
     registries: dict[str, dict[str, Any]]
     kind: type
@@ -223,36 +270,39 @@ class _ModuleState:
     graphs: list[str] = field(default_factory=list)
     parts: list[_Part] = field(default_factory=list)
     generators: list[GeneratorState] = field(default_factory=list)
+    objects: list[tuple[str, Any]] = field(default_factory=list)
     hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, module: nn.Module, path: str, owns_parameters: bool, known: dict[int, Any]
-    ) -> _ModuleState:
+        cls, module: Any, path: str, owns_parameters: bool, known: dict[int, Any]
+    ) -> _HolderState:
         """Returns the present state.
 
         path: the name of the module within the layer. The layer's own `forward`, which a policy
             replaces, is left alone.
         owns_parameters: whether a replay exchanges the registry of parameters.
-        known: the containers that are copied already, with their copies.
+        known: the containers that are copied already, with their copies, and known objects.
         """
         found, prefix = vars(module), f"{path}." if path else ""
-        # A scripted module has registries of its own kind, and no attribute `training`.
-        names = [name for name in REGISTRIES if owns_parameters or name != "_parameters"]
-        registries = {name: found[name].copy() for name in names if type(found[name]) is dict}
+        is_module = isinstance(module, nn.Module)
+        names = [n for n in REGISTRIES if is_module and (owns_parameters or n != "_parameters")]
         state = cls(
-            module, {}, registries, type(module), STANDARD if path else STANDARD | {"forward"}
+            module,
+            {},
+            # A scripted module has registries of its own kind.
+            {name: found[name].copy() for name in names if type(found[name]) is dict},
+            type(module),
+            frozenset() if not is_module else OTHERS if path else OTHERS | {"forward"},
         )
-        state.hooks = [(found[name], dict(found[name])) for name in HOOKS]
+        state.hooks = [(found[name], dict(found[name])) for name in HOOKS if is_module]
         for kind, named in (("parameter", "_parameters"), ("buffer", "_buffers")):
             if named in names:
                 state.parts += [
-                    _Part.of(f"{prefix}{key}", kind, value)
+                    _Part(f"{prefix}{key}", kind, value)
                     for key, value in found[named].items()
                     if value is not None
                 ]
-        if "training" in found:
-            state.attributes["training"] = found["training"]
         for name, value in found.items():
             if name not in state.others:
                 state.attributes[name] = state._read(f"{prefix}{name}", name, value, known)
@@ -267,17 +317,22 @@ class _ModuleState:
             self.graphs.append(name)
             return value
         if kind not in CONTAINERS:
-            self._note(path, value)
+            self._note(path, value, known)
             return value
         self.containers.append(name)
-        return copied(value, known, lambda leaf: self._note(f"{path}.", leaf))
+        return copied(value, known, lambda leaf: self._note(f"{path}.", leaf, known))
 
-    def _note(self, path: str, value: Any) -> None:
+    def _note(self, path: str, value: Any, known: dict[int, Any]) -> None:
         if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.is_leaf):
             suffix = str(len(self.parts)) if path.endswith(".") else ""
-            self.parts.append(_Part.of(f"{path}{suffix}", "attribute", value))
+            kind = "attribute" if isinstance(self.module, nn.Module) else "object"
+            self.parts.append(_Part(f"{path}{suffix}", kind, value))
         elif is_generator(value):
             self.generators.append(GeneratorState.of(value))
+        elif id(value) not in known and has_attributes(value):
+            known[id(value)] = value
+            suffix = str(len(self.objects)) if path.endswith(".") else ""
+            self.objects.append((f"{path}{suffix}", value))
 
     def settle(self) -> None:
         """Keeps the values of the tensors with a graph that the forward replaced.
@@ -318,7 +373,7 @@ class _ModuleState:
                 target[name] = again.get(id(value), value)
         for name, registry in self.registries.items():
             target[name] = {key: again.get(id(value), value) for key, value in registry.items()}
-        for part in self.parts:
+        for part in self.parts if isinstance(self.module, nn.Module) else ():
             if "_buffers" not in self.registries and id(part.value) in again:
                 key = part.name.rpartition(".")[2]
                 around.callback(setattr, self.module, key, part.value)
@@ -400,24 +455,24 @@ def _trainable_as(flags: list[tuple[Tensor, bool]]) -> Iterator[None]:
 
     After the block they have their present ones, and their present hooks.
     """
-    others = [(parameter, not flag) for parameter, flag in flags if parameter.requires_grad != flag]
-    hooks = [
-        (parameter, name, found, None if found is None else dict(found))
+    now = [
+        (parameter, parameter.requires_grad, name, found, dict(found or {}))
         for parameter, _ in flags
         for name in PARAMETER_HOOKS
         for found in (getattr(parameter, name),)
     ]
     try:
-        for parameter, flag in others:
-            parameter.requires_grad_(not flag)
+        for parameter, flag in flags:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
         yield
     finally:
-        for parameter, flag in others:
-            parameter.requires_grad_(flag)
-        for parameter, name, found, before in hooks:
-            if found is None and getattr(parameter, name) is not None:
-                setattr(parameter, name, None)
-            elif found is not None and found != before:
+        for parameter, flag, name, found, before in now:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+            if getattr(parameter, name) is not found:
+                setattr(parameter, name, found)
+            if found is not None and found != before:
                 _refill(found, before)
 
 
@@ -439,9 +494,9 @@ def registered_as(hooks: Iterable[tuple[dict[Any, Any], dict[Any, Any]]]) -> Ite
                 _refill(found, now)
 
 
-def _refill(found: dict[Any, Any], contents: dict[Any, Any] | None) -> None:
+def _refill(found: dict[Any, Any], contents: dict[Any, Any]) -> None:
     found.clear()
-    found.update(contents or {})
+    found.update(contents)
 
 
 def is_sharded(layer: nn.Module) -> bool:

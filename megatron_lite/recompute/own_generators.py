@@ -1,6 +1,7 @@
 """Repeats the draws of generators that a layer holds or gets: torch's, NumPy's and Python's.
 
-The global generators are the matter of randomness.py and host_randomness.py.
+The global generators of NumPy and Python are among them. Those of torch are the matter of
+randomness.py.
 """
 
 from __future__ import annotations
@@ -25,12 +26,18 @@ _ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda each, state: setattr(each, "state", state),
     ),
     np.random.RandomState: (
-        lambda each: each.get_state(legacy=False),
-        np.random.RandomState.set_state,
+        lambda each: tuple(
+            part.tobytes() if isinstance(part, np.ndarray) else part for part in each.get_state()
+        ),
+        lambda each, state: each.set_state(
+            (state[0], np.frombuffer(state[1], dtype=np.uint32), *state[2:])
+        ),
     ),
     random.Random: (random.Random.getstate, random.Random.setstate),
 }
 _KINDS = tuple(_ACCESS)
+# The global generators, which the functions of both modules are methods of.
+GLOBAL = (random.random.__self__, np.random.random_sample.__self__)  # type: ignore[attr-defined]
 
 
 def is_generator(value: Any) -> bool:
@@ -48,6 +55,10 @@ class GeneratorState(NamedTuple):
     def of(cls, generator: Any) -> GeneratorState:
         """Returns the generator with its present state."""
         return cls(generator, _access(generator)[0](generator))
+
+    def is_changed(self) -> bool:
+        """Tells whether one of the global generators has drawn since."""
+        return bool(GeneratorState.of(self.generator).state != self.state)
 
     def restore(self) -> None:
         """Puts the generator into the state."""

@@ -21,34 +21,30 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from megatron_lite.parallel.rng import Generators
 from megatron_lite.parallel.tensor_hash import differing, quick_hash, read
 from megatron_lite.parallel.torch_internals import (
     address_of,
-    base_of,
-    disable_current_modes,
     tree_flatten_with_path,
     tree_leaves,
     tree_path_text,
-    without_torch_function,
 )
 from megatron_lite.recompute.contents import Value, contents, same
+from megatron_lite.recompute.graph import Graph, inputs_of
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import STANDARD, is_sharded
-from megatron_lite.recompute.randomness import Randomness
-from megatron_lite.recompute.verify import RecomputeMismatch
+from megatron_lite.recompute.verify import RecomputeMismatch, Run, described, unobserved
 from megatron_lite.recompute.versions import version_of
 
 ROUNDING = 1e-3  # relative to a result's largest value, for kernels that add in any order
 NUM_LAST = 4  # so many saved tensors are compared at the point where replays may stop
+SAVED = "saved tensor"
 
 
 class Witness:
@@ -69,8 +65,9 @@ class Witness:
         self._name, self._rng, self._layer = name, rng, layer
         self.guard, self._signature, self._call = guard, signature, guard.calls
         self.rewritten: set[int] = set()
-        self._forward = self._replay = _Run()
+        self._forward = self._replay = _LayerRun({}, {})
         self._saved: list[tuple[Tensor, int | None, Tensor | None]] = []
+        self._producers: list[str] = []
         self._is_sharded = is_sharded(layer)
         self._doubtful: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
@@ -83,48 +80,45 @@ class Witness:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins the forward or a replay. No saved-tensor hooks of the call may be in force."""
-        self._replay = run = _Run()
-        self._saved = []
-        with _unobserved():
-            paths = tree_flatten_with_path((args, kwargs))[0]
-            given = {
-                f"argument {tree_path_text(path).partition(']')[2]}": value
-                for path, value in paths
-                if isinstance(value, Tensor)
-            }
+        self._saved, self._producers = [], []
+        paths = tree_flatten_with_path((args, kwargs))[0]
+        given = {
+            f"argument {tree_path_text(path).partition(']')[2]}": value
+            for path, value in paths
+            if isinstance(value, Tensor)
+        }
+        self._replay = run = _LayerRun(given, dict(self._attributes()))
+        with unobserved():
             for place, value in given.items():
                 run.see(place, value)
-            run.see_streams("at the start", self._rng)
-            for place, value in (*given.items(), *self._attributes()):
-                if value.requires_grad:
-                    run.enter(place, value)
+            run.see_streams("the start", self._rng)
 
-    def save(self, tensor: Tensor) -> None:
-        """Takes note of a tensor that is saved for backward."""
+    def save(self, tensor: Tensor, producer: Any) -> None:
+        """Takes note of a tensor that is saved for backward. producer: its node, or None."""
         # FSDP2 frees gathered weights before the layer returns, so their views are hashed now.
         hashed = None
         if self._is_sharded:
-            with _unobserved():
+            with unobserved():
                 hashed = quick_hash(tensor)
         self._saved.append((tensor, version_of(tensor), hashed))
+        self._producers.append(_operator(producer))
 
     def end(self, outputs: Any) -> None:
         """Ends the forward or a replay, with the layer in the state after it."""
         run = self._replay
-        run.outputs = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        run.outputs = _tensors(outputs)
         lost = dict(self._attributes())
-        with _unobserved():
+        seen = {f"result {number}": tensor for number, tensor in enumerate(run.outputs)} | lost
+        with unobserved():
             for number, (tensor, _, hashed) in enumerate(self._saved):
-                run.see(f"saved tensor {number}", tensor, hashed)
-            for number, tensor in enumerate(run.outputs):
-                run.see(f"result {number}", tensor)
-            for place, tensor in lost.items():
+                run.see(f"{SAVED} {number}:", tensor, hashed)
+            for place, tensor in seen.items():
                 run.see(place, tensor)
-            run.see_streams("at the end", self._rng)
+            run.see_streams("the end", self._rng)
         # FSDP2 has other parameters in the layer during a forward than in a replay.
-        named = () if self._is_sharded else self._layer.named_parameters()
-        names = {id(each): name for name, each in named}
-        run.reached = frozenset(run.reaches([*run.outputs, *lost.values()], names))
+        for name, parameter in () if self._is_sharded else self._layer.named_parameters():
+            run.inputs.setdefault(id(parameter), name)
+        run.graph = Graph.of([*run.outputs, *lost.values()], run.inputs)
 
     def settle(self) -> None:
         """Ends the record of the forward."""
@@ -137,11 +131,11 @@ class Witness:
         self._saved = []
         # Outputs are kept only where kernels may round differently. The next layer keeps them, too.
         run.outputs = [each.detach() for each in run.outputs] if _may_round(run.outputs) else []
-        run.entries = {}
+        run.inputs, run.given = {}, []
 
     def look(self) -> None:
         """Takes note of what the layer holds, before and after a replay."""
-        with _unobserved():
+        with unobserved():
             self._left.append(_Belongings(self._layer))
 
     def chosen(self, kept: tuple[int, Tensor]) -> Tensor:
@@ -155,50 +149,37 @@ class Witness:
         rebuilt: the tensors that the replay saved.
         RecomputeMismatch: they differ.
         """
-        forward, replay = self._forward, self._replay
-        values = iter(
-            read(
-                [*forward.hashes, *replay.hashes, *(h for left in self._left for h in left.hashes)]
-            )
-        )
-        if forward.places != replay.places:
-            self._refuse(f"it took another path: {_first_other(forward.places, replay.places)}")
-        before, now = ([next(values) for _ in forward.places] for _ in range(2))
-        places = [
-            place
-            for place, one, other in zip(forward.places, before, now, strict=True)
-            if one != other
-        ]
-        if forward.reached != replay.reached:
-            self._refuse_graph(forward.reached, replay.reached)
-        for one, other in pairwise(self._left):
-            self._compare_left(one, other, list(values))
+        places = self._forward.differences(self._replay, self._name, whole=False)
+        before, now = self._left
+        if name := before.first_other(now):
+            self._refuse(f"it changed {name}, a second time after the forward")
         self._left = []
         self._judge(places, rebuilt)
-        self._replay, self._doubtful = _Run(), {}
+        self._replay, self._doubtful = _LayerRun({}, {}), {}
         if self._signature is not None:
             self.guard.saw(self._signature)
 
     def _judge(self, places: list[str], rebuilt: list[Tensor]) -> None:
-        saved = {int(place.split()[2].rstrip(":")) for place in places if place.startswith("saved")}
-        others = [place for place in places if not place.startswith("saved")]
-        if others and all(place.startswith("result") for place in others) and self._rounds():
-            return
+        saved = {
+            int(place.split(maxsplit=3)[2].rstrip(":")): place
+            for place in places
+            if place.startswith(SAVED)
+        }
+        others = [place for place in places if not place.startswith(SAVED)]
         if others:
-            streams = [place for place in others if place.startswith("stream")]
-            self._refuse(
-                f"{places[0]} differs from the forward's; "
-                + (f"RNG {streams[0]} stood elsewhere" if streams else "the RNG streams agree")
-            )
-        for number in sorted(saved - self.guard.harmless):
+            chose = next((place for place in saved.values() if " of torch." in place), None)
+            if chose is None and self._rounds(others, saved):
+                return
+            self._refuse(described([*saved.values(), *others]), chose is not None)
+        for number in sorted(saved.keys() - self.guard.harmless):
             if number not in self._doubtful:
                 self.guard.doubts.add(number)
             elif self._reads(number, rebuilt[number]):
-                self._refuse(f"{places[0]} differs from the forward's, and backward reads it")
+                self._refuse(f"{saved[number]} differs from the forward's, and backward reads it")
             else:
                 self.guard.harmless.add(number)
                 self.guard.doubts.discard(number)
-        self.guard.doubts -= self._doubtful.keys() - saved
+        self.guard.doubts -= self._doubtful.keys() - saved.keys()
 
     def _reads(self, number: int, rebuilt: Tensor) -> bool:
         """Tells whether gradients depend on what differs in a saved tensor."""
@@ -216,45 +197,39 @@ class Witness:
             return not all(map(_is_near, first, other))
         return any(differing(list(zip(first, other, strict=True))))
 
-    def _rounds(self) -> bool:
+    def _rounds(self, others: list[str], saved: dict[int, str]) -> bool:
+        """Tells whether results alone differ, by rounding. Warns with the name of the operator."""
         before, now = self._forward.outputs, self._replay.outputs
-        if not before or not all(map(_is_near, before, now)):
+        if not before or not all(place.startswith("result") for place in others):
             return False
+        if not all(map(_is_near, before, now)):
+            return False
+        result = now[int(others[0].split()[1])]
+        operator = self._producers[min(saved)] if saved else _operator(result.grad_fn)
         warnings.warn(
-            f"{self._name}: a replay differs from its forward by rounding, because a kernel of "
-            "this device does not repeat itself. torch.use_deterministic_algorithms(True) names it",
+            f"{self._name}: a replay differs from its forward by rounding, first in the result of "
+            f"{operator}: this operator does not repeat itself on this device. With "
+            "torch.use_deterministic_algorithms(True) gradients are equal to the bit",
             stacklevel=2,
         )
         return True
 
-    def _compare_left(self, before: _Belongings, now: _Belongings, values: list[int]) -> None:
-        size = len(before.hashes)
-        if before.names == now.names:
-            for name, one, other in zip(before.names, values[:size], values[size:], strict=True):
-                if one != other:
-                    self._refuse(f"it changed {name}, a second time after the forward")
-        for name, parts in before.parts.items():
-            if not same(parts, now.parts.get(name, [])):
-                self._refuse(f"it changed {name}, a second time after the forward")
-
-    def _refuse_graph(self, before: frozenset[str], now: frozenset[str]) -> None:
-        lost, new = sorted(before - now), sorted(now - before)
-        changes = [f"lost {', '.join(lost)}"] if lost else []
-        changes += [f"has {', '.join(new)} besides"] if new else []
-        raise RecomputeMismatch(
-            f"{self._name}: the graph of a replay is not the forward's: it {' and '.join(changes)}"
-        )
-
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, chose: bool = False) -> None:
         earlier = (
             ""
             if self._call == 1 or self.guard.verify is True
             else " Earlier steps may have been wrong already."
         )
         raise RecomputeMismatch(
-            f"a replay is not what its forward was at {self._name}, {what}.{earlier} The layer "
-            "reads or changes something that a replay cannot restore (docs/any-model.md): take the "
-            "layer out of the policy"
+            f"a replay is not what its forward was at {self._name}, {what}.{earlier} "
+            + (
+                "The layer chose otherwise, as a router does whose noise or ties do not repeat: "
+                "make the choice repeatable, or"
+                if chose
+                else "The layer reads or changes something that a replay cannot restore "
+                "(docs/any-model.md):"
+            )
+            + " take the layer out of the policy"
         )
 
     def _attributes(self) -> Iterator[tuple[str, Tensor]]:
@@ -270,71 +245,27 @@ class Witness:
                             yield f"attribute {path}.{name} {number}", each
 
 
-class _Run:
-    """What is seen of one run: of the forward, or of a replay.
+class _LayerRun(Run):
+    """One run of a layer.
 
-    places: the names of what is hashed, with shapes. hashes: one each, on its device.
-    entries: the arguments by their edges in the graph, since a replay gets new tensors.
-    reached: the names of the arguments and parameters that the results reach.
-    outputs: the tensors among the results.
+    given, attributes: the arguments, and the tensors of the layer that are inputs of the graph.
+    inputs: the names of the graph's inputs. outputs: the tensors among the results.
     """
 
-    def __init__(self) -> None:
-        self.places: list[str] = []
-        self.hashes: list[Tensor] = []
-        self.entries: dict[tuple[Any, int], str] = {}
-        self.reached: frozenset[str] = frozenset()
-        self.outputs: list[Tensor] = []
-
-    def see(self, place: str, tensor: Tensor, hashed: Tensor | None = None) -> None:
-        """Hashes a tensor, unless that was done before."""
-        self.places.append(f"{place}: tensor 0 {list(tensor.shape)}")
-        self.hashes.append(quick_hash(tensor) if hashed is None else hashed)
-
-    def see_streams(self, when: str, rng: Generators | None) -> None:
-        """Hashes the states of the random-number generators."""
-        if rng is None:
-            return
-        now = Randomness.now(rng)
-        for name, state in zip((*now.names.names, "cpu"), now.states, strict=False):
-            self.places.append(f"stream {name} {when}")
-            self.hashes.append(quick_hash(state))
-
-    def enter(self, place: str, value: Tensor) -> None:
-        """Takes note of an input of the graph, which its base stands for as well."""
-        base = base_of(value)
-        for each in (value, base) if base is not None and base.requires_grad else (value,):
-            edge = get_gradient_edge(each)
-            self.entries.setdefault((edge.node, edge.output_nr), place)
-
-    def reaches(self, results: list[Tensor], parameters: dict[int, str]) -> Iterator[str]:
-        """Yields the names of the inputs and parameters that the results depend on."""
-        edges: list[tuple[Any, int]] = [
-            (value.grad_fn, value.output_nr) for value in results if value.grad_fn is not None
+    def __init__(self, given: dict[str, Tensor], attributes: dict[str, Tensor]) -> None:
+        super().__init__()
+        named = given | attributes
+        self.inputs = inputs_of(named.items())
+        self.given: list[Any] = [
+            each if each.is_leaf else GradientEdge(each.grad_fn, each.output_nr)  # type: ignore[arg-type]
+            for each in named.values()
+            if each.requires_grad
         ]
-        # The search goes back through the graph and stops at the inputs: their own history is
-        # that of the caller, and a replay does not have it. A node with a `variable` accumulates
-        # the gradient of that leaf.
-        seen = set()
-        while edges:
-            edge = edges.pop()
-            node = edge[0]
-            if node is None or edge in seen:
-                continue
-            seen.add(edge)
-            if edge in self.entries:
-                yield self.entries[edge]
-                continue
-            if hasattr(node, "variable"):
-                yield parameters.get(
-                    id(node.variable), "a tensor that is no parameter of the layer"
-                )
-            edges += node.next_functions
+        self.outputs: list[Tensor] = []
 
     def gradients(self, results: list[Tensor], layer: nn.Module) -> list[Tensor]:
         """Returns the gradients of the results, weighted at random, of all inputs."""
-        inputs: list[Any] = [GradientEdge(*edge) for edge in self.entries]
-        inputs += [each for each in layer.parameters() if each.requires_grad]
+        inputs = [*self.given, *(each for each in layer.parameters() if each.requires_grad)]
         random = torch.Generator().manual_seed(1)
         weights = [
             torch.rand(each.shape, generator=random).to(each)
@@ -372,24 +303,24 @@ class _Belongings:
         self.names = list(tensors)
         self.hashes = [quick_hash(each) for each in tensors.values()]
 
+    def first_other(self, now: _Belongings) -> str | None:
+        """Returns the name of what has changed, or None."""
+        names = [
+            name for name, parts in self.parts.items() if not same(parts, now.parts.get(name, []))
+        ]
+        values = read([*self.hashes, *now.hashes])
+        if self.names == now.names:
+            pairs = zip(
+                self.names, values[: len(self.names)], values[len(self.names) :], strict=True
+            )
+            names = [name for name, one, other in pairs if one != other] + names
+        return names[0] if names else None
+
 
 def hash_last(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the hashes of the tensors that a replay saved last, when it might stop."""
-    with _unobserved():
+    with unobserved():
         return [quick_hash(each) for each in tensors[-NUM_LAST:]]
-
-
-def is_repeated(before: list[Tensor], now: list[Tensor]) -> bool:
-    """Tells whether these hashes agree. Waits once."""
-    values = read([*before, *now])
-    return values[: len(before)] == values[len(before) :]
-
-
-@contextmanager
-def _unobserved() -> Iterator[None]:
-    """Hides operations from modes and from autograd: they are no part of the layer."""
-    with torch.no_grad(), disable_current_modes(), without_torch_function():
-        yield
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -406,16 +337,15 @@ def _may_round(tensors: list[Tensor]) -> bool:
     )
 
 
+def _operator(node: Any) -> str:
+    """Returns the name of the operator that made a tensor. node: the tensor's grad_fn, or None."""
+    name: str = "an operator without a gradient" if node is None else node.name()
+    return name.partition("Backward")[0]
+
+
 def _is_near(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or not one.is_floating_point():
         return one.shape == other.shape and torch.equal(one, other)
     size = one.detach().double().abs().amax() if one.numel() else torch.zeros(())
     error = (one.detach().double() - other.detach().double()).abs()
     return bool((error <= ROUNDING * size).all())
-
-
-def _first_other(before: list[str], now: list[str]) -> str:
-    for one, other in zip(before, now, strict=False):
-        if one != other:
-            return f"{one} in forward, {other} in the replay"
-    return f"{len(before)} tensors in forward, {len(now)} in the replay"

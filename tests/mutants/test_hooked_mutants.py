@@ -13,16 +13,24 @@ from torch import Tensor, nn
 from megatron_lite.recompute import (
     apply,
     caches,
+    graph,
     hooked,
     layer_state,
     ops,
+    own_generators,
     saved,
     surroundings,
     witness,
 )
 from megatron_lite.recompute import call_arguments as arguments
 from megatron_lite.recompute.randomness import Randomness
-from tests.recompute import test_families, test_hooked, test_hooked_refusals, test_other_ways
+from tests.recompute import (
+    test_families,
+    test_hooked,
+    test_hooked_refusals,
+    test_other_ways,
+    test_silent,
+)
 from tests.support import odd_layers
 from tests.support.mutants import Mutant, assert_seen, replaces
 
@@ -34,12 +42,12 @@ def a_replay_changes_buffers_once_more(_, self):
     return nullcontext()
 
 
-@replaces("put", layer_state._ModuleState)
+@replaces("put", layer_state._HolderState)
 def attributes_are_those_of_the_last_forward(_, self, again, around):
     pass
 
 
-@replaces("put", layer_state._ModuleState)
+@replaces("put", layer_state._HolderState)
 def weights_are_those_of_backward(put, self, again, around):
     self.registries.pop("_parameters")
     return put(self, again, around)
@@ -50,7 +58,7 @@ def batchnorm_is_believed_to_count_its_writes(_, tensor):
     return False
 
 
-@replaces("settle", layer_state._ModuleState)
+@replaces("settle", layer_state._HolderState)
 def an_attribute_holds_the_graph_of_the_forward_before(_, self):
     pass
 
@@ -77,9 +85,9 @@ def a_generator_of_the_layer_goes_on_in_the_replay(_, states):
     return nullcontext()
 
 
-@replaces("replayed", hooked.HostRandomness)
+@replaces("is_changed", own_generators.GeneratorState)
 def pythons_and_numpys_numbers_go_on_in_the_replay(_, self):
-    return nullcontext()
+    return False
 
 
 @replaces("autocast_states", surroundings)
@@ -112,19 +120,30 @@ def nobody_looks_whether_an_object_was_changed(_, before, now):
     return True
 
 
-@replaces("compare", hooked._LayerCall)
-def nobody_counts_what_a_replay_saves(_, self, number, tensor):
+@replaces("_refuse", hooked._Rebuilt)
+def nobody_counts_what_a_replay_saves(_, self, what):
     pass
 
 
 @replaces("save", witness.Witness)
-def saved_values_are_not_compared(_, self, tensor):
+def saved_values_are_not_compared(_, self, tensor, producer):
     pass
 
 
-@replaces("reaches", witness._Run)
-def the_graph_is_not_compared(_, self, results, parameters):
-    return iter(())
+@replaces("of", graph.Graph)
+def the_graph_is_not_compared(_, results, inputs):
+    return graph.Graph()
+
+
+@replaces("settle", layer_state.LayerState)
+def a_first_call_that_wrote_to_a_parameter_is_rebuilt(settle, self):
+    settle(self)
+    return True
+
+
+@replaces("has_attributes", layer_state)
+def objects_are_counted_twice(_, value):
+    return False
 
 
 @replaces("_copied", caches)
@@ -225,6 +244,16 @@ MUTANTS = [
         dict(policy="*:full"),
     ),
     Mutant(the_graph_is_not_compared, test_hooked_refusals.test_verify_sees_a_lost_edge),
+    Mutant(
+        a_first_call_that_wrote_to_a_parameter_is_rebuilt,
+        test_silent.test_it_is_equal_or_refused,
+        dict(name="its own parameter, which it writes", policy="*:full", verify=False),
+    ),
+    Mutant(
+        objects_are_counted_twice,
+        test_silent.test_what_only_counts_is_counted_once,
+        dict(policy="*:full", verify=False),
+    ),
     Mutant(
         layers_fill_the_callers_cache,
         test_families.test_the_default_call_of_a_family_trains_as_without_a_policy,

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
+from megatron_lite.recompute import witness
 from megatron_lite.recompute.apply import apply_policy_
+from megatron_lite.recompute.verified_memory import verified_memory
 from megatron_lite.recompute.verify import RecomputeMismatch
 
 
@@ -213,3 +217,75 @@ def test_a_warning_shows_the_line_of_the_users_program() -> None:
     with pytest.warns(UserWarning, match="keep no keys and values") as caught:
         model(input_ids=TOKENS, labels=TOKENS)
     assert [warning.filename for warning in caught] == [__file__]
+
+
+class Chain(nn.Module):
+    """A layer whose forward holds nearly nothing but what it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(2**19))
+        self.load = torch.zeros(2**19)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for _ in range(60):
+            hidden = hidden.sin()
+        return hidden
+
+
+def test_the_memory_of_a_verified_call_is_known_before() -> None:
+    def peaks(verify: bool) -> list[int]:
+        """Returns those of two calls."""
+        model = nn.Sequential(Chain())
+        apply_policy_(model, layers_fqn="", policy="*:full", verify=verify)
+        found = []
+        for _ in range(2):
+            with allocator_peak() as measured:
+                model(given)
+            found.append(measured.peak_bytes)
+        return found
+
+    given = torch.rand(2**19, requires_grad=True)
+    predicted = verified_memory(Chain(), given)
+    assert predicted == (59 * given.nbytes, 3 * given.nbytes)
+    first, second = peaks(verify=True)
+    _, unverified = peaks(verify=False)
+    assert first - second == pytest.approx(predicted.copied_bytes, rel=0.05)
+    assert second - unverified == pytest.approx(predicted.held_bytes, rel=0.05)
+
+
+def test_the_first_call_does_not_copy_parameters() -> None:
+    model = nn.Sequential(nn.Linear(1024, 2048))
+    apply_policy_(model, layers_fqn="", policy="*:full")
+    with allocator_peak() as measured:
+        model(torch.rand(1, 1024))
+    assert measured.peak_bytes < 4 * 2**20  # the weight has 8 MiB, which the hash reads in parts
+
+
+class Wobbles(torch.autograd.Function):
+    """An operator that does not repeat itself, as kernels that add in any order."""
+
+    runs = 0
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        Wobbles.runs += 1
+        return value * (1 + 1e-6 * Wobbles.runs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+
+def test_an_operator_that_does_not_repeat_itself_on_the_device_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Layer(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return Wobbles.apply(hidden.exp()).sin()
+
+    monkeypatch.setattr(witness, "_may_round", lambda tensors: True)  # as on a GPU
+    model = nn.Sequential(Layer())
+    apply_policy_(model, layers_fqn="", policy="*:full")
+    with pytest.warns(UserWarning, match="by rounding, first in the result of Wobbles: "):
+        model(torch.rand(5, requires_grad=True)).sum().backward()

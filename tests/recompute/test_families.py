@@ -16,7 +16,7 @@ import torch
 
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign import SITUATIONS, differences, train
-from tests.support.foreign_families import FAMILIES, VARIANTS, language_loss, tokens
+from tests.support.foreign_families import FAMILIES, NEWER, VARIANTS, language_loss, newer, tokens
 from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on
 from tests.support.pairs import covered, thirds
 
@@ -61,6 +61,18 @@ def test_every_way_to_train_gives_the_gradients_of_the_plain_model(
 @pytest.mark.parametrize("name", FAMILIES)
 def test_verify_finds_nothing_to_object_to(name: str, text: str) -> None:
     assert faults(name, text, verify=True) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"])
+@pytest.mark.parametrize("name", NEWER)
+def test_the_default_call_of_a_newer_family_trains_as_without_a_policy(
+    name: str, text: str
+) -> None:
+    foreign = newer(name)
+    if foreign is None:
+        pytest.skip(f"the installed transformers has no {name}")
+    assert differences(train(foreign), train(foreign, prepare=policy_on(foreign, text))) == []
 
 
 @cache

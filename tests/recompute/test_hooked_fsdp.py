@@ -1,5 +1,5 @@
-"""Policies on models that FSDP2 shards: units around layers, units inside layers, and either order
-of wrapping."""
+"""Policies on models that FSDP2 or FSDP1 shards: units around layers, units inside layers, and
+either order of wrapping."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches
@@ -66,3 +68,82 @@ def faults(rank: int, world_size: int) -> None:
 @pytest.mark.slow
 def test_fsdp2_shards_a_model_with_a_policy_to_the_same_bits() -> None:
     run_ranks(faults, 2)
+
+
+def trained_in_fsdp1(
+    rank: int, policy: str | None, policy_first: bool, use_orig_params: bool
+) -> list[Any]:
+    """Losses and this rank's gradients of three steps."""
+    torch.manual_seed(3)
+    model, cpu = Model(Block), torch.device("cpu")
+    if policy is not None and policy_first:
+        apply_policy_(model, layers_fqn="layers", policy=policy)
+    for name in ("0", "1", "2", "embedding"):
+        parent = model if name == "embedding" else model.layers
+        unit = FullyShardedDataParallel(
+            getattr(parent, name), use_orig_params=use_orig_params, device_id=cpu
+        )
+        setattr(parent, name, unit)
+    if policy is not None and not policy_first:
+        apply_policy_(model, layers_fqn="layers", policy=policy)
+    torch.manual_seed(rank)
+    found: list[Any] = []
+    for batch in batches():
+        loss = model(batch + rank)
+        loss.backward()
+        found += [loss.detach(), *(each.grad for each in model.parameters())]
+        with torch.no_grad():
+            for each in model.parameters():
+                if each.grad is not None:
+                    each.sub_(each.grad)
+                each.grad = None
+    return found
+
+
+def faults_in_fsdp1(rank: int, world_size: int) -> None:
+    for use_orig_params in (False, True):
+        expected = trained_in_fsdp1(rank, None, False, use_orig_params)
+        for policy in ("*:full", "*:ops(matmul)", "*:full@host"):
+            for policy_first in (False, True):
+                found = trained_in_fsdp1(rank, policy, policy_first, use_orig_params)
+                assert_equal(found, expected)
+    layer = Deep()
+    layer.inner = FullyShardedDataParallel(layer.inner, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="around a part of a layer"):
+        apply_policy_(nn.Sequential(layer), layers_fqn="", policy="*:full")
+
+
+@pytest.mark.slow
+def test_fsdp1_shards_a_model_with_a_policy_to_the_same_bits() -> None:
+    run_ranks(faults_in_fsdp1, 2)
+
+
+def trained_in_dtensors(rank: int, world_size: int, policy: str | None) -> list[Any]:
+    """Losses and whole gradients of a model whose layers are split by torch's own DTensors."""
+    torch.manual_seed(3)
+    model, mesh = Model(Block), init_device_mesh("cpu", (world_size,))
+    for layer in model.layers:
+        layer.dropout.p = 0.0
+        plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
+    if policy is not None:
+        apply_policy_(model, layers_fqn="layers", policy=policy)
+    losses = [model(batch) for batch in batches()]
+    for loss in losses:
+        loss.backward()
+    gradients = [each.grad for each in model.parameters()]
+    return [
+        *(loss.detach() for loss in losses),
+        *(each.full_tensor() if isinstance(each, DTensor) else each for each in gradients),
+    ]
+
+
+def faults_in_dtensors(rank: int, world_size: int) -> None:
+    expected = trained_in_dtensors(rank, world_size, None)
+    for policy in ("*:full", "*:ops(matmul)", "*:ops(matmul,collective)", "*:ops(matmul)@host"):
+        assert_equal(trained_in_dtensors(rank, world_size, policy), expected)
+
+
+@pytest.mark.slow
+def test_layers_of_dtensors_train_to_the_same_bits() -> None:
+    run_ranks(faults_in_dtensors, 2)

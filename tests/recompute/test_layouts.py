@@ -29,7 +29,14 @@ from tests.support.pairs import sampled
 from tests.support.ranks import run_ranks
 
 GPT, LLAMA, *_ = MODELS.values()
-SOME = ("uniform 2", "core_attn+layernorm+mlp", "pointwise", "*:pointwise@host", OPS[-1])
+SOME = (
+    "uniform 2",
+    "core_attn+layernorm+mlp",
+    "pointwise",
+    "*:pointwise@host",
+    OPS[-1],
+    f"{OPS[-1]}, verified",
+)
 SPLIT = ("uniform 1 split", "block 3 split", "*:full/2@split+host", "*:full/2@split, contiguous")
 
 

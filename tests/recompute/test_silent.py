@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
+from megatron_lite.recompute.verify import RecomputeMismatch
 from tests.support.foreign import Foreign
 from tests.support.odd_layers import Block, Model, assert_equal, batches, outcome
-from tests.support.odd_state import CONTEXTS, STATES
+from tests.support.odd_state import (
+    CONTEXTS,
+    STATES,
+    CountsTogether,
+    OnlyCounts,
+    Routes,
+    case,
+    plainly,
+)
 
 POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
 CASES = {**STATES, **CONTEXTS}
@@ -53,6 +62,30 @@ def test_it_is_equal_or_refused(name: str, policy: str, verify: Any) -> None:
     else:
         assert expected is not None, "plain torch refuses"
         assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)"])
+def test_a_router_that_chooses_otherwise_is_named(policy: str) -> None:
+    with pytest.raises(
+        RecomputeMismatch, match=r"saved tensor \d+: .*chose otherwise, as a router"
+    ):
+        trained(case(Routes), policy)
+
+
+@pytest.mark.parametrize("verify", ["first", False])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_only_counts_is_counted_once(policy: str, verify: Any) -> None:
+    counted: list[Any] = []
+
+    def build() -> nn.Module:
+        OnlyCounts.everyone.__init__()
+        model = Model(CountsTogether)
+        counted[:] = [OnlyCounts.everyone, *(layer.stats for layer in model.layers)]
+        return model
+
+    trained(Foreign(build=build, loss=plainly, lists=("layers",)), policy, verify=verify)
+    assert counted[0].total == counted[0].log[-1] == counted[0].kinds["call"] == 27
+    assert [stats["call"] for stats in counted[1:]] == [9, 9, 9]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

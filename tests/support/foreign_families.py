@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
@@ -206,6 +207,117 @@ def family(
 ) -> Foreign:
     """Returns the description of a model of transformers."""
     return Foreign(build=build, loss=loss, lists=lists, may_refuse=may_refuse, inner=inner)
+
+
+MAMBA2: dict[str, Any] = dict(
+    mamba_d_state=8, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_chunk_size=4
+)
+EXPERTS: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2)
+MOE: dict[str, Any] = dict(EXPERTS, moe_intermediate_size=16)
+LAYER_INPUTS: dict[str, Any] = dict(
+    num_hidden_layers=4,
+    head_dim=8,
+    vocab_size_per_layer_input=VOCAB,
+    hidden_size_per_layer_input=8,
+    num_kv_shared_layers=2,
+    sliding_window=4,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
+# By name: the prefix of the classes, "Text" if the configuration is that of a part, its options.
+# They have caches of several kinds, experts, or layers that share keys and values.
+NEWER: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Jamba": (
+        "Jamba",
+        "",
+        dict(
+            EXPERTS,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            attn_layer_period=3,
+            attn_layer_offset=1,
+            mamba_d_state=4,
+            mamba_dt_rank=4,
+        ),
+    ),
+    "Bamba": ("Bamba", "", dict(MAMBA2, attn_layer_indices=[1])),
+    "Falcon-H1": ("FalconH1", "", dict(MAMBA2, mamba_d_ssm=64)),
+    "LFM2": ("Lfm2", "", dict(layer_types=["conv", "full_attention", "conv"])),
+    "Qwen3-Next": (
+        "Qwen3Next",
+        "",
+        dict(
+            MOE,
+            head_dim=8,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            shared_expert_intermediate_size=16,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        ),
+    ),
+    "Zamba2": (
+        "Zamba2",
+        "",
+        dict(
+            num_hidden_layers=4,
+            mamba_d_state=8,
+            mamba_ngroups=1,
+            mamba_headdim=16,
+            n_mamba_heads=4,
+            chunk_size=4,
+            num_mem_blocks=1,
+            layers_block_type=["mamba", "hybrid"] * 2,
+            adapter_rank=4,
+        ),
+    ),
+    "Nemotron-H": (
+        "NemotronH",
+        "",
+        dict(
+            num_hidden_layers=4,
+            layers_block_type=["mamba", "attention", "moe", "mamba"],
+            head_dim=8,
+            ssm_state_size=8,
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            n_groups=1,
+            chunk_size=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            moe_shared_expert_intermediate_size=16,
+        ),
+    ),
+    "GraniteMoeHybrid": (
+        "GraniteMoeHybrid",
+        "",
+        dict(
+            MAMBA2,
+            layer_types=["mamba", "attention", "mamba"],
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=16,
+        ),
+    ),
+    "Gemma 3n": (
+        "Gemma3n",
+        "Text",
+        dict(LAYER_INPUTS, laurel_rank=4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
+    ),
+    "Gemma 4": ("Gemma4", "Text", dict(LAYER_INPUTS, global_head_dim=8)),
+    "Qwen3-MoE": ("Qwen3Moe", "", dict(MOE, output_router_logits=True)),
+}
+
+
+def newer(name: str) -> Foreign | None:
+    """Returns a family of NEWER, or None if the installed transformers lacks it."""
+    prefix, part, options = NEWER[name]
+    model = getattr(transformers, f"{prefix}ForCausalLM", None)
+    config = getattr(transformers, f"{prefix}{part}Config", None)
+    if model is None or config is None:
+        return None
+    return family(lambda: model(config(**(DECODER | options))).train(), "model.layers")
 
 
 FAMILIES: dict[str, Foreign] = {

@@ -7,8 +7,11 @@ docs/who-is-right.md.
 from __future__ import annotations
 
 import contextvars
+import itertools
+import os
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -201,7 +204,7 @@ class Load(Block):
 
 class Collector:
     def __init__(self) -> None:
-        self.total = 0.0
+        self.total, self.log, self.kinds = 0.0, [], Counter[str]()
 
 
 class Collects(Block):
@@ -217,9 +220,80 @@ class Collects(Block):
 
 
 class OnlyCounts(Collects):
+    """Counts its calls in an object, which all layers may share."""
+
+    everyone = Collector()
+
+    def __init__(self, shared: bool = False) -> None:
+        super().__init__()
+        self.stats = Counter[str]()
+        self.collector = self.everyone if shared else Collector()
+
     def forward(self, hidden: Tensor) -> Tensor:
         self.collector.total += 1.0
+        self.collector.log.append(self.collector.total)
+        self.collector.kinds["call"] += 1
+        self.stats["call"] += 1
         return self.body(hidden)
+
+
+class CountsTogether(OnlyCounts):
+    def __init__(self) -> None:
+        super().__init__(shared=True)
+
+
+class CountsOutside(Block):
+    """Counts in an object that is reached by a function alone: no replay can put it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        counter = itertools.count()
+        self.next = lambda: next(counter)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden * (1.0 + self.next()))
+
+
+class Routes(Block):
+    """Sends each token to one of two experts, by a noise that no replay can repeat."""
+
+    noise = staticmethod(lambda size: torch.tensor([*os.urandom(size)]) / 255)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scores = self.first(hidden)[:, 0].sigmoid() + self.noise(len(hidden))
+        chosen = scores.topk(2).indices
+        return hidden.index_add(0, chosen, self.body(hidden[chosen]))
+
+
+class RoutesAgain(Routes):
+    """Its noise comes from torch's generator, so a replay repeats it."""
+
+    noise = staticmethod(torch.rand)
+
+
+def adapters_exchanged(model: nn.Module, number: int) -> Tensor:
+    """Chooses other adapters after the forward, as peft's `set_adapter` does."""
+    for chosen in ("left", "right") if number else ("right", "left"):
+        for layer in model.layers:
+            layer.use(chosen)
+        if chosen == ("left" if number else "right"):
+            loss = plainly(model, number)
+    return loss
+
+
+class Adapters(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("left", "right")})
+        self.active = ["left"]
+
+    def use(self, name: str) -> None:
+        self.active = [name]
+        for key, adapter in self.adapters.items():
+            adapter.requires_grad_(key == name)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.body(hidden) + sum(self.adapters[name](hidden) for name in self.active)
 
 
 class WritesSaved(Block):
@@ -362,8 +436,12 @@ STATES: dict[str, Foreign] = {
     "a Random of Python": case(OwnPython),
     "generators in containers": case(NestedGenerators),
     "plain tensors, arrays and nested lists that it writes": case(Load),
-    "an object that it changes and reads": case(Collects, may_refuse=True),
-    "an object that it changes": case(OnlyCounts, may_refuse=True),
+    "an object that it changes and reads": case(Collects),
+    "objects that only count": case(OnlyCounts),
+    "an object that only counts, of all layers": case(CountsTogether),
+    "a counter that only a function knows": case(CountsOutside, may_refuse=True),
+    "a router whose noise repeats": case(RoutesAgain),
+    "adapters exchanged before backward": case(Adapters, adapters_exchanged),
     "a saved result that it writes afterwards": case(WritesSaved, may_refuse=True),
     "RReLU, last": case(RRelu),
     "RReLU, before a sum": case(RReluBeforeSum),
