@@ -212,7 +212,7 @@ def _tensor(kept: SavedHandle) -> Tensor:
 
 
 def _can_move(tensor: Tensor, kind: str) -> bool:
-    if tensor.device.type != kind or tensor.dtype == torch.uint8:
+    if tensor.device.type != kind or tensor.dtype == torch.uint8 or tensor.layout != torch.strided:
         return False
     # A view of the moved bytes is rebuilt from dtype, size, stride and offset. That is not enough
     # for a tensor subclass, nor for a lazy conjugate or negation.

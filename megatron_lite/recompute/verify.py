@@ -40,7 +40,8 @@ class Run:
 
     def see(self, place: str, tensor: Tensor, hashed: Tensor | None = None) -> None:
         """Hashes a tensor, unless that was done before."""
-        values = "" if tensor.is_floating_point() else f" of {tensor.dtype}"
+        is_choice = not (tensor.is_floating_point() or tensor.is_complex())  # an index, or a mask
+        values = f" of {tensor.dtype}" if is_choice else ""
         self.places.append(f"{place} {list(tensor.shape)}{values}")
         self.hashes.append(quick_hash(tensor) if hashed is None else hashed)
 

@@ -170,7 +170,7 @@ class Witness:
             chose = next((place for place in saved.values() if " of torch." in place), None)
             if chose is None and self._rounds(others, saved):
                 return
-            self._refuse(described([*saved.values(), *others]), chose is not None)
+            self._refuse(described(places), chose is not None)
         for number in sorted(saved.keys() - self.guard.harmless):
             if number not in self._doubtful:
                 self.guard.doubts.add(number)

@@ -91,8 +91,10 @@ def modules(training: bool) -> Iterator[Case]:
             yield name, make, given.args, given.kwargs
 
 
-def train(case: Case, policy: str | None, **options: Any) -> list[Any]:
-    """Returns results, gradients and state after each step."""
+def train(
+    case: Case, policy: str | None, mode: Callable[[], Any] = nullcontext, **options: Any
+) -> list[Any]:
+    """Returns results, gradients and state after each step. mode: around each forward."""
     _, make, args, kwargs = case
     torch.manual_seed(2)
     model = nn.Module()
@@ -102,7 +104,8 @@ def train(case: Case, policy: str | None, **options: Any) -> list[Any]:
     given = tree_map(_fresh, (args, kwargs))
     found: list[Any] = []
     for _ in range(NUM_STEPS):
-        result = model.layers[0](*given[0], **given[1])
+        with mode():
+            result = model.layers[0](*given[0], **given[1])
         losses = [
             torch.view_as_real(each).sum() if each.is_complex() else each.square().sum()
             for each in tree_leaves(result)
@@ -145,14 +148,13 @@ def faults(cases: Iterator[Case], policy: str, **options: Any) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                with mode():
-                    plain, again = train(case, None), train(case, None)
+                plain, again = train(case, None, mode), train(case, None, mode)
             except Exception:
                 continue
             if not all(map(is_equal, plain, again)):
                 continue  # plain torch does not repeat it
             try:
-                found = train(case, policy, **options)
+                found = train(case, policy, nullcontext, **options)
             except Exception as error:
                 lines.append(f"{case[0]}: {type(error).__name__}: {str(error)[:300]}")
                 continue
