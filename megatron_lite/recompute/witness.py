@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import get_gradient_edge
 
 from megatron_lite.parallel.rng import Generators
 from megatron_lite.parallel.tensor_hash import differing, quick_hash, read
@@ -257,7 +257,7 @@ class _LayerRun(Run):
         named = given | attributes
         self.inputs = inputs_of(named.items())
         self.given: list[Any] = [
-            each if each.is_leaf else GradientEdge(each.grad_fn, each.output_nr)  # type: ignore[arg-type]
+            each if each.is_leaf else get_gradient_edge(each)
             for each in named.values()
             if each.requires_grad
         ]
