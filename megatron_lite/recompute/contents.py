@@ -42,7 +42,7 @@ LIBRARIES = frozenset({"torch", "megatron_lite", "functools"})  # their objects 
 def has_attributes(value: Any) -> bool:
     """Tells whether the value is an object of Python whose state is its attributes."""
     return (
-        hasattr(value, "__dict__")
+        type(getattr(value, "__dict__", None)) is dict
         and not isinstance(value, (*CONSTANT, Tensor, np.ndarray))
         and not is_generator(value)
         and type(value).__module__.partition(".")[0] not in LIBRARIES

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.tensor_hash import quick_hash, read
-from megatron_lite.recompute.contents import contents, has_attributes, same
+from megatron_lite.recompute.contents import MAX_PARTS, contents, has_attributes, same
 from megatron_lite.recompute.own_generators import GLOBAL, GeneratorState, drawn_again, is_generator
 from megatron_lite.recompute.versions import check_unwritten, has_values, version_of
 
@@ -74,7 +74,7 @@ class LayerState:
         for path, holder in holders:  # the objects inside are added
             state = _HolderState.of(holder, path, owns_parameters, known)
             self._holders[path] = state
-            for name, each in state.objects:
+            for name, each in state.objects[: max(0, MAX_PARTS - len(holders))]:
                 if self.is_first and isinstance(holder, nn.Module):
                     self._objects[name] = each, list(contents(each))
                 if self.is_first or name in found or not isinstance(holder, nn.Module):
