@@ -100,13 +100,13 @@ class Exits:
     def now(self) -> str | None:
         """Returns why the run must end at this point; None if it goes on.
 
-        Every rank must call this at the same points. It issues one all-reduce of one number and
-        waits for the device, but only if a signal or a duration can end the run.
+        Every rank must call this at the same points. It issues one all-reduce of one number on the
+        CPU, but only if a signal or a duration can end the run. It does not wait for the device.
         """
         config = self._config
         if not config.exit_signal_handler and config.exit_duration_in_mins is None:
             return None
-        found = torch.tensor(self._found(), device=self._parallel.device)
+        found = torch.tensor(self._found())
         agreed = int(all_reduce_(found, self._parallel.world_group, dist.ReduceOp.MAX).item())
         if agreed == GO_ON:
             return None

@@ -1,12 +1,11 @@
 """The training loop: step, record, evaluate, save, until the run ends or something ends it early.
 
-On a GPU the loop reads the figures of a step only after it has started the next step. The device
-therefore never waits for the log.
+On a GPU the loop reads the figures of a step only after it has started the next step, and waits for
+the first of the two alone. The device therefore never waits for the log.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -32,6 +31,7 @@ from megatron_lite.training.document_positions import DocumentRules
 from megatron_lite.training.due import Due
 from megatron_lite.training.evaluations import Evaluations
 from megatron_lite.training.first_steps import FirstSteps
+from megatron_lite.training.iteration_line import LogExtras
 from megatron_lite.training.logging import RunLog
 from megatron_lite.training.loss_mask import masked_mean_of
 from megatron_lite.training.micro_batches import StageRunner
@@ -42,7 +42,7 @@ from megatron_lite.training.run_checkpoints import RunCheckpoints
 from megatron_lite.training.sample_order import SampleOrder, sample_order
 from megatron_lite.training.skipped import SkippedUpdates, StepFigures, counted
 from megatron_lite.training.slow_work import told_by_rank_0
-from megatron_lite.training.started_step import StartedStep
+from megatron_lite.training.started_step import StartedStep, StepEnd
 from megatron_lite.training.step import train_step
 from megatron_lite.training.watchers import Watchers
 
@@ -84,7 +84,7 @@ class Trainer:
     _skipped: SkippedUpdates = field(init=False)
     _watchers: Watchers = field(init=False)
     _started: deque[StartedStep] = field(default_factory=deque, init=False)
-    _clock: float = field(default=0.0, init=False)
+    _last_end: StepEnd = field(init=False)
     _first_steps: FirstSteps = field(init=False)
     _checkpoints: RunCheckpoints = field(init=False)
 
@@ -183,7 +183,7 @@ class Trainer:
         if reason is not None:
             log.line(f"exiting at iteration {self.progress.iteration}: {reason}")
             return False
-        self._clock = time.perf_counter()
+        self._last_end = StepEnd(self.parallel.device)
         first = self.progress.iteration + 1
         waits = self.config.parallel.distributed_timeout_seconds_after_init
         self.pulse.at(f"iteration {first}", limited=False)  # no time limit: kernels compile in it
@@ -218,7 +218,7 @@ class Trainer:
                 return False
             # The time of an evaluation or a save belongs to no iteration.
             if due.evaluation or due.save:
-                self._clock = time.perf_counter()
+                self._last_end = StepEnd(self.parallel.device)
             # The first iteration may compile kernels on some ranks, so it had the longer limit.
             if iteration == first and waits is not None:
                 set_timeout(waits)
@@ -242,10 +242,11 @@ class Trainer:
     def _steps_in_flight(self) -> int:
         """Returns how many steps may leave figures on the device while the next step starts.
 
-        Under a loss scale the next learning rate depends on whether the update was skipped.
+        Under a loss scale the next learning rate depends on whether the update was skipped. Timers
+        wait for the device anyway, and their report is that of the steps so far.
         """
-        waits = self.parallel.device.type != "cuda" or self.optimizer.loss_scale is not None
-        return 0 if waits else 1
+        waits = self.optimizer.loss_scale is not None or self._watchers.timers.run
+        return 0 if waits or not StepEnd.is_late(self.parallel.device) else 1
 
     def _start_step(self, log: RunLog) -> StartedStep:
         before = self.progress.consumed_samples
@@ -286,24 +287,26 @@ class Trainer:
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
         )
+        figures = dict(zip(StepFigures._fields, result[:4], strict=False))
+        if logged and logging.log_params_norm:
+            figures["params_norm"] = self.optimizer.params_norm()
+        if logged and logging.log_num_zeros_in_grad:
+            figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
         return StartedStep(
             iteration,
             self.progress.consumed_samples,
             batch_size,
             learning_rate,
-            result,
-            self.optimizer.params_norm() if logged and logging.log_params_norm else None,
-            self.optimizer.num_zeros_in_grad()
-            if logged and logging.log_num_zeros_in_grad
-            else None,
             decoupled_learning_rate,
+            result,
+            StepEnd(self.parallel.device, figures),
         )
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
-        """Reads a step's figures, counts them and logs them. Reading them waits for the device."""
-        figures = StepFigures.read(step.result)
-        seconds = time.perf_counter() - self._clock
-        self._clock += seconds
+        """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
+        figures = StepFigures(**step.end.figures())
+        seconds = step.end.seconds_after(self._last_end)
+        self._last_end = step.end
         self.predictions.took(seconds)
         update = None
         if figures.skipped:
@@ -320,7 +323,9 @@ class Trainer:
                 seq_length=self.config.data.seq_length,
                 activation_bytes=self.activation_bytes,
             ),
-            step.extras(),
+            LogExtras(
+                figures.params_norm, None if figures.num_zeros is None else int(figures.num_zeros)
+            ),
             peak=self.predictions.peak,
         )
         # This may end the run, so it comes after the row of the step is in the log.

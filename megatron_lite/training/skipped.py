@@ -17,8 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
-
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.blend import Dataset
@@ -35,20 +33,17 @@ SPIKES_IN_A_ROW = 10  # so many end a run without --max-skipped-updates
 
 
 class StepFigures(NamedTuple):
-    """A step's result, read from the device."""
+    """A step's figures, read from the device.
+
+    params_norm, num_zeros: only on logged iterations, and only if asked for.
+    """
 
     loss: float
     grad_norm: float
-    skipped: bool
+    skipped: float
     loss_scale: float
-
-    @classmethod
-    def read(cls, result: StepResult) -> StepFigures:
-        """Reads the figures of `result`. Waits for the device, once for all four."""
-        loss, grad_norm, skipped, loss_scale = torch.stack(
-            [value.float() for value in result[:4]]
-        ).tolist()
-        return cls(loss, grad_norm, bool(skipped), loss_scale)
+    params_norm: float | None = None
+    num_zeros: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +204,7 @@ def counted(progress: Progress, figures: StepFigures, update: SkippedUpdate | No
     """Returns the progress after a step. update: the step's skipped update, or None."""
     return replace(
         progress,
-        skipped_iterations=progress.skipped_iterations + figures.skipped,
+        skipped_iterations=progress.skipped_iterations + int(figures.skipped),
         nan_iterations=progress.nan_iterations + (not math.isfinite(figures.loss)),
         skipped_in_a_row=0 if update is None else update.in_a_row,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ from megatron_lite.parallel import collectives
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.training import step
 from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.started_step import StepEnd
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.support.streams import Stream
+from tests.training import test_step_times
 from tests.training.test_device_hot_path import check_short_case
 
 
@@ -55,7 +59,27 @@ def a_collective_is_read_before_it_ends(wait: Any, self: Any) -> Any:
     return self.result
 
 
+@replaces("figures", StepEnd)
+def figures_are_read_before_their_event(figures: Any, self: StepEnd) -> dict[str, float]:
+    return dict(zip(self._names, self._values.tolist(), strict=True))
+
+
+@replaces("figures", StepEnd)
+def figures_wait_for_all_that_was_launched(figures: Any, self: StepEnd) -> dict[str, float]:
+    if self._event is not None:
+        now = torch.cuda.Event()
+        now.record()
+        now.synchronize()
+    return figures(self)
+
+
+LATE = partial(
+    Mutant,
+    test=test_step_times.test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_other,
+)
 MUTANTS = [
+    LATE(figures_are_read_before_their_event),
+    LATE(figures_wait_for_all_that_was_launched),
     Mutant(the_loop_reads_the_loss, check_short_case, dict(number=0), error="_local_scalar_dense"),
     Mutant(nothing_waits_for_a_copy, check_short_case, dict(number=0)),
     Mutant(the_loop_prints_the_loss, check_short_case, dict(number=1), long=True),
@@ -67,5 +91,10 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize("mutant", parameters(MUTANTS))
-def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_seen(mutant, monkeypatch)
+def test_is_seen(
+    mutant: Mutant,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert_seen(mutant, monkeypatch, tmp_path=tmp_path, capsys=capsys)

@@ -281,41 +281,6 @@ def test_tensorboard_keeps_every_point_of_a_resumed_run(tmp_path: Path) -> None:
     assert [event.step for event in by_samples] == list(range(4, 81, 4))
 
 
-def test_figures_read_one_step_late_are_those_of_their_own_step(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """On a GPU they are; here the CPU is made to."""
-    from megatron_lite.training.loop import Trainer
-
-    config = tiny_run()
-    config = replace(
-        config,
-        logging=replace(
-            config.logging,
-            log_interval=1,
-            log_style="megatron",
-            log_params_norm=True,
-            log_num_zeros_in_grad=True,
-        ),
-    )
-
-    def lines() -> list[list[str]]:
-        run_to_end(config)
-        printed = [
-            line.split("|")
-            for line in capsys.readouterr().out.splitlines()
-            if "consumed samples" in line
-        ]
-        return [
-            [part for part in parts if any(word in part for word in ("loss", "norm", "zeros"))]
-            for parts in printed
-        ]
-
-    at_once = lines()
-    monkeypatch.setattr(Trainer, "_steps_in_flight", lambda self: 1)
-    assert lines() == at_once and len(at_once) == 20 and len(at_once[0]) == 5
-
-
 def test_a_last_interval_cut_short_is_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
     run_to_end(tiny_run(training=dict(train_iters=7)))
     printed = re.findall(r"^ *(\d+/7) ", capsys.readouterr().out, re.MULTILINE)

@@ -1,0 +1,122 @@
+"""A GPU that does its work late, on a CPU: what a host reads too early is 0, or a fault.
+
+The operators of a run compute at once, but the device of this stand-in is behind: it has done what
+the host has launched only up to the last event for which the host has waited. A copy to pinned
+memory is one of those things. The clock of the device goes on by N ms in step N, and by `between`
+ms for each batch of an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.training import evaluations, loop
+from megatron_lite.training.started_step import StepEnd
+
+NOT_DONE = 0.0
+
+
+class LateDevice:
+    """The state of the device. launched: the steps so far. faults: what a GPU would have punished.
+
+    waited_for: for each wait of the host the steps that it waited for, and those launched by then.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, between: float = 1000.0) -> None:
+        self.launched, self.milliseconds = 0, 0.0
+        self.waited_for: list[tuple[int, int]] = []
+        self.faults: list[str] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []  # to pinned memory, not done yet
+        self._pinned: set[int] = set()
+        self._is_finishing = False
+        self._copy, self._empty = Tensor.copy_, torch.empty
+        patch.setattr(StepEnd, "is_late", staticmethod(lambda _: True))
+        patch.setattr(torch.cuda, "Event", lambda **_: Event(self))
+        patch.setattr(torch.cuda, "synchronize", lambda *_: self.faults.append("synchronize"))
+        patch.setattr(torch, "empty", self._allocated)
+        patch.setattr(Tensor, "copy_", self._copied(Tensor.copy_))
+        for name in ("item", "tolist", "__float__", "__bool__"):
+            patch.setattr(Tensor, name, self._read(getattr(Tensor, name)))
+        patch.setattr(loop, "train_step", self._step(loop.train_step))
+        patch.setattr(evaluations, "evaluate", self._evaluation(evaluations.evaluate, between))
+        patch.setattr(loop.Trainer, "_finish_step", self._finish(loop.Trainer._finish_step))
+
+    def come_to(self, copies: int, steps: int) -> None:
+        """Does the first `copies` copies. The host waits for that, and for this many steps."""
+        self.waited_for.append((steps, self.launched))
+        for target, source in self._copies[:copies]:
+            self._copy(target, source)
+
+    @property
+    def copies(self) -> int:
+        return len(self._copies)
+
+    def _allocated(self, *sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        made = self._empty(*sizes, **options)
+        if pin_memory:
+            made.fill_(NOT_DONE)
+            self._pinned.add(id(made))
+        return made
+
+    def _copied(self, copy: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def copied(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+            if id(target) not in self._pinned:
+                return copy(target, source, non_blocking)
+            assert non_blocking, "a copy to the host that waits for the device"
+            self._copies.append((target, source.clone()))
+            return target
+
+        return copied
+
+    def _read(self, read: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def value(tensor: Tensor) -> Any:
+            if self._is_finishing and id(tensor) not in self._pinned:
+                self.faults.append("a figure is read on the device")
+            return read(tensor)
+
+        return value
+
+    def _step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            self.launched += 1
+            self.milliseconds += self.launched
+            return step(*args, **options)
+
+        return run
+
+    def _evaluation(self, evaluate: Callable[..., Any], between: float) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            self.milliseconds += between
+            return evaluate(*args, **options)
+
+        return run
+
+    def _finish(self, finish: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            self._is_finishing = True
+            finish(*args)
+            self._is_finishing = False
+
+        return run
+
+
+class Event:
+    """Stands in for torch.cuda.Event."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+
+    def record(self) -> None:
+        device = self._device
+        self.at, self._copies, self._steps = device.milliseconds, device.copies, device.launched
+
+    def synchronize(self) -> None:
+        self._device.come_to(self._copies, self._steps)
+
+    def elapsed_time(self, later: Event) -> float:
+        return later.at - self.at

@@ -1,0 +1,114 @@
+"""The time and the figures of a step are those of the step, and reading them waits for it alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.training import evaluations, loop
+from tests.support.late_device import LateDevice
+from tests.support.runs import run_to_end, tiny_run
+
+# Of 20 iterations: an evaluation and a save inside, one log line for all figures at every step.
+EVALUATIONS = dict(eval_interval=7)
+
+
+def _config(folder: Path) -> RunConfig:
+    config = tiny_run(
+        metrics=folder / "m",
+        training=EVALUATIONS,
+        checkpoint=dict(save=str(folder / "c"), save_interval=5),
+    )
+    settings = dict(
+        log_interval=1, log_style="megatron", log_params_norm=True, log_num_zeros_in_grad=True
+    )
+    return replace(config, logging=replace(config.logging, **settings))
+
+
+def _rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "m").read_text().splitlines()]
+
+
+def _figures(text: str) -> list[list[str]]:
+    """The parts of the lines that are figures of a step."""
+    words = ("loss", "norm", "zeros")
+    return [
+        [part for part in line.split("|") if any(word in part for word in words)]
+        for line in text.splitlines()
+        if "consumed samples" in line
+    ]
+
+
+def test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The late device gives zeros to who reads before the event, and notes each wait."""
+    run_to_end(_config(tmp_path / "early"))
+    early = _figures(capsys.readouterr().out)
+    with pytest.MonkeyPatch.context() as patch:
+        device = LateDevice(patch)
+        run_to_end(_config(tmp_path / "late"))
+    late = _figures(capsys.readouterr().out)
+    assert late == early and len(early) == 20 and len(early[0]) == 5
+    assert device.faults == []
+    # Each step is waited for once, in order. Only before an evaluation, a save and the end is no
+    # later step on its way.
+    assert [steps for steps, _ in device.waited_for] == list(range(1, 21))
+    drained = {5, 7, 10, 14, 15, 20}
+    assert [launched - steps for steps, launched in device.waited_for] == [
+        0 if number in drained else 1 for number in range(1, 21)
+    ]
+    # By the device's clock step N takes N ms, and an evaluation 1000 ms that belong to no step.
+    assert [row["iteration_ms"] for row in _rows(tmp_path / "late")] == pytest.approx(
+        list(range(1, 21))
+    )
+
+
+def test_on_a_cpu_an_iteration_ends_with_its_own_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only steps, evaluations and saves move."""
+    now, number = [0.0], [0]
+
+    def taking(function: Any, seconds: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            now[0] += seconds()
+            return function(*args, **options)
+
+        return run
+
+    def of_a_step() -> float:
+        number[0] += 1
+        return number[0] / 1000.0
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loop, "train_step", taking(loop.train_step, of_a_step))
+    monkeypatch.setattr(evaluations, "evaluate", taking(evaluations.evaluate, lambda: 1.0))
+    run_to_end(_config(tmp_path))
+    assert [row["iteration_ms"] for row in _rows(tmp_path)] == pytest.approx(list(range(1, 21)))
+
+
+def test_the_logged_times_add_up_to_the_time_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = []
+    train = loop.Trainer._train
+
+    def timed(*args: Any) -> bool:
+        began = time.perf_counter()
+        finished = train(*args)
+        took.append(1000.0 * (time.perf_counter() - began))
+        return finished
+
+    monkeypatch.setattr(loop.Trainer, "_train", timed)
+    run_to_end(tiny_run(metrics=tmp_path / "m", training=dict(eval_iters=0)))
+    logged = [row["iteration_ms"] for row in _rows(tmp_path)]
+    # The loop ends a little after its last step: it still logs that step.
+    assert 0.8 * took[0] < sum(logged) <= took[0]
+    assert min(logged) > 0.1 * max(logged[1:])
