@@ -25,3 +25,20 @@ def product_rows(width: int) -> int:
     They take at most 256 MiB, so that only the products of large vocabularies have parts.
     """
     return max(1, GPU_BYTES // (2 * max(1, width)))
+
+
+def has_gradient_tensor(device: str) -> bool:
+    """Returns whether a 16-bit weight's gradient is a tensor before it is added to a float32 sum.
+
+    On CUDA the product adds to the sum (parallel/products.py), so no such tensor exists.
+    """
+    return device != "cuda"
+
+
+def has_loss_blocks(device: str) -> bool:
+    """Returns whether the loss computes in float32 in blocks of rows, which are tensors.
+
+    On CUDA it is one compiled kernel for all rows (tensor_parallel/cross_entropy.py), whose only
+    further tensors have one number for each row.
+    """
+    return device != "cuda"

@@ -2,7 +2,7 @@
 
     path         who adds dy^T x to the sum                                needs
     apex         a kernel of NVIDIA apex adds it unrounded                 CUDA and apex
-    addmm        torch's matmul adds it (products.py)                      a float32 weight
+    addmm        torch's matmul adds it unrounded (products.py)            a float32 weight, or CUDA
     rounded      the layer's backward rounds it to 16 bits and adds it     torch with
                                                                            Tensor.grad_dtype
     grad_dtype   autograd rounds it to 16 bits and adds it                 the same
@@ -59,7 +59,8 @@ def accumulate_with_(
 ) -> None:
     """Makes backward add the gradient of each of these linear weights to its float32 total.
 
-    kernel: None for torch's addmm. It rounds the gradients of 16-bit weights to 16 bits first.
+    kernel: None for torch's addmm. On a CPU it rounds the gradients of 16-bit weights to 16 bits
+        first.
 
     The kernel writes into the total, which becomes the parameter's `.grad`. If `.grad` is None, the
     total holds an earlier step's gradient, which does not count. Hooks that wait for a gradient run
@@ -166,8 +167,11 @@ def summary(
         f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()
     ]
     rounded = ""
-    if dtype.itemsize == 2 and set(paths.values()) != {FUSED}:
-        others = " by other means" if {FUSED, FUSED_PROJECTION} & set(paths.values()) else ""
+    if dtype.itemsize == 2 and not set(paths.values()) <= {FUSED, ADDMM}:
+        unrounded = {
+            path for alone, (_, projection, _) in KERNELS.items() for path in (alone, projection)
+        }
+        others = " by other means" if unrounded & set(paths.values()) else ""
         rounded = f" (those of each micro-batch{others} are rounded to 16 bits first)"
     groups_text = "; ".join([*by_kernel, *by_autograd])
     return f"weight gradients are summed in float32{rounded}: {groups_text}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-import torch
 from torch import nn
 
 from megatron_lite.config.run import RunConfig
@@ -17,6 +16,7 @@ from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import apex
+from megatron_lite.parallel.products import adds_unrounded
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weight_gradient import (
     ADDMM,
@@ -124,14 +124,14 @@ def weight_paths(
     for name, weight, has_lookup in _matmul_weights(model):
         if reason or weight in compiled:
             paths[name] = reason or "the graph of a compiled layer cannot call the kernel"
-        elif kernel.value is None and weight.dtype == torch.float32:
-            paths[name] = ADDMM_PROJECTION if has_lookup else ADDMM
         elif not can_be_summed(weight.dtype):
             paths[name] = (
                 f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
             )
         elif kernel.value is not None:
             paths[name] = FUSED_PROJECTION if has_lookup else FUSED
+        elif adds_unrounded(weight.device, weight.dtype):
+            paths[name] = ADDMM_PROJECTION if has_lookup else ADDMM
         else:
             paths[name] = ROUNDED
     return paths

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config import row_blocks
 from megatron_lite.parallel import products
 from megatron_lite.tensor_parallel.row_linear import row_parallel_linear
+from tests.support import cuda_addmm
 
 
 def close(value: Tensor, left: Tensor, right: Tensor, start: Tensor | float = 0.0) -> bool:
@@ -44,6 +49,40 @@ def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(first: bo
     products.add_weight_product_(total, x, dy, first=first)
     rounded = (dy.t() @ x).float()
     assert torch.equal(total, rounded if first else start + rounded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", [False, True])
+@torch.no_grad()
+def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(
+    first: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = cuda_addmm.install(monkeypatch)
+    x, dy = torch.randn(7, 20).to(dtype), torch.randn(7, 33).to(dtype)
+    total = torch.full((33, 20), torch.nan) if first else torch.randn(33, 20)
+    start = 0.0 if first else total.double()
+    products.add_weight_product_(total, x, dy, first=first)
+    assert close(total, dy.t(), x.t(), start)
+    assert calls == {"first" if first else "later": 1}
+
+
+def test_torch_has_that_product_with_these_arguments() -> None:
+    """By its shape function, since a CPU has no such kernel."""
+    total = torch.zeros(33, 20, device="meta")
+    x, dy = (torch.zeros(7, size, dtype=torch.bfloat16, device="meta") for size in (20, 33))
+    call = functools.partial(torch.addmm, total, dy.t(), x, out_dtype=total.dtype, out=total)
+    if torch.__version__ < "2.11":  # it wants the sum to have 16 bits; such a build rounds
+        with contextlib.suppress(RuntimeError):
+            call(beta=0)
+        return
+    assert call(beta=0) is total and call(beta=1) is total
+
+
+def test_nothing_but_cuda_adds_16_bit_products_unrounded() -> None:
+    cpu = torch.device("cpu")
+    assert products.adds_unrounded(cpu, torch.float32)
+    assert not products.adds_unrounded(cpu, torch.bfloat16)
+    assert row_blocks.has_gradient_tensor("cpu") and not row_blocks.has_gradient_tensor("cuda")
 
 
 @pytest.mark.parametrize("first", [False, True])

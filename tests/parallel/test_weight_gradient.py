@@ -39,7 +39,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.loop import Trainer
-from tests.support import apex
+from tests.support import apex, cuda_addmm
 from tests.support.apex import Calls
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
@@ -276,15 +276,41 @@ def test_the_sum_is_that_of_unrounded_products(calls: Calls) -> None:
 
 
 @NEEDS_GRAD_DTYPE
+@pytest.mark.parametrize("function", ["apex", "addmm of CUDA"])
 @pytest.mark.parametrize("policy", ["*:full/2", "*:core_attn+layernorm+mlp", "*:ops(matmul)"])
-def test_no_recompute_policy_changes_a_bit_of_what_the_kernel_sums(
-    calls: Calls, policy: str
+def test_no_recompute_policy_changes_a_bit_of_unrounded_sums(
+    monkeypatch: pytest.MonkeyPatch, policy: str, function: str
 ) -> None:
+    """Nor does the choice between the two, where both sum in float32."""
+    by_kernel, by_addmm = apex.install(monkeypatch), cuda_addmm.install(monkeypatch)
+    calls = by_kernel if function == "apex" else by_addmm
     plain, recomputed = (
-        summed("gpt2", 1, fused=True, dtype=torch.bfloat16, policy=each)
+        summed("gpt2", 1, fused=True, function=function, dtype=torch.bfloat16, policy=each)
         for each in ("*:none", policy)
     )
     assert all(torch.equal(grad, recomputed[key]) for key, grad in plain.items())
+    num_calls = calls[KERNEL] or calls["first"] + calls["later"]
+    assert num_calls == 2 * 2 * 3 * (2 * 4 + 1)  # runs, steps, micro-batches, weights
+    by_apex = summed("gpt2", 1, fused=True, dtype=torch.bfloat16)
+    for key, grad in plain.items():
+        assert difference(grad, by_apex[key]) < EPSILON[torch.float32], key
+
+
+@NEEDS_GRAD_DTYPE
+def test_on_cuda_without_apex_the_log_says_that_nothing_is_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda_addmm.install(monkeypatch)
+    run = dict(bf16=True, train_iters=1, eval_iters=0)
+    untied = dict(untie_embeddings_and_output_weights=True)
+    assert said(log_of(tiny_run(training=run, model=untied))) == (
+        "weight gradients are summed in float32: 9 weights: torch's addmm"
+    )
+    assert said(log_of(tiny_run(training=run))) == (
+        "weight gradients are summed in float32 (those of each micro-batch by other means are "
+        "rounded to 16 bits first): 8 weights: torch's addmm; embedding.word_embeddings.weight: "
+        "addmm for the output projection, the layer's backward for the lookup"
+    )
 
 
 @NEEDS_GRAD_DTYPE

@@ -1,0 +1,34 @@
+"""torch.addmm with `out_dtype` as CUDA has it, on a CPU, which has none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.parallel import products
+from megatron_lite.training import apex_kernels
+
+
+def install(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Makes sums of weight gradients use it. Returns how often it was called, by "first" and
+    "later" of a sum. It refuses what CUDA refuses, and sums in float32."""
+    calls: Counter[str] = Counter()
+    plain = torch.addmm
+
+    def addmm(total: Tensor, left: Tensor, right: Tensor, **options: Any) -> Tensor:
+        out_dtype = options.pop("out_dtype", None)
+        if out_dtype is None:
+            return plain(total, left, right, **options)
+        assert left.dtype == right.dtype and left.dtype.itemsize == 2
+        assert total.dtype == out_dtype == options["out"].dtype == torch.float32
+        calls["later" if options["beta"] else "first"] += 1
+        return plain(total, left.float(), right.float(), **options)
+
+    patch.setattr(torch, "addmm", addmm)
+    for owner in (products, apex_kernels):
+        patch.setattr(owner, "adds_unrounded", lambda device, dtype: True)
+    return calls
