@@ -14,17 +14,13 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.indexed import token_dtype
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
+from tests.support.corpora import written
 from tests.support.runs import run_to_end, tiny_run
 
 
 def write(prefix: Path, seed: int = 1, documents: int = 40) -> str:
     draw = random.Random(seed)
-    with IndexedDatasetWriter(str(prefix), token_dtype(99)) as writer:
-        for _ in range(documents):
-            writer.add_document([draw.randrange(99) for _ in range(37)])
-    return str(prefix)
+    return written(prefix, ([draw.randrange(99) for _ in range(37)] for _ in range(documents)))
 
 
 def config_of(
@@ -59,14 +55,12 @@ CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda folder: dict(data_path=(str(folder / "a"), write(folder / "b", 2, 41))),
         "files",
     ),
-    "one file": (lambda folder: dict(data_path=(str(folder / "a"),)), "files"),
     "order": (lambda folder: dict(data_path=(str(folder / "b"), str(folder / "a"))), "files"),
     "weights": (
         lambda folder: dict(data_path=("0.3", str(folder / "a"), "0.7", str(folder / "b"))),
         "weights",
     ),
     "split": (lambda folder: dict(split="80,20,0"), "split"),
-    "length": (lambda folder: dict(seq_length=8), "seq_length"),
     "mock": (lambda folder: dict(data_path=(), mock_data=True), "source"),
 }
 
@@ -84,16 +78,9 @@ def test_other_data_is_refused_with_a_table(
     )
     with pytest.raises(InputError, match=table):
         run_to_end(config_of(changed, train_iters=4, load=load))
-    assert (
-        run_to_end(
-            config_of(changed, train_iters=4, load=load, allow_changed_data=True)
-        ).progress.iteration
-        == 4
-    )
-    assert (
-        run_to_end(config_of(changed, train_iters=1, load=load, finetune=True)).progress.iteration
-        == 1
-    )
+    for iterations, allowed in ((4, "allow_changed_data"), (1, "finetune")):
+        config = config_of(changed, train_iters=iterations, load=load, **{allowed: True})
+        assert run_to_end(config).progress.iteration == iterations
 
 
 def test_the_same_data_elsewhere_is_the_same_and_so_is_another_order_of_it(

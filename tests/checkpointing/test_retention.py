@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from megatron_lite.checkpointing.retention import steps_to_delete
 from megatron_lite.checkpointing.start import step_fault
 from megatron_lite.checkpointing.step_files import step_directory
-from tests.support.runs import run_to_end, tiny_run
+from tests.support.runs import run_to_end
+from tests.support.saves import saving_run
 from tests.support.starts import saved_model
 
 
@@ -43,52 +44,33 @@ def test_the_last_ones_the_nth_ones_and_later_ones_stay_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("flags", "kept"),
+    ("flags", "kept", "async_save"),
     [
-        (dict(), [2, 4, 6, 8, 10, 11]),
-        (dict(save_keep_last=2), [10, 11]),
-        (dict(save_keep_last=1), [11]),
-        (dict(save_retain_interval=4), [4, 8, 11]),
-        (dict(save_retain_interval=4, save_keep_last=3), [4, 8, 10, 11]),
+        (dict(), [2, 4, 6, 8, 10, 11], False),
+        (dict(save_keep_last=2), [10, 11], True),
+        (dict(save_retain_interval=4, save_keep_last=3), [4, 8, 10, 11], False),
     ],
 )
-@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
 def test_a_run_keeps_what_the_flags_say(
     tmp_path: Path, flags: dict[str, int], kept: list[int], async_save: bool
 ) -> None:
-    run_to_end(
-        tiny_run(
-            training=dict(train_iters=11, eval_iters=0),
-            checkpoint=dict(save=str(tmp_path), save_interval=2, async_save=async_save, **flags),
-        )
-    )
+    flags = dict(save_interval=2, async_save=async_save, **flags)
+    run_to_end(saving_run(tmp_path, 11, load=False, **flags))
     assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == kept
     assert [step_fault(step_directory(tmp_path, step)) for step in kept] == [None] * len(kept)
 
 
 def test_incomplete_steps_are_not_counted_and_not_deleted(tmp_path: Path) -> None:
     """Two of three steps are cut short: the complete one stays among the last two."""
-    common = dict(save=str(tmp_path), save_interval=1)
-    run_to_end(
-        tiny_run(training=dict(train_iters=9, eval_iters=0, exit_interval=3), checkpoint=common)
-    )
+    run_to_end(saving_run(tmp_path, 9, stop=3, load=False))
     for step in (2, 3):
         (tmp_path / f"iter_{step:07d}" / "rng_00000.safetensors").write_bytes(b"")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
     # an old one that this version cannot read
     (tmp_path / "iter_0000003").rename(tmp_path / "iter_0000000")
-    run_to_end(
-        tiny_run(
-            training=dict(train_iters=3, eval_iters=0),
-            checkpoint=dict(load=str(tmp_path), save=str(tmp_path), save_keep_last=2),
-        )
-    )
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == [
-        "iter_0000000",
-        "iter_0000001",
-        "iter_0000002.superseded",
-        "iter_0000003",
-    ]
+    run_to_end(saving_run(tmp_path, 3, save_interval=None, save_keep_last=2))
+    kept = ["iter_0000000", "iter_0000001", "iter_0000002.superseded", "iter_0000003"]
+    assert names(tmp_path) == kept
 
 
 def test_steps_that_were_set_aside_go_once_the_run_has_come_as_far(tmp_path: Path) -> None:

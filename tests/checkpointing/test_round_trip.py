@@ -63,7 +63,7 @@ HERE = "TP 2, sequence parallel, DP 2, ZeRO-1"
 def config_of(layout: str, **checkpoint: str) -> RunConfig:
     _, sizes, data_parallel, policy, padding = LAYOUTS[layout]
     config = tiny_run(
-        model=dict(num_layers=4, attention_dropout=0.0),
+        model=dict(num_layers=4, attention_dropout=0.0, swiglu=True, ffn_hidden_size=24),
         checkpoint=checkpoint,
         data_parallel=data_parallel,
         training=dict(train_iters=ITERATIONS, eval_iters=0, bf16=True),

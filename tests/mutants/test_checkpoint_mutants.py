@@ -177,13 +177,6 @@ def the_look_at_the_lock_is_skipped(_, self):
     pass
 
 
-PADDING = dict(
-    zip(
-        ("change", "message"),
-        next(row[1:] for row in crafted.CRAFTED if row[0] == "padding"),
-        strict=True,
-    )
-)
 RENAMES = test_stale_start.test_held_before_any_change_of_a_name_a_stale_start_changes_nothing
 POINTS = test_stale_start.test_held_at_a_named_point_a_stale_start_changes_nothing
 
@@ -245,7 +238,7 @@ MUTANTS = [
     Mutant(
         layouts_are_not_checked,
         crafted.test_a_value_that_no_run_has_is_named_and_the_step_before_is_used,
-        PADDING,
+        dict(name="padding"),
     ),
     Mutant(
         files_are_not_compared_with_their_layout,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 
 def leave(status: int) -> NoReturn:
@@ -41,3 +43,22 @@ def start_fork(function: Callable[[], int | None]) -> int:
 def status_of_fork(function: Callable[[], int | None]) -> int:
     """Runs the function in a fork. Returns its status, negative if a signal has ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(start_fork(function), 0)[1])
+
+
+def dies_before(number: int, functions: Iterable[tuple[Any, str]]) -> None:
+    """Makes this process kill itself before that call of any of these functions.
+
+    functions: the owner and the name of each. number: counted from 0, over all of them.
+    """
+    calls = itertools.count()
+
+    def dying(function: Callable[..., Any]) -> Callable[..., Any]:
+        def killed(*args: Any, **options: Any) -> Any:
+            if next(calls) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return killed
+
+    for owner, name in functions:
+        setattr(owner, name, dying(getattr(owner, name)))

@@ -227,3 +227,10 @@ def _start(
         return main(arguments)
 
     return start_fork(run)
+
+
+def completes(*arguments: str, prepare: Callable[[int], None] = lambda rank: None) -> str:
+    """Runs the program on two ranks, and asserts that both end well. Returns rank 0's stdout."""
+    with program(list(arguments), ranks=2, prepare=prepare) as run:
+        assert run.wait() == [0, 0], run.everything()
+        return run.output(0)

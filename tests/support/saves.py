@@ -1,0 +1,82 @@
+"""Small runs that save, and what a run would begin with when it loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from megatron_lite.checkpointing.load import load_checkpoint
+from megatron_lite.checkpointing.start import find_start
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel.state import ParallelState, parallel_state
+from megatron_lite.training.build_trainer import build_trainer
+from megatron_lite.training.loop import Trainer
+from tests.support.runs import run_to_end, tiny_run
+
+
+def saving_run(
+    folder: Path,
+    last: int,
+    *,
+    stop: int | None = None,
+    load: bool = True,
+    tp_size: int = 1,
+    metrics: Path | None = None,
+    **checkpoint: object,
+) -> RunConfig:
+    """Returns a run of `last` iterations that saves to a folder, and loads from there.
+
+    stop: the iteration after which this start ends.
+    """
+    where = dict(save=str(folder), save_interval=1, **({"load": str(folder)} if load else {}))
+    return tiny_run(
+        tp_size=tp_size,
+        training=dict(train_iters=last, eval_iters=0, exit_interval=stop),
+        metrics=metrics,
+        checkpoint={**where, **checkpoint},
+    )
+
+
+def train(rank: int, world_size: int, config: RunConfig) -> str:
+    """Runs the config on this rank. Returns type and text of the InputError that ended it."""
+    try:
+        run_to_end(config)
+    except InputError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def loaded_into(trainer: Trainer, parallel: ParallelState, run: RunConfig) -> list[str]:
+    """Loads the step that the run would begin with. Returns its notices."""
+    start = find_start(run.checkpoint, parallel)
+    parts = (trainer.model, trainer.optimizer)
+    data = trainer.datasets.identity
+    return list(load_checkpoint(start, run, parallel, *parts, data=data).notices)
+
+
+def state_of(trainer: Trainer, parallel: ParallelState) -> dict[str, Tensor]:
+    """Returns copies of weights, optimizer states and random streams."""
+    states = {
+        f"{name}/{key}": value
+        for name, of in trainer.optimizer.states.items()
+        for key, value in of.items()
+    }
+    found = {**dict(trainer.model.named_parameters()), **states, **parallel.rng.snapshot().states}
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def loaded_state(run: RunConfig) -> dict[str, Tensor]:
+    """Returns all that a run would begin with."""
+    with parallel_state(run.parallel, seed=1) as parallel:
+        trainer = build_trainer(run, parallel)
+        loaded_into(trainer, parallel, run)
+        return state_of(trainer, parallel)
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    """Returns whether all tensors are equal to the bit."""
+    return found.keys() == wanted.keys() and all(
+        found[name].equal(value) for name, value in wanted.items()
+    )
