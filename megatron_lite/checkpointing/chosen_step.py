@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatron_lite.checkpointing.other_systems import load_advice
 from megatron_lite.checkpointing.start import FoundStep, candidates, newest_good_step, step_fault
 from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
-from megatron_lite.checkpointing.wrong_load import load_advice
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.invocation import SCRIPT

@@ -74,10 +74,7 @@ class Metadata:
             {
                 "format": FORMAT,
                 "progress": asdict(self.progress),
-                "tp_size": self.tp_size,
-                "dp_size": self.dp_size,
-                "pp_size": self.pp_size,
-                "cp_size": self.cp_size,
+                **{axis: getattr(self, axis) for axis in AXES},
                 "num_updates": self.num_updates,
                 "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
                 "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss),

@@ -1,7 +1,8 @@
-"""Recognises a checkpoint of Megatron-LM under --load, which needs a conversion first.
+"""Tells what lies under a --load that has no step: a checkpoint of another system, or none.
 
-Both systems name the newest iteration in latest_checkpointed_iteration.txt, so that without this
-check a run would find such a checkpoint damaged.
+A checkpoint of Megatron-LM needs a conversion first. Both systems name the newest iteration in
+latest_checkpointed_iteration.txt, so that without this check a run would find such a checkpoint
+damaged.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shlex
 from pathlib import Path
 
 from megatron_lite.checkpointing.manifest import MANIFEST
+from megatron_lite.checkpointing.step_files import LATEST, STEP_NAME
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import subcommand
 
@@ -18,6 +20,7 @@ ITERATION = re.compile(r"iter_\d{7,9}|release")
 RANK_FOLDER = re.compile(r"mp_rank_\d{2}(_\d{3}){0,2}")
 # Of torch's distributed checkpoints.
 DIST_METADATA = ".metadata"
+NAMED = 3  # folders that a message lists
 
 
 def check_ours(root: Path, program: str) -> None:
@@ -52,3 +55,29 @@ def megatron_format(root: Path) -> str | None:
         elif DIST_METADATA in names:
             found = "megatron-dist"
     return found
+
+
+def load_advice(load: str, program: str) -> str:
+    """Returns what to do about a folder without a checkpoint, as the end of a message.
+
+    program: the name of the program that the user started.
+    """
+    root = Path(load)
+    if not root.exists():
+        return "no such folder: give the folder that --save of the run named"
+    if not root.is_dir():
+        return "it is a file: give the folder that --save of the run named"
+    step = STEP_NAME.fullmatch(root.resolve().name)
+    if step is not None and (root.resolve().parent / LATEST).is_file():
+        return f"it is the checkpoint of iteration {int(step[1])}: give --load {root.parent}"
+    inside = sorted(pointer.parent for pointer in root.glob(f"*/{LATEST}"))
+    if inside:
+        more = ", ..." if len(inside) > NAMED else ""
+        return f"did you mean --load {' or '.join(map(str, inside[:NAMED]))}{more}?"
+    if (root / "config.json").is_file():
+        words = ("--from", "hf", "--to", "megatron-lite", "--load", load, "--save", "NEW_FOLDER")
+        return (
+            "it looks like a model of Hugging Face, which this command converts: "
+            f"{shlex.join([*subcommand(program, 'convert'), *words])}"
+        )
+    return "give the folder that --save of the run named"

@@ -5,7 +5,8 @@ A step that was saved at one TP size can be read at another.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,31 +161,28 @@ class ShardReader:
         return self._step / shard_file(self._kind, saved.pp_rank, tp_rank, self._saved_tp_size)
 
     def _entry(self, path: Path, key: str) -> Any:
-        try:
+        with _naming(path, f"read {key}"):
             return self._file(path).get_slice(key)
-        except SafetensorError as error:
-            raise InputError(
-                f"{path}: cannot read {key} ({error}): the checkpoint is damaged"
-            ) from error
 
     def _slice(self, path: Path, key: str, rows: tuple[int, int, int] | None) -> Tensor:
-        try:
+        with _naming(path, f"read {key}"):
             if rows is None:
                 return self._file(path).get_tensor(key)
             dim, start, stop = rows
             index = (slice(None),) * dim + (slice(start, stop),)
             return self._file(path).get_slice(key)[index]
-        except SafetensorError as error:
-            raise InputError(
-                f"{path}: cannot read {key} ({error}): the checkpoint is damaged"
-            ) from error
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
-            try:
+            with _naming(path, "be read"):
                 self._files[path] = self._stack.enter_context(open_tensors(path))
-            except SafetensorError as error:
-                raise InputError(
-                    f"{path}: cannot be read ({error}): the checkpoint is damaged"
-                ) from error
         return self._files[path]
+
+
+@contextmanager
+def _naming(path: Path, what: str) -> Iterator[None]:
+    """Makes an InputError of an error of the library: the file cannot `what`."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise InputError(f"{path}: cannot {what} ({error}): the checkpoint is damaged") from error

@@ -92,7 +92,15 @@ def take_snapshot(
     )
     files = [TensorFile("rng", rng_file(parallel.rank), parallel.rng.snapshot().states)]
     texts = {}
-    weights, states = _owned_tensors(model, optimizer, parallel, copy=copy)
+    weights: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
+    # Gathering a parameter is a collective, so every data-parallel rank must run the loop.
+    for name, parameter in model.named_parameters():
+        of_weight = {name: optimizer.weight(name)}
+        of_states = {f"{name}/{key}": one for key, one in optimizer.whole_states(name).items()}
+        if parallel.dp_cp_rank == 0:
+            weights |= _owned(of_weight, parameter, parallel, copy=copy)
+            states |= _owned(of_states, parameter, parallel, copy=copy)
     if parallel.dp_cp_rank == 0:
         names = {
             kind: shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)
@@ -114,36 +122,6 @@ def take_snapshot(
         texts=texts,
         tokenizer=(tokenizer or {}) if parallel.rank == 0 else {},
     )
-
-
-class _Owned(NamedTuple):
-    """The weights and the optimizer states that a rank saves, by their names in the files."""
-
-    weights: dict[str, Tensor]
-    states: dict[str, Tensor]
-
-
-def _owned_tensors(
-    model: nn.Module, optimizer: Optimizer, parallel: ParallelState, *, copy: bool
-) -> _Owned:
-    """Returns the tensors that this rank saves; none unless it is data-parallel rank 0.
-
-    Gathering a parameter is a collective, so every data-parallel rank must run the loop.
-    """
-    found = _Owned({}, {})
-    for name, parameter in model.named_parameters():
-        weight, states = optimizer.weight(name), optimizer.whole_states(name)
-        if parallel.dp_cp_rank == 0:
-            found.weights.update(_owned({name: weight}, parameter, parallel, copy=copy))
-            found.states.update(
-                _owned(
-                    {f"{name}/{key}": value for key, value in states.items()},
-                    parameter,
-                    parallel,
-                    copy=copy,
-                )
-            )
-    return found
 
 
 def _owned(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, is_complete
 from megatron_lite.checkpointing.metadata import Metadata, check_config_fits, read_config
 from megatron_lite.checkpointing.origin import Origin, OwnSteps
-from megatron_lite.checkpointing.other_systems import check_ours
+from megatron_lite.checkpointing.other_systems import check_ours, load_advice
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.step_files import (
     LATEST,
@@ -27,7 +27,6 @@ from megatron_lite.checkpointing.step_files import (
     saved_steps,
     step_directory,
 )
-from megatron_lite.checkpointing.wrong_load import load_advice
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT
@@ -112,20 +111,15 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
 
     found = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
     metadata = parallel.together("--load", lambda: Metadata.read(found.step))
-    if options.finetune or not options.continues:
-        return Start(
-            step=found.step,
-            metadata=metadata,
-            progress=Progress() if options.finetune else metadata.progress,
-            notices=found.notices,
-        )
-    origin = parallel.together("--load", lambda: Manifest.read(found.step).origin)
+    progress = metadata.progress
+    course: tuple[OwnSteps, ...] = ()
+    if options.finetune:
+        progress = Progress()
+    elif options.continues:
+        origin = parallel.together("--load", lambda: Manifest.read(found.step).origin)
+        course = origin.course_from(progress.iteration)
     return Start(
-        step=found.step,
-        metadata=metadata,
-        progress=metadata.progress,
-        notices=found.notices,
-        course=origin.course_from(metadata.progress.iteration),
+        step=found.step, metadata=metadata, progress=progress, course=course, notices=found.notices
     )
 
 

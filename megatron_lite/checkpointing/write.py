@@ -124,7 +124,7 @@ class StepWriter:
 
     def _written(self, temporary: Path, snapshot: Snapshot) -> bytes:
         try:
-            return _rows_to_bytes(_write_files(temporary, snapshot))
+            return json.dumps(rows_to_plain(_write_files(temporary, snapshot))).encode()
         finally:
             if self._lock is not None:
                 # A start that has taken the lock has also removed the folder. Its LockLost replaces
@@ -244,7 +244,3 @@ def _write_tensors(path: Path, file: TensorFile) -> None:
     path.chmod(mode)
     with path.open("rb") as written:
         sync_file(written)
-
-
-def _rows_to_bytes(rows: Rows) -> bytes:
-    return json.dumps(rows_to_plain(rows)).encode()

@@ -18,7 +18,6 @@ from megatron_lite.data.blend_index import kept_blend_index
 from megatron_lite.data.data_paths import read_data_paths
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.identity import DataIdentity, identity_of_files, identity_of_mock
-from megatron_lite.data.index_cache import kept_arrays
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.data.splits import Splits, normalized, split_documents
@@ -58,9 +57,13 @@ def build_datasets(
             identity_of_mock(data),
         )
     paths = read_data_paths(data)
-    opened = _Opened(data, vocab_size, seed)
+    # Each prefix is opened once, also if several splits name it.
+    opened = functools.cache(lambda prefix: _OpenedPrefix(prefix, data, vocab_size, seed))
     per_split = (paths,) * 3 if isinstance(paths, DataPath) else paths
-    sources = [None if path is None else opened.source(path) for path in per_split]
+    sources = [
+        None if path is None else _Source(path, list(map(opened, path.prefixes)))
+        for path in per_split
+    ]
     train, valid, test = (
         None if source is None else _build_split(source, data, place, count)
         for place, (source, count) in enumerate(zip(sources, num_samples, strict=True))
@@ -83,9 +86,7 @@ class _OpenedPrefix:
 
     def __init__(self, prefix: str, data: DataConfig, vocab_size: int, seed: int) -> None:
         self.prefix, self._data, self._vocab_size, self._seed = prefix, data, vocab_size, seed
-        self.indexed = IndexedDataset(
-            prefix, keep=functools.partial(kept_arrays, data.data_cache_path, prefix)
-        )
+        self.indexed = IndexedDataset(prefix)
         whole = (0, len(self.indexed))
         self.splits = (
             Splits(whole, whole, whole)
@@ -114,16 +115,6 @@ class _Source(NamedTuple):
 
     path: DataPath
     parts: Sequence[_OpenedPrefix]
-
-
-class _Opened:
-    """Opens each prefix of a run once, also if several splits name it."""
-
-    def __init__(self, data: DataConfig, vocab_size: int, seed: int) -> None:
-        self._open = functools.cache(lambda prefix: _OpenedPrefix(prefix, data, vocab_size, seed))
-
-    def source(self, path: DataPath) -> _Source:
-        return _Source(path, [self._open(prefix) for prefix in path.prefixes])
 
 
 def _build_split(source: _Source, data: DataConfig, split: int, num_samples: int) -> Dataset | None:

@@ -26,7 +26,6 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
-from megatron_lite.data.kept_checksum import Keep, kept_checksum
 from megatron_lite.data.wrong_prefix import prefix_advice
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -44,7 +43,6 @@ FLOAT_DTYPES = {6: "float64", 7: "float32"}
 FIX = "copy the pair again, or write it again with python -m megatron_lite.tools.preprocess_data"
 
 CHUNK = 1 << 20  # sequences that are checked at once, in a few arrays of 8 bytes each
-KEPT_FROM = 1 << 26  # bytes of an .idx; a smaller one is checked and hashed in 0.1 s
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -61,14 +59,10 @@ class IndexedDataset:
     `get` returns views of the file and copies nothing. The constructor raises InputError for every
     fault of the two files that it can find. It takes a few dozen MiB besides the map, however many
     sequences there are.
-
-    keep: `index_cache.kept_arrays` for a folder of the cache. If it is given, a large .idx is
-    checked and hashed by one process of a node alone (kept_checksum.py).
     """
 
-    def __init__(self, prefix: str, *, keep: Keep | None = None) -> None:
+    def __init__(self, prefix: str) -> None:
         self.prefix = prefix
-        self._sha256: str | None = None
         for path in (self.idx_path, self.bin_path):
             if not os.path.exists(path):
                 raise InputError(f"{path}: no such file. {prefix_advice(prefix)}")
@@ -91,10 +85,7 @@ class IndexedDataset:
         self.sequence_lengths: np.ndarray = index[ends[0] : ends[1]].view("<i4")
         self._offsets: np.ndarray = index[ends[1] : ends[2]].view("<i8")
         self.document_indices: np.ndarray = index[ends[2] : ends[3]].view("<i8")
-        if keep is None or size < KEPT_FROM:
-            self._check_index()
-        else:
-            self._sha256 = kept_checksum(self.idx_path, index_file, self._checked_sum, keep)
+        self._check_index()
         self._check_size()
         is_empty = os.path.getsize(self.bin_path) == 0  # mmap refuses empty files
         with open_input(self.bin_path, any_link=True) as file:
@@ -158,7 +149,7 @@ class IndexedDataset:
 
         A sample index depends on nothing else of the dataset.
         """
-        return f"{self.tokens.nbytes}-{self._sha256 or self._checksum()}"
+        return f"{self.tokens.nbytes}-{hashlib.sha256(self._index.data).hexdigest()}"
 
     def _read_header(self) -> tuple[np.dtype, int, int]:
         with open_input(self.idx_path, any_link=True) as file:
@@ -235,13 +226,6 @@ class IndexedDataset:
             raise self._fault(
                 self.bin_path, f"{size} bytes", f"{expected} bytes, as {self.idx_path} lists them"
             )
-
-    def _checked_sum(self) -> str:
-        self._check_index()
-        return self._checksum()
-
-    def _checksum(self) -> str:
-        return hashlib.sha256(self._index.data).hexdigest()
 
     def _fault(self, path: str, found: str, expected: str) -> InputError:
         return InputError(f"{path}: found {found}, expected {expected}: {FIX}")

@@ -6,17 +6,18 @@ tokenizer from the checkpoint, also after the files were moved or on another mac
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.config.input_file import read_input
-from megatron_lite.data.token_ids import check_ids, merges_of, words_of
 
 # The files that each type reads: the field of TokenizerConfig with the path, and the stored name.
 READ_FILES: dict[str, dict[str, str]] = {
@@ -39,6 +40,7 @@ BESIDE = (
     TOKEN_IDS,
 )
 NAMES = frozenset((*BESIDE, *(name for row in READ_FILES.values() for name in row.values())))
+LARGEST_ID = 2**31 - 1  # token ids are stored in 32 bits
 MOST_BYTES = 2**28  # the largest tokenizer.json known has 2**25
 
 
@@ -127,3 +129,51 @@ def config_of(files: Iterable[Path], folder: Path, vocab_size: int) -> Tokenizer
                 **paths,  # type: ignore[arg-type]
             )
     return TokenizerConfig(vocab_size=vocab_size - 1)
+
+
+def words_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns the ids of a vocab.json or a tokenizer.json, by word.
+
+    Raises ValueError if the values have another form.
+    """
+    if name == "vocab.json":
+        return dict(values)
+    vocabulary = plain.as_object(plain.field(values, "model"), "model").get("vocab", {})
+    if isinstance(vocabulary, list):  # of Unigram: [word, score] in the order of the ids
+        pairs = (plain.as_list(pair, "an entry of vocab") for pair in vocabulary)
+        words = {str(pair[:1]): number for number, pair in enumerate(pairs)}
+    else:
+        words = dict(plain.as_object(vocabulary, "vocab"))
+    for token in plain.as_list(values.get("added_tokens") or [], "added_tokens"):
+        token = plain.as_object(token, "an added token")
+        word = plain.field(token, "content")
+        if isinstance(vocabulary, list):
+            word = str([word])
+        words[str(word)] = plain.field(token, "id")
+    return words
+
+
+def check_ids(words: Mapping[str, Any], vocab_size: int | None) -> None:
+    """Raises ValueError unless each word has an id of its own, which a model of V ids has."""
+    most = LARGEST_ID if vocab_size is None else vocab_size - 1
+    for word, number in words.items():
+        plain.as_whole(number, f"the id of {plain.shown(word)}", 0, most)
+    # Sorted, since a file can choose ids whose hashes collide.
+    ids = sorted(words.values())
+    for first, second in itertools.pairwise(ids):
+        if first == second:
+            same = [plain.shown(word) for word, number in words.items() if number == first]
+            raise ValueError(f"{', '.join(same[:3])} have one id, {first}")
+
+
+def merges_of(text: str) -> list[tuple[str, str]]:
+    """Returns the pairs of a merges.txt. Raises ValueError if a line is no pair of words."""
+    merges = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        words = line.rstrip("\r").split(" ")
+        if line.startswith("#version") or words == [""]:
+            continue
+        if len(words) != 2:
+            raise ValueError(f"line {number} is no pair of words")
+        merges.append((words[0], words[1]))
+    return merges

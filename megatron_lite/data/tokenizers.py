@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_lite.config.checks import InputError, chosen
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.config.input_file import read_input
-from megatron_lite.data.token_ids import LARGEST_ID, merges_of
-from megatron_lite.data.tokenizer_files import MOST_BYTES, contents_of
+from megatron_lite.data.tokenizer_files import LARGEST_ID, MOST_BYTES, contents_of, merges_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -63,34 +62,17 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     return chosen("--tokenizer-type", config.tokenizer_type, TOKENIZERS)(config)
 
 
-def _hugging_face(config: TokenizerConfig) -> Tokenizer:
-    assert config.tokenizer_model is not None
-    return HuggingFaceTokenizer(config.tokenizer_model)
-
-
-def _gpt2_bpe(config: TokenizerConfig) -> Tokenizer:
-    assert config.vocab_file is not None and config.merge_file is not None
-    return GPT2BPETokenizer(config.vocab_file, config.merge_file)
-
-
-def _null(config: TokenizerConfig) -> Tokenizer:
-    assert config.vocab_size is not None
-    return NullTokenizer(config.vocab_size)
-
-
 def _sentencepiece(config: TokenizerConfig) -> Tokenizer:
     from megatron_lite.data.sentencepiece_tokenizer import SentencePieceTokenizer
 
-    assert config.tokenizer_model is not None
-    return SentencePieceTokenizer(config.tokenizer_model)
+    return SentencePieceTokenizer(str(config.tokenizer_model))
 
 
 def _tiktoken(config: TokenizerConfig) -> Tokenizer:
     from megatron_lite.data.tiktoken_tokenizer import TikTokenizer
 
-    assert config.tokenizer_model is not None
     return TikTokenizer(
-        config.tokenizer_model,
+        str(config.tokenizer_model),
         pattern=config.tiktoken_pattern,
         vocab_size=config.vocab_size,
         num_special_tokens=config.tiktoken_num_special_tokens,
@@ -98,10 +80,13 @@ def _tiktoken(config: TokenizerConfig) -> Tokenizer:
     )
 
 
+# The config has checked that the fields which a type needs are given.
 TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "HuggingFaceTokenizer": _hugging_face,
-    "GPT2BPETokenizer": _gpt2_bpe,
-    "NullTokenizer": _null,
+    "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(str(config.tokenizer_model)),
+    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(
+        str(config.vocab_file), str(config.merge_file)
+    ),
+    "NullTokenizer": lambda config: NullTokenizer(config.vocab_size or 0),
     **dict.fromkeys(SENTENCEPIECE_TYPES, _sentencepiece),
     "TikTokenizer": _tiktoken,
 }

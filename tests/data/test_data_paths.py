@@ -10,7 +10,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.data_paths import SplitPaths, read_data_paths
+from megatron_lite.data.data_paths import read_data_paths
 from megatron_lite.data.datasets import Datasets, build_datasets
 from tests.data.test_blend import write
 
@@ -40,15 +40,7 @@ def test_each_split_reads_the_whole_of_its_own_data(tmp_path: Path) -> None:
     assert len({token for row in valid for token in row}) > 200
 
 
-@pytest.mark.parametrize(
-    "spelled",
-    [
-        lambda words: words,
-        lambda words: " ".join(map(str, words)),
-        lambda words: [str(word) for word in words],
-    ],
-    ids=["list", "text", "texts"],
-)
+@pytest.mark.parametrize("spelled", [list, lambda words: " ".join(map(str, words))])
 def test_the_json_file_is_the_same_as_the_three_flags(tmp_path: Path, spelled: Any) -> None:
     first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
     words = {"train": [0.3, first, 0.7, second], "valid": [second], "test": [first, second]}
@@ -71,89 +63,39 @@ def test_the_file_of_words_is_the_same_as_the_flag(tmp_path: Path) -> None:
     assert by_file.identity == by_flag.identity
 
 
-def test_a_split_without_data_is_null_or_empty(tmp_path: Path) -> None:
-    path = tmp_path / "splits.json"
-    path.write_text('{"train": ["a"], "valid": null, "test": []}')
-    assert read_data_paths(config(per_split_data_args_path=str(path))) == SplitPaths(
-        (("a",), None), None, None
-    )
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "found list, expected"),
-        ('{"train": ["a"]}', 'found the keys train, expected {"train"'),
-        ('{"train": ["a"], "valid": [], "test": [], "more": []}', "found the keys train, valid"),
+        ('{"train": ["a"]}', "found the keys train"),
         ('{"train": [], "valid": [], "test": []}', "train names no data"),
-        ('{"train": 3, "valid": [], "test": []}', "train is no list of texts and numbers"),
         ('{"train": [true], "valid": [], "test": []}', "train is no list of texts and numbers"),
-        ('{"train": ["x", "a", "b"], "valid": ["1", "a", "b"], "test": []}', "give prefixes only"),
         ('{"train": [-1, "a"], "valid": [], "test": []}', "every weight must be above 0"),
+        (None, "cannot be read"),
     ],
 )
 def test_a_bad_file_of_splits_names_the_file_and_the_fault(
-    tmp_path: Path, content: str, message: str
+    tmp_path: Path, content: str | None, message: str
 ) -> None:
-    (tmp_path / "splits.json").write_text(content)
-    with pytest.raises(InputError) as caught:
-        read_data_paths(config(per_split_data_args_path=str(tmp_path / "splits.json")))
-    assert str(caught.value).startswith("--per-split-data-args-path ")
-    assert message in str(caught.value) and "splits.json" in str(caught.value)
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for name in ("data_args_path", "per_split_data_args_path"):
-        with pytest.raises(InputError, match=r"-args-path .*/none: cannot be read \(No such file"):
-            read_data_paths(config(**{name: str(tmp_path / "none")}))
-    (tmp_path / "empty").write_text(" \n")
-    with pytest.raises(InputError, match=r"--data-args-path .*/empty is empty"):
-        read_data_paths(config(data_args_path=str(tmp_path / "empty")))
-
-
-def test_a_missing_prefix_of_a_split_is_named(tmp_path: Path) -> None:
-    first = write(tmp_path / "a", first_id=0)
-    with pytest.raises(InputError, match=r"no/where\.idx: no such file"):
-        built(train_data_path=[first], valid_data_path=["no/where"])
+    path = tmp_path / "splits.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(InputError, match=rf"--per-split-data-args-path .*splits\.json.*{message}"):
+        read_data_paths(config(per_split_data_args_path=str(path)))
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("fields", "flags"),
     [
-        (
-            dict(data_path=["a"], train_data_path=["b"]),
-            "--data-path and --train-data-path are two sources of data: set one",
-        ),
-        (
-            dict(data_path=["a"], data_args_path="f"),
-            "--data-path and --data-args-path are two sources",
-        ),
-        (
-            dict(train_data_path=["a"], per_split_data_args_path="f"),
-            "--train-data-path and --per-split-data-args-path are two sources",
-        ),
-        (
-            dict(mock_data=True, per_split_data_args_path="f"),
-            "--mock-data and --per-split-data-args-path are two sources",
-        ),
-        (dict(valid_data_path=["a"]), "--valid-data-path needs --train-data-path"),
-        (dict(train_data_path=["a"], split="1,1,1"), "--split '1,1,1' cuts what --data-path names"),
-        (dict(mock_data=True, dataloader_type="external"), "must be one of single, cyclic"),
-        (dict(mock_data=True, data_sharding=False), "--no-data-sharding needs"),
-        (dict(data_args_path=""), "--data-args-path is empty"),
+        (dict(data_path=["a"], train_data_path=["b"]), "--data-path --train-data-path"),
+        (dict(mock_data=True, data_args_path="f"), "--mock-data --data-args-path"),
+        (dict(valid_data_path=["a"]), "--valid-data-path --train-data-path"),
+        (dict(train_data_path=["a"], split="1,1,1"), "--split --data-path"),
+        (dict(data_args_path=""), "--data-args-path"),
     ],
 )
-def test_two_sources_of_data_are_one_too_many(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match="^" + message.replace("(", r"\(") + "|" + message):
+def test_sources_of_data_that_do_not_go_together_are_named(
+    fields: dict[str, Any], flags: str
+) -> None:
+    with pytest.raises(ValueError, match=".*".join(flags.split())):
         config(**fields)
-
-
-def test_the_blend_of_a_cyclic_run_has_megatrons_length(tmp_path: Path) -> None:
-    """ceil(60 * share) of each part, in sum."""
-    first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
-    words = ["1", first, "6", second]
-    single = built(train_data_path=words)
-    cyclic = built(train_data_path=words, dataloader_type="cyclic")
-    assert (len(single.train), len(cyclic.train)) == (60, 9 + 52)
-    assert single.identity != cyclic.identity

@@ -6,49 +6,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lite.config.checks import InputError
-from megatron_lite.data import entropy
-from megatron_lite.data.entropy import unigram_entropy
-from megatron_lite.data.indexed import token_dtype
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.tools import unigram_entropy as tool
-
-ERROR = "python -m megatron_lite.tools.unigram_entropy: error: "
-
-
-def write(prefix: Path, ids: list[int]) -> str:
-    with IndexedDatasetWriter(str(prefix), token_dtype(5000)) as writer:
-        writer.add_document(ids)
-    return str(prefix)
+from megatron_lite.tools.unigram_entropy import unigram_entropy
+from tests.support.corpora import written
 
 
 def test_entropy_of_a_distribution_known_by_hand(tmp_path: Path) -> None:
-    assert unigram_entropy(write(tmp_path / "data", [7, 7, 0, 4000])) == pytest.approx(
+    assert unigram_entropy(written(tmp_path / "data", [[7, 7, 0, 4000]])) == pytest.approx(
         1.5 * math.log(2), rel=1e-15
     )
-    assert unigram_entropy(write(tmp_path / "data", [3, 3, 3])) == 0.0
+    assert unigram_entropy(written(tmp_path / "data", [[3, 3, 3]])) == 0.0
 
 
 def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.random.RandomState(0).randint(0, 60, size=1000)
     # sorted: later blocks hold ids that the first ones lack
-    prefix = write(tmp_path / "data", np.sort(ids).tolist())
+    prefix = written(tmp_path / "data", [np.sort(ids).tolist()])
     expected = -sum(
         (ids == token).mean() * math.log((ids == token).mean()) for token in set(ids.tolist())
     )
-    monkeypatch.setattr(entropy, "BLOCK", 37)
+    monkeypatch.setattr(tool, "BLOCK", 37)
     assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
-
-
-def test_no_tokens_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"data\.bin holds no tokens"):
-        unigram_entropy(write(tmp_path / "data", []))
 
 
 def test_tool_prints_the_number_or_the_fault(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert tool.main([write(tmp_path / "data", [0, 1])]) == 0
+    assert tool.main([written(tmp_path / "data", [[0, 1]])]) == 0
     assert capsys.readouterr().out == "0.693147\n"
     assert tool.main([str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.startswith(

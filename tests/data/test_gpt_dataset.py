@@ -1,10 +1,9 @@
 from __future__ import annotations
 
+import itertools
 import os
-import pickle
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.indexed import IndexedDataset, token_dtype
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
+from megatron_lite.data.indexed import IndexedDataset
+from tests.support.corpora import written
 from tests.support.limits import HANG_S
 
 LENGTHS = (3, 11, 1, 6, 9, 2, 7)
@@ -24,10 +23,8 @@ LENGTHS = (3, 11, 1, 6, 9, 2, 7)
 def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS, first_id: int = 0) -> IndexedDataset:
     """Documents whose token ids count up over the whole file, so that an id tells where it
     stood."""
-    with IndexedDatasetWriter(str(prefix), token_dtype(100)) as writer:
-        for length in lengths:
-            writer.add_document(range(first_id, first_id := first_id + length))
-    return IndexedDataset(str(prefix))
+    ends = list(itertools.accumulate(lengths, initial=first_id))
+    return IndexedDataset(written(prefix, itertools.starmap(range, itertools.pairwise(ends))))
 
 
 def dataset(
@@ -89,48 +86,13 @@ def test_the_documents_of_a_sample_are_those_whose_ids_it_holds(
         assert path == (second if blend[number][0] >= 50 else first).bin_path
 
 
-def test_one_epoch_reads_each_token_once_but_for_the_rest(tmp_path: Path) -> None:
-    data = dataset(write(tmp_path / "data"), documents=(0, 7))
-    counts = Counter(token for row in rows(data) for token in row[:-1])
-    assert len(data) == (sum(LENGTHS) - 1) // 4
-    assert set(counts.values()) == {1}
-
-
-def test_documents_outside_the_range_are_never_read(tmp_path: Path) -> None:
-    seen = {
-        token
-        for row in rows(dataset(write(tmp_path / "data"), documents=(1, 4), num_samples=40))
-        for token in row
-    }
-    assert seen == set(range(3, 3 + 11 + 1 + 6))
-
-
 def test_an_id_outside_the_vocabulary_names_file_document_and_id(tmp_path: Path) -> None:
-    with IndexedDatasetWriter(str(tmp_path / "data"), token_dtype(100)) as writer:
-        for document in ([1, 2, 3], [], [4, 30, 5], [6, 7]):
-            writer.add_document(document)
-    indexed = IndexedDataset(str(tmp_path / "data"))
+    documents = ([1, 2, 3], [], [4, 30, 5], [6, 7])
+    indexed = IndexedDataset(written(tmp_path / "data", documents))
     message = r"data\.bin: document 2 holds token id 30, but the vocabulary has 30 ids"
     with pytest.raises(InputError, match=message):
         rows(dataset(indexed, documents=(0, 3), seq_length=7, vocab_size=30))
     assert len(rows(dataset(indexed, documents=(0, 3), seq_length=7, vocab_size=31))) == 1
-
-
-def test_an_epoch_too_short_for_a_sample_is_an_error_with_the_numbers(tmp_path: Path) -> None:
-    indexed = write(tmp_path / "data")
-    message = r"documents 2 to 3 hold 7 tokens, but one sample takes --seq-length 7 \+ 1"
-    with pytest.raises(InputError, match=message):
-        dataset(indexed, documents=(2, 4), seq_length=7, num_samples=None)
-    assert len(dataset(indexed, documents=(2, 4), seq_length=6, num_samples=None)) == 1
-
-
-def test_a_short_text_is_read_again_until_there_are_enough_samples(tmp_path: Path) -> None:
-    """As in Megatron: a small test split does not stop a run."""
-    indexed = write(tmp_path / "data")
-    tape = np.concatenate([indexed.get(2), indexed.get(3)])
-    samples = dataset(indexed, documents=(2, 4), seq_length=10, num_samples=5)
-    assert len(samples) >= 5
-    assert all(set(samples[index]) <= set(tape) and len(samples[index]) == 11 for index in range(5))
 
 
 def test_the_second_time_the_index_is_read_and_not_built(
@@ -163,62 +125,6 @@ def test_the_index_of_re_tokenised_data_is_not_used(
     dataset(write(tmp_path / "data"), num_samples=30)
     again = dataset(write(tmp_path / "data", lengths), num_samples=30)
     assert rows(again) == rows(dataset(write(tmp_path / "fresh", lengths), num_samples=30))
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "sample_order.npy removed",
-        "sample_starts.npy cut",
-        "document_order.npy emptied",
-        "arrays.json removed",
-        "document_order.npy of another length",
-    ],
-)
-def test_a_damaged_cache_is_built_again(tmp_path: Path, damage: str) -> None:
-    expected = rows(dataset(write(tmp_path / "data"), num_samples=30))
-    name, _, kind = damage.partition(" ")
-    (path,) = (tmp_path / "data_cache").glob(f"*/{name}")
-    whole = path.read_bytes()
-    if kind == "removed":
-        path.unlink()
-    elif kind == "of another length":
-        np.save(path, np.zeros(3, np.int32))
-    else:
-        path.write_bytes(whole[:-4] if kind == "cut" else b"")
-    assert rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)) == expected
-    assert path.read_bytes() == whole
-
-
-def test_a_pickle_in_the_cache_is_not_loaded(tmp_path: Path) -> None:
-    expected = rows(dataset(write(tmp_path / "data")))
-    (path,) = (tmp_path / "data_cache").glob("*/sample_order.npy")
-
-    class Payload:
-        def __reduce__(self) -> tuple[object, ...]:
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    path.write_bytes(pickle.dumps(Payload()))
-    assert rows(dataset(IndexedDataset(str(tmp_path / "data")))) == expected
-    assert not (tmp_path / "executed").exists()
-
-
-def test_a_failed_write_leaves_nothing_that_looks_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    indexed = write(tmp_path / "data")
-    saved = []
-
-    def full_disk(file: int, offset: int, size: int) -> None:
-        saved.append(size)
-        if len(saved) == 2:
-            raise OSError("No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full_disk)
-        without_cache = rows(dataset(indexed))
-    assert [path.suffix for path in (tmp_path / "data_cache").iterdir()] == [".lock"]
-    assert rows(dataset(indexed)) == without_cache
 
 
 def test_without_a_folder_that_can_be_written_it_does_without_a_cache(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ had to build again."""
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import pytest
 
 from megatron_lite.data import index_cache
 from megatron_lite.data.index_cache import Allocate, cached_arrays, in_memory
-from megatron_lite.data.sample_index import SampleIndex, build_sample_index, sample_index_fault
+from megatron_lite.data.sample_index import build_sample_index, sample_index_fault
+from tests.support.checkpoints import flip_bit
 
 LENGTHS = np.array([3, 11, 1, 6, 9, 2, 7], np.int32)
 KEY = {"kind": "test", "seed": 5}
@@ -66,14 +66,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     return Cache(tmp_path / "cache")
 
 
-def test_the_files_are_those_that_this_test_flips(cache: Cache) -> None:
-    assert set(cache.files) == {
-        "arrays.json",
-        "key.json",
-        *(f"{name}.npy" for name in SampleIndex._fields),
-    }
-
-
 def test_any_flipped_bit_is_found(cache: Cache) -> None:
     """Of each file 150 bits, spread evenly over all places in a byte. The arrays of a damaged copy
     are built again."""
@@ -99,18 +91,8 @@ def test_any_flipped_bit_is_found(cache: Cache) -> None:
     assert arrays_equal(read(), build())
 
 
-def test_after_a_flipped_bit_the_arrays_are_built_again_with_a_notice(cache: Cache) -> None:
-    for name, bit in random.Random(7).sample(list(cache.bits()), 60):
-        cache.flip(name, bit)
-        arrays, said = cache.read()
-        assert arrays_equal(arrays, build())
-        (line,) = said
-        assert (
-            line.startswith("warning: the index cache is damaged and is built again: ")
-            and str(cache.path) in line
-        )
-        assert {path.name: path.read_bytes() for path in cache.path.iterdir()} == cache.files
-    assert cache.read()[1] == []
+def _flipped(path: Path) -> None:
+    flip_bit(path, 301)
 
 
 def _cut(path: Path) -> None:
@@ -132,52 +114,27 @@ def _device(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def _swapped(path: Path) -> None:
-    other = next(one for one in sorted(path.parent.iterdir()) if one != path)
-    path.write_bytes(other.read_bytes())
-
-
 @pytest.mark.parametrize("name", ["arrays.json", "key.json", "sample_starts.npy"])
-@pytest.mark.parametrize(
-    "damage",
-    [Path.unlink, _cut, _link, _pipe, _device, _swapped, lambda path: path.write_bytes(b"")],
-)
-def test_a_file_that_is_missing_cut_or_no_file_at_all_is_built_again(
+@pytest.mark.parametrize("damage", [_flipped, Path.unlink, _cut, _link, _pipe, _device])
+def test_a_damaged_file_is_built_again_with_a_notice(
     cache: Cache, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(cache.path / name)
     arrays, said = cache.read()
-    assert arrays_equal(arrays, build()) and len(said) == 1
+    (line,) = said
+    assert arrays_equal(arrays, build()) and "is damaged" in line and str(cache.path) in line
     assert cache.read()[1] == []
-
-
-def test_a_file_in_the_place_of_the_folder_is_replaced(cache: Cache) -> None:
-    for path in cache.path.iterdir():
-        path.unlink()
-    cache.path.rmdir()
-    cache.path.write_text("x")
-    assert arrays_equal(cache.read()[0], build()) and cache.path.is_dir()
 
 
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
         ("document_order", lambda array: array + 1, "document_order holds 3 to 9, expected 2 to 8"),
-        (
-            "document_order",
-            lambda array: array.astype(np.float32),
-            "an array does not hold whole numbers",
-        ),
-        ("document_order", lambda array: array.reshape(-1, 1), "found shapes"),
+        ("document_order", lambda array: array.astype(np.float32), "does not hold whole numbers"),
         ("sample_order", lambda array: array[:-1], "found shapes"),
         ("sample_order", lambda array: array + np.uint32(1), "sample_order holds 1 to "),
         ("sample_starts", lambda array: array[::-1].copy(), "sample_starts is not in order"),
         ("sample_starts", lambda array: array - 1, "sample_starts holds -1 to "),
-        (
-            "sample_starts",
-            lambda array: array + np.array([0, 99], array.dtype),
-            "sample_starts holds ",
-        ),
     ],
 )
 def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
@@ -190,17 +147,6 @@ def test_numbers_that_point_nowhere_are_not_used_despite_their_checksum(
     cached_arrays(folder, KEY, lambda allocate: wrong)
     assert arrays_equal(cached_arrays(folder, KEY, build, fault=fault, say=said.append), build())
     assert len(said) == 1 and reason in said[0]
-
-
-def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(
-    cache: Cache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_only(*args: object, **options: object) -> None:
-        raise OSError("read-only file system")
-
-    monkeypatch.setattr(os, "makedirs", read_only)
-    monkeypatch.setattr(index_cache, "_locked", read_only)
-    assert arrays_equal(cache.read()[0], build())
 
 
 def test_what_does_not_come_back_from_the_disk_is_an_error(

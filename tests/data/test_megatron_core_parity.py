@@ -14,25 +14,20 @@ import pytest
 import torch
 
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.blend import parse_data_path
-from megatron_lite.data.blend_index import build_blend_index
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.indexed import IndexedDataset, token_dtype
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
-from megatron_lite.data.sample_index import build_sample_index
-from megatron_lite.data.splits import normalized
+from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.model.documents import document_mask
 from megatron_lite.training.batches import cut
 from megatron_lite.training.document_positions import DocumentRules
+from tests.support.corpora import written
 from tests.support.documents import EOD, packed_text
-from tests.support.pairs import in_one_test
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
     pytest.importorskip("megatron.core")
     pytest.importorskip("megatron.core.datasets.helpers_cpp")
-    from megatron.core.datasets import gpt_dataset, helpers, indexed_dataset
+    from megatron.core.datasets import gpt_dataset, indexed_dataset
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
@@ -43,10 +38,9 @@ VOCAB_SIZE = 1000
 
 def write(prefix: Path, *, seed: int, documents: int, vocab_size: int = VOCAB_SIZE) -> str:
     random = np.random.RandomState(seed)
-    with IndexedDatasetWriter(str(prefix), token_dtype(vocab_size)) as writer:
-        for length in random.randint(1, 60, size=documents):
-            writer.add_document(random.randint(0, vocab_size, size=length))
-    return str(prefix)
+    lengths = random.randint(1, 60, size=documents)
+    texts = (random.randint(0, vocab_size, size=length) for length in lengths)
+    return written(prefix, texts, vocab_size=vocab_size)
 
 
 def megatron_datasets(
@@ -97,23 +91,6 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
         ]
 
 
-@in_one_test("case", range(100))
-def test_sample_index_equals_its_compiled_helper(case: int) -> None:
-    """Also with documents of no tokens, which its helper steps over."""
-    random = np.random.RandomState(case)
-    lengths = random.randint(0, 30, size=random.randint(1, 40)).astype(np.int32)
-    lengths[random.randint(len(lengths))] = 40
-    seq_length, num_samples = int(random.randint(1, 30)), int(random.randint(1, 200))
-    ours = build_sample_index(
-        lengths, first_document=0, num_samples=num_samples, seq_length=seq_length, seed=case
-    )
-    epochs = len(ours.document_order) // len(lengths)
-    theirs = helpers.build_sample_idx(
-        lengths, ours.document_order, seq_length, epochs, int(lengths.sum()), True, True
-    )
-    np.testing.assert_array_equal(ours.sample_starts, theirs)
-
-
 @pytest.mark.parametrize("num_samples", [None, 1, 30, 100, 101, 180, 500])
 def test_one_dataset_agrees_in_all_three_arrays(tmp_path: Path, num_samples: int | None) -> None:
     prefix = write(tmp_path / "data", seed=2, documents=50)
@@ -155,79 +132,45 @@ def test_one_dataset_agrees_in_all_three_arrays(tmp_path: Path, num_samples: int
 
 @pytest.mark.parametrize(
     "words",
-    ["one", "2 one", "1 one 3 two", "0.2 one 0.7 two 0.1 three", "one two", "one two three"],
+    [
+        dict(data="one"),
+        dict(data="2 one"),
+        dict(data="0.2 one 0.7 two 0.1 three"),
+        dict(data="one two three"),
+        dict(train="one", valid="two", test="three"),
+        dict(train="0.2 one 0.7 two 0.1 three", valid="one", test="two three"),
+        dict(train="5 one", valid="1 two 2 three"),
+    ],
 )
 @pytest.mark.parametrize("num_samples", [(60, 9, 5), (300, 40, 1)])
 def test_training_validation_and_test_tokens_agree(
-    tmp_path: Path, words: str, num_samples: tuple[int, int, int]
+    tmp_path: Path, words: dict[str, str], num_samples: tuple[int, int, int]
 ) -> None:
+    """Whether the splits share their data or have data of their own."""
     prefixes = {
         name: write(tmp_path / name, seed=seed, documents=documents)
         for seed, (name, documents) in enumerate({"one": 100, "two": 160, "three": 57}.items())
     }
-    data = DataConfig(
-        seq_length=16,
-        data_path=tuple(prefixes.get(word, word) for word in words.split()),
-        split="70, 20, 10",
-    )
+    paths = {
+        "data_path" if split == "data" else f"{split}_data_path": tuple(
+            prefixes.get(word, word) for word in text.split()
+        )
+        for split, text in words.items()
+    }
+    if "data" in words:
+        paths["split"] = "70, 20, 10"  # type: ignore[assignment]
+    data = DataConfig(seq_length=16, **paths)  # type: ignore[arg-type]
     ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=num_samples)
     theirs = megatron_datasets(data, seed=9, num_samples=num_samples)
     compared = 0
     for mine, reference in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
-        assert mine is not None
-        for number in range(min(len(mine), len(reference))):
+        assert (mine is None) == (reference is None)
+        for number in range(0 if mine is None else min(len(mine), len(reference))):
             item = reference[number]
             assert mine[number][:-1].tolist() == item["tokens"].tolist()
             assert mine[number][1:].tolist() == item["labels"].tolist()
             compared += 1
-    assert compared >= sum(num_samples)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        {"train": "one", "valid": "two", "test": "three"},
-        {"train": "5 one", "valid": "1 two 2 three"},
-        {"train": "0.2 one 0.7 two 0.1 three", "valid": "one", "test": "two three"},
-        {"train": "one two", "test": "three"},
-    ],
-)
-def test_tokens_of_splits_with_data_of_their_own_agree(
-    tmp_path: Path, words: dict[str, str]
-) -> None:
-    prefixes = {
-        name: write(tmp_path / name, seed=seed, documents=documents)
-        for seed, (name, documents) in enumerate({"one": 100, "two": 160, "three": 57}.items())
-    }
-    data = DataConfig(
-        seq_length=16,
-        **{
-            f"{split}_data_path": tuple(prefixes.get(word, word) for word in text.split())
-            for split, text in words.items()
-        },
-    )
-    num_samples = (300, 40, 30)
-    ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=num_samples)
-    theirs = megatron_datasets(data, seed=9, num_samples=num_samples)
-    for mine, reference in zip((ours.train, ours.valid, ours.test), theirs, strict=True):
-        assert (mine is None) == (reference is None)
-        if mine is None or reference is None:
-            continue
-        for number in range(min(len(mine), len(reference))):
-            assert mine[number][:-1].tolist() == reference[number]["tokens"].tolist()
-
-
-def test_the_blend_of_a_cyclic_run_is_as_long_as_theirs(tmp_path: Path) -> None:
-    prefixes = [write(tmp_path / name, seed=3, documents=90) for name in ("one", "two")]
-    data = DataConfig(
-        seq_length=16,
-        data_path=("1", prefixes[0], "6", prefixes[1]),
-        split="1",
-        dataloader_type="cyclic",
-    )
-    ours = build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=(100, 0, 0))
-    theirs = megatron_datasets(data, seed=9, num_samples=(100, 0, 0))[0]
-    assert len(ours.train) == len(theirs) == 15 + 86
+    assert compared >= num_samples[0]
 
 
 def test_one_weighted_prefix_asks_for_the_surplus_too(tmp_path: Path) -> None:
@@ -250,26 +193,6 @@ def test_one_weighted_prefix_asks_for_the_surplus_too(tmp_path: Path) -> None:
     theirs = megatron_datasets(weighted, seed=9, num_samples=(epoch, 0, 0))[0]
     assert rows[1] == [theirs[number]["tokens"].tolist() for number in range(epoch)]
     assert rows[0] != rows[1]
-
-
-def test_blend_equals_its_compiled_helper() -> None:
-    random = np.random.RandomState(0)
-    for _ in range(50):
-        weights = normalized(random.randint(1, 20, size=random.randint(1, 8)))
-        size = int(random.randint(1, 400))
-        datasets, samples = np.zeros(size, np.int16), np.zeros(size, np.int64)
-        helpers.build_blending_indices(datasets, samples, weights, len(weights), size, False)
-        ours = build_blend_index(weights, size)
-        np.testing.assert_array_equal(ours.dataset, datasets)
-        np.testing.assert_array_equal(ours.sample, samples)
-
-
-@pytest.mark.parametrize("words", ["a", "a b", "a b c", "1 a", "2 a 0.5 b"])
-def test_data_path_is_read_alike(words: str) -> None:
-    prefixes, weights = get_blend_from_list(words.split())
-    ours = parse_data_path(words.split())
-    assert ours.prefixes == tuple(prefixes)
-    assert ours.weights == (None if weights is None else normalized(weights))
 
 
 @pytest.mark.parametrize("flags", list(product((False, True), repeat=3)))

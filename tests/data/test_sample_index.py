@@ -84,24 +84,3 @@ def test_a_last_epoch_under_80_percent_comes_last(num_samples: int, apart: bool)
     assert (
         set(index.sample_order[whole:].tolist()) == set(range(whole, len(index.sample_order)))
     ) == apart
-
-
-def test_types_are_those_that_the_shuffles_of_megatron_see() -> None:
-    index = build_sample_index(
-        np.full(3, 5, np.int32), first_document=0, num_samples=None, seq_length=2, seed=1
-    )
-    assert [array.dtype for array in index] == [np.int32, np.int32, np.uint32]
-
-
-def test_the_seed_decides_the_order_and_nothing_else() -> None:
-    lengths = np.arange(1, 50, dtype=np.int32)
-    one, same, other = (
-        build_sample_index(lengths, first_document=0, num_samples=100, seq_length=6, seed=seed)
-        for seed in (7, 7, 8)
-    )
-    assert all(np.array_equal(left, right) for left, right in zip(one, same, strict=True))
-    assert not np.array_equal(one.sample_order, other.sample_order)
-    assert sorted(one.document_order.tolist()) == sorted(other.document_order.tolist())
-    np.random.seed(0)  # numpy's global generator has no part in it
-    again = build_sample_index(lengths, first_document=0, num_samples=100, seq_length=6, seed=7)
-    assert np.array_equal(one.sample_order, again.sample_order)

