@@ -46,7 +46,7 @@ from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.document_positions import DocumentRules, document_rules
 from megatron_lite.training.dry_run_smaller import (
     MeasuredStep,
-    Place,
+    RankPlace,
     StepSize,
     measured_from_smaller,
 )
@@ -145,7 +145,7 @@ def dry_run(
     with simulated_rank(
         config.parallel, fake, rank=rank, world_size=world_size, seed=SEED
     ) as parallel:
-        place = Place(parallel.pp_rank, parallel.dp_cp_size, parallel.dp_cp_rank, device)
+        place = RankPlace(parallel.pp_rank, parallel.dp_cp_size, parallel.dp_cp_rank, device)
         replica = of_one_replica(config, parallel.dp_size)
     stages = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
     number = num_microbatches or enough_microbatches(replica, place.pp_rank, len(stages))

@@ -64,7 +64,7 @@ class StepSize(NamedTuple):
         return f"a step of a model of {layers} layers with {number} micro-batches"
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """The place of a rank. device: "cpu" or "cuda"."""
 
     pp_rank: int
@@ -81,7 +81,7 @@ class _Exact(NamedTuple):
     host: int
 
     @classmethod
-    def of(cls, step: StepSize, place: Place) -> _Exact:
+    def of(cls, step: StepSize, place: RankPlace) -> _Exact:
         config = step.config
         (stage,) = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
         states = rank_states(
@@ -113,7 +113,10 @@ class _Exact(NamedTuple):
 
 
 def measured_from_smaller(
-    whole: StepSize, place: Place, measure: Callable[[StepSize], MeasuredStep], kinds: Sequence[str]
+    whole: StepSize,
+    place: RankPlace,
+    measure: Callable[[StepSize], MeasuredStep],
+    kinds: Sequence[str],
 ) -> MeasuredStep | None:
     """Returns the memory of a step, measured on smaller ones, or None if it must run in full.
 
@@ -148,7 +151,7 @@ def measured_from_smaller(
     )
 
 
-def _update_bytes(whole: StepSize, place: Place) -> int:
+def _update_bytes(whole: StepSize, place: RankPlace) -> int:
     """Returns the closed form of what the rank holds at most after the last backward.
 
     The update's temporaries can grow faster with the number of layers than what a backward holds.
@@ -165,7 +168,7 @@ def _added(one: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
     return {kind: size + more.get(kind, 0) for kind, size in one.items()}
 
 
-def _smaller(whole: StepSize, place: Place) -> Iterator[tuple[StepSize, int]]:
+def _smaller(whole: StepSize, place: RankPlace) -> Iterator[tuple[StepSize, int]]:
     """Yields the base and its neighbours; only the whole step if nothing can be left out.
 
     The number beside a neighbour tells how many times what it adds lies between the base and the

@@ -18,7 +18,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import layer_terms
 
 
-class Held(NamedTuple):
+class HeldTensors(NamedTuple):
     """The tensors that are held while the backward of one operation runs, as {name: bytes}.
 
     rebuilds: whether a replay makes a tensor right before this backward.
@@ -31,7 +31,7 @@ class Held(NamedTuple):
 
 def held_in_backward(
     operations: Sequence[Operation], regions: Set[str], sizes: Sizes
-) -> Iterator[Held]:
+) -> Iterator[HeldTensors]:
     """Yields what a layer holds at the backward of each operation, in the order of the forward.
 
     regions: the names of the regions that are rebuilt.
@@ -68,7 +68,7 @@ def held_in_backward(
             if tensor.name in discarding and discarding[tensor.name][1] == number
         )
         new = {name: size for name, size in rebuilt.items() if name not in kept}
-        yield Held(kept, new, reads_discarded or in_region)
+        yield HeldTensors(kept, new, reads_discarded or in_region)
 
 
 def _run_again(done: Sequence[Operation], regions: Set[str]) -> Sequence[Operation]:

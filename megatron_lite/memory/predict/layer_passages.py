@@ -53,10 +53,10 @@ def layer_passages(
     elsewhere = _counted_elsewhere(operations, sizes)
     course = list(held_in_backward(operations, regions, sizes))
     held = [
-        _Held.of(_without(elsewhere, one.kept), _without(elsewhere, one.rebuilt), sizes)
+        _HeldBytes.of(_without(elsewhere, one.kept), _without(elsewhere, one.rebuilt), sizes)
         for one in course
     ]
-    whole = _Held.of(_without(elsewhere, course[-1].kept), {}, sizes)
+    whole = _HeldBytes.of(_without(elsewhere, course[-1].kept), {}, sizes)
     backward = _backward(operations, held, sizes, begins=whole, more=returned, named_as_end=is_end)
     # What comes back is freed with the other tensors, which `whole` has already.
     end, kept = backward.end + returned[1], backward.kept + returned[1]
@@ -79,13 +79,13 @@ def replayed_passages(
     """
     first = layers[0].input
     kept = {first.name: first.num_bytes, **results, "generators": sizes.rng_state_bytes}
-    whole = _Held.of(kept, {}, sizes)
+    whole = _HeldBytes.of(kept, {}, sizes)
     backward, rebuilt, allocated = [], 0, 0
     for number, layer in enumerate(layers):
         skipped = _counted_elsewhere(layer.operations, sizes) | results.keys()
         skipped |= {first.name} if number == 0 else set()
         held = [
-            _Held.of({}, _without(skipped, one.kept), sizes)
+            _HeldBytes.of({}, _without(skipped, one.kept), sizes)
             for one in held_in_backward(layer.operations, frozenset(), sizes)
         ]
         # The caller of a replay holds the gradient of the output, so the gradient of the MLP's
@@ -117,7 +117,7 @@ def ops_results(layer: LayerDescription, ops: Sequence[str], *, skip_tail: bool)
     }
 
 
-class _Held(NamedTuple):
+class _HeldBytes(NamedTuple):
     """The bytes that are held while the backward of an operation runs.
 
     allocated: kept and rebuilt bytes together, with the allocator's rounding.
@@ -128,17 +128,17 @@ class _Held(NamedTuple):
     allocated: int
 
     @classmethod
-    def of(cls, kept: Mapping[str, int], rebuilt: Mapping[str, int], sizes: Sizes) -> _Held:
+    def of(cls, kept: Mapping[str, int], rebuilt: Mapping[str, int], sizes: Sizes) -> _HeldBytes:
         tensors = (*kept.values(), *rebuilt.values())
         return cls(sum(kept.values()), sum(rebuilt.values()), sum(map(sizes.allocated, tensors)))
 
 
 def _backward(
     operations: Sequence[Operation],
-    held: Sequence[_Held],
+    held: Sequence[_HeldBytes],
     sizes: Sizes,
     *,
-    begins: _Held,
+    begins: _HeldBytes,
     more: tuple[int, int],
     named_as_end: bool = False,
 ) -> Passage:
