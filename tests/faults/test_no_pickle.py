@@ -6,8 +6,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import shutil
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +22,6 @@ from megatron_lite.checkpointing.start import step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.indexed import token_dtype
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.tools import (
     generate,
     plot_memory,
@@ -35,7 +31,9 @@ from megatron_lite.tools import (
     unigram_entropy,
 )
 from tests.support.checkpoints import sign
+from tests.support.corpora import written
 from tests.support.runs import run_to_end, tiny_run
+from tests.support.saves import saving_run
 
 
 class Payload:
@@ -64,8 +62,8 @@ def as_numpy_file(mark: Path) -> bytes:
     return buffer.getvalue()
 
 
-FORMS: list[Callable[[Path], bytes]] = [as_pickle, as_torch_file, as_numpy_file]
-forms = pytest.mark.parametrize("form", FORMS)
+forms = pytest.mark.parametrize("form", [as_pickle, as_torch_file, as_numpy_file])
+SAMPLE = "--load {} --prompt 1 --distributed-backend gloo --max-new-tokens 1"
 
 
 @pytest.fixture
@@ -79,16 +77,13 @@ def test_the_payloads_run_where_pickles_are_read(tmp_path: Path) -> None:
     torch.load(io.BytesIO(as_torch_file(tmp_path / "b")), weights_only=False)
     np.load(io.BytesIO(as_numpy_file(tmp_path / "c")), allow_pickle=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
-    assert zipfile.is_zipfile(io.BytesIO(as_torch_file(tmp_path / "d")))
 
 
 @forms
 def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
     """Signed or not, in the place of every file, by training and by sampling."""
     steps = tmp_path / "steps"
-    run_to_end(
-        tiny_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(save=str(steps)))
-    )
+    run_to_end(saving_run(steps, 1, load=False))
     step = steps / "iter_0000001"
     (step / "model.pt").write_bytes(form(mark))  # beside the others
     for path in sorted(step.iterdir()):
@@ -98,53 +93,24 @@ def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], byte
             path.write_bytes(form(mark))
             if signed and path.name != MANIFEST:
                 sign(step)
-            expected_fault = path.name != "model.pt"
-            if expected_fault:
+            if path.name != "model.pt":
                 with pytest.raises(InputError, match=path.name):
-                    run_to_end(
-                        tiny_run(
-                            training=dict(train_iters=1, eval_iters=0),
-                            checkpoint=dict(load=str(steps)),
-                        )
-                    )
-            generate.main(
-                [
-                    "--load",
-                    str(steps),
-                    "--prompt",
-                    "1",
-                    "--distributed-backend",
-                    "gloo",
-                    "--max-new-tokens",
-                    "1",
-                ]
-            )
+                    run_to_end(tiny_run(checkpoint=dict(load=str(steps))))
+            generate.main(SAMPLE.format(steps).split())
             path.write_bytes(good)
             (step / MANIFEST).write_bytes(manifest)
     assert step_fault(step) is None and not mark.exists()
     for name in (LATEST, LOCK):
         (steps / name).write_bytes(form(mark))
-    run_to_end(
-        tiny_run(
-            training=dict(train_iters=2, eval_iters=0),
-            checkpoint=dict(load=str(steps), save=str(steps)),
-        )
-    )
+    run_to_end(saving_run(steps, 2))
     assert not mark.exists()
-
-
-def corpus(prefix: Path) -> str:
-    with IndexedDatasetWriter(str(prefix), token_dtype(99)) as writer:
-        for number in range(30):
-            writer.add_document([number] * 37)
-    return str(prefix)
 
 
 @forms
 def test_in_data_and_in_its_cache(
     tmp_path: Path, mark: Path, form: Callable[[Path], bytes]
 ) -> None:
-    prefix = corpus(tmp_path / "text")
+    prefix = written(tmp_path / "text", ([number] * 37 for number in range(30)))
     config = tiny_run(training=dict(train_iters=1, eval_iters=0))
     config = replace(
         config,
@@ -169,79 +135,42 @@ def test_in_data_and_in_its_cache(
     assert not mark.exists()
 
 
-@forms
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--config-json",
-        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model",
-        "--tokenizer-type GPT2BPETokenizer --merge-file {} --vocab-file",
-        "--load",
-        "--data-path",
-    ],
+TRAIN = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --train-iters 1 "
+    "--max-position-embeddings 8 --eval-iters 0 --micro-batch-size 1 --lr 1e-3 "
+    "--distributed-backend gloo "
 )
-def test_in_the_files_of_the_command_line(
-    tmp_path: Path, mark: Path, form: Callable[[Path], bytes], flags: str
-) -> None:
-    file = tmp_path / ("tokenizer.json" if "tokenizer" in flags else "file.pt")
-    file.write_bytes(form(mark))
-    words = (
-        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
-        "--max-position-embeddings 8 --eval-iters 0 "
-        "--micro-batch-size 1 --train-iters 1 --lr 1e-3 --distributed-backend gloo "
-    )
-    words += "" if "tokenizer" in flags else "--vocab-size 9 "
-    words += "" if flags == "--data-path" else "--mock-data "
-    try:
-        status = pretrain_gpt.main([*words.split(), *flags.format(file).split(), str(file)])
-    except SystemExit as stopped:
-        status = stopped.code  # type: ignore[assignment]
-    assert status == 2 and not mark.exists()
+IDS, MOCK = "--vocab-size 9 ", "--mock-data "
+HF, TEXT = "--tokenizer-type HuggingFaceTokenizer ", "--input {0} --output-prefix {1} "
+GPT2 = "--tokenizer-type GPT2BPETokenizer --vocab-file {0} --merge-file {0}"
+COMMANDS: list[tuple[Callable[[list[str]], int], str]] = [
+    (pretrain_gpt.main, TRAIN + IDS + MOCK + "--config-json {0}"),
+    (pretrain_gpt.main, TRAIN + MOCK + HF + "--tokenizer-model {0}"),
+    (pretrain_gpt.main, TRAIN + MOCK + GPT2),
+    (pretrain_gpt.main, TRAIN + IDS + MOCK + "--load {0}"),
+    (pretrain_gpt.main, TRAIN + IDS + "--data-path {0}"),
+    (plot_memory.main, "{0} --output {1}.svg"),
+    (translate_recompute.main, "--from deepspeed --json {0}"),
+    (train_tokenizer.main, "--input {0} --output {1}"),
+    (preprocess_data.main, TEXT + IDS + "--tokenizer-type NullTokenizer"),
+    (preprocess_data.main, TEXT + HF + "--tokenizer-model {0}"),
+    (generate.main, "--load {0} --prompt 1"),
+]
 
 
 @forms
-def test_in_the_files_of_the_tools(
-    tmp_path: Path, mark: Path, form: Callable[[Path], bytes]
+@pytest.mark.parametrize(("main", "words"), COMMANDS)
+def test_in_the_files_of_a_command(
+    tmp_path: Path,
+    mark: Path,
+    form: Callable[[Path], bytes],
+    main: Callable[[list[str]], int],
+    words: str,
 ) -> None:
-    file = tmp_path / "file.json"
+    file = tmp_path / "tokenizer.json"
     file.write_bytes(form(mark))
-    out = str(tmp_path / "out")
-    commands: list[tuple[Callable[[list[str]], int], list[str]]] = [
-        (plot_memory.main, [str(file), "--output", f"{out}.svg"]),
-        (translate_recompute.main, ["--from", "deepspeed", "--json", str(file)]),
-        (train_tokenizer.main, ["--input", str(file), "--output", out]),
-        (
-            preprocess_data.main,
-            [
-                "--input",
-                str(file),
-                "--output-prefix",
-                out,
-                "--tokenizer-type",
-                "NullTokenizer",
-                "--vocab-size",
-                "9",
-            ],
-        ),
-        (
-            preprocess_data.main,
-            [
-                "--input",
-                str(file),
-                "--output-prefix",
-                out,
-                "--tokenizer-type",
-                "HuggingFaceTokenizer",
-                "--tokenizer-model",
-                str(file),
-            ],
-        ),
-        (generate.main, ["--load", str(tmp_path), "--prompt", "1"]),
-    ]
-    for main, arguments in commands:
-        try:
-            assert main(arguments) == 2, arguments
-        except SystemExit as stopped:
-            assert stopped.code == 2, arguments
-    shutil.rmtree(out, ignore_errors=True)
-    assert not mark.exists()
+    try:
+        status: object = main(words.format(file, tmp_path / "out").split())
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2 and not mark.exists()

@@ -12,14 +12,12 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lite.checkpointing.step_files import LATEST
-from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import build_datasets
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.training.loop import Trainer
-from tests.support.commands import SMALL_RUN
-from tests.support.programs import run_program
+from tests.support.corpora import written
 from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
 from tests.support.runs import step_bytes, tiny_run, with_checkpoint
@@ -27,10 +25,9 @@ from tests.support.runs import step_bytes, tiny_run, with_checkpoint
 VOCABULARY = 99  # 98 and the one that NullTokenizer adds
 
 
-def write_corpus(prefix: Path, *, documents: int = 12, length: int = 40) -> None:
-    with IndexedDatasetWriter(str(prefix), np.dtype(np.uint16)) as writer:
-        for document in range(documents):
-            writer.add_document((np.arange(length) * 7 + document * 11) % VOCABULARY)
+def write_corpus(prefix: Path) -> None:
+    """Twelve documents of 40 tokens."""
+    written(prefix, ((np.arange(40) * 7 + number * 11) % VOCABULARY for number in range(12)))
 
 
 def corpus_config(prefix: Path, shape: str, **settings: Any) -> RunConfig:
@@ -102,36 +99,18 @@ def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_
     bad = Spot.in_sample(prefix, config, sample=4 * 5 + 3)
     good = int(np.fromfile(bad.path, np.uint16)[bad.place])
     saves = dict(save_interval=2)
-    ended = run_ranks(
-        _run,
-        SHAPES[shape].ranks,
-        with_checkpoint(config, save=str(parts), **saves),
-        bad,
-        detail=False,
-    )
+    ranks = SHAPES[shape].ranks
+    stopped = with_checkpoint(config, save=str(parts), **saves)
+    ended = run_ranks(_run, ranks, stopped, bad, detail=False)
     assert {iteration for iteration, _ in ended} == {5}
-    errors = [error for _, error in ended]
-    assert all(isinstance(error, RuntimeError | InputError) for error in errors)
-    (message,) = [
-        str(error)
-        for error in errors
-        if isinstance(error, InputError) and not isinstance(error, PeerError)
-    ]
-    assert message.startswith("iteration 6, samples 23 to 23: ")
-    assert (
-        f"data.bin: document {bad.document} holds token id 60000, but the vocabulary has 99 ids"
-        in message
-    )
+    (message,) = [str(error) for _, error in ended if type(error) is InputError]
+    said = f"document {bad.document} holds token id 60000, but the vocabulary has 99 ids"
+    assert message.startswith("iteration 6, samples 23 to 23: ") and said in message
     assert (parts / LATEST).read_text() == "4"
     assert bad.write(good) == 60000
     for folder, load in ((parts, str(parts)), (whole, None)):
-        done = run_ranks(
-            _run,
-            SHAPES[shape].ranks,
-            with_checkpoint(config, save=str(folder), load=load, **saves),
-            detail=False,
-        )
-        assert done == [(8, None)] * SHAPES[shape].ranks
+        resumed = with_checkpoint(config, save=str(folder), load=load, **saves)
+        assert run_ranks(_run, ranks, resumed, detail=False) == [(8, None)] * ranks
     assert step_bytes(parts, 8) and step_bytes(parts, 8) == step_bytes(whole, 8)
 
 
@@ -146,55 +125,15 @@ def test_a_blend_names_the_file_and_an_evaluation_stops_too(tmp_path: Path) -> N
         config,
         data=replace(config.data, data_path=(str(tmp_path / "first"), str(tmp_path / "second"))),
     )
-    with pytest.raises(
-        InputError, match=r"iteration \d, samples \d+ to \d+: .*second\.bin: document"
-    ):
-        raise _run(0, 1, blend)[1]
+    found = r"iteration 1 \(validation loss\), samples \d+ to \d+: .*second\.bin: document"
     shares = replace(
         blend,
         data=replace(blend.data, split="50,50,0", data_path=(str(tmp_path / "second"),)),
         training=replace(blend.training, train_iters=1, eval_iters=8),
     )
-    with pytest.raises(
-        InputError,
-        match=r"iteration 1 \(validation loss\), samples \d+ to \d+: .*second\.bin: document",
+    for config, message in (
+        (blend, r"iteration \d, samples .*second\.bin: document"),
+        (shares, found),
     ):
-        raise _run(0, 1, shares)[1]
-
-
-@pytest.mark.long
-def test_the_program_says_it_once_and_no_rank_hangs(tmp_path: Path) -> None:
-    prefix = tmp_path / "data"
-    write_corpus(prefix)
-    flags = [
-        *SMALL_RUN,
-        "--micro-batch-size",
-        "1",
-        "--tensor-model-parallel-size",
-        "2",
-        "--data-path",
-        str(prefix),
-        "--split",
-        "100,0,0",
-        "--vocab-size",
-        "98",
-        "--eval-iters",
-        "0",
-    ]
-    config = replace(
-        corpus_config(prefix, "alone"), training=tiny_run(training=dict(train_iters=12)).training
-    )
-    data = build_datasets(
-        config.data, vocab_size=VOCABULARY, seed=1234, num_samples=(48, 0, 0)
-    ).train
-    assert len(data) >= 48
-    ids = np.fromfile(f"{prefix}.bin", np.uint16)
-    # the last of iteration 2, of data-parallel rank 1
-    ((_, documents),) = data.documents(7).items()
-    start = documents[-1] * 40
-    ids[start : start + 40] = 60000
-    ids.tofile(f"{prefix}.bin")
-    done = run_program(*flags, ranks=4)
-    said = [line for line in done.stderr.splitlines() if "error: iteration" in line]
-    assert done.returncode != 0 and len(said) == 1, done.stderr
-    assert "holds token id 60000, but the vocabulary has 99 ids" in said[0]
+        with pytest.raises(InputError, match=message):
+            raise _run(0, 1, config)[1]
