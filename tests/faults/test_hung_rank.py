@@ -4,6 +4,7 @@ and its name."""
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Callable
@@ -14,18 +15,13 @@ import pytest
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.happenings import happens
 from tests.support.limits import HANG_S, patiently
-from tests.support.programs import program
+from tests.support.programs import completes, program
 from tests.support.runs import step_bytes
 
 RUN = [
     *SMALL_RUN,
     *MOCK,
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "6",
-    "--eval-interval",
-    "3",
+    *shlex.split("--micro-batch-size 1 --train-iters 6 --eval-interval 3"),
     "--distributed-timeout-seconds-after-init",
 ]
 TENSOR, PIPELINE = ["--tensor-model-parallel-size", "2"], ["--pipeline-model-parallel-size", "2"]
@@ -55,26 +51,15 @@ def _stopped() -> None:
     ],
 )
 def test_a_stopped_rank_is_named_after_the_timeout(
-    tmp_path: Path, layout: list[str], rank: int, place: str, where: str
+    layout: list[str], rank: int, place: str, where: str
 ) -> None:
     def check(limit: float) -> None:
-        arguments = [
-            *RUN,
-            f"{limit:g}",
-            *layout,
-            "--save-interval",
-            "2",
-            "--save",
-            str(tmp_path / f"{limit:g}"),
-        ]
+        arguments = [*RUN, f"{limit:g}", *layout]
         with program(arguments, ranks=2, prepare=_at(rank, place, 3, _stopped)) as run:
             assert run.wait(1 - rank) == [1], run.everything()
             (message,) = run.messages()
-            assert message == (
-                f"pretrain_gpt.py: [rank {1 - rank}] stops at {where}: no progress for more "
-                f"than {limit:g} s: "
-                f"rank {rank} gives no sign of life"
-            )
+            assert f"stops at {where}: no progress for more than {limit:g} s: " in message
+            assert f"rank {rank} gives no sign of life" in message
             assert f"[rank {1 - rank}] stacks of all threads at {where}" in run.errors(1 - rank)
             assert "watch.py" in run.errors(1 - rank) and "loop.py" in run.errors(1 - rank)
 
@@ -82,36 +67,10 @@ def test_a_stopped_rank_is_named_after_the_timeout(
 
 
 @pytest.mark.long
-def test_a_rank_that_stops_while_it_saves_is_named_after_the_minutes_that_a_disk_may_take(
-    tmp_path: Path,
-) -> None:
-    """The shorter timeout does not hold there: ranks may wait for the slowest disk."""
-    run_for = [
-        *RUN[:-1],
-        *TENSOR,
-        "--distributed-timeout-minutes",
-        "1",
-        "--save-interval",
-        "2",
-        "--save",
-        str(tmp_path),
-    ]
-    with program(run_for, ranks=2, prepare=_at(1, "saving", 2, _stopped)) as run:
-        assert run.wait(0) == [1], run.everything()
-        (message,) = run.messages()
-        assert message == (
-            "pretrain_gpt.py: [rank 0] stops at iteration 2 (saving): no progress for more "
-            "than 60 s: "
-            "rank 1 gives no sign of life"
-        )
-
-
-@pytest.mark.long
 def test_the_last_checkpoint_loads_and_the_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     unlimited = [*RUN, str(int(HANG_S)), *TENSOR, "--save-interval", "2", "--save"]
-    with program([*unlimited, str(whole)], ranks=2) as run:
-        assert run.wait() == [0, 0], run.everything()
+    completes(*unlimited, str(whole))
 
     def check(limit: float) -> None:
         save = str(parts / f"{limit:g}")
@@ -148,27 +107,6 @@ def test_a_rank_that_waits_outside_a_collective_writes_its_own_stack() -> None:
 
 
 @pytest.mark.long
-def test_where_no_rank_is_in_a_collective_the_watch_ends_the_run() -> None:
-    def hangs_here() -> None:
-        threading.Event().wait()
-
-    def check(limit: float) -> None:
-        arguments = [*RUN, f"{limit:g}", *TENSOR]
-        with program(
-            arguments, ranks=2, prepare=lambda _: happens("step", hangs_here, iteration=3)
-        ) as run:
-            assert run.wait() == [1, 1], run.everything()
-            (message,) = run.messages()
-            assert (
-                f"stops at iteration 3: no progress for more than {limit:g} s: every rank is "
-                "alive, and none is behind"
-            ) in message
-            assert all("in hangs_here" in run.errors(rank) for rank in range(2))
-
-    patiently(check, 2)
-
-
-@pytest.mark.long
 def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(
     tmp_path: Path,
 ) -> None:
@@ -189,21 +127,5 @@ def test_a_checkpoint_and_a_first_iteration_may_take_longer_than_the_timeout(
             prepare=prepare,
         ) as run:
             assert run.wait() == [0, 0], run.everything()
-
-    patiently(check, 2)
-
-
-@pytest.mark.long
-def test_a_stopped_rank_that_holds_the_store_is_named_too() -> None:
-    def check(limit: float) -> None:
-        arguments = [*RUN, f"{limit:g}", *TENSOR]
-        with program(
-            arguments, ranks=2, prepare=_at(0, "backward", 3, _stopped), rank_0_owns_store=True
-        ) as run:
-            assert run.wait(1) == [1], run.everything()
-            (message,) = run.messages()
-            assert (
-                message == "pretrain_gpt.py: [rank 1] stops at iteration 3: rank 0 does not answer"
-            )
 
     patiently(check, 2)

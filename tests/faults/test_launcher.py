@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -25,12 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.long]
 RUN = [
     *SMALL_RUN,
     *MOCK,
-    "--tensor-model-parallel-size",
-    "2",
-    "--train-iters",
-    "60",
-    "--log-interval",
-    "1",
+    *shlex.split("--tensor-model-parallel-size 2 --train-iters 60 --log-interval 1"),
 ]
 
 
@@ -39,19 +35,9 @@ def _torchrun(
     tmp_path: Path, *arguments: str, launcher: tuple[str, ...] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Starts it, and waits for its fifth iteration. Output goes to tmp_path/log."""
-    line = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc_per_node",
-        "2",
-        *launcher,
-        str(ROOT / "pretrain_gpt.py"),
-        *arguments,
-    ]
+    words = "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc_per_node 2"
+    line = [sys.executable, *shlex.split(words), *launcher, str(ROOT / "pretrain_gpt.py")]
+    line += arguments
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
@@ -136,6 +122,4 @@ def test_ranks_whose_launcher_died_of_a_signal_that_it_does_not_handle_end(tmp_p
 
 
 def _wait_for_the_end_of(pidfd: int, timeout: float = HANG_S) -> None:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    assert poll.poll(1000 * timeout)
+    assert select.select([pidfd], [], [], timeout)[0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,28 +16,21 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_lite.cli import pretrain
-from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.training import build_trainer as build
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
+from tests.support.corpora import written
 from tests.support.happenings import builds_second, happens
 from tests.support.limits import HANG_S
-from tests.support.programs import program
+from tests.support.pairs import only
+from tests.support.programs import completes, program
 from tests.support.runs import rows, step_bytes
 
 RUN = [
     *SMALL_RUN,
-    "--micro-batch-size",
-    "1",
-    "--train-iters",
-    "6",
-    "--eval-interval",
-    "3",
-    "--eval-iters",
-    "2",
-    "--tensor-model-parallel-size",
-    "2",
-    "--exit-signal-handler",
+    *shlex.split(
+        "--micro-batch-size 1 --train-iters 6 --eval-interval 3 --eval-iters 2 "
+        "--tensor-model-parallel-size 2 --exit-signal-handler"
+    ),
 ]
 
 
@@ -62,30 +55,23 @@ def _losses(text: str) -> list[str]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The run that nothing happens to: its files, and its validation and test losses."""
     folder = tmp_path_factory.mktemp("whole")
-    with program(
-        [*RUN, *MOCK, "--save", str(folder / "save"), "--metrics-jsonl", str(folder / "rows")],
-        ranks=2,
-    ) as run:
-        assert run.wait() == [0, 0], run.everything()
-        losses = _losses(run.output(0))
+    into = f"--save {folder}/save --metrics-jsonl {folder}/rows"
+    losses = _losses(completes(*RUN, *MOCK, *into.split()))
     assert [line.split()[0] for line in losses] == ["validation", "validation", "test"]
     return folder, losses
 
 
 @pytest.mark.parametrize(
     ("rank", "place", "names", "iteration"),
-    [
-        (1, "evaluation", ["SIGUSR2"], 3),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                (0, "backward", ["SIGUSR1"], 2),
-                (1, "forward", ["SIGTERM"], 2),
-                (0, "saving", ["SIGTERM"], 4),
-                (1, "step", ["SIGTERM", "SIGUSR1"], 3),
-            )
-        ),
-    ],
+    only(
+        [
+            (1, "evaluation", ["SIGUSR2"], 3),
+            (0, "backward", ["SIGUSR1"], 2),
+            (0, "saving", ["SIGTERM"], 4),
+            (1, "step", ["SIGTERM", "SIGUSR1"], 3),
+        ],
+        0,
+    ),
 )
 def test_a_signal_in_training_costs_nothing(
     tmp_path: Path,
@@ -98,85 +84,33 @@ def test_a_signal_in_training_costs_nothing(
     """In a step; in the first batch of an evaluation, which is dropped and done again; in a
     checkpoint, which is finished; several signals, before an evaluation that is left to the next
     start."""
-    arguments = [
-        *RUN,
-        *MOCK,
-        "--save-interval",
-        "4",
-        "--save",
-        str(tmp_path / "save"),
-        "--metrics-jsonl",
-        str(tmp_path / "rows"),
-    ]
+    into = f"--save-interval 4 --save {tmp_path}/save --metrics-jsonl {tmp_path}/rows"
+    arguments = [*RUN, *MOCK, *into.split()]
     with program(
         arguments, ranks=2, prepare=_gets(rank, place, *names, iteration=iteration)
     ) as run:
         assert run.wait() == [0, 0], run.everything()
         losses = _losses(run.output(0))
-        (line,) = [
-            line for line in run.output(0).splitlines() if line.startswith("exiting at iteration")
-        ]
-        assert line in [
-            f"exiting at iteration {iteration}: {name} (--exit-signal-handler)" for name in names
-        ]
+        assert run.output(0).count(f"exiting at iteration {iteration}: ") == 1
         assert ("is left unfinished" in run.output(0)) == (place == "evaluation")
         assert run.messages() == []
-    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == str(
-        iteration
-    )
-    with program([*arguments, "--load", str(tmp_path / "save")], ranks=2) as run:
-        assert run.wait() == [0, 0], run.everything()
-        losses += _losses(run.output(0))
+    losses += _losses(completes(*arguments, "--load", str(tmp_path / "save")))
     folder, expected = whole
     assert step_bytes(tmp_path / "save", 6) == step_bytes(folder / "save", 6) != {}
     assert rows(tmp_path / "rows") == rows(folder / "rows") and losses == expected
 
 
-def test_a_signal_in_the_last_evaluation_leaves_it_to_the_next_start(
-    tmp_path: Path, whole: tuple[Path, list[str]]
-) -> None:
-    """The last step is saved by then. The signal comes in the third evaluation batch: the first of
-    those after the last step."""
-    arguments = [*RUN, *MOCK, "--save", str(tmp_path)]
-    with program(arguments, ranks=2, prepare=_gets(1, "evaluation", "SIGTERM", iteration=6)) as run:
-        assert run.wait() == [0, 0], run.everything()
-        assert len(
-            _losses(run.output(0))
-        ) == 1 and "validation loss is left unfinished: SIGTERM" in run.output(0)
-    with program([*arguments, "--load", str(tmp_path)], ranks=2) as run:
-        assert run.wait() == [0, 0], run.everything()
-        assert _losses(run.output(0)) == whole[1][1:]
-
-
 @pytest.mark.parametrize(
-    ("rank", "name", "place"),
-    [
-        (1, "SIGUSR1", "model"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in ((0, "SIGTERM", "index"), (1, "SIGUSR1", "index"), (0, "SIGTERM", "model"))
-        ),
-    ],
+    ("rank", "name", "place"), only([(1, "SIGUSR1", "model"), (0, "SIGTERM", "index")], 0)
 )
 def test_before_the_first_iteration_all_stop_at_once(
     tmp_path: Path, place: str, rank: int, name: str
 ) -> None:
     """One rank builds the index while the other waits for it, or both their models: nothing is
     saved, and the cache is whole."""
-    cache, prefix = tmp_path / "cache", _corpus(tmp_path)
-    arguments = [
-        *RUN,
-        "--vocab-size",
-        "98",
-        "--data-path",
-        prefix,
-        "--split",
-        "80,10,10",
-        "--save",
-        str(tmp_path / "save"),
-        "--data-cache-path",
-        str(cache),
-    ]
+    cache = tmp_path / "cache"
+    into = f"--save {tmp_path}/save --data-cache-path {cache}"
+    arguments = [*RUN, *_corpus(tmp_path), *into.split()]
 
     def prepare(own: int) -> None:
         _gets(rank, place, name)(own)
@@ -186,49 +120,16 @@ def test_before_the_first_iteration_all_stop_at_once(
     with program(arguments, ranks=2, prepare=prepare) as run:
         status = 128 + signal.Signals[name]
         assert run.wait() == [status, status], run.everything()
-        assert run.messages() == [
-            f"pretrain_gpt.py: [rank {rank}] stops at start-up: {name} "
-            "(--exit-signal-handler): nothing "
-            "was trained, nothing is saved"
-        ]
+        (message,) = run.messages()
+        assert f"[rank {rank}] stops at start-up: {name} (--exit-signal-handler)" in message
         assert "Traceback" not in run.everything()
     assert not list(cache.glob("*.tmp-*")) and not list((tmp_path / "save").glob("iter_*"))
-    with program(arguments, ranks=2) as run:
-        assert run.wait() == [0, 0], run.everything()
-
-
-def test_a_signal_to_all_ranks_is_said_once(tmp_path: Path) -> None:
-    arguments = [
-        *RUN,
-        "--vocab-size",
-        "98",
-        "--data-path",
-        _corpus(tmp_path),
-        "--split",
-        "80,10,10",
-    ]
-    with program(
-        arguments, ranks=2, prepare=lambda rank: _gets(rank, "index", "SIGTERM", "SIGUSR1")(rank)
-    ) as run:
-        assert set(run.wait()) < {128 + signal.SIGTERM, 128 + signal.SIGUSR1}, run.everything()
-        assert len(run.messages()) == 1 and "Traceback" not in run.everything()
-
-
-def test_a_rank_that_no_signal_reaches_and_that_waits_for_nobody_ends_too() -> None:
-    def prepare(rank: int) -> None:
-        if rank == 0:
-            build.build_datasets = lambda *args, **options: threading.Event().wait()  # type: ignore[assignment]
-        _gets(1, "model", "SIGTERM")(rank)
-
-    with program([*RUN, *MOCK], ranks=2, prepare=prepare) as run:
-        assert run.wait() == [143, 143], run.everything()
-        assert len(run.messages()) == 1
+    completes(*arguments)
 
 
 def test_without_the_handler_sigterm_kills_and_the_others_say_whom() -> None:
-    arguments = [argument for argument in RUN if argument != "--exit-signal-handler"]
     with program(
-        [*arguments, *MOCK], ranks=2, prepare=_gets(1, "forward", "SIGUSR1", iteration=2)
+        [*RUN[:-1], *MOCK], ranks=2, prepare=_gets(1, "forward", "SIGUSR1", iteration=2)
     ) as run:
         assert run.wait() == [1, -signal.SIGUSR1], run.everything()
         assert run.messages() == ["pretrain_gpt.py: [rank 0] stops at iteration 2: rank 1 is gone"]
@@ -279,17 +180,8 @@ def test_a_signal_while_python_ends_does_not_change_the_status_either(tmp_path: 
         atexit.register(os.kill, os.getpid(), signal.SIGTERM)
         runpy.run_path("pretrain_gpt.py", run_name="__main__")
     """
-    arguments = [
-        *SMALL_RUN,
-        *MOCK,
-        "--train-iters",
-        "1",
-        "--eval-iters",
-        "0",
-        "--exit-signal-handler",
-        "--save",
-        str(tmp_path),
-    ]
+    words = f"--train-iters 1 --eval-iters 0 --exit-signal-handler --save {tmp_path}"
+    arguments = [*SMALL_RUN, *MOCK, *words.split()]
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=ROOT,
@@ -319,43 +211,27 @@ def _interrupted(place: str, *ranks: int, iteration: int = 0) -> Callable[[int],
 
 @pytest.mark.parametrize(
     ("ranks", "place", "iteration"),
-    [
-        ((0, 1), "forward", 2),
-        pytest.param((1,), "saving", 4, marks=pytest.mark.long),
-        *(
-            pytest.param(ranks, place, iteration, marks=pytest.mark.long)
-            for ranks in ((0, 1), (1,))
-            for place, iteration in (
-                ("index", 0),
-                ("model", 0),
-                ("backward", 2),
-                ("replay", 2),
-                ("evaluation", 3),
-            )
-            if place != "index" or 0 in ranks
-        ),
-    ],
+    only(
+        [
+            ((0, 1), "forward", 2),
+            ((1,), "saving", 4),
+            ((0, 1), "index", 0),
+            ((1,), "model", 0),
+            ((1,), "backward", 2),
+            ((0, 1), "replay", 2),
+            ((1,), "evaluation", 3),
+        ],
+        0,
+    ),
 )  # only one rank makes the index: it may be rank 0
 def test_ctrl_c_is_one_line_and_no_traceback(
     tmp_path: Path, place: str, iteration: int, ranks: tuple[int, ...]
 ) -> None:
     """A terminal sends it to every rank, srun to one. Without --exit-signal-handler nothing is
     saved."""
-    data = (
-        ["--vocab-size", "98", "--data-path", _corpus(tmp_path), "--split", "80,10,10"]
-        if place == "index"
-        else MOCK
-    )
-    arguments = [
-        *(one for one in RUN if one != "--exit-signal-handler"),
-        *data,
-        "--save",
-        str(tmp_path / "save"),
-        "--save-interval",
-        "4",
-        "--recompute-policy",
-        "*:full",
-    ]
+    data = _corpus(tmp_path) if place == "index" else MOCK
+    more = f"--save {tmp_path}/save --save-interval 4 --recompute-policy *:full"
+    arguments = [*RUN[:-1], *data, *more.split()]
     with program(
         arguments, ranks=2, prepare=_interrupted(place, *ranks, iteration=iteration)
     ) as run:
@@ -365,10 +241,7 @@ def test_ctrl_c_is_one_line_and_no_traceback(
         assert ": SIGINT; no checkpoint is written (with --save, --exit-signal-handler" in line
         assert "stops at " in line
         assert "Traceback" not in run.everything()
-    with program(
-        [*arguments, "--load", str(tmp_path / "save"), "--allow-fresh-start"], ranks=2
-    ) as run:
-        assert run.wait() == [0, 0], run.everything()
+    completes(*arguments, "--load", str(tmp_path / "save"), "--allow-fresh-start")
 
 
 def test_ctrl_c_to_a_rank_that_cannot_be_interrupted_ends_the_run_too() -> None:
@@ -390,34 +263,6 @@ def test_ctrl_c_to_a_rank_that_cannot_be_interrupted_ends_the_run_too() -> None:
         assert len(run.messages()) == 1 and "Traceback" not in run.everything()
 
 
-def test_ctrl_c_before_the_ranks_have_joined_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    def prepare(rank: int) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        pretrain.parse_args = lambda *words: interrupted()  # type: ignore[assignment, return-value]
-
-    with program([*RUN, *MOCK], ranks=2, prepare=prepare) as run:
-        assert run.wait() == [-signal.SIGINT] * 2, run.everything()
-        assert (
-            run.messages() == ["pretrain_gpt.py: error: stopped by SIGINT"]
-            and "Traceback" not in run.everything()
-        )
-
-
-def test_with_exit_signal_sigint_ctrl_c_saves(tmp_path: Path) -> None:
-    with program(
-        [*RUN, *MOCK, "--exit-signal", "SIGINT", "--save", str(tmp_path)],
-        ranks=2,
-        prepare=_interrupted("forward", 0, 1, iteration=2),
-    ) as run:
-        assert run.wait() == [0, 0], run.everything()
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
-
-
-def _corpus(folder: Path) -> str:
-    with IndexedDatasetWriter(str(folder / "data"), np.dtype(np.uint16)) as writer:
-        for document in range(40):
-            writer.add_document(np.arange(30) + document)
-    return str(folder / "data")
+def _corpus(folder: Path) -> list[str]:
+    prefix = written(folder / "data", (np.arange(30) + document for document in range(40)))
+    return f"--vocab-size 98 --split 80,10,10 --data-path {prefix}".split()
