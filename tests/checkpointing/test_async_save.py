@@ -170,7 +170,9 @@ def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(
         f"--save {tmp_path}: the checkpoint of iteration 4 could not be written by rank 1: "
         "disk full."
     )
-    assert f"warning: {fault}" in (tmp_path / LOG_FILE).read_text()
+    log = (tmp_path / LOG_FILE).read_text()
+    assert f"warning: {fault}" in log and "saved checkpoint from iteration       4" not in log
+    assert "successfully saved checkpoint from iteration       2" in log
     if latest == train_iters:
         assert messages == ["", ""]
     else:

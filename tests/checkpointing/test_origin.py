@@ -132,3 +132,12 @@ def test_a_lock_that_comes_back_leaves_another_ones_alone(
     other[0].check()
     for one in (lock, *other):
         one.release()
+
+
+def test_a_whole_step_that_was_moved_aside_takes_the_place_of_a_damaged_one(
+    root: Path, saved: Saved
+) -> None:
+    shutil.copytree(root / "iter_0000008", root / "iter_0000008.old")
+    (root / "iter_0000008" / "rng_00000.safetensors").write_bytes(b"")
+    assert saved.start(root, 2, []).iteration == 8
+    assert not (root / "iter_0000008.old").exists()

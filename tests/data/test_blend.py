@@ -120,3 +120,17 @@ def test_mock_splits_differ_and_have_the_length_asked_for() -> None:
     assert datasets.valid is not None and datasets.test is None
     assert (len(datasets.train), len(datasets.valid)) == (7, 3)
     assert not np.array_equal(datasets.train[0], datasets.valid[0])
+
+
+def test_a_blend_with_a_part_that_lacks_the_split_names_it(tmp_path: Path) -> None:
+    paths = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500, documents=2)
+    with pytest.raises(
+        InputError,
+        match=r"/b has no documents for the test split, .* set that share of --split to 0",
+    ):
+        build(*paths)
+
+
+def test_no_documents_for_training_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--split '0,1' leaves no documents for training"):
+        build(write(tmp_path / "a", first_id=0), split="0,1")

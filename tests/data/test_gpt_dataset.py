@@ -169,3 +169,11 @@ def test_of_several_processes_one_builds_and_all_agree(tmp_path: Path) -> None:
     assert {lines[-2] for lines in outputs} == {
         str(rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)))
     }
+
+
+def test_an_epoch_too_short_for_a_sample_is_an_error_with_the_numbers(tmp_path: Path) -> None:
+    indexed = write(tmp_path / "data")
+    message = r"documents 2 to 3 hold 7 tokens, but one sample takes --seq-length 7 \+ 1"
+    with pytest.raises(InputError, match=message):
+        dataset(indexed, documents=(2, 4), seq_length=7, num_samples=None)
+    assert len(dataset(indexed, documents=(2, 4), seq_length=6, num_samples=None)) == 1

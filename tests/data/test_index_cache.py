@@ -156,3 +156,14 @@ def test_what_does_not_come_back_from_the_disk_is_an_error(
     monkeypatch.setattr(index_cache, "_checksum", lambda file: next(checksums) * 64)
     with pytest.raises(OSError, match="does not come back from the disk"):
         cached_arrays(str(tmp_path), KEY, build, fault=fault)
+
+
+def test_an_undamaged_copy_in_a_folder_that_cannot_be_written_is_read(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*args: object, **options: object) -> None:
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(os, "makedirs", read_only)
+    monkeypatch.setattr(index_cache, "_locked", read_only)
+    assert arrays_equal(cache.read()[0], build())

@@ -165,3 +165,13 @@ def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path: Pat
         match="--vocab-size 6 is smaller than the 7 ids of --tokenizer-type HuggingFaceTokenizer",
     ):
         resolve_vocabulary(config(6))
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer that can be read"):
+        HuggingFaceTokenizer(str(tmp_path))
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(InputError, match=r"vocab\.json: no such file"):
+        GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
