@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ class CoreAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         self.rng = rng
         self.kernels = kernels
+        # the context in which torch's causal attention without dropout picks its kernel
+        self.kernel: Callable[[], AbstractContextManager[object]] = nullcontext
         self.cp = cp or ContextParallel()
         if self.cp.group is not None:
             chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
@@ -134,7 +137,8 @@ class CoreAttention(nn.Module):
         elif dropout_p == 0.0 and not takes_groups(query, key):
             return windowed_attention(query, key, value, reach=None, scale=self.scale).flatten(2)
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
-        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
+        kernel = self.kernel if mask is None and dropout_p == 0.0 else nullcontext
+        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else kernel():
             attended = F.scaled_dot_product_attention(
                 query,
                 key,

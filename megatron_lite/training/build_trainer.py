@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -36,6 +35,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.compiler import compile_layers_
+from megatron_lite.training.deterministic import choose_attention_, use_deterministic_algorithms
 from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import (
@@ -102,16 +102,6 @@ def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStag
     if training.check_for_nan_in_loss_and_grad:
         optimizer.measure_own_grad_norm()
     return optimizer
-
-
-def use_deterministic_algorithms() -> None:
-    """Makes every later operation of this process repeatable bit for bit.
-
-    torch raises an error at an operation that has no deterministic kernel. CPU runs are repeatable
-    anyway. On a GPU, call this before the first matmul: cuBLAS reads its workspace setting then.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
 
 
 def build_trainer(
@@ -190,6 +180,7 @@ def _build(
     accumulation = fuse_weight_gradients_(
         config.training, parallel, model, optimizer, compiled_layers=config.compiles_layers
     )
+    attention = choose_attention_(model, config, parallel)
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
         config=config,
@@ -208,6 +199,7 @@ def _build(
         rules=rules,
         notices=(
             accumulation,
+            *attention,
             *slow_precision_notices(config.training.precision, parallel.device),
             *_predicted_peak(config, parallel, batches),
             *notices.in_log,

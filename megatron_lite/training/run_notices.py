@@ -42,7 +42,22 @@ def run_notices(
         (*settings, *placement_notices(config, device=device, world_size=world_size)),
         (
             *missing_notices(),
+            *_verify_notices(config, device),
             *kernel_notices(config, device),
             *log_notices(config, world_size=world_size),
         ),
     )
+
+
+def _verify_notices(config: RunConfig, device: str) -> list[str]:
+    """Returns the line about what --recompute-verify cannot compare on a GPU."""
+    if (
+        not config.recompute.recompute_verify
+        or device == "cpu"
+        or config.training.deterministic_mode
+    ):
+        return []
+    return [
+        "--recompute-verify compares what replays rebuild. It cannot compare gradients here: "
+        "without --deterministic-mode the backward kernels of a GPU do not repeat their own bits"
+    ]

@@ -129,6 +129,18 @@ def test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_lin
     assert run_notices(config, device="cpu", world_size=2).at_start == found.at_start[:1]
 
 
+def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
+    config = replace(tiny_run(), recompute=RecomputeConfig(recompute_verify=True))
+    repeats = tiny_run(training=dict(deterministic_mode=True))
+    for device, each, count in (
+        ("cuda", config, 1),
+        ("cpu", config, 0),
+        ("cuda", replace(repeats, recompute=config.recompute), 0),
+    ):
+        said = run_notices(each, device=device, world_size=1).in_log
+        assert sum("cannot compare gradients" in line for line in said) == count
+
+
 def test_the_notices_of_a_command_line_stand_for_those_of_its_configuration() -> None:
     config = tiny_run(
         data_parallel=DataParallelConfig(ddp_bucket_size=5, use_distributed_optimizer=True)
