@@ -154,6 +154,7 @@ class GPTModel(nn.Module):
                 first_id=self.first_id,
                 num_ids=self.num_ids,
                 overwrite_logits=True,  # nothing else reads them
+                kernels=self.context.loss_kernels,
             )
         else:
             losses = self._project(
@@ -166,6 +167,7 @@ class GPTModel(nn.Module):
                     first_id=self.first_id,
                     num_ids=self.num_ids,
                     grad_losses=None if gradient is None else lambda: gradient().t(),
+                    kernels=self.context.loss_kernels,
                 ),
                 hidden_states,
             )

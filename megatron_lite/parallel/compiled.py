@@ -31,7 +31,8 @@ from megatron_lite.parallel.torch_internals import (
     tree_map,
 )
 
-# a pure function of tensors and numbers; it draws no random numbers and writes to no argument
+# a pure function of tensors and numbers that draws no random numbers; or one that writes to its
+# first argument and returns None
 Function = Callable[..., Any]
 
 

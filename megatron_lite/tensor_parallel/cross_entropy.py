@@ -8,6 +8,10 @@ The logits are never gathered.
     backward   write_gradient_   any rows, this rank's columns: softmax - one_hot
 
 linear_cross_entropy.py combines the same steps for logits that exist one loss chunk at a time.
+
+On CUDA the steps on rows are compiled graphs (`compiled_loss`) for all rows at once: one reads the
+logits for their statistics, in forward and again in backward, and one writes the gradient over
+them. Elsewhere torch's operators take a few rows at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.row_blocks import rows_at_a_time
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.torch_internals import backward_keeps_graph
 
 
@@ -33,11 +38,13 @@ def vocab_parallel_cross_entropy(
     first_id: int,
     num_ids: int,
     overwrite_logits: bool = False,
+    kernels: CompiledKernels | None = None,
 ) -> Tensor:
     """Returns the negative log-likelihood of each label, [s, b], the same on every TP rank.
 
-    The losses are float32 (float64 for float64 logits). The computation has this dtype too and
-    covers a few rows at a time, so no copy of all logits in this dtype exists.
+    The losses are float32 (float64 for float64 logits). The computation has this dtype too. It
+    covers a few rows at a time, or is one compiled graph, so no copy of all logits in this dtype
+    exists.
 
     logits: [s, b, padded V / t], this rank's columns.
     labels: [s, b], global ids, each below the true V.
@@ -48,6 +55,7 @@ def vocab_parallel_cross_entropy(
     overwrite_logits: whether backward writes the gradient over the logits, so that it needs no
         second tensor of their size. The caller must not read the logits afterwards. A backward
         that keeps the graph (retain_graph, create_graph) does not overwrite them.
+    kernels: the compiled graphs (`compiled_loss`). None: torch's operators.
 
     Forward issues two all-reduces: one of the maxima [s, b], and one of the label logits and the
     sums of exponentials [2, s b]. Backward issues none.
@@ -55,7 +63,7 @@ def vocab_parallel_cross_entropy(
     rank's share of the softmax.
     """
     return _VocabParallelCrossEntropy.apply(
-        logits, labels, tp_group, first_id, num_ids, overwrite_logits
+        logits, labels, tp_group, first_id, num_ids, overwrite_logits, kernels
     )
 
 
@@ -69,12 +77,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first_id: int,
         num_ids: int,
         overwrite_logits: bool,
+        kernels: CompiledKernels | None,
     ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
-        statistics = row_statistics(logits.flatten(0, 1)[:, :num_ids], local.column)
+        statistics = row_statistics(logits.flatten(0, 1), local.column, num_ids, kernels)
         losses, share = combined(statistics, local, tp_group)
         ctx.save_for_backward(logits, *local, share)
-        ctx.num_ids, ctx.overwrite_logits = num_ids, overwrite_logits
+        ctx.num_ids, ctx.overwrite_logits, ctx.kernels = num_ids, overwrite_logits, kernels
         return losses.view(labels.shape)
 
     @staticmethod
@@ -85,10 +94,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         if ctx.overwrite_logits and logits.is_contiguous() and not keeps_graph:
             grad = logits
         else:
-            grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+            grad = logits.clone(memory_format=torch.contiguous_format)
         factors = gradient_factors(grad_output, share, LocalLabels(column, here))
-        write_gradient_(grad.flatten(0, 1), logits.flatten(0, 1), factors, num_ids=ctx.num_ids)
-        return grad, None, None, None, None, None
+        write_gradient_(grad.flatten(0, 1), factors, num_ids=ctx.num_ids, kernels=ctx.kernels)
+        return grad, *[None] * 6
 
 
 class LocalLabels(NamedTuple):
@@ -151,11 +160,37 @@ def local_labels(labels: Tensor, first_id: int, num_ids: int) -> LocalLabels:
     return LocalLabels(local.clamp(0, max(num_ids - 1, 0)), (local >= 0) & (local < num_ids))
 
 
-def row_statistics(rows: Tensor, column: Tensor) -> RowStatistics:
-    """Returns the statistics of `rows` [n, ids], given the label's column of each row [n].
+def compiled_loss(device: torch.device) -> CompiledKernels | None:
+    """Returns the compiled graphs of the loss, on CUDA if inductor can build them here, else None.
 
-    Each statistic is [n], at least float32. Issues no collective.
+    It builds those of two rows, which takes some seconds.
     """
+    if device.type != "cuda":
+        return None
+    kernels = CompiledKernels(device)
+    rows = torch.zeros(2, 8, dtype=torch.bfloat16, device=device)
+    labels = local_labels(torch.zeros(2, dtype=torch.int64, device=device), 0, 8)
+    try:
+        with torch.no_grad():
+            statistics = row_statistics(rows, labels.column, 8, kernels)
+            factors = gradient_factors(statistics.total, statistics.total, labels)
+            write_gradient_(rows, factors, num_ids=8, kernels=kernels)
+    except Exception:  # whatever the compiler or the machine lacks: torch's operators need nothing
+        return None
+    return kernels
+
+
+def row_statistics(
+    logits: Tensor, column: Tensor, num_ids: int, kernels: CompiledKernels | None = None
+) -> RowStatistics:
+    """Returns the statistics of the first num_ids columns of the logits [n, columns].
+
+    column: [n], the label's column of each row. Each statistic is [n], at least float32. Issues no
+    collective.
+    """
+    if num_ids and kernels is not None and not torch.is_grad_enabled():
+        return RowStatistics(*kernels(statistics_of_rows, logits, column, num_ids=num_ids))
+    rows = logits[:, :num_ids]
     dtype = torch.promote_types(torch.float32, rows.dtype)
     maximum = torch.full(rows.shape[:1], -torch.inf, dtype=dtype, device=rows.device)
     total, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum)
@@ -166,6 +201,29 @@ def row_statistics(rows: Tensor, column: Tensor) -> RowStatistics:
             total[part] = torch.softmax(rows[part], -1, dtype=dtype).amax(-1).reciprocal_()
         at_label = rows.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(dtype)
     return RowStatistics(maximum, total, at_label)
+
+
+def statistics_of_rows(
+    logits: Tensor, column: Tensor, *, num_ids: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the fields of RowStatistics, by operators that inductor fuses into one pass."""
+    wide = _true_columns(logits, num_ids, torch.promote_types(torch.float32, logits.dtype))
+    maximum = wide.amax(-1, keepdim=True)
+    total = (wide - maximum).exp().sum(-1)
+    at_label = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(wide.dtype)
+    return maximum.squeeze(-1), total, at_label
+
+
+def _true_columns(logits: Tensor, num_ids: int, dtype: torch.dtype) -> Tensor:
+    """Returns the logits in this dtype, and -inf in the columns of the padding."""
+    wide = logits.to(dtype)
+    if num_ids == logits.shape[1]:
+        return wide
+    return torch.where(_columns(logits) < num_ids, wide, -torch.inf)
+
+
+def _columns(logits: Tensor) -> Tensor:
+    return torch.arange(logits.shape[1], device=logits.device)
 
 
 def combined(
@@ -199,20 +257,49 @@ def gradient_factors(grad_losses: Tensor, share: Tensor, labels: LocalLabels) ->
 
 
 def write_gradient_(
-    grad: Tensor, logits: Tensor, factors: GradientFactors, *, num_ids: int
+    logits: Tensor,
+    factors: GradientFactors,
+    *,
+    num_ids: int,
+    kernels: CompiledKernels | None = None,
 ) -> None:
-    """Fills grad [n, columns], which may be the same tensor as the logits.
+    """Overwrites the logits [n, columns] with their gradient.
 
     The columns from num_ids on are padding and get 0.
     """
-    grad[:, num_ids:] = 0.0
+    if num_ids and kernels is not None and not torch.is_grad_enabled():
+        softmax, at_label, column = factors
+        maximum, total, _ = kernels(statistics_of_rows, logits, column.squeeze(-1), num_ids=num_ids)
+        scale = softmax / total.unsqueeze(-1)
+        kernels(
+            overwrite_rows_, logits, maximum.unsqueeze(-1), scale, at_label, column, num_ids=num_ids
+        )
+        return
+    logits[:, num_ids:] = 0.0
     rows = logits[:, :num_ids]
-    # softmax is out of place, so `grad` may be the logits: a part is read before it is written.
     for part in cached_rows(rows) if num_ids else ():
         softmax, at_label, column = factors.of_rows(part)
         gradient = torch.softmax(rows[part], -1, dtype=softmax.dtype).mul_(softmax)
-        grad[part, :num_ids] = gradient.scatter_add_(-1, column, at_label)
-        del gradient  # otherwise it would live while the next part is computed
+        rows[part] = gradient.scatter_add_(-1, column, at_label)
+        del gradient  # it would live on while the next one is made
+
+
+def overwrite_rows_(
+    logits: Tensor,
+    maximum: Tensor,
+    scale: Tensor,
+    at_label: Tensor,
+    column: Tensor,
+    *,
+    num_ids: int,
+) -> None:
+    """Overwrites the logits with scale exp(logit - maximum), plus `at_label` in the label's column.
+
+    It is pointwise: inductor makes one kernel of it, which needs no further tensor.
+    """
+    wide = _true_columns(logits, num_ids, scale.dtype)
+    here = torch.where(_columns(logits) == column, at_label, 0.0)
+    logits.copy_((wide - maximum).exp() * scale + here)
 
 
 def cached_rows(rows: Tensor) -> Sequence[slice]:

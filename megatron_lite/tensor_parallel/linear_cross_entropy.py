@@ -39,6 +39,7 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.products import add_weight_product_
 from megatron_lite.parallel.weight_gradient import OwnSum, own_sum, weight_gradient
 from megatron_lite.tensor_parallel.column_linear import autocast_operands
@@ -64,6 +65,7 @@ def vocab_parallel_linear_cross_entropy(
     first_id: int,
     num_ids: int,
     grad_losses: Callable[[], Tensor] | None = None,
+    kernels: CompiledKernels | None = None,
 ) -> Tensor:
     """Returns the losses [s, b] of the output projection, without ever holding all logits.
 
@@ -72,7 +74,7 @@ def vocab_parallel_linear_cross_entropy(
 
     hidden_states: [s, b, h], under sequence parallelism [s/t, b, h].
     weight: [padded V / t, h].
-    labels, first_id, num_ids: see vocab_parallel_cross_entropy.
+    labels, first_id, num_ids, kernels: see vocab_parallel_cross_entropy.
     loss_chunk_size: the number of tokens that have logits at a time. The s b tokens are taken in
         this order, and the last chunk may be shorter.
     grad_losses: returns the incoming gradient [s, b] that backward will bring. Forward then
@@ -87,11 +89,11 @@ def vocab_parallel_linear_cross_entropy(
     chunk size. It keeps hidden_states and the weight. In place of the logits it keeps the labels,
     one byte per label and this rank's share of each softmax.
 
-    dA is summed over the chunks in float32 (float64). A bf16 weight has each chunk's part rounded
-    to bf16 before the sum. The sum is a [V/t, h] float32 tensor that lives until autograd has added
-    it to the weight's gradient. If the weight has a float32 sum (parallel/weight_gradient.py), each
-    chunk's part is added to it at once, and that tensor does not exist. NVIDIA apex's kernel alone
-    adds it unrounded.
+    dA is summed over the chunks in float32 (float64). On a CPU a bf16 weight has each chunk's part
+    rounded to bf16 before the sum; CUDA adds it unrounded (parallel/products.py). The sum is a
+    [V/t, h] float32 tensor that lives until autograd has added it to the weight's gradient. If the
+    weight has a float32 sum (parallel/weight_gradient.py), each chunk's part is added to it at
+    once, and that tensor does not exist.
 
     A product of fewer rows may sum in another order, so chunks can change low bits. In bf16 the
     losses and the gradient of hidden_states are as exact as without chunks. Where the parts are
@@ -112,6 +114,7 @@ def vocab_parallel_linear_cross_entropy(
             sequence_parallel,
             first_id,
             num_ids,
+            kernels,
         )
     return _VocabParallelLinearCrossEntropy.apply(
         operands.hidden_states,
@@ -122,6 +125,7 @@ def vocab_parallel_linear_cross_entropy(
         sequence_parallel,
         first_id,
         num_ids,
+        kernels,
     )
 
 
@@ -143,6 +147,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         sequence_parallel: bool,
         first_id: int,
         num_ids: int,
+        kernels: CompiledKernels | None,
     ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
         whole = (
@@ -150,7 +155,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         )
         parts = []
         for tokens, logits in _logits_by_chunk(whole.flatten(0, 1), weight, loss_chunk_size):
-            parts.append(row_statistics(logits[:, :num_ids], local.column[tokens]))
+            parts.append(row_statistics(logits, local.column[tokens], num_ids, kernels))
             del logits  # which would hold the buffer after the loop
         losses, share = combined(
             RowStatistics(*map(torch.cat, zip(*parts, strict=True))), local, tp_group
@@ -160,7 +165,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         ctx.loss_chunk_size = loss_chunk_size
         ctx.tp_group = tp_group
         ctx.sequence_parallel = sequence_parallel
-        ctx.num_ids = num_ids
+        ctx.num_ids, ctx.kernels = num_ids, kernels
         return losses.view(labels.shape)
 
     @staticmethod
@@ -184,7 +189,9 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
         # Each chunk's logits are computed again and overwritten with their gradient. After the last
         # chunk's dx the reduction starts, and runs beside that chunk's dA.
         for tokens, logits in _logits_by_chunk(rows, weight, ctx.loss_chunk_size):
-            write_gradient_(logits, logits, factors.of_rows(tokens), num_ids=ctx.num_ids)
+            write_gradient_(
+                logits, factors.of_rows(tokens), num_ids=ctx.num_ids, kernels=ctx.kernels
+            )
             if grad_rows is not None:
                 torch.mm(logits, weight, out=grad_rows[tokens])
                 if tokens.stop == rows.shape[0]:
@@ -199,7 +206,7 @@ class _VocabParallelLinearCrossEntropy(torch.autograd.Function):
             elif needs_weight:
                 weight_gradient(ctx.add, rows[tokens], logits)
             del logits
-        return None if reduction is None else reduction.wait(), grad_weight, *[None] * 6
+        return None if reduction is None else reduction.wait(), grad_weight, *[None] * 7
 
 
 def _has_backward() -> bool:
@@ -230,6 +237,7 @@ class _InOnePass(torch.autograd.Function):
         sequence_parallel: bool,
         first_id: int,
         num_ids: int,
+        kernels: CompiledKernels | None,
     ) -> Tensor:
         local = local_labels(labels, first_id, num_ids)
         whole = (
@@ -244,7 +252,9 @@ class _InOnePass(torch.autograd.Function):
         reduction = None
         for tokens, logits in _logits_by_chunk(rows, weight, loss_chunk_size):
             own = LocalLabels(local.column[tokens], local.here[tokens])
-            losses[tokens] = _turned_into_gradient_(logits, own, grad[tokens], tp_group, num_ids)
+            losses[tokens] = _turned_into_gradient_(
+                logits, own, grad[tokens], tp_group, num_ids, kernels
+            )
             torch.mm(logits, weight, out=grad_rows[tokens])
             if tokens.stop == rows.shape[0]:
                 start = start_reduce_scatter_first_dim if sequence_parallel else start_all_reduce_
@@ -258,7 +268,7 @@ class _InOnePass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (grad_hidden_states,) = ctx.saved_tensors
-        return grad_hidden_states, *[None] * 9
+        return grad_hidden_states, *[None] * 10
 
 
 def _turned_into_gradient_(
@@ -267,14 +277,18 @@ def _turned_into_gradient_(
     grad_losses: Tensor,
     tp_group: ProcessGroup | None,
     num_ids: int,
+    kernels: CompiledKernels | None,
 ) -> Tensor:
     """Overwrites the logits [N, V/t] of a chunk with their gradient. Returns the losses [N].
 
     grad_losses: [N], the incoming gradient of each loss. Issues two all-reduces.
     """
-    losses, share = combined(row_statistics(logits[:, :num_ids], labels.column), labels, tp_group)
+    # no name holds the statistics, so they are freed before the gradient is made
+    losses, share = combined(
+        row_statistics(logits, labels.column, num_ids, kernels), labels, tp_group
+    )
     factors = gradient_factors(grad_losses, share, labels)
-    write_gradient_(logits, logits, factors, num_ids=num_ids)
+    write_gradient_(logits, factors, num_ids=num_ids, kernels=kernels)
     return losses
 
 

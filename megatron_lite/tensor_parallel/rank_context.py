@@ -23,7 +23,7 @@ class RankContext:
     sequence_parallel: whether the sequence is sharded over the TP group between sharded layers.
     cp: the rank's place among the ranks that split each sequence.
     kernels: the compiled kernels of norms, activations, rotary embedding and dropout; None: torch's
-        operators.
+        operators. loss_kernels: those of the loss.
     """
 
     rng: RngStreams
@@ -35,6 +35,7 @@ class RankContext:
     sequence_parallel: bool = False
     cp: ContextParallel = field(default_factory=ContextParallel)
     kernels: CompiledKernels | None = None
+    loss_kernels: CompiledKernels | None = None
 
     @classmethod
     def of(
@@ -45,6 +46,7 @@ class RankContext:
         params_dtype: torch.dtype,
         cp_comm_type: str = "p2p",
         kernels: CompiledKernels | None = None,
+        loss_kernels: CompiledKernels | None = None,
     ) -> RankContext:
         """Returns the context of this rank. A TP group of one rank has no sequence parallelism."""
         return cls(
@@ -62,6 +64,7 @@ class RankContext:
                 comm_type=cp_comm_type,
             ),
             kernels=kernels,
+            loss_kernels=loss_kernels,
         )
 
     @property

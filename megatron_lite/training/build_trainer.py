@@ -30,6 +30,7 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import check_num_microbatches
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.supervision.pulse import Pulse
+from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
@@ -69,6 +70,7 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
         params_dtype=PARAMS_DTYPE[config.training.precision],
         cp_comm_type=config.parallel.cp_comm_type,
         kernels=CompiledKernels(parallel.device) if config.compiles_kernels else None,
+        loss_kernels=compiled_loss(parallel.device) if stage.is_last else None,
     )
     model = GPTModel(
         config.model,

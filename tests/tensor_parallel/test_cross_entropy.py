@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.tensor_parallel.cross_entropy import (
+    gradient_factors,
+    local_labels,
+    row_statistics,
+    vocab_parallel_cross_entropy,
+    write_gradient_,
+)
 from tests.support.collectives import Sent, recorded_collectives
 from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
@@ -103,6 +110,41 @@ def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, roundin
     assert losses[0].dtype == torch.float32 and grad.dtype == dtype
     torch.testing.assert_close(losses[0].double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(grad[..., :V].double(), expected_grad, rtol=rounding, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_compiled_steps_are_as_exact_as_those_of_torch(dtype):
+    """Against float64, on the shards of two ranks; the second one has padding. CUDA runs them."""
+    kernels = CompiledKernels(torch.device("cpu"))
+    exact = sample()[0]
+    errors = {None: [], kernels: []}
+    for rank in range(2):
+        columns, ids = COLUMNS[2], num_ids(rank, COLUMNS[2])
+        labels = local_labels(sample()[1], rank * columns, ids)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        grad_losses, share = sample()[2].flatten().to(wide), torch.rand(S * B).to(wide)
+        factors = gradient_factors(grad_losses, share, labels)
+        for way, found in errors.items():
+            logits = shard(exact, rank, columns).to(dtype).flatten(0, 1)
+            rows = logits[:, :ids].double().clone()
+            with torch.no_grad():
+                statistics = row_statistics(logits, labels.column, ids, way)
+                write_gradient_(logits, factors, num_ids=ids, kernels=way)
+            assert [one.dtype for one in statistics] == [wide] * 3 and logits.dtype == dtype
+            assert torch.equal(statistics.maximum.double(), rows.amax(-1))
+            at_label = rows.gather(-1, labels.column.unsqueeze(-1)).squeeze(-1)
+            assert torch.equal(statistics.at_label.double(), at_label)
+            total = (rows - rows.amax(-1, keepdim=True)).exp().sum(-1)
+            gradient = rows.softmax(-1) * factors.softmax.double()
+            gradient.scatter_add_(-1, labels.column.unsqueeze(-1), factors.at_label.double())
+            assert not logits[:, ids:].any()
+            error = (logits[:, :ids].double() - gradient).abs().amax() / gradient.abs().amax()
+            found.append(error.item() / torch.finfo(dtype).eps)
+            error = ((statistics.total.double() - total) / total).abs().amax()
+            found.append(error.item() / torch.finfo(wide).eps)
+    for eager, compiled in zip(errors[None], errors[kernels], strict=True):
+        assert compiled <= max(eager, 4.0)  # units in the last place
+    assert kernels.num_graphs == 4  # two steps, on two numbers of ids
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 3e38])

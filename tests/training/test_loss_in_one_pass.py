@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import PropertyMock, patch
 
 import pytest
@@ -279,8 +280,8 @@ def test_without_a_backward_to_come_no_gradient_is_added() -> None:
         assert all(torch.equal(one, before[name]) for name, one in run.state().items())
 
 
-def spoiled(rows: Tensor, column: Tensor) -> RowStatistics:
-    return RowStatistics(*(torch.full_like(one, math.nan) for one in row_statistics(rows, column)))
+def spoiled(*arguments: Any) -> RowStatistics:
+    return RowStatistics(*(torch.full_like(one, math.nan) for one in row_statistics(*arguments)))
 
 
 def test_a_skipped_step_leaves_no_trace() -> None:
