@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.tensor_parallel.cross_entropy import (
     gradient_factors,
@@ -14,6 +15,7 @@ from megatron_lite.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
     write_gradient_,
 )
+from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
 from tests.support.collectives import Sent, recorded_collectives
 from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
@@ -145,6 +147,36 @@ def test_compiled_steps_are_as_exact_as_those_of_torch(dtype):
     for eager, compiled in zip(errors[None], errors[kernels], strict=True):
         assert compiled <= max(eager, 4.0)  # units in the last place
     assert kernels.num_graphs == 4  # two steps, on two numbers of ids
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(chunk):
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(S, B, 8, generator=generator)
+    weight = torch.randn(12, 8, generator=generator)
+    _, labels, grad_losses = sample()
+    results, kept = [], []
+    for kernels in (None, CompiledKernels(torch.device("cpu"))):
+        facts = dict(tp_group=None, first_id=0, num_ids=V, kernels=kernels)
+        x, a = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        with kept_for_backward(exclude=[x, a]) as meter:
+            if chunk is None:
+                logits = F.linear(x, a)
+                losses = vocab_parallel_cross_entropy(
+                    logits, labels, overwrite_logits=True, **facts
+                )
+            else:
+                losses = vocab_parallel_linear_cross_entropy(
+                    x, a, labels, loss_chunk_size=chunk, sequence_parallel=False, **facts
+                )
+        kept.append(meter.total_bytes())
+        (losses * grad_losses.float()).sum().backward()
+        if chunk is None:
+            assert not logits[..., V:].any()  # the gradient is in their place
+        results.append((losses.detach(), x.grad, a.grad))
+    assert kept[0] == kept[1] > 0
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)  # order of float32 sums
 
 
 @pytest.mark.parametrize("offset", [1e4, -1e4, 3e38])
