@@ -93,6 +93,10 @@ RULES = (
         "9 minutes of",
         "took 19 minutes",
         "34 minutes of",
+        "within 5% of real",
+        "between 0.3% below and 1%",
+        "workspaces of 32 MiB",
+        "of 10 MiB and more up to 2 MiB where the rest is at most 1 MiB",
     ),
 )
 
