@@ -14,7 +14,12 @@ only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.row_blocks import product_rows, rows_at_a_time
+from megatron_lite.config.row_blocks import (
+    has_gradient_tensor,
+    has_loss_blocks,
+    product_rows,
+    rows_at_a_time,
+)
 from megatron_lite.description.operations import ID_BYTES, Parameter
 from megatron_lite.description.sizes import Heads, Sizes, is_widened
 
@@ -22,9 +27,9 @@ from megatron_lite.description.sizes import Heads, Sizes, is_widened
 def weight_gradient(weight: Parameter, sizes: Sizes) -> int:
     """Returns the bytes of the gradient of a linear layer's weight while it is computed.
 
-    A float32 product goes straight into the sum of gradients. A 16-bit one is computed some rows
-    at a time and then added, for which a CPU casts it. A gradient that autograd gets exists whole,
-    and is cast to float32.
+    A float32 product goes straight into the sum of gradients, as a 16-bit one does on CUDA.
+    Elsewhere that is computed some rows at a time and then added, for which a CPU casts it. A
+    gradient that autograd gets exists whole, and is cast to float32.
     """
     rows, columns = weight.shape
     wide = sizes.accumulate_bytes if sizes.is_rounded else 0
@@ -32,7 +37,7 @@ def weight_gradient(weight: Parameter, sizes: Sizes) -> int:
         return rows * columns * sizes.element_bytes
     if not sizes.adds_by_itself:
         return rows * columns * (sizes.element_bytes + wide)
-    if not sizes.is_rounded:
+    if not sizes.is_rounded or not has_gradient_tensor(sizes.device):
         return 0
     cast = wide if sizes.device == "cpu" and sizes.accumulates else 0
     return min(rows, product_rows(columns)) * columns * (sizes.element_bytes + cast)
@@ -139,8 +144,11 @@ def loss_blocks(sizes: Sizes, tokens: int, columns: int) -> int:
     """Returns the bytes with which the loss computes the softmax of some rows of its logits.
 
     torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
-    on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast.
+    on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast. One
+    compiled kernel for all rows, as on CUDA, has none of these.
     """
+    if not has_loss_blocks(sizes.device):
+        return 0
     rows = min(tokens, rows_at_a_time(tokens, columns, sizes.device))
     softmax = rows * columns * sizes.accumulate_bytes
     if sizes.is_rounded and (not sizes.is_float16 or sizes.device == "cpu"):
@@ -168,7 +176,7 @@ def chunked_loss(model: ModelConfig, sizes: Sizes, columns: int) -> int:
         # The gradient is summed over the chunks in float32, and cast when it is complete.
         total = weight * sizes.accumulate_bytes
         cast = weight * sizes.element_bytes if sizes.is_rounded else 0
-    if sizes.is_rounded:
+    if sizes.is_rounded and has_gradient_tensor(sizes.device):
         wide = sizes.accumulate_bytes if sizes.device == "cpu" else 0
         rows = min(columns, product_rows(model.hidden_size))
         product = rows * model.hidden_size * (sizes.element_bytes + wide)

@@ -1,6 +1,8 @@
 """The predicted memory against what one H100 held: h100_peaks.json, and facts that it taught.
 
-The file tells the card, torch and the day. Predictions are made on any machine.
+The file tells the card, torch and the day. Predictions are made on any machine. The rows were
+measured when products rounded weight gradients and the loss had blocks of rows on CUDA, so they are
+predicted that way.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import pytest
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import whole_model
+from megatron_lite.description import temporaries
 from megatron_lite.description.sizes import Sizes, allocated
 from megatron_lite.description.temporaries import loss_blocks
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
@@ -26,10 +29,17 @@ GIB, MIB = 2.0**30, 2**20
 LOWEST, HIGHEST = -0.003, 0.01
 
 
+@pytest.fixture
+def earlier_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("has_gradient_tensor", "has_loss_blocks"):
+        monkeypatch.setattr(temporaries, name, lambda device: True)
+
+
 def config_of(row: dict[str, Any]) -> RunConfig:
     return parse_args([*row["flags"].split(), "--mock-data", "--lr", "1e-4"]).config
 
 
+@pytest.mark.usefixtures("earlier_kernels")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["name"])
 def test_the_peak_of_a_step_is_the_measured_one(row: dict[str, Any]) -> None:
     peak = step_peak(config_of(row), 0, device="cuda", dp_cp_size=1)
@@ -59,6 +69,7 @@ def test_large_blocks_are_rounded_up_where_the_rest_is_small(num_bytes: int, on_
     assert allocated(num_bytes, "cpu") == num_bytes
 
 
+@pytest.mark.usefixtures("earlier_kernels")
 @pytest.mark.parametrize(
     ("device", "element_bytes", "is_float16", "blocks"),
     [("cuda", 2, False, 2), ("cuda", 2, True, 1), ("cuda", 4, False, 1), ("cpu", 2, True, 2)],
