@@ -121,7 +121,8 @@ def test_an_init_file_is_a_docstring_and_nothing_else(path: Path) -> None:
     if path.parent.name == PACKAGE:
         # and a program's Ctrl-C, which must work before any other import
         assert rest[0] == "import sys" and rest[1].startswith("__version__ = ")
-        assert len(rest) == 3 and rest[2].startswith("if sys.argv and ")
+        assert len(rest) == 4 and rest[2].startswith("_is_looked_for = sys.argv[:1] == ['-m']")
+        assert rest[3].startswith("if _is_looked_for or ")
     else:
         assert rest == []
 

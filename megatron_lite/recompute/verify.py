@@ -1,6 +1,6 @@
 """Compares runs of a function bit for bit: hashes of tensors, random-number streams, and the graph.
 
-`Run` is what is seen of one run. `Record` compares the units and regions of our own GPT, with
+`Execution` is what is seen of one run. `Record` compares the units and regions of our own GPT, with
 `--recompute-verify`. witness.py compares layers of any kind.
 """
 
@@ -26,7 +26,7 @@ class RecomputeMismatch(RuntimeError):
     """A replay computed something else than its forward, so its gradients would be wrong."""
 
 
-class Run:
+class Execution:
     """What is seen of one run: of a forward, or of a replay.
 
     places: the names of what is hashed, with shapes. hashes: one each, on its device.
@@ -54,7 +54,7 @@ class Run:
             self.places.append(f"{STREAM} {name} at {when}")
             self.hashes.append(quick_hash(state))
 
-    def differences(self, replay: Run, name: str, *, whole: bool) -> list[str]:
+    def differences(self, replay: Execution, name: str, *, whole: bool) -> list[str]:
         """Returns the places where a replay of this run has other bits. Waits for the device once.
 
         RecomputeMismatch: it has other places, or another graph. whole: as in `Graph.difference`.
@@ -98,8 +98,8 @@ class Record:
 
     def __init__(self, what: str, rng: Generators | None) -> None:
         self.what, self.rng = what, rng
-        self._forward: Run | None = None
-        self._now = Run()
+        self._forward: Execution | None = None
+        self._now = Execution()
 
     def recorded(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns `function` with comparison: the first call is recorded, later calls are compared.
@@ -110,11 +110,11 @@ class Record:
         """
 
         def call(*args: Any) -> Any:
-            self._now = run = Run()
+            self._now = run = Execution()
             self.see(f"{self.what}, input", args)
             outputs, run.graph = run_with_graph(function, args)
             self.see(f"{self.what}, output", outputs)
-            self._now = Run()
+            self._now = Execution()
             if self._forward is None:
                 self._forward = run
             elif places := self._forward.differences(run, self.what, whole=True):

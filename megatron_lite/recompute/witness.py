@@ -39,7 +39,7 @@ from megatron_lite.recompute.contents import Value, contents, same
 from megatron_lite.recompute.graph import Graph, inputs_of
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import STANDARD, is_sharded
-from megatron_lite.recompute.verify import RecomputeMismatch, Run, described, unobserved
+from megatron_lite.recompute.verify import Execution, RecomputeMismatch, described, unobserved
 from megatron_lite.recompute.versions import version_of
 
 ROUNDING = 1e-3  # relative to a result's largest value, for kernels that add in any order
@@ -245,7 +245,7 @@ class Witness:
                             yield f"attribute {path}.{name} {number}", each
 
 
-class _LayerRun(Run):
+class _LayerRun(Execution):
     """One run of a layer.
 
     given, attributes: the arguments, and the tensors of the layer that are inputs of the graph.

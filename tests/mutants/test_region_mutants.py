@@ -123,7 +123,7 @@ def a_replay_is_not_compared(_, self, place, values):
     pass
 
 
-@replaces("see_streams", verify.Run)
+@replaces("see_streams", verify.Execution)
 def the_streams_are_not_compared(_, self, when, rng):
     pass
 

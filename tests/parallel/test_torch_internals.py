@@ -31,7 +31,7 @@ NOT_OF_TORCH = {
 # The registries of every torch.nn.Module, which subclasses rely on.
 OF_MODULES = {"_parameters", "_buffers", "_modules"}
 # Names that stand for torch.ops or one of its namespaces.
-OPERATORS = ("torch.ops.", "aten.")
+OPERATORS = ("torch.ops.", "aten.", "argparse.", "pickle.")  # and other packages
 
 
 def private_names(source: str) -> Iterator[str]:

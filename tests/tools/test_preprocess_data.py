@@ -178,7 +178,7 @@ def test_a_failed_run_keeps_the_data_of_the_last_one(tmp_path: Path) -> None:
             ("--vocab-size", "2147483648"),
             "--vocab-size 2147483648 is more ids than a dataset can hold: give at most 2147483647",
         ),
-        (("--vocab-size", "9" * 30), f"--vocab-size {'9' * 30} is more ids"),
+        (("--vocab-size", "9" * 18), f"--vocab-size {'9' * 18} is more ids"),
         (("--workers", "0"), "--workers must be at least 1 (got 0)"),
         (("--workers", "3", "--partitions", "2"), "--workers 3 is not divisible by --partitions 2"),
         (
