@@ -49,11 +49,11 @@ def quick_hash(tensor: Tensor) -> Tensor:
     keys of 64 bits and added up. It takes tensors of every kind: sparse, nested, conjugated,
     DTensors by their local part. A tensor without values, such as one of a dry run, has the hash 0.
     """
-    sums = [
-        (halves * _keys(data.device)[: halves.numel()]).sum()
-        for data in _dense_parts(tensor.detach())
-        for halves in _words(data).view(torch.int32).split(_block(data.device))
-    ]
+    sums = []
+    for data in _dense_parts(tensor.detach()):
+        halves, keys = _words(data).view(torch.int32), _keys(data.device)
+        blocks = (halves,) if halves.numel() <= keys.numel() else halves.split(keys.numel())
+        sums += [(block * keys[: block.numel()]).sum() for block in blocks]
     if not sums:
         return torch.zeros((), dtype=torch.int64)
     return reduce(lambda total, each: total * FIRST + each, sums)

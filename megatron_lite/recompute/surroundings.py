@@ -17,14 +17,17 @@ import torch
 from megatron_lite.parallel.torch_internals import (
     attention_kernels,
     choose_attention_kernels,
+    disable_current_modes,
     function_modes,
     hooks_of_all_modules,
     pop_function_mode,
     push_function_mode,
+    without_torch_function,
 )
 from megatron_lite.recompute.layer_state import registered_as
 from megatron_lite.recompute.randomness import autocast_states
 
+GPUS = ("cuda", "xpu")
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads it, sets it
 
 
@@ -58,6 +61,19 @@ def _flags() -> tuple[Flag, ...]:
     )
 
 
+@cache
+def _settle_attention(kind: str) -> None:
+    """Lets torch choose the order of its attention kernels, which it does at its first call.
+
+    On Hopper and later it puts cuDNN first. Settings that were read before the first call would
+    give a replay another kernel than its forward had.
+    """
+    if kind in GPUS and getattr(torch, kind).is_available():
+        with torch.no_grad(), disable_current_modes(), without_torch_function():
+            heads = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device=kind)
+            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
 class Surroundings(NamedTuple):
     """The settings of torch at one moment.
 
@@ -75,6 +91,8 @@ class Surroundings(NamedTuple):
     @classmethod
     def now(cls, kinds: set[str]) -> Surroundings:
         """Returns the present settings. kinds: the kinds of devices in use, such as "cuda"."""
+        for kind in kinds:
+            _settle_attention(kind)
         return cls(
             autocast_states(kinds),
             tuple(read() for read, _ in _flags()),

@@ -110,10 +110,12 @@ class Witness:
         lost = dict(self._attributes())
         seen = {f"result {number}": tensor for number, tensor in enumerate(run.outputs)} | lost
         with unobserved():
+            # All of them are alive, so an address belongs to one. Several operators save a tensor.
+            known: dict[Any, Tensor] = {}
             for number, (tensor, _, hashed) in enumerate(self._saved):
-                run.see(f"{SAVED} {number}:", tensor, hashed)
+                run.see(f"{SAVED} {number}:", tensor, hashed, known)
             for place, tensor in seen.items():
-                run.see(place, tensor)
+                run.see(place, tensor, None, known)
             run.see_streams("the end", self._rng)
         # FSDP2 has other parameters in the layer during a forward than in a replay.
         for name, parameter in () if self._is_sharded else self._layer.named_parameters():
@@ -284,12 +286,11 @@ class _Belongings:
         seen: set[int] = set()
         self.parts: dict[str, list[Any]] = {}
         tensors: dict[str, Tensor] = {}
+        exchanged = is_sharded(layer)  # FSDP2 exchanges parameters by itself
         for path, module in layer.named_modules():
-            # FSDP2 exchanges parameters by itself.
-            registries = (
-                [module._buffers] if is_sharded(layer) else [module._parameters, module._buffers]
-            )
-            for registry in registries:
+            for registry in (
+                [module._buffers] if exchanged else [module._parameters, module._buffers]
+            ):
                 for name, value in registry.items():
                     if value is not None:
                         tensors[f"{path}.{name}".lstrip(".")] = value
