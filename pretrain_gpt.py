@@ -11,11 +11,17 @@ from __future__ import annotations
 import faulthandler
 import sys
 
+from megatron_lite.parallel.signals import ctrl_c_ends, ctrl_c_raises
+
+if __name__ == "__main__":
+    ctrl_c_ends()  # the imports below take a second
+
 from megatron_lite.cli.pretrain import main, run, train
 
 __all__ = ["main", "run", "train"]
 
 if __name__ == "__main__":
+    ctrl_c_raises()
     # Prints a stack if a library crashes, or if a data file is truncated during the run (SIGBUS).
     faulthandler.enable()
     sys.exit(main())
