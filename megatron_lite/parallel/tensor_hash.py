@@ -59,6 +59,13 @@ def quick_hash(tensor: Tensor) -> Tensor:
     return reduce(lambda total, each: total * FIRST + each, sums)
 
 
+def prepare(tensors: Iterable[Tensor]) -> None:
+    """Makes the tables that hashes keep for good: 512 KiB on a CPU, 32 MiB on a GPU."""
+    for tensor in tensors:
+        if tensor.device.type != "meta" and not is_fake(tensor):
+            _keys(tensor.device)
+
+
 def differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
     """Tells for each pair of tensors whether their bits differ. Waits once for each device."""
     hashes = read([quick_hash(each) for pair in pairs for each in pair])

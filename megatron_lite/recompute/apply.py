@@ -26,6 +26,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.policy_reach import check_policy_reaches
 from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
+from megatron_lite.parallel.tensor_hash import prepare
 from megatron_lite.parallel.torch_internals import disable_dynamo, is_in_forward_mode, tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
@@ -92,6 +93,7 @@ def apply_policy_(
         )
     for notice in notices:
         warnings.warn(notice, stacklevel=2)
+    prepare(each for layer in layers for each in layer.parameters() if verify)
     shared = _Shared([segment.first_layer for segment in plan.segments if segment.on_host], rng)
     for segment, layer in zip(plan.segments, layers, strict=True):
         if segment.unit or segment.ops or segment.on_host:

@@ -160,7 +160,8 @@ def test_a_large_16_bit_gradient_never_exists_whole(
     flags = "--bf16 --hidden-size 256 --seq-length 32 --num-layers 2 --vocab-size 39999"
     (row,) = rows(Case("large", f"{flags} {untied}", 1, 1))
     assert row.moment.startswith("backward of the output layer")
-    assert abs(row.ratio - 1.0) < BOUND / 10, row
+    # Without bf16 instructions oneDNN's product takes 8 MiB more. The gradient has 19.5 MiB.
+    assert abs(row.ratio - 1.0) < 0.04, row
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
