@@ -15,11 +15,11 @@
 #
 #      kept, bytes   in flight   at the peak, bytes  in all, GiB
 #   as it is
-#    1,287,849,984          31       13,325,713,408         59.7
+#    1,287,850,176          31       13,325,715,392         59.7
 #   RECOMPUTE=pointwise
-#      759,318,912          31        7,889,391,472         54.7
+#      759,319,104          31        7,889,393,456         54.7
 #   RECOMPUTE=full
-#       78,722,688          31          932,163,712         48.2
+#       78,722,688          31          932,163,728         48.2
 #   --attention-backend unfused
 #    4,306,569,216          31       44,519,145,472         88.8
 #   RECOMPUTE=core_attn --attention-backend unfused

@@ -17,19 +17,19 @@
 #
 #      kept, bytes   in flight   at the peak, bytes  in all, GiB
 #   as it is
-#      452,552,704          64       28,963,373,056         63.6
+#      452,552,736          64       28,963,375,104         63.6
 #   RECOMPUTE=pointwise
-#      269,043,776          64       17,271,230,448         52.7
+#      269,043,808          64       17,271,232,496         52.7
 #   RECOMPUTE=full
-#       32,796,608          64        2,308,866,048         38.7
+#       32,796,608          64        2,308,866,064         38.7
 #   --attention-backend unfused
 #    1,291,085,824          64       82,629,492,736        113.5
 #   RECOMPUTE=core_attn --attention-backend unfused
 #      452,235,200          64       29,205,194,752         63.8
 #   --num-virtual-stages-per-pipeline-rank 2
-#      452,552,704         191       43,432,374,272         77.0
+#      452,552,736         191       43,432,377,328         77.0
 #   RECOMPUTE=pointwise --num-virtual-stages-per-pipeline-rank 2
-#      269,043,776         191       25,959,700,432         60.8
+#      269,043,808         191       25,959,703,488         60.8
 #
 # SIZE=tiny runs a small version on a CPU. README.md beside this file explains the
 # other variables. Flags after the script's name override those of the script.

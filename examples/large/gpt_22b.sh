@@ -15,11 +15,11 @@
 #
 #      kept, bytes   in flight   at the peak, bytes  in all, GiB
 #   as it is
-#   10,417,528,832           1       10,417,528,832         56.2
+#   10,417,529,600           1       10,417,529,600         56.2
 #   RECOMPUTE=pointwise
-#    6,188,885,504           1        6,188,885,504         52.2
+#    6,188,886,272           1        6,188,886,272         52.2
 #   RECOMPUTE=full
-#      740,727,296           1          812,194,304         47.2
+#      740,727,296           1          812,194,320         47.2
 #   --attention-backend unfused
 #   42,617,200,640           1       42,617,200,640         86.2
 #   RECOMPUTE=core_attn --attention-backend unfused

@@ -16,11 +16,11 @@
 #
 #      kept, bytes   in flight   at the peak, bytes  in all, GiB
 #   as it is
-#      540,440,576         139       25,164,931,072         58.0
+#      540,440,624         139       25,164,933,296         58.0
 #   RECOMPUTE=pointwise
-#      320,227,424         139       15,003,664,720         48.5
+#      320,227,472         139       15,003,666,944         48.5
 #   RECOMPUTE=full
-#       36,733,856         139        1,994,427,040         36.4
+#       36,733,856         139        1,994,427,056         36.4
 #   --attention-backend unfused
 #    1,546,680,320         139       71,787,372,544        101.4
 #   RECOMPUTE=core_attn --attention-backend unfused

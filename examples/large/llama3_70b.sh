@@ -14,11 +14,11 @@
 #
 #      kept, bytes   in flight   at the peak, bytes  in all, GiB
 #   as it is
-#    5,646,819,328          23       25,900,122,112         62.2
+#    5,646,819,648          23       25,900,123,584         62.2
 #   RECOMPUTE=pointwise
-#    3,801,161,728          23       17,468,817,408         54.3
+#    3,801,162,048          23       17,468,818,880         54.3
 #   RECOMPUTE=full
-#      335,719,808          23        1,813,267,584         39.8
+#      335,719,808          23        1,813,267,600         39.8
 #
 # SIZE=tiny runs a small version on a CPU. README.md beside this file explains the
 # other variables. Flags after the script's name override those of the script.

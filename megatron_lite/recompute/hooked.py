@@ -107,6 +107,11 @@ def rebuild_call(
         return _LayerCall(function, args, kwargs, how).forward(args, kwargs)
 
 
+MOST_OF_ONE_OPERATOR = (
+    3  # the tensors that an operator saves, at most, if it fills one of them later
+)
+
+
 class _LayerCall:
     """One call of the function: everything that a replay needs, and the slots of its saved tensors.
 
@@ -321,6 +326,7 @@ class _Rebuilt:
         self.has_stopped = False
         self._count = 0
         self._last: list[Tensor] = []
+        self._are_computed: list[bool] = []
         self.values: dict[int, tuple[Tensor, int | None]] = {}
         self.tensors: list[Tensor] = []
 
@@ -332,6 +338,7 @@ class _Rebuilt:
         if _is_parameter(tensor):
             return tensor if self.witness is None else (-1, tensor)
         number, self._count = self._count, self._count + 1
+        self._are_computed.append(tensor.requires_grad)
         detached = tensor.detach()  # an output with its graph would hold that graph: a cycle
         if number < self._expected:
             before, now = self._call.forms[number], _Form.of(tensor)
@@ -365,7 +372,12 @@ class _Rebuilt:
             )
         if self._tries:
             guard = self._call.how.guard
-            is_repeated = read(self._last) == read(hash_last(self.tensors))
+            # An operator may fill a tensor after it saved it, as RReLU does with its noise. Memory
+            # that held the forward's noise has the right bits before that. So the tensors that the
+            # last operator may have saved must also have gradients: these are computed.
+            is_repeated = read(self._last) == read(hash_last(self.tensors)) and all(
+                self._are_computed[max(0, self._expected - MOST_OF_ONE_OPERATOR) : self._expected]
+            )
             guard.stops_early = is_repeated and guard.stops_early is not False
 
     def _refuse(self, what: str) -> None:

@@ -261,7 +261,7 @@ class _LayerRun(Execution):
         self.given: list[Any] = [
             each if each.is_leaf else get_gradient_edge(each)
             for each in named.values()
-            if each.requires_grad
+            if each.requires_grad and each.layout == torch.strided  # torch has no edge of others
         ]
         self.outputs: list[Tensor] = []
 
