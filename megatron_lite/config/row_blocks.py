@@ -6,6 +6,15 @@ The kernels and the predictions of their memory both read it. Standard library o
 from __future__ import annotations
 
 GPU_BYTES, CPU_BYTES, MOST_BLOCKS = 2**28, 2**20, 64
+HASHED_ON_CPU, HASHED_ON_GPU = 2**16, 2**22
+
+
+def hashed_at_a_time(device: str) -> int:
+    """Returns how many half words of 4 bytes a hash of a replay multiplies at a time.
+
+    Its table of keys and its products take 8 bytes for each.
+    """
+    return HASHED_ON_CPU if device == "cpu" else HASHED_ON_GPU
 
 
 def rows_at_a_time(rows: int, width: int, device: str) -> int:

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
 from megatron_lite.parallel.fake_tensors import is_fake
 from megatron_lite.parallel.torch_internals import sparse_indices, sparse_values
 
-WORDS_AT_A_TIME = 2**16  # the intermediate tensors fit into a CPU's cache
-WORDS_AT_A_TIME_ON_GPU = 2**22
 GOLDEN, FIRST, SECOND = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
@@ -151,7 +150,7 @@ def _keys(device: torch.device) -> Tensor:
 
 
 def _block(device: torch.device) -> int:
-    return WORDS_AT_A_TIME if device.type == "cpu" else WORDS_AT_A_TIME_ON_GPU
+    return hashed_at_a_time(device.type)
 
 
 def _words(tensor: Tensor) -> Tensor:

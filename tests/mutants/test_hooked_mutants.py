@@ -206,7 +206,10 @@ MUTANTS = [
         a_generator_of_the_layer_goes_on_in_the_replay, EVERY_KIND, kind(odd_layers.OwnGenerator)
     ),
     Mutant(
-        pythons_and_numpys_numbers_go_on_in_the_replay, EVERY_KIND, kind(odd_layers.HostGenerators)
+        pythons_and_numpys_numbers_go_on_in_the_replay,
+        EVERY_KIND,
+        kind(odd_layers.HostGenerators),
+        error=OTHER,
     ),
     Mutant(
         autocast_is_that_of_backward,

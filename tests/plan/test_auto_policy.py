@@ -66,7 +66,7 @@ def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel: dict[str, in
         assert peak_of(chosen, num_ranks) <= budget
         fastest = min(seconds for held, seconds in measured if held <= budget)
         # The space beside the activations is an estimate, so the choice may miss a mix by a hair.
-        assert step_time(chosen, H100, num_ranks).seconds <= fastest * 1.02
+        assert step_time(chosen, H100, num_ranks).seconds <= fastest * 1.05
 
 
 def test_a_larger_budget_is_never_slower() -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank
 from megatron_lite.description.sizes import Sizes, residual_bytes
@@ -150,6 +151,7 @@ def step_peak(
     if update.num_bytes > held.num_bytes:  # a small batch: the update holds more than any backward
         held = Fullest(held.action, Moment(update.where), update.num_bytes, 0)
         sure = EXACT if update.is_exact else ESTIMATE
+    hashes = 16 * hashed_at_a_time(device) if config.recompute.recompute_verify else 0
     rest = held.num_bytes - held.kept - held.rebuilt - held.arrived - held.sent
     terms = (
         PeakTerm("weights", states.weights, EXACT),
@@ -167,6 +169,7 @@ def step_peak(
         PeakTerm("hidden states received early", held.arrived, EXACT),
         PeakTerm("hidden states being sent", held.sent, ESTIMATE),
         PeakTerm("arena of saved inputs", arena, EXACT),
+        PeakTerm("hashes of replays", hashes, ESTIMATE),
         PeakTerm("copies in host memory", on_host if device == "cpu" else 0, BOUND),
     )
     at_update = held.moment.where == update.where
