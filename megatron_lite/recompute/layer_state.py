@@ -247,7 +247,7 @@ class _Part:
 
 @dataclass
 class _HolderState:
-    """What one module, or one object of Python, held before the forward; no submodules.
+    """Holds what one module, or one object of Python, had before the forward; no submodules.
 
     attributes: `training` and all attributes that are not standard. Containers are copies, down to
         the values that are none; other values are the objects themselves.

@@ -28,7 +28,7 @@ class RecomputeMismatch(RuntimeError):
 
 
 class Execution:
-    """What is seen of one run: of a forward, or of a replay.
+    """Holds what is seen of one run: of a forward, or of a replay.
 
     places: the names of what is hashed, with shapes. hashes: one each, on its device.
     graph: the graph of the results.

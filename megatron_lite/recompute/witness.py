@@ -280,7 +280,7 @@ class _LayerRun(Execution):
 
 
 class _Belongings:
-    """What a layer holds at one moment: hashes of tensors, and the contents of other attributes."""
+    """Describes a layer at one moment: hashes of tensors, and the contents of other attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         seen: set[int] = set()

@@ -57,7 +57,7 @@ KERNELS: Mapping[str, Kernel] = {FLASH: nullcontext, CUDNN: cudnn_attention}
 
 
 class Tried(NamedTuple):
-    """What became of one kernel.
+    """Tells what became of one kernel.
 
     milliseconds: the time of a forward and backward. None: it does not run here.
     repeats: whether all tries gave equal bits.
