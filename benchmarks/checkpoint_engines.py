@@ -24,8 +24,8 @@ from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import find_start
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig

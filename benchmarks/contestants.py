@@ -21,8 +21,8 @@ from benchmarks.engines import Setting, one_rank, our_model, our_optimizer
 from benchmarks.peer_engines import transformers_gpt2
 from benchmarks.recompute_engines import policies
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages

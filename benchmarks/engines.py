@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import default_chunk_size
 from megatron_lite.config.stages import Stage
 from megatron_lite.config.training import TrainingConfig

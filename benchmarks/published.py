@@ -19,10 +19,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
 from benchmarks.page_part import replace_part
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite import __version__
-from megatron_lite.config.help_format import for_stream
+from megatron_lite.config.parser import for_stream
 from megatron_lite.parallel.signals import ctrl_c_raises, dies_without_reader
 
 

@@ -14,11 +14,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.known_models import preset as load_preset
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import run_fields, topics
+from megatron_lite.config.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn

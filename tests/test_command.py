@@ -15,7 +15,7 @@ import pytest
 from megatron_lite import __main__ as command
 from megatron_lite import __version__
 from megatron_lite.cli import pretrain
-from megatron_lite.config.extras import install_advice
+from megatron_lite.config.invocation import install_advice
 from tests.support.commands import MOCK, SMALL_RUN, environment
 from tests.support.limits import HANG_S
 

@@ -15,9 +15,9 @@ import pytest
 from arguments import parse_args
 from megatron_lite.cli.explanation import explanation
 from megatron_lite.cli.planner_command import auto_settings
-from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.units import parse_bytes
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.step_peak import fullest_step_peak

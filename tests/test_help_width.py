@@ -15,7 +15,7 @@ import pytest
 
 from megatron_lite import __main__ as command
 from megatron_lite.cli.help import LISTS, TOPICS
-from megatron_lite.config.help_format import for_stream
+from megatron_lite.config.parser import for_stream
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config import data_settings, lr_schedule_settings
+from megatron_lite.config import data_settings, optimizer_settings
 from megatron_lite.config import model as model_config
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.data_settings import TokenizerConfig
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import LrScheduleConfig, OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.context_parallel.exchange import EXCHANGES
@@ -169,8 +168,8 @@ def test_the_device_of_an_unknown_backend_is_not_guessed() -> None:
 def test_every_choice_has_an_entry_in_every_table() -> None:
     assert model_config.NORM_VECTORS.keys() == NORMS.keys()
     assert set(data_settings.TOKENIZER_TYPES) == TOKENIZERS.keys()
-    assert set(lr_schedule_settings.WSD_DECAY_STYLES) <= DECAYS.keys()
-    assert set(lr_schedule_settings.LR_DECAY_STYLES) <= {
+    assert set(optimizer_settings.WSD_DECAY_STYLES) <= DECAYS.keys()
+    assert set(optimizer_settings.LR_DECAY_STYLES) <= {
         *DECAYS,
         "constant",
         "inverse-square-root",

@@ -72,7 +72,7 @@ class SavedLayout:
             )
             layout._check_split(tp_size)
         except ValueError as error:
-            raise ValueError(f"parameter {plain.shown(name)}: {error}") from error
+            raise ValueError(f"parameter {plain.quoted(name)}: {error}") from error
         return layout
 
     def to_plain(self) -> dict[str, Any]:

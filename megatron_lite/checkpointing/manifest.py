@@ -148,16 +148,16 @@ def rows_from_plain(values: object) -> dict[str, FileRow]:
     """
     rows = {}
     for name, row in plain.as_object(values, "files").items():
-        row = plain.as_object(row, f"files[{plain.shown(name)}]")
+        row = plain.as_object(row, f"files[{plain.quoted(name)}]")
         size, sha256 = plain.whole(row, "bytes", 0, MOST_FILE_BYTES), plain.field(row, "sha256")
         if not re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII):
             raise ValueError(
                 "a file's name must consist of letters, digits, '_', '-' and '.' (got "
-                f"{plain.shown(name)})"
+                f"{plain.quoted(name)})"
             )
         if not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
             raise ValueError(
-                f"sha256 of {name} must be 64 hexadecimal digits (got {plain.shown(sha256)})"
+                f"sha256 of {name} must be 64 hexadecimal digits (got {plain.quoted(sha256)})"
             )
         rows[name] = FileRow(size, sha256)
     return rows
@@ -183,7 +183,7 @@ def parse_formatted(path: Path) -> dict[str, Any]:
         raise damaged(path, error) from error
     if type(found) is not int or found != FORMAT:
         raise InputError(
-            f"{path}: format {plain.shown(found)}, but this version reads format {FORMAT}"
+            f"{path}: format {plain.quoted(found)}, but this version reads format {FORMAT}"
         )
     return values
 

@@ -164,7 +164,7 @@ def _missing(values: object) -> tuple[str, ...]:
     names = plain.as_list(values, "missing")
     if any(name not in PARTS for name in names):
         raise ValueError(
-            f"missing must name parts of {', '.join(PARTS)} (got {plain.shown(names)})"
+            f"missing must name parts of {', '.join(PARTS)} (got {plain.quoted(names)})"
         )
     return tuple(names)
 

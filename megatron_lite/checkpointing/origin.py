@@ -68,7 +68,7 @@ class Origin:
         parts = []
         for part in plain.as_list(plain.field(values, "course"), "course"):
             if not isinstance(part, list) or len(part) != 2:
-                raise ValueError(f"course must be a list of pairs (got {plain.shown(part)})")
+                raise ValueError(f"course must be a list of pairs (got {plain.quoted(part)})")
             parts.append(
                 OwnSteps(
                     plain.as_whole(part[0], "course", 0, MOST_STARTS),

@@ -15,9 +15,9 @@ from functools import partial
 from megatron_lite.cli.planner_command import auto_settings, planner_lines
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
-from megatron_lite.config.help_format import help_columns
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.notices import recompute_notices
+from megatron_lite.config.parser import help_columns
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.recompute_report import explain, likely_device

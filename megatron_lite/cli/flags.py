@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.cli.help import print_help
-from megatron_lite.config import hf_file, megatron_flags
-from megatron_lite.config.all_faults import Faults, Parser
+from megatron_lite.config import hf_config, megatron_flags
 from megatron_lite.config.alternatives import replaced_fields, replaced_notices
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import SCRIPT
-from megatron_lite.config.json_text import LARGEST_TEXT
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.notices import setting_notices
+from megatron_lite.config.parser import Faults, Parser
+from megatron_lite.config.plain import LARGEST_TEXT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import (
     add_flag,
@@ -286,12 +286,12 @@ def _values_of(name: str, source: str, given: dict[str, Any], notices: list[str]
         if name == "--model":
             fields, vocab_size = preset(source)
         else:
-            mapped = hf_file.read_hf_file(Path(source))
-            fields, vocab_size = hf_file.exact_fields(mapped, Path(source)), mapped.vocab_size
+            mapped = hf_config.read_hf_file(Path(source))
+            fields, vocab_size = hf_config.exact_fields(mapped, Path(source)), mapped.vocab_size
             notices += [f"{said}: {note}" for note in mapped.notes]
         # The vocabulary is the model's, whichever tokenizer is chosen.
-        tokenizer = hf_file.tokenizer_fields(vocab_size, given)
-        notices += hf_file.override_notices({**fields, **tokenizer}, given, said)
+        tokenizer = hf_config.tokenizer_fields(vocab_size, given)
+        notices += hf_config.override_notices({**fields, **tokenizer}, given, said)
         values = {"model": dict(fields)}
     stored = {field: value for topic in values.values() for field, value in topic.items()}
     replaced = replaced_fields(stored, given)

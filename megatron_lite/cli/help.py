@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_lite.config.all_faults import Parser
-from megatron_lite.config.help_format import HelpLayout, paragraph
 from megatron_lite.config.invocation import as_typed
-from megatron_lite.config.json_text import shown
-from megatron_lite.config.megatron_flags import REFUSED, fate_of, help_on
+from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED, fate_of
+from megatron_lite.config.parser import HelpLayout, Parser, paragraph
+from megatron_lite.config.plain import shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 from megatron_lite.config.run_flags import Topic
 
@@ -90,7 +89,7 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
         return "\n".join(texts.values())
     if not topic:
         return _overview(parser, program)
-    if (text := help_on(topic)) is not None:
+    if (text := _of_megatron(topic)) is not None:
         return text
     found = [
         action
@@ -136,3 +135,33 @@ def _flags(title: str, actions: Iterable[argparse.Action]) -> str:
     formatter.add_arguments(_shown(actions))
     formatter.end_section()
     return formatter.format_help()
+
+
+def _of_megatron(topic: str) -> str | None:
+    """Returns the text of `--help refused` or `--help ignored`, or None for another topic."""
+    if topic == "refused":
+        title = (
+            "Flags of Megatron that are refused, since they would change numbers, or would not do "
+            "what they promise:"
+        )
+        only = "\n".join(f"  {flag} {value}" for flag, value in ONLY_VALUE.items())
+        end = f"\n\nThese are accepted with the value that changes nothing:\n{only}"
+        return f"{paragraph(title)}\n\n{_by_reason(REFUSED)}{end}"
+    if topic == "ignored":
+        title = (
+            "Flags of Megatron, of all its releases, that are accepted and have no effect on the "
+            "results:"
+        )
+        reasons = {flag: f"no effect {reason}" for flag, reason in NO_EFFECT.items()}
+        return f"{paragraph(title)}\n\n{_by_reason(reasons)}"
+    return None
+
+
+def _by_reason(reasons: Mapping[str, str]) -> str:
+    rows: dict[str, list[str]] = {}
+    for flag, reason in reasons.items():
+        rows.setdefault(reason, []).append(flag)
+    return "\n".join(
+        f"{paragraph(reason)}\n{paragraph(' '.join(flags), indent='  ')}"
+        for reason, flags in rows.items()
+    )

@@ -8,18 +8,16 @@ from __future__ import annotations
 import dataclasses
 import textwrap
 
-from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.command_line import filled_lines
-from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.invocation import SCRIPT, subcommand
+from megatron_lite.config.invocation import SCRIPT, filled_lines, subcommand
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
+from megatron_lite.config.units import ByteUnit, parse_bytes
 from megatron_lite.memory.explain.prices import ComparedRun, full, with_flags
 from megatron_lite.memory.explain.recompute_report import of_one_replica
-from megatron_lite.memory.explain.units import ByteUnit
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.plan.auto_policy import choose_policy
 from megatron_lite.plan.hardware import CPU_MACHINE, Hardware, load_hardware, machine_for_policy

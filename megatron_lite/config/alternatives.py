@@ -13,9 +13,8 @@ from typing import Any
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_settings import PER_SPLIT_PATHS, TokenizerConfig
-from megatron_lite.config.loss_scaling import LossScaleConfig
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
-from megatron_lite.config.optimizer_settings import OWN_SETTINGS
+from megatron_lite.config.optimizer_settings import OWN_SETTINGS, LossScaleConfig
 from megatron_lite.config.policy import LayerAction, parse_policy
 from megatron_lite.config.recompute import AUTO
 from megatron_lite.config.setting import settings_of

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_lite.config.json_text import shown
+from megatron_lite.config.plain import shown
 
 STEP = re.compile(
     r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMBT]?):([0-9]{1,15}(?:\.[0-9]{1,9})?)([KMBT]?)",

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_lite.config.hf_rotary import UNROTATED_LAYERS, rotary
 from megatron_lite.config.hf_rules import (
     BIASES,
     INNER,
-    dropouts,
-    gelu,
-    heads,
-    tied,
-    window,
-    windows_of_layers,
-)
-from megatron_lite.config.hf_values import (
     REQUIRED,
+    UNROTATED_LAYERS,
     FamilyKeys,
     FamilyTensors,
     Key,
     Only,
     TensorNames,
+    dropouts,
+    gelu,
+    heads,
+    rotary,
+    tied,
+    window,
+    windows_of_layers,
 )
 
 _SIZES = {

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, TypeVar
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.json_text import shown
+from megatron_lite.config.plain import shown
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,4 @@
-"""How the user started this program, and the commands that the user can therefore type next.
+"""How the user started this program, and the commands that the user can type next.
 
 The command line finds the name of the program once (cli/, __main__.py) and hands it down as a plain
 text, with which messages begin:
@@ -9,11 +9,18 @@ text, with which messages begin:
     python -m megatron_lite.tools.plan   one tool of the package
 
 Only who typed `megatron-lite` is known to have that command. Everybody has the package, and Python.
+Standard library only.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lite.config.checks import InputError
 
 SCRIPT = "pretrain_gpt.py"
 COMMAND = "megatron-lite"
@@ -57,3 +64,74 @@ def training_command(program: str, num_ranks: int = 1) -> list[str]:
         launcher = ["torchrun", "--nproc-per-node", str(num_ranks)]
         return [*launcher, *([SCRIPT] if program == SCRIPT else [*MODULE, "train"])]
     return ["python", SCRIPT] if program == SCRIPT else subcommand(program, "train")
+
+
+COMMAND_WIDTH = 80  # columns of a line
+
+
+def shell_lines(words: Sequence[str], program: str = "-m") -> str:
+    """Returns a command as lines of a shell, with one flag of the program a line.
+
+    program: the word with which the program begins, such as -m of `-m megatron_lite train`.
+
+    The words before the program are the launcher's, and keep their shell variables, such as
+    $NODE_RANK. They stand on one line if it has at most 78 columns.
+    """
+    place = words.index(program) if program in words else 0
+    launcher = " ".join(words[:place])
+    if len(launcher) > 76:  # and " \\"
+        launcher = launcher.replace(" --", " \\\n  --")
+    rows = [launcher] if place else []
+    for word in words[place:]:
+        if not rows or word == program or word.startswith("--"):
+            rows.append(shlex.quote(word))
+        else:
+            rows[-1] += f" {shlex.quote(word)}"
+    return " \\\n  ".join(rows)
+
+
+def filled_lines(words: Sequence[str]) -> str:
+    """Returns a command as lines of a shell, with as many flags a line as fit COMMAND_WIDTH."""
+    items: list[str] = []  # a flag with its values
+    for word in words:
+        if word.startswith("--") or not items:
+            items.append(shlex.quote(word))
+        else:
+            items[-1] += f" {shlex.quote(word)}"
+    rows = items[:1]
+    for item in items[1:]:
+        if len(rows[-1]) + len(item) + len("  \\") > COMMAND_WIDTH:
+            rows.append(f"    {item}")
+        else:
+            rows[-1] += f" {item}"
+    return " \\\n".join(rows)
+
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def install_advice(extra: str, root: Path = CHECKOUT) -> str:
+    """Returns the command that installs an extra, such as "plot".
+
+    root: the folder of the package's own folder. It is a checkout if it has a setup.py.
+    """
+    if (root / "setup.py").is_file():
+        at = "" if root == Path.cwd() else f" (in {root})"
+        return f"pip install -e '.[{extra}]'{at}"
+    return f"pip install './FILE.whl[{extra}]', with the wheel that was installed for FILE.whl"
+
+
+def module_of_extra(module: str, extra: str, *, needed_by: str) -> Any:
+    """Imports a module of an optional package, at the time when it is needed.
+
+    needed_by: what needs it, such as "--wandb-project demo".
+    Raises InputError that names the package and the extra if it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise InputError(
+            f"{needed_by} needs the package {package}, which is not installed: "
+            f"{install_advice(extra)}"
+        ) from None

@@ -8,14 +8,13 @@ preset has its published number of parameters (tests/config/test_model_presets.p
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.json_text import shown
+from megatron_lite.config.plain import parse_json, shown
 
 
 class Preset(NamedTuple):
@@ -26,7 +25,7 @@ class Preset(NamedTuple):
 
 
 def _read() -> dict[str, Preset]:
-    rows = json.loads(Path(__file__).with_name("known_models.json").read_text())
+    rows = parse_json(Path(__file__).with_name("known_models.json").read_text())
     return {
         name: Preset(vocab_size=row.pop("vocab_size"), fields=row) for name, row in rows.items()
     }

@@ -20,7 +20,7 @@ import re
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from megatron_lite.config.json_text import shown
+from megatron_lite.config.plain import shown
 
 if TYPE_CHECKING:
     from megatron_lite.config.model import ModelConfig

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config.help_format import paragraph
+from megatron_lite.config.plain import parse_json
 
-DATA = json.loads(Path(__file__).with_name("megatron_flags.json").read_text())
+DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())
 REFUSED: Mapping[str, str] = {
     flag: row["reason"] for row in DATA["refused"] for flag in row["flags"]
 }
@@ -128,36 +127,6 @@ def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> tuple[list
         subject = several if len(flags) > 1 else f"{flags[0]} is"
         faults.append(f"Megatron's {subject} not supported here: {reason}")
     return faults, meant
-
-
-def help_on(topic: str) -> str | None:
-    """Returns the text of `--help refused` or `--help ignored`, or None for another topic."""
-    if topic == "refused":
-        title = (
-            "Flags of Megatron that are refused, since they would change numbers, or would not do "
-            "what they promise:"
-        )
-        only = "\n".join(f"  {flag} {value}" for flag, value in ONLY_VALUE.items())
-        end = f"\n\nThese are accepted with the value that changes nothing:\n{only}"
-        return f"{paragraph(title)}\n\n{_by_reason(REFUSED)}{end}"
-    if topic == "ignored":
-        title = (
-            "Flags of Megatron, of all its releases, that are accepted and have no effect on the "
-            "results:"
-        )
-        reasons = {flag: f"no effect {reason}" for flag, reason in NO_EFFECT.items()}
-        return f"{paragraph(title)}\n\n{_by_reason(reasons)}"
-    return None
-
-
-def _by_reason(reasons: Mapping[str, str]) -> str:
-    rows: dict[str, list[str]] = {}
-    for flag, reason in reasons.items():
-        rows.setdefault(reason, []).append(flag)
-    return "\n".join(
-        f"{paragraph(reason)}\n{paragraph(' '.join(flags), indent='  ')}"
-        for reason, flags in rows.items()
-    )
 
 
 def fate_of(word: str) -> str | None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lite.config.all_faults import Faults
 from megatron_lite.config.checks import flag
 from megatron_lite.config.model import NORM_VECTORS, ModelConfig
 from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
+from megatron_lite.config.parser import Faults
 from megatron_lite.config.setting import Setting, settings_of
 
 Given = dict[str, Any]

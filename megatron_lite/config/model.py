@@ -25,8 +25,26 @@ from megatron_lite.config.layer_pattern import (
     parse_window,
     reach,
 )
-from megatron_lite.config.rotary_scaling import RotaryScaling
 from megatron_lite.config.setting import check_settings, required, setting, switch
+
+# The constants of Llama 3.1, which Megatron has as well. A frequency whose wave is longer than the
+# original length is slow. One whose wave is shorter than a quarter of it is fast.
+ORIGINAL_LENGTH = 8192
+SLOW_TURNS, FAST_TURNS = 1.0, 4.0
+
+
+class RotaryScaling(NamedTuple):
+    """The factors of both rules. None: the rule is not used.
+
+    frequency_factor: divides slow frequencies.
+    position_factor: divides positions.
+    """
+
+    frequency_factor: float | None = None
+    position_factor: int | None = None
+
+
+NO_SCALING = RotaryScaling()
 
 
 class Positions(NamedTuple):
@@ -95,7 +113,7 @@ class ModelConfig:
     window_attn_skip_freq: which layers have the window. None: all layers.
     no_rope_freq: which layers have no rotary embedding. None: no layer.
     use_rope_scaling, rope_scaling_factor, rotary_seq_len_interpolation_factor: how a rotary
-        embedding reaches longer sequences than it was trained on (config/rotary_scaling.py).
+        embedding reaches longer sequences than it was trained on (config/model.py).
 
     config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
     """

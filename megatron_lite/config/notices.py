@@ -21,11 +21,17 @@ from collections.abc import Collection, Iterable
 from megatron_lite.config.checkpoint_settings import WITHOUT_LOAD, WITHOUT_SAVE
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_settings import TIKTOKEN_FIELDS
-from megatron_lite.config.host_parts import NORM_PARTS, parts_of
 from megatron_lite.config.layer_pattern import marks_all, reach, spelled
 from megatron_lite.config.operators import GROUPS, parse_entry
-from megatron_lite.config.policy_reach import check_policy_reaches
-from megatron_lite.config.regions import REGIONS, any_skips_tail, nested, without_effect
+from megatron_lite.config.policy import check_policy_reaches
+from megatron_lite.config.regions import (
+    NORM_PARTS,
+    REGIONS,
+    any_skips_tail,
+    nested,
+    parts_of,
+    without_effect,
+)
 from megatron_lite.config.run import RunConfig
 
 Rows = Iterable[tuple[object, str]]

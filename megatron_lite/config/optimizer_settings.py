@@ -1,4 +1,4 @@
-"""The optimizer of a run: the update rule and its settings.
+"""The update of the weights: its rule, the learning rate and the loss scale.
 
 A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a module beside
 `optim/adam_update.py`, and an entry in `optim/optimizer.py`.
@@ -141,3 +141,141 @@ OWN_SETTINGS: Mapping[object, tuple[str, ...]] = {
     for rule in OPTIMIZERS
     if rule != "adam"
 }
+
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScheduleConfig:
+    """The learning rate over the run.
+
+    Lengths count samples if `--train-samples` gives the length of the run, else iterations. This
+    is Megatron's rule.
+
+    decoupled_lr, decoupled_min_lr: the largest and the smallest learning rate of the word embedding
+        and the output layer. None: the same as lr and min_lr.
+    use_checkpoint_opt_param_scheduler: whether a run that continues takes the learning-rate
+        schedule and the weight decay of its checkpoint instead of the flags.
+    override_opt_param_scheduler: whether the log is silent about a schedule that differs from the
+        checkpoint's. The flags decide in either case.
+    """
+
+    lr: float | None = setting("largest learning rate (needed to train)", least=0.0)
+    min_lr: float = setting("smallest learning rate, at the end of the decay", 0.0, least=0.0)
+    lr_decay_style: str = setting("shape of the decay", "linear", choices=LR_DECAY_STYLES)
+    lr_decay_iters: int | None = setting(
+        "iterations until --min-lr; derived: the whole run", least=1
+    )
+    lr_decay_samples: int | None = setting("the same in samples, with --train-samples", least=1)
+    lr_warmup_iters: int = setting("iterations of linear warm-up", 0, least=0.0)
+    lr_warmup_samples: int = setting("the same in samples, with --train-samples", 0, least=0.0)
+    lr_warmup_fraction: float | None = setting(
+        "warm-up as a share of the decay's length", least=0.0, below=1.0
+    )
+    lr_warmup_init: float = setting("learning rate at the start of the warm-up", 0.0, least=0.0)
+    lr_wsd_decay_style: str = setting(
+        "how WSD (warm-up, stable, decay) falls at its end", "exponential", choices=WSD_DECAY_STYLES
+    )
+    lr_wsd_decay_iters: int | None = setting("iterations of WSD's decay, at the end", least=1)
+    lr_wsd_decay_samples: int | None = setting("the same in samples, with --train-samples", least=1)
+    decoupled_lr: float | None = setting(
+        "--lr of the word embedding and the output layer, if it differs", least=0.0
+    )
+    decoupled_min_lr: float | None = setting("their --min-lr; derived: --min-lr", least=0.0)
+    use_checkpoint_opt_param_scheduler: bool = switch(
+        "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
+        alias="--use-checkpoint-opt-param-scheduler",
+        name="--use-checkpoint-opt_param-scheduler",
+    )
+    override_opt_param_scheduler: bool = switch(
+        "a run that continues takes them from the flags, which is the default, and the log does "
+        "not list the differences",
+        alias="--override-opt-param-scheduler",
+        name="--override-opt_param-scheduler",
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
+        if self.lr is not None and self.lr_warmup_init > self.lr:
+            raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}")
+        if self.decoupled_lr is not None and (self.decoupled_min_lr or 0.0) > self.decoupled_lr:
+            raise ValueError(
+                f"--decoupled-min-lr {self.decoupled_min_lr} is above --decoupled-lr "
+                f"{self.decoupled_lr}"
+            )
+        if self.use_checkpoint_opt_param_scheduler and self.override_opt_param_scheduler:
+            raise ValueError(
+                "--use-checkpoint-opt_param-scheduler takes the checkpoint's schedule, and "
+                "--override-opt_param-scheduler that of the flags: set one"
+            )
+        if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
+            raise ValueError(
+                "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: set one"
+            )
+        if (
+            self.lr_decay_style == "WSD"
+            and self.lr_wsd_decay_iters is None
+            and self.lr_wsd_decay_samples is None
+        ):
+            raise ValueError(
+                "--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
+            )
+        if self.lr_decay_style != "WSD" and (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
+            raise ValueError(
+                f"--lr-wsd-decay-iters needs --lr-decay-style WSD (got {self.lr_decay_style})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """The factor by which the loss of a float16 run is multiplied before backward.
+
+    loss_scale: a constant scale. None: the scale is dynamic and follows the other fields
+        (optim/loss_scale.py).
+    initial_loss_scale, min_loss_scale: the first dynamic scale, and the smallest.
+    loss_scale_window: the number of steps without overflow after which the scale doubles.
+    hysteresis: the number of overflows before the scale is halved for the first time, or for the
+        first time after it has doubled.
+    """
+
+    loss_scale: float | None = setting(
+        "a constant loss scale; else a dynamic one: halved after an overflow, which skips "
+        "its step, and doubled after a window without",
+        above=0,
+    )
+    initial_loss_scale: float = setting("first dynamic scale", 2.0**32, above=0)
+    min_loss_scale: float = setting(
+        "smallest dynamic scale: an overflow at it stops the run, unless "
+        "--no-check-for-nan-in-loss-and-grad",
+        1.0,
+        above=0,
+    )
+    loss_scale_window: float = setting(
+        "steps without overflow after which the scale doubles", 1000.0, least=1
+    )
+    hysteresis: int = setting(
+        "overflows before the scale is halved for the first time, or after it has doubled",
+        2,
+        least=1,
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.loss_scale_window % 1:
+            raise ValueError(
+                "--loss-scale-window counts steps: give a whole number (got "
+                f"{self.loss_scale_window})"
+            )
+        if self.min_loss_scale > self.initial_loss_scale:
+            raise ValueError(
+                f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale "
+                f"{self.initial_loss_scale}"
+            )
+
+    def changed(self) -> list[str]:
+        """Returns the names of the fields that do not have their default values."""
+        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]

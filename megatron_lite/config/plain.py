@@ -1,17 +1,90 @@
-"""Typed, bounded values from parsed JSON.
+"""JSON from outside, read within bounds: texts, typed values, and config classes.
 
-Code that reads a file from outside takes each value through one of these functions. They refuse a
-value of a wrong type or size before it reaches a loop, an allocation or an index. Every ValueError
-names the field, the rule and the value that breaks it.
+Code that reads a file from outside takes its text through `parse_json` and each value through one
+of the functions below. They refuse a value of a wrong type or size before it reaches a loop, an
+allocation or an index. Every ValueError names the field, the rule and the value that breaks it.
+Standard library only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import types
+import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_lite.config.json_text import parse_json
+LARGEST_TEXT = 1 << 20  # characters; a whole run has about 5,000
+SHOWN = 80
+INT64 = range(-(2**63), 2**63)
+
+
+def parse_json(text: str | bytes, *, longest: int | None = LARGEST_TEXT) -> Any:
+    """Returns the value of a JSON text.
+
+    longest: the largest number of characters, or None if the caller has bounded the text.
+
+    Raises ValueError if the text is not JSON, is too long, or is nested too deeply for Python's
+    parser. Three faults inside the JSON raise ValueError too: a whole number beyond 64 bits, NaN or
+    an infinity, and an object with the same name twice, since json would drop one of the values.
+    """
+    if longest is not None and len(text) > longest:
+        raise ValueError(f"longer than {longest} characters, which no run is")
+    try:
+        return json.loads(
+            text,
+            parse_int=parse_whole_number,
+            parse_constant=_refuse_constant,
+            object_pairs_hook=without_repetition,
+        )
+    except RecursionError:
+        raise ValueError("brackets nested too deeply: a run is an object of objects") from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def parse_whole_number(text: str) -> int:
+    """Returns the whole number that the text spells.
+
+    Raises ValueError if it spells none, or one beyond 64 bits. No size is so large, and arithmetic
+    with it would overflow.
+    """
+    digits = text.strip().lstrip("+-")
+    # int() of more than 4300 digits raises an error that does not name the rule, so the length is
+    # tested first. Leading zeros do not count.
+    if (
+        len(digits) > 19
+        and digits.isdigit()
+        and (len(digits.lstrip("0")) > 19 or int(digits) > max(INT64))
+    ):
+        raise ValueError(f"{shown(text)} is beyond 64 bits")
+    number = int(text)
+    if number not in INT64:
+        raise ValueError(f"{shown(text)} is beyond 64 bits")
+    return number
+
+
+def shown(text: str) -> str:
+    """Returns the text for an error message: only its beginning if it is long."""
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text)} characters)"
+
+
+def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object as a dict.
+
+    Raises ValueError if a name occurs twice, since json would drop one of the values.
+    """
+    values: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{shown(repr(name))} is given twice")
+        values[name] = value
+    return values
+
 
 LONGEST_SHOWN = 60
 LONGEST_LINE = 400
@@ -31,14 +104,14 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 def as_object(value: object, name: str) -> dict[str, Any]:
     """Returns the value if it is a JSON object. Raises ValueError otherwise."""
     if not isinstance(value, dict):
-        raise ValueError(f"{name} must be an object (got {shown(value)})")
+        raise ValueError(f"{name} must be an object (got {quoted(value)})")
     return value
 
 
 def as_list(value: object, name: str) -> list[Any]:
     """Returns the value if it is a JSON list. Raises ValueError otherwise."""
     if not isinstance(value, list):
-        raise ValueError(f"{name} must be a list (got {shown(value)})")
+        raise ValueError(f"{name} must be a list (got {quoted(value)})")
     return value
 
 
@@ -52,7 +125,7 @@ def field(values: Mapping[str, Any], name: str) -> Any:
 def check_names(values: Mapping[str, Any], known: Collection[str], name: str) -> None:
     """Raises ValueError if an object has a field that is not among the known ones."""
     for unknown in sorted(set(values) - set(known)):
-        raise ValueError(f"{name} has no field {shown(unknown)}")
+        raise ValueError(f"{name} has no field {quoted(unknown)}")
 
 
 def as_whole(value: object, name: str, low: int, high: int) -> int:
@@ -61,7 +134,9 @@ def as_whole(value: object, name: str, low: int, high: int) -> int:
     true, false and 1.0 are no whole numbers.
     """
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name} must be a whole number from {low} to {high} (got {shown(value)})")
+        raise ValueError(
+            f"{name} must be a whole number from {low} to {high} (got {quoted(value)})"
+        )
     return value
 
 
@@ -84,14 +159,14 @@ def finite(values: Mapping[str, Any], name: str) -> float:
             return number
     except OverflowError:
         pass
-    raise ValueError(f"{name} must be a finite number (got {shown(value)})")
+    raise ValueError(f"{name} must be a finite number (got {quoted(value)})")
 
 
 def boolean(values: Mapping[str, Any], name: str) -> bool:
     """Returns the field's value if it is true or false. Raises ValueError otherwise."""
     value = field(values, name)
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false (got {shown(value)})")
+        raise ValueError(f"{name} must be true or false (got {quoted(value)})")
     return value
 
 
@@ -101,7 +176,7 @@ def as_line(value: object, name: str) -> str:
     Raises ValueError otherwise, and if it is longer than LONGEST_LINE.
     """
     if not isinstance(value, str) or len(value) > LONGEST_LINE or not (value + " ").isprintable():
-        raise ValueError(f"{name} must be one line of text (got {shown(value)})")
+        raise ValueError(f"{name} must be one line of text (got {quoted(value)})")
     return value
 
 
@@ -119,10 +194,79 @@ def check_sizes(values: object) -> None:
                 as_whole(value, name, 1, MOST_LAYERS if name == "num_layers" else most)
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """Returns the value for an error message: only its beginning if it is long."""
     try:
         text = repr(value)
     except ValueError:  # a whole number with more digits than Python prints
         return "a number of several thousand digits"
     return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + ".."
+
+
+def from_plain(cls: type, values: Any, where: str, ignored: Collection[str] = ()) -> Any:
+    """Returns the config class built from a JSON object.
+
+    where: the path of the object in the file, for error messages.
+    ignored: fields that an older version had, and that have no effect any more.
+    """
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: expected an object, got {type(values).__name__}")
+    values = {name: value for name, value in values.items() if name not in ignored}
+    hints = typing.get_type_hints(cls)
+    unknown = sorted(set(values) - set(hints))
+    if unknown:
+        raise ValueError(
+            f"{where}: unknown field {shown(', '.join(unknown))} (known: "
+            f"{', '.join(sorted(hints))})"
+        )
+    missing = sorted(
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    )
+    if missing:
+        raise ValueError(f"{where}: missing field {', '.join(missing)}")
+    return cls(
+        **{
+            name: _value(hints[name], value, f"{where}.{name}", ignored)
+            for name, value in values.items()
+        }
+    )
+
+
+def _value(hint: Any, value: Any, where: str, ignored: Collection[str]) -> Any:
+    """Returns the JSON value as the type that the field's annotation `hint` names."""
+    if dataclasses.is_dataclass(hint):
+        return from_plain(typing.cast(type, hint), value, where, ignored)
+    if typing.get_origin(hint) is Mapping:
+        if not isinstance(value, dict) or not all(isinstance(one, str) for one in value.values()):
+            raise ValueError(f"{where}: expected an object of texts, got {shown(repr(value))}")
+        return value
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    # JSON has no tuple: a list stands for it.
+    lists = [kind for kind in allowed if typing.get_origin(kind) is tuple]
+    if lists and (isinstance(value, list) or len(allowed) == 1):
+        kind = typing.get_args(lists[0])[0]
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise ValueError(
+                f"{where}: expected a list of {'strings' if kind is str else 'whole numbers'}, got "
+                f"{shown(repr(value))}"
+            )
+        return tuple(value)
+    allowed = tuple(kind for kind in allowed if kind not in lists)
+    # bool is a subclass of int in Python: without this test `true` would pass as a whole number.
+    if isinstance(value, bool) and bool not in allowed:
+        raise ValueError(f"{where}: expected {hint}, got {shown(repr(value))}")
+    # A float field may be written without a decimal point.
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and float in allowed
+        and int not in allowed
+    ):
+        return float(value)
+    if not isinstance(value, allowed):
+        raise ValueError(f"{where}: expected {hint}, got {shown(repr(value))}")
+    return value

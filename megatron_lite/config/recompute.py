@@ -8,12 +8,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.host_parts import MEGATRON_PARTS, SAVED_WITH, store_of
 from megatron_lite.config.policy import Policy, parse_policy
-from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MODULES, expanded, regions_help
+from megatron_lite.config.regions import (
+    ALIAS,
+    CORE_ATTENTION,
+    MEGATRON_PARTS,
+    MODULES,
+    SAVED_WITH,
+    expanded,
+    regions_help,
+    store_of,
+)
 from megatron_lite.config.setting import check_settings, setting, switch
+from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")
 AUTO = "auto"

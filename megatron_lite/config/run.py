@@ -13,21 +13,20 @@ from dataclasses import dataclass, field
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import flag
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.dataclass_json import from_plain
-from megatron_lite.config.json_text import parse_json
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
-from megatron_lite.config.loss_scaling import LossScaleConfig
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
+from megatron_lite.config.megatron_flags import RETIRED_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, parse_entry
-from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
-from megatron_lite.config.plain import check_sizes
-from megatron_lite.config.policy import LayerAction
-from megatron_lite.config.policy_reach import check_policy_reaches
+from megatron_lite.config.optimizer_settings import (
+    LossScaleConfig,
+    LrScheduleConfig,
+    OptimizerConfig,
+)
+from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig, no_flash_across_ranks
+from megatron_lite.config.plain import check_sizes, from_plain, parse_json
+from megatron_lite.config.policy import LayerAction, check_policy_reaches
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import most_in_flight, stages
 from megatron_lite.config.training import TrainingConfig
@@ -416,4 +415,4 @@ class RunConfig:
         """
         values = parse_json(text)
         check_sizes(values)
-        return typing.cast(RunConfig, from_plain(cls, values, "run"))
+        return typing.cast(RunConfig, from_plain(cls, values, "run", RETIRED_FIELDS))

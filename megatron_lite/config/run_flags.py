@@ -11,15 +11,15 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError, flag
-from megatron_lite.config.json_text import shown
 from megatron_lite.config.layer_pattern import parse_window
 from megatron_lite.config.megatron_values import OTHER_WAYS
+from megatron_lite.config.parser import Parser
+from megatron_lite.config.plain import shown
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of, spelling
 
@@ -220,3 +220,49 @@ def build_run(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         return RunConfig(**{name: kind(**values.get(name, {})) for name, kind in topics().items()})
     except ValueError as error:
         raise InputError(str(error)) from None
+
+
+class ShownSetting(NamedTuple):
+    """A setting with its topic, such as "model".
+
+    default: None if it has no default.
+    words: the words of a command line that set it, such as ("--num-layers", "4").
+    """
+
+    topic: str
+    flag: str
+    value: str
+    default: str | None
+    words: tuple[str, ...] = ()
+
+
+def changed_settings(config: RunConfig) -> Iterator[ShownSetting]:
+    """Yields the settings whose value is not the default, and those without a default.
+
+    A setting that its topic derives from others, such as --kv-channels, counts only if its value is
+    not the derived one.
+    """
+    for name, field in run_fields().items():
+        values = getattr(config, field.topic)
+        value, default = getattr(values, name), field.default
+        if not field.is_required and (value == default or _is_derived(values, name, default)):
+            continue
+        shown = None if field.is_required else _shown(default)
+        words = tuple(flag_words(name, value))
+        yield ShownSetting(field.topic, flag(name), _shown(value), shown, words)
+
+
+def _is_derived(values: Any, name: str, default: Any) -> bool:
+    """Returns whether the topic gives the field its value itself if it is left at the default."""
+    try:
+        return bool(dataclasses.replace(values, **{name: default}) == values)
+    except (ValueError, TypeError):
+        return False
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value)) or "none"
+    if isinstance(value, bool):  # not a dictionary's look-up, in which 1 is True and 0.0 is False
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)

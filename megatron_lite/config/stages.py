@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plural import plural
+from megatron_lite.config.units import plural
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import itertools
 from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
-from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import resolve
-from megatron_lite.config.json_text import shown
+from megatron_lite.config.plain import shown
 from megatron_lite.config.setting import check_settings, required, setting, switch
+from megatron_lite.config.units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234
 

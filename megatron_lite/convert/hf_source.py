@@ -19,10 +19,10 @@ from torch import Tensor
 from megatron_lite.checkpointing.shards import FLOATS, open_tensors
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.hf_file import CONFIG, exact_fields, read_hf_file
+from megatron_lite.config.hf_config import CONFIG, exact_fields, read_hf_file
 from megatron_lite.config.input_file import read_input
-from megatron_lite.config.json_text import shown
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.plain import shown
 from megatron_lite.convert.hf_layouts import LAYOUTS
 from megatron_lite.convert.hf_tensors import (
     BUFFERS,

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from megatron_lite.checkpointing.step_files import write_synced
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.hf_config import to_hf
-from megatron_lite.config.hf_file import CONFIG
+from megatron_lite.config.hf_config import CONFIG, to_hf
 from megatron_lite.convert.hf_layouts import LAYOUTS
 from megatron_lite.convert.hf_source import INDEX, WEIGHTS
 from megatron_lite.convert.hf_tensors import row_of, their_shapes

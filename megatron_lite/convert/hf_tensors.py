@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_families import FAMILIES
-from megatron_lite.config.hf_values import TensorNames
+from megatron_lite.config.hf_rules import TensorNames
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf_layouts import LAYOUTS
 

@@ -17,7 +17,7 @@ from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_config import token_ids_of
 from megatron_lite.config.input_file import read_input
-from megatron_lite.config.json_text import LARGEST_TEXT
+from megatron_lite.config.plain import LARGEST_TEXT
 from megatron_lite.convert.weight_formats import Described
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, in_folder
 

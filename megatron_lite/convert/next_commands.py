@@ -14,9 +14,8 @@ from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.step_files import CONFIG
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.command_line import filled_lines
 from megatron_lite.config.data_settings import TokenizerConfig
-from megatron_lite.config.invocation import subcommand, training_command
+from megatron_lite.config.invocation import filled_lines, subcommand, training_command
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_words
 from megatron_lite.data.tokenizers import build_tokenizer

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.json_text import shown
+from megatron_lite.config.plain import shown
 from megatron_lite.data.blend_index import BlendIndex, build_blend_index
 from megatron_lite.data.splits import normalized
 

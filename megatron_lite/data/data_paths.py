@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.data_settings import PER_SPLIT_PATHS, DataConfig
 from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.json_text import parse_json
+from megatron_lite.config.plain import parse_json
 from megatron_lite.data.blend import DataPath, parse_data_path
 from megatron_lite.data.splits import Splits
 

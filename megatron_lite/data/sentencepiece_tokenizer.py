@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.extras import install_advice
+from megatron_lite.config.invocation import install_advice
 from megatron_lite.data.tokenizer_files import contents_of
 from megatron_lite.data.tokenizers import MissingPackage, check_encodes, require_files
 

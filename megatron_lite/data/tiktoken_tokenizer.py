@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.extras import install_advice
 from megatron_lite.config.input_file import read_input
+from megatron_lite.config.invocation import install_advice
 from megatron_lite.data.tokenizer_files import MOST_BYTES
 from megatron_lite.data.tokenizers import MissingPackage, check_encodes, require_files
 

@@ -157,12 +157,12 @@ def check_ids(words: Mapping[str, Any], vocab_size: int | None) -> None:
     """Raises ValueError unless each word has an id of its own, which a model of V ids has."""
     most = LARGEST_ID if vocab_size is None else vocab_size - 1
     for word, number in words.items():
-        plain.as_whole(number, f"the id of {plain.shown(word)}", 0, most)
+        plain.as_whole(number, f"the id of {plain.quoted(word)}", 0, most)
     # Sorted, since a file can choose ids whose hashes collide.
     ids = sorted(words.values())
     for first, second in itertools.pairwise(ids):
         if first == second:
-            same = [plain.shown(word) for word, number in words.items() if number == first]
+            same = [plain.quoted(word) for word, number in words.items() if number == first]
             raise ValueError(f"{', '.join(same[:3])} have one id, {first}")
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.config.rotary_scaling import (
+from megatron_lite.config.model import (
     FAST_TURNS,
     NO_SCALING,
     ORIGINAL_LENGTH,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.state import ParallelState
 

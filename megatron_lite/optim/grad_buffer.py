@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.description.gradient_buckets import BucketLayout, Gradient, bucket_layouts
 from megatron_lite.parallel.collectives import (
     Started,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config import plain
-from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig
 
 BACKOFF_FACTOR, GROWTH_FACTOR = 0.5, 2.0
 MOST_STEPS = 2**62

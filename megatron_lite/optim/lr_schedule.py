@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from megatron_lite.config import plain
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.lr_schedule_settings import (
+from megatron_lite.config.optimizer_settings import (
     LR_DECAY_STYLES,
     WSD_DECAY_STYLES,
     LrScheduleConfig,

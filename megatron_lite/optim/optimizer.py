@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.adam_update import AdamW
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.grad_norms import count_zeros, global_norms

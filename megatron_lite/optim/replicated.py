@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.pieces import is_rounded, new_piece
 from megatron_lite.parallel.state import ParallelState

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
 from megatron_lite.optim.pieces import gather_parts, is_rounded, new_piece
 from megatron_lite.parallel.collectives import Started, start_all_gather_parts_

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from megatron_lite.config.extras import module_of_extra
+from megatron_lite.config.invocation import module_of_extra
 
 LONGEST_TEXT = 4000
 STYLE: Any = {

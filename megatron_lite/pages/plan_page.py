@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_lite.config.command_line import shell_lines
+from megatron_lite.config.invocation import shell_lines
 from megatron_lite.pages.document import (
     Section,
     Table,

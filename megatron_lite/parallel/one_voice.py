@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from megatron_lite.config.checks import PeerError
-from megatron_lite.config.help_format import for_stream
+from megatron_lite.config.parser import for_stream
 
 
 def await_turn(rank: int, fault: BaseException, *, seconds: float) -> None:

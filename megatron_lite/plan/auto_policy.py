@@ -17,10 +17,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.units import size
+from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.operation_time import Memo
 from megatron_lite.plan.planned_run import Chosen, Run, with_policy

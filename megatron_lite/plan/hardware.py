@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, chosen
-from megatron_lite.config.dataclass_json import from_plain
 from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.json_text import LARGEST_TEXT, parse_json, shown
+from megatron_lite.config.plain import LARGEST_TEXT, from_plain, parse_json, shown
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages

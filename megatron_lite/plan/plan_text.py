@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron_lite.config.command_line import shell_lines
+from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.stages import stages

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.policy import parse_policy
-from megatron_lite.config.policy_reach import check_policy_reaches
+from megatron_lite.config.policy import check_policy_reaches, parse_policy
 from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
 from megatron_lite.parallel.tensor_hash import prepare
 from megatron_lite.parallel.torch_internals import disable_dynamo, is_in_forward_mode, tree_leaves

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_lite.config.host_parts import is_on_host, modules_of
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
+from megatron_lite.config.regions import is_on_host, modules_of
 
 Store = str  # of config/policy.py
 MOST_NAMED = 3  # spans of layers in a rule that `str(plan)` writes

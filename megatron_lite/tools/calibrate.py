@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.parser import Parser
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.plan.hardware import load_hardware, machine_names
 from megatron_lite.tools.command import exit_status

@@ -19,7 +19,7 @@ import yaml
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.json_text import without_repetition
+from megatron_lite.config.plain import without_repetition
 
 if sys.version_info >= (3, 11):
     import tomllib

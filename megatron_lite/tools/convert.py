@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.help_format import RawHelpLayout
 from megatron_lite.config.input_file import crafted
+from megatron_lite.config.parser import Parser, RawHelpLayout
 from megatron_lite.convert.format_names import FORMAT_HELP, HF, NATIVE
 from megatron_lite.parallel.signals import postponed
 from megatron_lite.tools.command import exit_status

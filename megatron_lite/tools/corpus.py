@@ -25,9 +25,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_up_to
+from megatron_lite.config.parser import Parser
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import write_documents
 

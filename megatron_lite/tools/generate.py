@@ -14,9 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import require_at_least
 from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS
+from megatron_lite.config.parser import Parser
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 
 if TYPE_CHECKING:

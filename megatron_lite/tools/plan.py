@@ -17,19 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.all_faults import Faults
-from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.help_format import help_columns, paragraph
-from megatron_lite.config.hf_file import read_hf_file
+from megatron_lite.config.hf_config import read_hf_file
 from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.json_text import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_flags import only_value_faults, renamed_words, take_ignored
 from megatron_lite.config.megatron_values import translate_values
+from megatron_lite.config.parser import Faults, help_columns, paragraph
+from megatron_lite.config.plain import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO, RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import build_run, fixed_value, flag_of, run_fields
+from megatron_lite.config.units import parse_bytes
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.pages.plan_page import plan_page

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.megatron_flags import add_flags_without_effect
+from megatron_lite.config.parser import Parser
 from megatron_lite.config.run_flags import add_run_flags
 from megatron_lite.plan.hardware import ALIASES, machine_names
 

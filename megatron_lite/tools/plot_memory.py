@@ -15,11 +15,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.extras import module_of_extra
+from megatron_lite.config.invocation import module_of_extra
+from megatron_lite.config.parser import Parser
+from megatron_lite.config.units import ByteUnit
 from megatron_lite.data.durable_files import replacing
-from megatron_lite.memory.explain.units import ByteUnit
 from megatron_lite.memory.measure.compared import compared, layer_of
 from megatron_lite.memory.measure.timeline import (
     ACTIVATION,

@@ -28,7 +28,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import (
     MODEL_FILES,
@@ -36,6 +35,7 @@ from megatron_lite.config.data_settings import (
     TOKENIZER_TYPES,
     TokenizerConfig,
 )
+from megatron_lite.config.parser import Parser
 from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer

@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
+from megatron_lite.config.parser import Parser
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.pages.run_page import run_page
 from megatron_lite.pages.run_record import read_run

@@ -11,8 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.parser import Parser
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.parallel.told_work import told_on_terminal
 from megatron_lite.tools.command import exit_status

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_lite.config.all_faults import Parser
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.parser import Parser
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.tools.command import exit_status
 

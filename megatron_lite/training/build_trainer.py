@@ -13,9 +13,9 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
+from megatron_lite.config.units import size
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.tokenizer_files import contents_of, files_of
-from megatron_lite.memory.explain.units import size
 from megatron_lite.memory.predict.save_peak import save_peak
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel

@@ -17,7 +17,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.units import size
+from megatron_lite.config.units import size
 from megatron_lite.memory.predict.parameter_counts import rank_parameter_count
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.parallel.state import ParallelState

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from megatron_lite.config.help_format import paragraph
-from megatron_lite.config.plural import plural
+from megatron_lite.config.parser import paragraph
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.units import ByteUnit, size
+from megatron_lite.config.units import ByteUnit, plural, size
 from megatron_lite.memory.measure.step_meter import (
     BACKWARD,
     FORWARD,

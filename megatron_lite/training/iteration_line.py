@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_lite.memory.explain.units import ByteUnit
+from megatron_lite.config.units import ByteUnit
 from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.peak_memory import PeakMemory
 

@@ -23,8 +23,8 @@ from typing import TypeVar
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT
-from megatron_lite.config.plural import plural
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.units import plural
 from megatron_lite.training.appended import AppendedFile
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.iteration_line import (

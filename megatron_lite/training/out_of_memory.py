@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.config.byte_size import parse_bytes
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.units import size
+from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.texts import gather_texts

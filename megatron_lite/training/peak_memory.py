@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.units import size
+from megatron_lite.config.units import size
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.stage_models import ModelStages

@@ -13,7 +13,7 @@ from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.step_files import step_directory
 from megatron_lite.config.invocation import SCRIPT, subcommand
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.units import size
+from megatron_lite.config.units import size
 from megatron_lite.training.evaluate import Evaluation
 from megatron_lite.training.iteration_line import RunFacts, clock, mean_loss
 from megatron_lite.training.log_file import log_file_path

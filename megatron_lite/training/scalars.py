@@ -20,7 +20,7 @@ import torch
 from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.extras import module_of_extra
+from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training.iteration_line import (

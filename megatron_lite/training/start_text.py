@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
-from megatron_lite.config.plural import plural
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_settings import changed_settings
+from megatron_lite.config.run_flags import changed_settings
+from megatron_lite.config.units import plural
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.log_file import log_file_path
 

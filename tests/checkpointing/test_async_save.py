@@ -16,8 +16,8 @@ from megatron_lite.checkpointing import write
 from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError, PeerError
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.logging_settings import LOG_FILE
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.config.byte_size import parse_bytes
+from megatron_lite.config.units import parse_bytes
 
 
 @pytest.mark.parametrize(

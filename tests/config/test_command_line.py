@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.command_line import shell_lines
+from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
 from tests.plan.runs import preset_run, small_run

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.hf_file import read_hf_file
+from megatron_lite.config.hf_config import read_hf_file
 
 NOTHING_DOWNLOADED = "No such file or directory). Give a config.json on this machine, or the folder"
 

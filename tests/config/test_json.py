@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.json_text import parse_whole_number
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import LrScheduleConfig, OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.plain import parse_whole_number
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 

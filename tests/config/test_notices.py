@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.notices import log_notices, placement_notices, setting_notices
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import apex

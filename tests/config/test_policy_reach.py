@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.policy import Policy, parse_policy
-from megatron_lite.config.policy_reach import check_policy_reaches
+from megatron_lite.config.policy import Policy, check_policy_reaches, parse_policy
 from tests.config.test_policy import POLICIES
 
 

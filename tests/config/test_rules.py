@@ -18,10 +18,12 @@ from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
-from megatron_lite.config.loss_scaling import LossScaleConfig
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import (
+    LossScaleConfig,
+    LrScheduleConfig,
+    OptimizerConfig,
+)
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import TrainingConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.load import load_checkpoint
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer

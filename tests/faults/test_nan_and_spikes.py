@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
 from megatron_lite.optim.spike import SETTLED, WINDOW, MeanLossState, SpikeGuard

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.config.loss_scaling import LossScaleConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.optimizer import Optimizer

@@ -14,12 +14,12 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.units import count, flops, percent, size
 from megatron_lite.description.operations import Collective
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.prices import best_unit, flags_of, short_name, uniform_peaks
 from megatron_lite.memory.explain.recompute_report import Report, explain, likely_device
 from megatron_lite.memory.explain.report_text import WIDTH, report_text
-from megatron_lite.memory.explain.units import count, flops, percent, size
 from megatron_lite.memory.predict.flops import hardware_flops, replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.peak import peak

@@ -10,8 +10,8 @@ import pytest
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.explain.report_text import report_text

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config.rotary_scaling import RotaryScaling
+from megatron_lite.config.model import RotaryScaling
 from megatron_lite.model.rotary import rotary_tables
 
 LENGTH, CHANNELS, BASE = 300, 64, 500000

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.context_parallel import exchange
 from megatron_lite.context_parallel import sharded_attention as attention
 from megatron_lite.context_parallel.attention_kernels import attend

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.cli import flags
-from megatron_lite.config import notices, policy_reach
+from megatron_lite.config import notices, policy
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.memory.predict import pipeline_memory as pipeline
 from megatron_lite.recompute.stores import Stores
@@ -25,17 +25,17 @@ from tests.training import test_logging, test_rampup
 Patch = pytest.MonkeyPatch
 
 
-@replaces("_missing", policy_reach)
+@replaces("_missing", policy)
 def a_layer_that_does_not_exist_is_passed_over(_, rule, num_layers):
     return None
 
 
-@replaces("_longest_run", policy_reach)
+@replaces("_longest_run", policy)
 def units_are_as_long_as_they_say(_, decided):
     return 99
 
 
-@replaces("_beyond", policy_reach)
+@replaces("_beyond", policy)
 def a_rule_may_say_more_than_it_does(_, rule, num_layers):
     return ()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_lite.config import json_text
+from megatron_lite.config import plain
 from megatron_lite.data import index_cache, indexed_writer
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
@@ -78,12 +78,12 @@ def a_finished_run_hears_signals(_, self):
     pass
 
 
-@replaces("parse_whole_number", json_text)
+@replaces("parse_whole_number", plain)
 def numbers_have_no_limit(_, text):
     return int(text)
 
 
-@replaces("without_repetition", json_text)
+@replaces("without_repetition", plain)
 def a_later_name_wins(_, pairs):
     return dict(pairs)
 

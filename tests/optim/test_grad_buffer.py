@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config.loss_scaling import LossScaleConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import difference

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.loss_scaling import LossScaleConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
 from megatron_lite.optim.loss_scale import LossScale, LossScaleState
 from megatron_lite.optim.optimizer import Optimizer
 from tests.optim.test_optimizer import RATES, Plain

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.lr_schedule_settings import (
+from megatron_lite.config.optimizer_settings import (
     LR_DECAY_STYLES,
     WSD_DECAY_STYLES,
     LrScheduleConfig,

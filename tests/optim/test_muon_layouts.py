@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.loss_scaling import LossScaleConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.newton_schulz import STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import zero1
 from megatron_lite.parallel.collectives import start_all_gather_parts_
 from tests.support.layouts import LAYOUTS, backward, build, differing, train

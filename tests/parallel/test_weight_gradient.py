@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages

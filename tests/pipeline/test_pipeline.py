@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from tests.support.equality import VARIANTS, difference
 from tests.support.models import tiny_config

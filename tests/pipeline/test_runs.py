@@ -13,8 +13,7 @@ from torch import Tensor
 from arguments import parse_args
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_parallel import DataParallelConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.pipeline_memory import rank_memory, ticks

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.plan.auto_policy import choose_policy, fitted, whole_bytes

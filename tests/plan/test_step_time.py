@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig

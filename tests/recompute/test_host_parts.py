@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from arguments import parse_args
-from megatron_lite.config.host_parts import MEGATRON_PARTS, PARTS
 from megatron_lite.config.notices import recompute_notices
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.regions import MEGATRON_PARTS, PARTS
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.commands import MOCK, SMALL_RUN

@@ -13,9 +13,9 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.sharding import shard_model_
 from megatron_lite.optim.optimizer import Optimizer

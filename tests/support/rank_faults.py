@@ -15,7 +15,7 @@ from torch import Tensor
 import megatron_lite.optim.fsdp_layout
 import megatron_lite.parallel.fsdp  # noqa: F401
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_parallel import DataParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.state import parallel_state

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.data_parallel import DataParallelConfig
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.logging_settings import LoggingConfig
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.optimizer_settings import LrScheduleConfig
+from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.parallel.state import parallel_state

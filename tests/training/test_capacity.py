@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.units import size
+from megatron_lite.config.units import size
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer as build

@@ -15,8 +15,7 @@ import torch
 
 from megatron_lite.checkpointing.step_files import METADATA
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.loss_scaling import LossScaleConfig
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig, LrScheduleConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
+from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.data.mock import MockDataset
 from megatron_lite.recompute.arena import Arena

@@ -13,7 +13,7 @@ from megatron_lite.checkpointing.metadata import Metadata
 from megatron_lite.checkpointing.step_files import METADATA, step_directory
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.lr_schedule_settings import LrScheduleConfig
+from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run

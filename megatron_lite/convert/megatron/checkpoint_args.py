@@ -11,7 +11,7 @@ from megatron_lite.checkpointing.progress import MOST_SAMPLES, Progress
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import MOST_LAYERS, shown
+from megatron_lite.config.plain import MOST_LAYERS, quoted
 from megatron_lite.convert.megatron.pickles import PickledObject
 
 MODEL_FIELDS = {field.name: field for field in fields(ModelConfig)}
@@ -112,7 +112,7 @@ def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, tuple[str,
     tokenizer = args.get("tokenizer_type")
     if type(tokenizer) is str and tokenizer != "NullTokenizer":
         notes = (
-            f"the checkpoint does not hold its tokenizer ({shown(tokenizer)}, "
+            f"the checkpoint does not hold its tokenizer ({quoted(tokenizer)}, "
             f"{_text(args.get('tokenizer_model') or args.get('vocab_file'))}): name it with "
             "--tokenizer-type and its files",
         )
@@ -181,5 +181,5 @@ def _plain(name: str, value: Any, where: str) -> Any:
 def _text(value: Any) -> str:
     # The repr of a list may be endless: a list may contain itself.
     if type(value) in SCALARS:
-        return shown(value)
+        return quoted(value)
     return value.kind if isinstance(value, PickledObject) else f"a {type(value).__name__}"

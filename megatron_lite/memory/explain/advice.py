@@ -13,6 +13,7 @@ from megatron_lite.config.notices import recompute_notices
 from megatron_lite.config.policy import LayerAction, Policy
 from megatron_lite.config.regions import without_effect
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.units import percent, size
 from megatron_lite.description.operations import Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
@@ -25,7 +26,6 @@ from megatron_lite.memory.explain.prices import (
     uniform_peaks,
     with_flags,
 )
-from megatron_lite.memory.explain.units import percent, size
 from megatron_lite.memory.predict.kept_tensors import layer_terms
 from megatron_lite.recompute.schedule import plan_model
 

@@ -6,12 +6,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from megatron_lite.config.units import ByteUnit, flops, percent, size
 from megatron_lite.description.operations import Collective, KeptTensor
 from megatron_lite.memory.explain.layer_groups import LayerGroup
 from megatron_lite.memory.explain.prices import region_names
 from megatron_lite.memory.explain.recompute_report import Report, ReportPart
 from megatron_lite.memory.explain.report_lines import Lines, are_neighbours, group_name
-from megatron_lite.memory.explain.units import ByteUnit, flops, percent, size
 from megatron_lite.memory.predict.traffic import Traffic
 
 NAMED_TENSORS = 4

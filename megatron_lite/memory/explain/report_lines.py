@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_lite.config.host_parts import parts_of
+from megatron_lite.config.regions import parts_of
+from megatron_lite.config.units import GIB, ByteUnit
 from megatron_lite.memory.explain.layer_groups import LayerGroup
 from megatron_lite.memory.explain.prices import region_names
-from megatron_lite.memory.explain.units import GIB, ByteUnit
 from megatron_lite.recompute.recompute_plan import Segment
 
 WIDTH = 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from megatron_lite.config.units import count, percent, size
 from megatron_lite.memory.explain.layer_text import layer_lines, shared_tensors
 from megatron_lite.memory.explain.prices import Priced, flags_of
 from megatron_lite.memory.explain.recompute_report import Report
@@ -16,7 +17,6 @@ from megatron_lite.memory.explain.report_lines import (
     layers_name,
     segment_name,
 )
-from megatron_lite.memory.explain.units import count, percent, size
 from megatron_lite.memory.predict.parameter_counts import parameter_count, rank_parameter_count
 from megatron_lite.memory.predict.step_peak import band
 from megatron_lite.recompute.schedule import policy_by_stage
