@@ -2,7 +2,7 @@
 
 No constant is fitted to a run: the figures of a machine come from its data sheet and from published
 microbenchmarks (megatron_lite/plan/machines/*.json). ASSUMPTIONS says what the papers do not.
-`python benchmarks/published.py --output docs/step-time.md` puts the table into the page.
+`python benchmarks/published.py --output docs/planning.md` puts the table into the page.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 For each kind it trains one step of the same small model, and prints the shapes that each rank sees:
 of the embedding, and of the activations and weights of its first layer. It ends with the
-loss, which is the same every time. docs/parallelism-walk.md explains the output.
+loss, which is the same every time. docs/parallelism.md explains the output.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class ModelConfig:
     )
     normalization: str = setting("norm of every layer", "LayerNorm", choices=tuple(NORM_VECTORS))
     norm_impl: str = setting(
-        "whose kernel computes the norms: torch's, or NVIDIA apex's on CUDA (docs/apex.md)",
+        "whose kernel computes the norms: torch's, or NVIDIA apex's on CUDA (docs/performance.md)",
         "torch",
         choices=("torch", "apex"),
     )

@@ -51,12 +51,12 @@ class OptimizerConfig:
 
     optimizer: str = setting(
         "adam is AdamW; muon orthogonalizes the updates of layers' matrices, with AdamW for all "
-        "other weights (docs/optimizers.md)",
+        "other weights (docs/training.md)",
         "adam",
         choices=tuple(OPTIMIZERS),
     )
     optimizer_impl: str = setting(
-        "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA (docs/apex.md)",
+        "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA",
         "torch",
         choices=("torch", "apex"),
     )

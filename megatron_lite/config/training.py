@@ -69,7 +69,7 @@ class TrainingConfig:
     )
     gradient_accumulation_fusion: bool = setting(
         "let autograd add up the gradients of linear weights, not NVIDIA apex's kernel or the "
-        "backward of the layers (docs/apex.md)",
+        "backward of the layers (docs/performance.md)",
         True,
         name="--no-gradient-accumulation-fusion",
     )

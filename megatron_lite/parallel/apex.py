@@ -11,7 +11,7 @@
 apex is not a dependency. The package apex on PyPI is an unrelated toolkit for Pyramid. This module
 recognises that package by its files and never imports it. The import of NVIDIA's apex may raise any
 error (another torch, another CUDA). Such an error becomes the reason and does not end the run.
-docs/apex.md describes what each kernel does and how to install apex.
+docs/performance.md describes what each kernel does and how to install apex.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOLDERS = ("", "apex._extensions.")
 INSTALL = (
     "install NVIDIA's apex (in a clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 "
     "APEX_CUDA_EXT=1 pip install -v --no-build-isolation . ; the apex on PyPI is another package; "
-    "see docs/apex.md)"
+    "see docs/performance.md)"
 )
 
 
@@ -151,7 +151,7 @@ def notice() -> str | None:
         return None
     return (
         f"the package apex in {package.place} is not NVIDIA's and is not used: PyPI has an "
-        "unrelated toolkit for Pyramid under this name (docs/apex.md has how to install NVIDIA's)"
+        "unrelated toolkit for Pyramid under this name (NVIDIA's: docs/performance.md)"
     )
 
 

@@ -2,7 +2,7 @@
 
     time = max over pipeline ranks (computation + waits + reduction) + optimizer + gathers
 
-docs/step-time.md has the formulas and how well they predict published runs. The matmuls, bytes and
+docs/planning.md has the formulas and how well they predict published runs. The matmuls, bytes and
 collectives come from description/, the replays from the plan that a run executes, and the order of
 micro-batches from pipeline/order.py. Standard library only.
 """

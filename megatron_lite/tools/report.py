@@ -2,7 +2,7 @@
 `python -m megatron_lite.tools.report RUN_DIR [--output FILE.html]`
 
 The page is one file. It shows the curves of the metrics, the run's events, and what was predicted
-and measured. docs/report.md describes it. The tool needs the extra `plot`, and no torch.
+and measured. docs/training-logs.md describes it. The tool needs the extra `plot`, and no torch.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def kernel_notices(config: RunConfig, device_type: str) -> list[str]:
     return [
         (
             f"NVIDIA apex is installed: {' and '.join(unused)} would use its kernels, which round "
-            "differently (docs/apex.md)"
+            "differently (docs/performance.md)"
         )
     ]
 

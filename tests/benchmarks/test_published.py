@@ -1,5 +1,5 @@
 """benchmarks/published.py: its facts, its figures as they are now, and the table in
-docs/step-time.md."""
+docs/planning.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from benchmarks.published import BEGIN, END, LLAMA_RUN, MEGATRON_RUNS, Row, main, rows, table
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "step-time.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 # The predicted TFLOP/s of today. A change of the model shows here and in the page.
 PREDICTED = {
     "GPT 1.7B": 153.6,
