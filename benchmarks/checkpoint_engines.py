@@ -34,8 +34,7 @@ from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.loop import Trainer
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import StageRunner, train_step
 
 DISK, OURS = "disk", "megatron_lite"
 BUFFER_BYTES = 2**22

@@ -28,8 +28,7 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.observe import Observer
+from megatron_lite.training.step import StageRunner
 
 OURS, LOSS_CHUNKS, COMPILED = "ours, none", "ours, none, loss chunks", "ours, compiled"
 PLAIN = "plain torch, none"
@@ -111,9 +110,7 @@ def _ours(model: GPTModel, setting: Setting, names: Sequence[str]) -> Iterator[C
 
     def run(plan: Any, loss_chunk_size: int | None) -> Tensor:
         model.decoder.plan, model.loss_chunk_size = plan, loss_chunk_size
-        return runner.train(
-            (batch,), loss_factor=1.0, observer=Observer(), before_last=optimizer.sync_next_backward
-        )
+        return runner.train((batch,), loss_factor=1.0, before_last=optimizer.sync_next_backward)
 
     for name in names:
         flags = table[OUR_POLICIES[name.split(", ")[1]]]

@@ -30,8 +30,7 @@ from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import StageRunner, train_step
 
 SEED = 1234
 OURS = "megatron_lite"

@@ -27,8 +27,7 @@ from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loss_mask import masked_mean_of
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import StageRunner, train_step
 
 STEP = "the measured step"
 LEARNING_RATE = 1e-4

@@ -9,7 +9,7 @@ that live briefly, so the allocator's memory does not break into pieces.
 
 An arena does not grow. It has one slot for each unit of each micro-batch in flight. It is made for
 the most micro-batches that the run will have in flight, even if --rampup-batch-size begins with
-fewer (stores.py, training/micro_batches.py).
+fewer (stores.py, training/step.py).
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ from megatron_lite.training.dry_run_smaller import (
     measured_from_smaller,
 )
 from megatron_lite.training.loss_mask import masked_mean
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import StageRunner, train_step
 
 SEED = 1  # no operator computes, so no draw depends on it
 STATES = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER)

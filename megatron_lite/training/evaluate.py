@@ -13,8 +13,8 @@ from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.training.batches import MicroBatches, SampleDataset
 from megatron_lite.training.document_positions import DocumentRules
 from megatron_lite.training.loss_mask import masked_mean
-from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.sample_order import SampleOrder
+from megatron_lite.training.step import StageRunner
 
 
 class Evaluation(NamedTuple):

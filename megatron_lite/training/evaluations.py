@@ -12,9 +12,8 @@ from megatron_lite.training.batches import SampleDataset
 from megatron_lite.training.document_positions import DocumentRules
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.logging import RunLog
-from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.sample_order import sample_order
-from megatron_lite.training.step import TrainingError
+from megatron_lite.training.step import StageRunner, TrainingError
 
 
 class Evaluations:

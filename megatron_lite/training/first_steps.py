@@ -5,12 +5,7 @@ from __future__ import annotations
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.logging import RunLog
-from megatron_lite.training.observe import (
-    ActivationBytes,
-    ActivationMeter,
-    Observer,
-    TimelineRecorder,
-)
+from megatron_lite.training.observe import ActivationBytes, ActivationMeter, TimelineRecorder
 from megatron_lite.training.step import TrainingError
 
 
@@ -31,16 +26,20 @@ class FirstSteps:
         self.activation_bytes: ActivationBytes | None = None
         self.timeline_is_due = config.logging.memory_timeline is not None
 
-    def observer(self) -> Observer:
-        """Returns the observer of the step that begins now."""
+    def meter(self) -> ActivationMeter | None:
+        """Returns what measures the kept bytes of the step that begins now."""
         if self.activation_bytes is None and not self._config.compiles_layers:
             self._meter = ActivationMeter(thorough=self._config.recompute.recompute_verify)
-            return self._meter
-        if self.timeline_is_due:
-            self.timeline_is_due = False
-            path = self._config.logging.memory_timeline
-            return TimelineRecorder(path if self._parallel.rank == 0 else None, self._config)
-        return Observer()
+        return self._meter
+
+    def timeline(self) -> TimelineRecorder | None:
+        """Returns what records the step that begins now. Other ranks than 0 run it plainly."""
+        path = self._config.logging.memory_timeline
+        if not self.timeline_is_due or self._meter is not None:
+            return None
+        self.timeline_is_due = False
+        assert path is not None
+        return TimelineRecorder(path, self._config) if self._parallel.rank == 0 else None
 
     def compare(self, log: RunLog) -> None:
         """Compares predicted with measured kept bytes right after the step that measured them.

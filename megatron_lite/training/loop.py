@@ -34,7 +34,6 @@ from megatron_lite.training.first_steps import FirstSteps
 from megatron_lite.training.iteration_line import LogExtras
 from megatron_lite.training.logging import RunLog
 from megatron_lite.training.loss_mask import masked_mean_of
-from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.observe import ActivationBytes
 from megatron_lite.training.open_log import open_log
 from megatron_lite.training.predictions import Predictions
@@ -43,7 +42,7 @@ from megatron_lite.training.sample_order import SampleOrder, sample_order
 from megatron_lite.training.skipped import SkippedUpdates, StepFigures, counted
 from megatron_lite.training.slow_work import told_by_rank_0
 from megatron_lite.training.started_step import StartedStep, StepEnd
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import StageRunner, train_step
 from megatron_lite.training.watchers import Watchers
 
 
@@ -273,8 +272,8 @@ class Trainer:
                 batches,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=decoupled_learning_rate,
-                observer=self._first_steps.observer(),
-                timed=self._watchers.timers,
+                meter=self._first_steps.meter(),
+                timeline=self._first_steps.timeline(),
                 masked=masked_mean_of(
                     batches, per_token=self.config.training.calculate_per_token_loss
                 ),

@@ -27,7 +27,6 @@ from megatron_lite.memory.predict.kept_tensors import (
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timed import Timed, not_timed
 from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
@@ -74,28 +73,7 @@ class ActivationBytes:
         return None
 
 
-class Observer:
-    """Runs a micro-batch. Subclasses also measure it; this class does not.
-
-    timed: times forward and backward, by the names of training/timers.py.
-    """
-
-    timed: Timed = staticmethod(not_timed)
-
-    def micro_batch(self, model: GPTModel, loss_fn: Callable[[], Tensor]) -> Tensor:
-        """Runs forward and backward through a whole model. Returns the loss, detached."""
-        with self.timed("forward-compute"):
-            loss = self.forward(model, model.decoder.plan, loss_fn)
-        with self.timed("backward-compute"):
-            loss.backward()
-        return loss.detach()
-
-    def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
-        """Runs the forward of one stage under the plan. Returns the result of `run`."""
-        return run()
-
-
-class ActivationMeter(Observer):
+class ActivationMeter:
     """Measures the kept bytes of each stage.
 
     thorough: also looks for tensors that outlive the forward without being saved for backward.
@@ -107,6 +85,7 @@ class ActivationMeter(Observer):
         self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
+        """Runs the forward of one stage under the plan. Returns the result of `run`."""
         if self._thorough:  # imported here because the import takes seconds
             from megatron_lite.memory.measure.live_storages import LiveStorages
         live = LiveStorages() if self._thorough else None
@@ -144,33 +123,24 @@ class ActivationMeter(Observer):
             sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
             predicted += activation_bytes(config.model, plan, sizes)
             host_predicted += host_bytes(config.model, plan, sizes)
-        off = self._measured - predicted
+        own_off = self._measured - predicted
         # One MAX finds both the largest surplus and the largest shortfall of any rank.
         figures = [
-            predicted,
-            self._measured,
-            off,
-            -off,
-            self._unaccounted,
-            host_predicted,
-            self._host_measured,
+            *(predicted, self._measured, own_off, -own_off, self._unaccounted),
+            *(host_predicted, self._host_measured),
         ]
-        most = torch.tensor(figures, device=parallel.device)
         predicted, measured, above, below, unaccounted, host_predicted, host_measured = all_reduce_(
-            most, parallel.world_group, dist.ReduceOp.MAX
+            torch.tensor(figures, device=parallel.device), parallel.world_group, dist.ReduceOp.MAX
         ).tolist()
-        kept = ActivationBytes(
+        off = above if above >= below else -below
+        return ActivationBytes(
             predicted=predicted,
             measured=measured,
-            off=above if above >= below else -below,
+            off=off,
             unaccounted=unaccounted if self._thorough else None,
-        )
-        if kept.off:
-            kept = replace(kept, tensors=self._tensors(config, parallel, differs=off == kept.off))
-        return (
-            replace(kept, host_predicted=host_predicted, host_measured=host_measured)
-            if host_predicted
-            else kept
+            host_predicted=host_predicted or None,
+            host_measured=host_measured if host_predicted else None,
+            tensors=self._tensors(config, parallel, differs=off == own_off) if off else "",
         )
 
     def _tensors(self, config: RunConfig, parallel: ParallelState, *, differs: bool) -> str:
@@ -196,19 +166,14 @@ class ActivationMeter(Observer):
         return next((text.decode() for text in texts if text), "")
 
 
-class TimelineRecorder(Observer):
-    """Writes the memory timeline of a micro-batch of a whole model to `path`.
+class TimelineRecorder:
+    """Writes the memory timeline of a micro-batch of a whole model, and the predicted bytes."""
 
-    Without a path it only runs the micro-batch. The file also has the predicted bytes.
-    """
+    def __init__(self, path: str, config: RunConfig) -> None:
+        self._path, self._config = path, config
 
-    def __init__(self, path: str | None, config: RunConfig) -> None:
-        self._path = path
-        self._config = config
-
-    def micro_batch(self, model: GPTModel, loss_fn: Callable[[], Tensor]) -> Tensor:
-        if self._path is None:
-            return super().micro_batch(model, loss_fn)
+    def record(self, model: GPTModel, run: Callable[[], Tensor]) -> Tensor:
+        """Runs the forward `run` and its backward. Returns the loss, detached."""
         # Imported here because the import takes seconds.
         from megatron_lite.memory.measure.recorder import record_timeline
         from megatron_lite.memory.measure.timeline import Predicted, write_timeline
@@ -216,7 +181,7 @@ class TimelineRecorder(Observer):
         losses = []
 
         def noted() -> Tensor:
-            loss = loss_fn()
+            loss = run()
             losses.append(loss.detach())
             return loss
 

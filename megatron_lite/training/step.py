@@ -1,19 +1,37 @@
-"""One training step: accumulate gradients over micro-batches, reduce, clip, update."""
+"""One training step: the forward and backward of every micro-batch, and one update.
+
+`train_step` is the step. `StageRunner` runs the micro-batches through the stages that this rank
+holds: those of the whole model, or those of one rank of a pipeline.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache, partial
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_lite.config.run import RunConfig
+from megatron_lite.model.embedding import residual_dtype
+from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timed import Timed, not_timed
+from megatron_lite.pipeline.executor import Forward, run_actions
+from megatron_lite.pipeline.links import Links
+from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
+from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.training.batches import Batches
 from megatron_lite.training.loss_mask import MaskedMean
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.observe import Observer
+from megatron_lite.training.micro_batch_loss import MicroBatchLoss
+from megatron_lite.training.observe import ActivationMeter, TimelineRecorder
+
+Runner = TypeVar("Runner", bound="StageRunner")
 
 
 class TrainingError(RuntimeError):
@@ -21,6 +39,19 @@ class TrainingError(RuntimeError):
 
     The process prints the message and exits with status 1.
     """
+
+
+class Traces(NamedTuple):
+    """This rank's own part of the loss and of the gradient norm.
+
+    own_loss: this rank's part of the loss.
+    own_grad_norm: the norm of its gradients before the sum over `dp_cp_group`, if it is measured.
+    piece_norms: the norms of the gradients of its pieces after that sum.
+    """
+
+    own_loss: Tensor
+    own_grad_norm: Tensor | None
+    piece_norms: Tensor
 
 
 class StepResult(NamedTuple):
@@ -44,19 +75,6 @@ class StepResult(NamedTuple):
     traces: Traces
 
 
-class Traces(NamedTuple):
-    """This rank's own part of the loss and of the gradient norm.
-
-    own_loss: this rank's part of the loss.
-    own_grad_norm: the norm of its gradients before the sum over `dp_cp_group`, if it is measured.
-    piece_norms: the norms of the gradients of its pieces after that sum.
-    """
-
-    own_loss: Tensor
-    own_grad_norm: Tensor | None
-    piece_norms: Tensor
-
-
 def train_step(
     runner: StageRunner,
     optimizer: Optimizer,
@@ -64,8 +82,8 @@ def train_step(
     *,
     learning_rate: float,
     decoupled_learning_rate: float | None = None,
-    observer: Observer | None = None,
-    timed: Timed = not_timed,
+    meter: ActivationMeter | None = None,
+    timeline: TimelineRecorder | None = None,
     masked: MaskedMean | None = None,
 ) -> StepResult:
     """Runs all micro-batches forward and backward and updates the weights once.
@@ -74,19 +92,19 @@ def train_step(
     equally many tokens, so the gradients are those of the global batch.
     Issues two all-reduces of the 0-d loss: over `dp_cp_group` and over `pp_group`.
     decoupled_learning_rate: the rate of the word embedding and the output layer; None: the same.
-    observer: looks at the first micro-batch.
-    timed: times the two halves of the step, by the names of training/timers.py.
+    meter, timeline: look at the first micro-batch.
     masked: how the losses of micro-batches with a loss mask become one. The loss is then the mean
         over the tokens of the global batch that count.
     """
     optimizer.zero_grad()
     parallel = runner.parallel
     scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
-    with timed("forward-backward"):
+    with runner.timed("forward-backward"):
         loss = runner.train(
             batches,
             loss_factor=1.0 / (len(batches) * parallel.dp_cp_size),
-            observer=observer or Observer(),
+            meter=meter,
+            timeline=timeline,
             mask_factors=None if masked is None else masked.factors,
             loss_scale=scale,
             before_last=optimizer.sync_next_backward,
@@ -96,7 +114,7 @@ def train_step(
     loss = all_reduce_(all_reduce_(loss, parallel.dp_cp_group), parallel.pp_group)
     if masked is not None:
         loss = loss / masked.num_tokens.to(loss.dtype)
-    with timed("optimizer"):
+    with runner.timed("optimizer"):
         update = optimizer.step(
             learning_rate, loss, decoupled_learning_rate=decoupled_learning_rate
         )
@@ -108,3 +126,248 @@ def train_step(
         None if optimizer.spikes is None else optimizer.spikes.mean,
         Traces(own_loss, update.own_grad_norm, update.piece_norms),
     )
+
+
+class StageRunner:
+    """The stages of one rank, and the links to the ranks that hold the other stages.
+
+    links: send and receive hidden states along the pipeline. None without a pipeline.
+    num_kept: how many micro-batches of each window save all activations. A window is as long as the
+        number of micro-batches in flight on this rank (2205.05198, appendix C).
+    overlap: receive the input of an action while the action before it computes.
+    everywhere: whether stages in the middle of a pipeline read the micro-batches too, for the
+        places of their documents.
+    most_microbatches: the most micro-batches of any step of the run. The memory for saved inputs is
+        allocated for this number at once, and not again when the batch grows. A step with more
+        micro-batches enlarges it.
+    loss_in_one_pass: whether the forward of a loss in chunks also computes the gradients of the
+        head (RunConfig.loss_in_one_pass).
+    timed: times the parts of a step, by the names of training/timers.py.
+    """
+
+    def __init__(
+        self,
+        model: ModelStages,
+        parallel: ParallelState,
+        *,
+        links: Links | None = None,
+        num_kept: int = 0,
+        overlap: bool = True,
+        everywhere: bool = False,
+        most_microbatches: int | None = None,
+        loss_in_one_pass: bool = False,
+    ) -> None:
+        self.model, self.parallel = model, parallel
+        self.links, self._overlap = links, overlap
+        self._everywhere, self._loss_in_one_pass = everywhere, loss_in_one_pass
+        self._chunks = list(model)
+        # By number of micro-batches: a rank's actions, and the forwards that save all activations.
+        shape = dict(size=parallel.pp_size, rank=parallel.pp_rank, num_chunks=len(self._chunks))
+        self._order = cache(lambda count: order(num_microbatches=count, **shape))
+        self._whole = cache(
+            lambda count: keeping_all(num_microbatches=count, num_kept=num_kept, **shape)
+        )
+        self.timed: Timed = not_timed
+        if links is not None and most_microbatches is not None:
+            self._reserve(most_microbatches)
+
+    @classmethod
+    def of(
+        cls: type[Runner], config: RunConfig, model: ModelStages, parallel: ParallelState
+    ) -> Runner:
+        """Returns the runner of a run.
+
+        Raises ValueError for a batch that does not divide over ranks and micro-batches.
+        """
+        if parallel.pp_size == 1:
+            return cls(model, parallel, loss_in_one_pass=config.loss_in_one_pass)
+        most = None
+        if config.training.global_batch_size is not None:
+            most = config.training.most_microbatches(parallel.dp_size)
+        context = next(iter(model)).context
+        # Hidden states between stages: [s/c, b, h], or [s/(c t), b, h] under sequence parallelism.
+        shards = context.size if context.sequence_parallel else 1
+        seq_length = config.data.seq_length // parallel.cp_size // shards
+        links = Links(
+            parallel.pp_direction_groups,
+            device=parallel.device,
+            dtype=residual_dtype(config.model, context),
+            shape=(seq_length, config.training.micro_batch_size, config.model.hidden_size),
+        )
+        return cls(
+            model,
+            parallel,
+            links=links,
+            overlap=config.parallel.overlap_p2p_comm,
+            everywhere=config.data.reset_attention_mask,
+            most_microbatches=most,
+            num_kept=config.recompute.num_microbatches_with_partial_activation_checkpoints or 0,
+            loss_in_one_pass=config.loss_in_one_pass,
+        )
+
+    def train(
+        self,
+        batches: Batches,
+        *,
+        loss_factor: float,
+        meter: ActivationMeter | None = None,
+        timeline: TimelineRecorder | None = None,
+        mask_factors: Tensor | None = None,
+        loss_scale: Tensor | None = None,
+        before_last: Callable[[Iterable[nn.Parameter]], None] | None = None,
+        after: Callable[[Action], None] | None = None,
+    ) -> Tensor:
+        """Runs forward and backward of all micro-batches. Returns the sum of their losses, 0-d.
+
+        The sum is 0 on a rank without the last stage.
+        loss_factor: the factor on each micro-batch's mean loss.
+        mask_factors: [m], for micro-batches with a loss mask: the factor on the gradients of each
+            one's sum of masked losses. The result is then the sum of these sums, without factors.
+        meter: measures the kept bytes of the first micro-batch.
+        timeline: records the first micro-batch. It needs the whole model on this rank.
+        loss_scale: the 0-d factor on the gradients. None leaves them as they are.
+        before_last: called with a stage's parameters before the last backward through that stage.
+        after: called after each action of a pipeline.
+        """
+        if not self.model.training:  # it visits every module: 3 % of the smallest model's step
+            self.model.train()
+        count, dtype = len(batches), self._loss_dtype()
+        forward = self._forward(
+            batches,
+            MicroBatchLoss(
+                factor=loss_factor,
+                mask_factors=None if mask_factors is None else mask_factors.to(dtype),
+                scale=loss_scale,
+                in_one_pass=self._loss_in_one_pass,
+                dtype=dtype,
+            ),
+            meter=meter,
+            whole=frozenset() if self.links is None else self._whole(count),
+            timed=self.timed,
+        )
+
+        def before_backward(action: Action) -> None:
+            if before_last is not None and action.microbatch == count - 1:
+                before_last(self._chunks[action.chunk].parameters())
+
+        if self.links is not None:
+            self._reserve(count)
+            return self._sum(self._run(self._order(count), forward, before_backward, after))
+        losses = []
+        for number in range(count):
+            action = Action("forward", number)
+            before_backward(action)
+            if number == 0 and timeline is not None:
+                losses.append(timeline.record(self._chunks[0], partial(forward, action, None)))
+                continue
+            loss = forward(action, None)
+            with self.timed("backward-compute"):
+                loss.backward()
+            losses.append(loss.detach())
+            del loss  # else its graph would live on during the next forward
+        return self._sum(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Batches) -> Tensor:
+        """Returns the sum of the micro-batches' mean losses, 0-d float64.
+
+        With loss masks it is the sum of the losses that count.
+        The sum is 0 on a rank without the last stage.
+        """
+        self.model.eval()
+        forward = self._forward(batches, MicroBatchLoss(factor=1.0))
+        if self.links is None:
+            losses = [forward(Action("forward", number), None) for number in range(len(batches))]
+        else:
+            actions = forwards_only(
+                size=self.parallel.pp_size,
+                num_microbatches=len(batches),
+                num_chunks=len(self._chunks),
+            )
+            losses = self._run(actions, forward)
+        self.model.train()
+        return self._sum(losses, torch.float64)
+
+    def _run(
+        self,
+        actions: Sequence[Action],
+        forward: Forward,
+        before_backward: Callable[[Action], None] | None = None,
+        after: Callable[[Action], None] | None = None,
+    ) -> list[Tensor]:
+        """Runs the actions of a pipeline rank (pipeline/executor.py has their backward)."""
+        assert self.links is not None
+        return run_actions(
+            actions,
+            forward,
+            stages=[chunk.stage for chunk in self._chunks],
+            links=self.links,
+            overlap=self._overlap,
+            timed=self.timed,
+            before_backward=before_backward,
+            after=after,
+        )
+
+    def _forward(
+        self,
+        batches: Batches,
+        step_loss: MicroBatchLoss,
+        *,
+        meter: ActivationMeter | None = None,
+        whole: Collection[Action] = (),
+        timed: Timed = not_timed,
+    ) -> Forward:
+        """Returns what runs one micro-batch through one of the rank's stages.
+
+        whole: the forwards that save all activations.
+        """
+
+        def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
+            chunk, number = self._chunks[action.chunk], action.microbatch
+            plan = chunk.decoder.plan
+            if action in whole:
+                plan = keep_everything(chunk.stage.num_layers)
+            run = partial(self._stage, chunk, plan, batches, number, step_loss, hidden_states)
+            with timed("forward-compute"):
+                return run() if meter is None or number else meter.forward(chunk, plan, run)
+
+        return forward
+
+    def _stage(
+        self,
+        chunk: GPTModel,
+        plan: RecomputePlan,
+        batches: Batches,
+        number: int,
+        step_loss: MicroBatchLoss,
+        hidden_states: Tensor | None,
+    ) -> Tensor:
+        """Runs one stage on a micro-batch. Returns hidden states, or the loss on the last stage."""
+        is_last = chunk.stage.is_last
+        if hidden_states is not None and not is_last and not self._everywhere:
+            return chunk.run_stage(hidden_states, None, plan)
+        # The stage holds only those tensors of the micro-batch that it uses.
+        inputs, labels, mask, documents = batches[number]
+        inputs = inputs if hidden_states is None else hidden_states
+        if not is_last:
+            del labels, mask  # they would live on while the stage runs
+            return chunk.run_stage(inputs, None, plan, documents)
+        gradient = step_loss.gradient(labels, mask, number)
+        losses = chunk.run_stage(inputs, labels, plan, documents, gradient)
+        return step_loss.of(losses, mask, number)
+
+    def _reserve(self, num_microbatches: int) -> None:
+        """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
+        # The order repeats after 2p micro-batches. More micro-batches do not raise the maximum.
+        actions = self._order(min(num_microbatches, 2 * self.parallel.pp_size))
+        held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
+        for number, chunk in enumerate(self._chunks):
+            chunk.decoder.stores.reserve(max(counts[number] for counts in held))
+
+    def _sum(self, losses: Iterable[Tensor], at_least: torch.dtype = torch.float32) -> Tensor:
+        # All ranks need one dtype for the all-reduce, also those that have no loss to take it from.
+        dtype = self._loss_dtype(at_least)
+        return sum(losses, start=torch.zeros((), dtype=dtype, device=self.parallel.device))
+
+    def _loss_dtype(self, at_least: torch.dtype = torch.float32) -> torch.dtype:
+        return torch.promote_types(at_least, self._chunks[0].context.params_dtype)

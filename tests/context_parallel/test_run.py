@@ -16,7 +16,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import StageRunner
 from tests.support.models import whole_tensor
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint

@@ -30,8 +30,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.step import StepResult, train_step
+from megatron_lite.training.step import StageRunner, StepResult, train_step
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_trainer
-from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.peak_memory import PeakMeter
+from megatron_lite.training.step import StageRunner
 from tests.support.runs import tiny_run
 
 LARGE = dict(num_layers=4, hidden_size=128)

@@ -12,8 +12,8 @@ import torch
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.training import step
-from megatron_lite.training.micro_batches import StageRunner
 from megatron_lite.training.started_step import StepEnd
+from megatron_lite.training.step import StageRunner
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.support.streams import Stream
 from tests.training import test_step_times

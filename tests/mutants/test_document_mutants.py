@@ -9,7 +9,7 @@ from megatron_lite.memory.predict import kept_tensors
 from megatron_lite.model import core_attention, documents, window
 from megatron_lite.training import batches, loss_mask
 from megatron_lite.training.loss_mask import MaskedMean
-from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import StageRunner
 from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.training import test_documents

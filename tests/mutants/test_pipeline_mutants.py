@@ -14,7 +14,7 @@ from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.pipeline import executor, order
 from megatron_lite.pipeline.order import Action
 from megatron_lite.training import build_trainer as build
-from megatron_lite.training import micro_batches as runner
+from megatron_lite.training import step as runner
 from tests.pipeline import test_memory, test_order, test_pipeline, test_runs
 from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces

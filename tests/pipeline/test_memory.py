@@ -20,8 +20,7 @@ from megatron_lite.pipeline.order import Action
 from megatron_lite.training.batches import MicroBatch, cut
 from megatron_lite.training.build_trainer import build_stages
 from megatron_lite.training.document_positions import DocumentRules, document_rules
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.observe import Observer
+from megatron_lite.training.step import StageRunner
 from tests.support.limits import HANG_S
 from tests.support.ranks import run_ranks
 from tests.support.storages import addresses
@@ -176,10 +175,7 @@ def measured(
 
         with live:
             runner.train(
-                Tokens(num_microbatches, document_rules(config)),
-                loss_factor=1.0,
-                observer=Observer(),
-                after=after,
+                Tokens(num_microbatches, document_rules(config)), loss_factor=1.0, after=after
             )
         return seen
 

@@ -16,7 +16,7 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.tensor_parallel import column_linear
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import loop
-from megatron_lite.training.micro_batches import StageRunner
+from megatron_lite.training.step import StageRunner
 
 # The places, and the function that is patched for each. The action runs before its first call in
 # the iteration.

@@ -23,8 +23,8 @@ from megatron_lite.pipeline.links import Links
 from megatron_lite.pipeline.order import Action
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.observe import Observer
+from megatron_lite.training.observe import ActivationMeter
+from megatron_lite.training.step import StageRunner
 from tests.support.models import (
     BATCH,
     SEQ_LENGTH,
@@ -163,7 +163,7 @@ def train(
     *,
     steps: int,
     micro_batches: int,
-    observer: Observer | None = None,
+    meter: ActivationMeter | None = None,
     after: Callable[[Action], None] | None = None,
     data_parallel: DataParallelConfig | None = None,
     **options: object,
@@ -183,7 +183,7 @@ def train(
             loss = runner.train(
                 samples,
                 loss_factor=1.0 / micro_batches,
-                observer=observer or Observer(),
+                meter=meter,
                 after=after,
                 before_last=optimizer.sync_next_backward,
             )
@@ -196,7 +196,7 @@ def train(
                     optimizer.buffer.grads, specs_of(runner.model), parallel
                 )
                 optimizer.zero_grad()
-                runner.train(samples, loss_factor=1.0 / micro_batches, observer=Observer())
+                runner.train(samples, loss_factor=1.0 / micro_batches)
             grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
         optimizer.finish()
         parameters = dict(runner.model.named_parameters())

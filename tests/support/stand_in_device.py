@@ -38,8 +38,7 @@ from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.dry_run import SameTokens, sample_shape
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.step import train_step
+from megatron_lite.training.step import StageRunner, train_step
 from tests.support.storages import addresses
 from tests.support.streams import MAIN, Streams
 

@@ -25,7 +25,6 @@ from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.dry_run import dry_run
 from megatron_lite.training.evaluate import evaluate
 from megatron_lite.training.loss_mask import MaskedMean, masked_mean
-from megatron_lite.training.observe import Observer
 from tests.support.changes import with_fields
 from tests.support.documents import ALL, EOD, documents_of, packed_batch, packed_text
 from tests.support.equality import difference, variant_config
@@ -191,9 +190,7 @@ def in_pipeline(rank: int, world_size: int, everywhere: bool = True) -> Outcome:
     """Returns the loss and the gradients of this rank's stage over three micro-batches."""
     config = variant_config("gpt2", num_layers=3, untie_embeddings_and_output_weights=True)
     with runner_of(Layout(pp=world_size), config, everywhere=everywhere) as runner:
-        loss = runner.train(
-            Packed(3), loss_factor=1.0, mask_factors=torch.ones(3), observer=Observer()
-        )
+        loss = runner.train(Packed(3), loss_factor=1.0, mask_factors=torch.ones(3))
         grads = {name: one.grad for name, one in runner.model.named_parameters()}
         return Outcome(loss, {name: grad for name, grad in grads.items() if grad is not None})
 
@@ -226,9 +223,7 @@ def test_a_step_has_the_gradients_of_megatrons_formula() -> None:
     for per_token in (False, True):
         with runner_of(Layout(), config) as runner:
             mean = masked_mean(counts, runner.parallel, per_token=per_token)
-            loss = runner.train(
-                batches, loss_factor=1.0, mask_factors=mean.factors, observer=Observer()
-            )
+            loss = runner.train(batches, loss_factor=1.0, mask_factors=mean.factors)
             grads = [one.grad for one in runner.model.parameters()]
         with runner_of(Layout(), config) as runner:
             (chunk,) = runner.model

@@ -249,8 +249,10 @@ def test_without_the_check_such_overflows_are_skipped_and_counted(
 def test_a_loss_that_is_not_finite_stops_the_run_whatever_the_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    true_loss = GPTModel.loss
-    monkeypatch.setattr(GPTModel, "loss", lambda self, *batch: true_loss(self, *batch) * math.nan)
+    true_losses = GPTModel.losses
+    monkeypatch.setattr(
+        GPTModel, "losses", lambda self, *batch: true_losses(self, *batch) * math.nan
+    )
     with pytest.raises(
         TrainingError, match=r"iteration 1: the loss is nan .* with loss scale 1024\.0"
     ):

@@ -131,15 +131,15 @@ def _poison_the_loss(monkeypatch: pytest.MonkeyPatch, *, iteration: int) -> None
     """Makes the loss NaN in the first micro-batch of one iteration (4 micro-batches each)."""
     from megatron_lite.model.gpt import GPTModel
 
-    true_loss, calls = GPTModel.loss, []
+    true_losses, calls = GPTModel.losses, []
 
-    def loss(self: GPTModel, *batch: Any) -> torch.Tensor:
+    def losses(self: GPTModel, *batch: Any) -> torch.Tensor:
         calls.append(1)
-        return true_loss(self, *batch) * (
+        return true_losses(self, *batch) * (
             float("nan") if len(calls) == 4 * (iteration - 1) + 1 else 1.0
         )
 
-    monkeypatch.setattr(GPTModel, "loss", loss)
+    monkeypatch.setattr(GPTModel, "losses", losses)
 
 
 def test_the_iteration_line_is_what_megatron_parsers_expect(

@@ -36,9 +36,8 @@ from megatron_lite.training.batches import MicroBatch, cut
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.document_positions import document_rules
 from megatron_lite.training.loss_mask import masked_mean
-from megatron_lite.training.micro_batches import StageRunner
-from megatron_lite.training.observe import ActivationBytes, ActivationMeter, Observer
-from megatron_lite.training.step import StepResult, train_step
+from megatron_lite.training.observe import ActivationBytes, ActivationMeter
+from megatron_lite.training.step import StageRunner, StepResult, train_step
 from tests.config.test_loss_chunks import TWO_PASSES
 from tests.memory.test_collectives import TORCH_NAMES
 from tests.support.collectives import recorded_collectives
@@ -191,7 +190,7 @@ def kept(config: RunConfig) -> ActivationBytes:
     with parallel_state(config.parallel, seed=1) as parallel:
         run, meter = Run(config, parallel), ActivationMeter(thorough=True)
         run.optimizer.zero_grad()
-        run.runner.train(run.batches(0), loss_factor=0.5, observer=meter)
+        run.runner.train(run.batches(0), loss_factor=0.5, meter=meter)
         return meter.result(config, parallel)
 
 
@@ -218,7 +217,7 @@ def test_no_logits_are_computed_twice() -> None:
     with parallel_state(config.parallel, seed=1) as parallel:
         run = Run(config, parallel)
         with FlopCounterMode(display=False) as counter:
-            run.runner.train(run.batches(0), loss_factor=0.5, observer=Observer())
+            run.runner.train(run.batches(0), loss_factor=0.5)
     expected = step_flops(config.model, **shape)
     assert counter.get_total_flops() == MICRO_BATCHES * expected
     in_chunks = partial(
@@ -241,7 +240,7 @@ def test_the_collectives_are_those_predicted(layout):
         with parallel_state(config.parallel, seed=1) as parallel:
             run = Run(config, parallel)
             with recorded_collectives() as sent:
-                run.runner.train(run.batches(0), loss_factor=0.5, observer=Observer())
+                run.runner.train(run.batches(0), loss_factor=0.5)
         return Counter((TORCH_NAMES[one.name], 4 * math.prod(one.shape)) for one in sent)
 
     traffic = plan_collectives(config.model, plan_model(config), Sizes.of(config, device="cpu"))
