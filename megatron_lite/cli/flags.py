@@ -289,9 +289,16 @@ def _values_of(name: str, source: str, given: dict[str, Any], notices: list[str]
             mapped = hf_config.read_hf_file(Path(source))
             fields, vocab_size = hf_config.exact_fields(mapped, Path(source)), mapped.vocab_size
             notices += [f"{said}: {note}" for note in mapped.notes]
-        # The vocabulary is the model's, whichever tokenizer is chosen.
-        tokenizer = hf_config.tokenizer_fields(vocab_size, given)
-        notices += hf_config.override_notices({**fields, **tokenizer}, given, said)
+        # The vocabulary is the model's, whichever tokenizer is chosen: a tokenizer may use fewer
+        # rows of the embedding. NullTokenizer adds one id to its size.
+        names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
+        adds_one = given.get("tokenizer_type") == "NullTokenizer" or not given.keys() & {*names}
+        tokenizer = {"vocab_size": vocab_size - adds_one}
+        notices += [
+            f"{flag(field)} {given[field]} replaces {value} of {said}"
+            for field, value in {**fields, **tokenizer}.items()
+            if field in given and given[field] != value
+        ]
         values = {"model": dict(fields)}
     stored = {field: value for topic in values.values() for field, value in topic.items()}
     replaced = replaced_fields(stored, given)

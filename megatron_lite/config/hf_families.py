@@ -10,35 +10,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_lite.config.hf_rules import (
-    BIASES,
-    INNER,
-    REQUIRED,
-    UNROTATED_LAYERS,
+    Alike,
     FamilyKeys,
     FamilyTensors,
+    Gelu,
+    Groups,
     Key,
     Only,
+    Rotary,
     TensorNames,
-    dropouts,
-    gelu,
-    heads,
-    rotary,
-    tied,
-    window,
-    windows_of_layers,
+    Unrotated,
+    Windows,
 )
 
 _SIZES = {
-    "num_hidden_layers": Key("num_layers", int, REQUIRED),
-    "hidden_size": Key("hidden_size", int, REQUIRED),
-    "num_attention_heads": Key("num_attention_heads", int, REQUIRED),
-    "intermediate_size": Key("ffn_hidden_size", int, REQUIRED),
-    "max_position_embeddings": Key("max_position_embeddings", int, REQUIRED),
+    "num_hidden_layers": Key("num_layers", int),
+    "hidden_size": Key("hidden_size", int),
+    "num_attention_heads": Key("num_attention_heads", int),
+    "intermediate_size": Key("ffn_hidden_size", int),
+    "max_position_embeddings": Key("max_position_embeddings", int),
 }
+_TIED = Key("untie_embeddings_and_output_weights", bool, True, inverted=True)
+_UNTIED = _TIED._replace(default=False)
+_EPSILON = Key("norm_epsilon", float, 1e-5)
+_DROPOUT = Key("attention_dropout", float, 0.0)
 _LLAMA_KEYS = {
     **_SIZES,
-    "rms_norm_eps": Key("norm_epsilon", float, 1e-6),
-    "attention_dropout": Key("attention_dropout", float, 0.0),
+    "rms_norm_eps": _EPSILON._replace(default=1e-6),
+    "attention_dropout": _DROPOUT,
+    "head_dim": Key("kv_channels", int, None),
+    "tie_word_embeddings": _UNTIED,
 }
 _NOT_QUANTIZED = {"quantization_config": Only((None,), "weights are trained in 16 or 32 bits")}
 _SWIGLU = {"hidden_act": Only((None, "silu"), "the MLP of this family is SwiGLU, with SiLU")}
@@ -52,6 +53,18 @@ _HALVES = {"rope_interleaved": Only((False, None), "halves of a head are rotated
 _LLAMA_ONLY = {**_SWIGLU, **_NOT_QUANTIZED, **_WHOLE_HEAD, **_HALVES}
 _RMS = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True)
 _LLAMA_FIELDS = dict(**_RMS, add_bias_linear=False, hidden_dropout=0.0)
+_BIASES = Alike(
+    ("attention_bias", "mlp_bias"),
+    "add_bias_linear",
+    False,
+    "all linear layers have a bias here, or none",
+)
+
+
+def _dropouts(default: float) -> Alike:
+    reason = "there is one --hidden-dropout here"
+    return Alike(("resid_pdrop", "embd_pdrop"), "hidden_dropout", default, reason)
+
 
 _ATTENTION: dict[str, str | TensorNames] = {
     "self_attention.linear_qkv": TensorNames(
@@ -86,12 +99,14 @@ FAMILIES: Mapping[str, FamilyKeys] = {
     "gpt2": FamilyKeys(
         "GPT2LMHeadModel",
         {
-            "n_layer": Key("num_layers", int, REQUIRED),
-            "n_embd": Key("hidden_size", int, REQUIRED),
-            "n_head": Key("num_attention_heads", int, REQUIRED),
-            "n_positions": Key("max_position_embeddings", int, REQUIRED),
-            "layer_norm_epsilon": Key("norm_epsilon", float, 1e-5),
-            "attn_pdrop": Key("attention_dropout", float, 0.1),
+            "n_layer": Key("num_layers", int),
+            "n_embd": Key("hidden_size", int),
+            "n_head": Key("num_attention_heads", int),
+            "n_positions": Key("max_position_embeddings", int),
+            "layer_norm_epsilon": _EPSILON,
+            "attn_pdrop": _DROPOUT._replace(default=0.1),
+            "n_inner": Key("ffn_hidden_size", int, None),
+            "tie_word_embeddings": _TIED,
         },
         {
             "scale_attn_weights": Only((None, True), "scores are always divided by sqrt(d)"),
@@ -101,7 +116,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             **_NOT_QUANTIZED,
         },
         {},
-        (INNER, dropouts(0.1), gelu("activation_function", "gelu_new"), tied(True)),
+        (_dropouts(0.1), Gelu("activation_function", "gelu_new")),
         FamilyTensors(
             "transformer",
             "lm_head",
@@ -128,7 +143,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         _LLAMA_KEYS,
         _LLAMA_ONLY,
         _LLAMA_FIELDS,
-        (heads(), BIASES, tied(False), rotary()),
+        (Groups(), _BIASES, Rotary()),
         _LLAMA_TENSORS,
     ),
     "mistral": FamilyKeys(
@@ -136,7 +151,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         _LLAMA_KEYS,
         _LLAMA_ONLY,
         _LLAMA_FIELDS,
-        (heads(default_groups=8), window(default=4096), tied(False), rotary()),
+        (Groups(8), Windows("all", 4096), Rotary()),
         _LLAMA_TENSORS,
     ),
     "qwen2": FamilyKeys(
@@ -144,45 +159,28 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         _LLAMA_KEYS,
         {**_LLAMA_ONLY, **_PROJECTION},
         {**_LLAMA_FIELDS, "add_qkv_bias": True},
-        (
-            heads(default_groups=32),
-            windows_of_layers(first="max_window_layers", default=4096),
-            tied(False),
-            rotary(),
-        ),
+        (Groups(32), Windows("max_window_layers", 4096), Rotary()),
         _LLAMA_TENSORS,
     ),
     "qwen3": FamilyKeys(
         "Qwen3ForCausalLM",
-        _LLAMA_KEYS,
+        {**_LLAMA_KEYS, "head_dim": Key("kv_channels", int, 128, null=None)},
         {**_LLAMA_ONLY, **_PROJECTION},
         {**_LLAMA_FIELDS, "qk_layernorm": True},
-        (
-            heads(default_groups=32, default_head=128),
-            windows_of_layers(first="max_window_layers", default=4096),
-            tied(False),
-            rotary(),
-        ),
+        (Groups(32), Windows("max_window_layers", 4096), Rotary()),
         _LLAMA_TENSORS,
     ),
     "smollm3": FamilyKeys(
         "SmolLM3ForCausalLM",
-        _LLAMA_KEYS,
+        {**_LLAMA_KEYS, "tie_word_embeddings": _TIED},
         _LLAMA_ONLY,
         _LLAMA_FIELDS,
-        (
-            heads(default_groups=4),
-            BIASES,
-            UNROTATED_LAYERS,
-            windows_of_layers(first=None, default=None),
-            tied(True),
-            rotary(default_base=2000000),
-        ),
+        (Groups(4), _BIASES, Unrotated(), Windows("unrotated"), Rotary(2000000)),
         _LLAMA_TENSORS,
     ),
     "olmo2": FamilyKeys(
         "Olmo2ForCausalLM",
-        {**_LLAMA_KEYS, "rms_norm_eps": Key("norm_epsilon", float, 1e-5)},
+        {**_LLAMA_KEYS, "rms_norm_eps": _EPSILON},
         {**_LLAMA_ONLY, **_PROJECTION},
         {
             **_LLAMA_FIELDS,
@@ -190,7 +188,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             "qk_layernorm": True,
             "qk_layernorm_scope": "all-heads",
         },
-        (heads(), tied(False), rotary()),
+        (Groups(), Rotary()),
         _llama(
             {
                 **_ATTENTION,
@@ -202,16 +200,10 @@ FAMILIES: Mapping[str, FamilyKeys] = {
     ),
     "phi3": FamilyKeys(
         "Phi3ForCausalLM",
-        {**_LLAMA_KEYS, "rms_norm_eps": Key("norm_epsilon", float, 1e-5)},
+        {**_LLAMA_KEYS, "rms_norm_eps": _EPSILON},
         {**_SWIGLU, **_NOT_QUANTIZED, **_PROJECTION},
         dict(**_RMS, add_bias_linear=False),
-        (
-            heads(),
-            dropouts(0.0),
-            window(default=None),
-            tied(False),
-            rotary(share="partial_rotary_factor"),
-        ),
+        (Groups(), _dropouts(0.0), Windows("all"), Rotary(share="partial_rotary_factor")),
         _llama(
             {
                 **_NORMS,
@@ -226,8 +218,9 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         "GPTNeoXForCausalLM",
         {
             **_SIZES,
-            "layer_norm_eps": Key("norm_epsilon", float, 1e-5),
-            "attention_dropout": Key("attention_dropout", float, 0.0),
+            "layer_norm_eps": _EPSILON,
+            "attention_dropout": _DROPOUT,
+            "tie_word_embeddings": _UNTIED,
             "hidden_dropout": Key("hidden_dropout", float, 0.0),
             "use_parallel_residual": Key("parallel_residual", bool, True),
         },
@@ -237,9 +230,8 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         },
         dict(position_embedding_type="rope"),
         (
-            gelu("hidden_act", "gelu"),
-            tied(False),
-            rotary(base="rotary_emb_base", share="rotary_pct", default_share=0.25),
+            Gelu("hidden_act", "gelu"),
+            Rotary(base="rotary_emb_base", share="rotary_pct", default_share=0.25),
         ),
         FamilyTensors(
             "gpt_neox",
@@ -265,8 +257,10 @@ FAMILIES: Mapping[str, FamilyKeys] = {
         "NemotronForCausalLM",
         {
             **_SIZES,
-            "norm_eps": Key("norm_epsilon", float, 1e-5),
-            "attention_dropout": Key("attention_dropout", float, 0.0),
+            "norm_eps": _EPSILON,
+            "attention_dropout": _DROPOUT,
+            "head_dim": Key("kv_channels", int, None),
+            "tie_word_embeddings": _UNTIED,
         },
         {
             "hidden_act": Only((None, "relu2"), "the MLP of this family has squared ReLU"),
@@ -278,7 +272,7 @@ FAMILIES: Mapping[str, FamilyKeys] = {
             apply_layernorm_1p=True,
             hidden_dropout=0.0,
         ),
-        (heads(), BIASES, tied(False), rotary(share="partial_rotary_factor", default_share=0.5)),
+        (Groups(), _BIASES, Rotary(share="partial_rotary_factor", default_share=0.5)),
         _llama(
             {
                 **_NORMS,

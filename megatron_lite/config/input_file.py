@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from errno import ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR
 from pathlib import Path
-from typing import IO, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.plain import shown
+from megatron_lite.config.plain import LARGEST_TEXT, parse_json, shown
 
 Result = TypeVar("Result")
 
@@ -86,6 +86,11 @@ def read_input_text(path: Path | str, limit: int) -> str:
         return read_input(path, limit).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not a text in UTF-8 (byte {error.start})") from None
+
+
+def read_json(path: Path | str, limit: int = LARGEST_TEXT) -> Any:
+    """Returns the value of a JSON file of at most `limit` bytes. Raises ValueError or OSError."""
+    return parse_json(read_input_text(path, limit), longest=None)
 
 
 def read_up_to(file: IO[bytes], limit: int) -> bytes | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_lite.config.hf_config import from_hf, to_hf
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.hf_config import from_hf, read_hf_file, to_hf
 from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.memory.predict.parameter_counts import parameter_count
@@ -145,15 +147,15 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         (changed(LLAMA_3_8B, vocab_size=-1), "vocab_size must be at least 1"),
         (
             changed(QWEN2_0_5B, layer_types=["sliding_attention"] * 24),
-            "layer_types has sliding_attention, but use_sliding_window is false",
+            "contradicts the windows of this family",
         ),
         (
             changed(MISTRAL_7B, layer_types=["sliding_attention", "full_attention"] * 16),
-            "with sliding_window 4096 has no counterpart: all layers of this family have the",
+            "contradicts the windows of this family with sliding_window 4096",
         ),
         (
             changed(LLAMA_3_8B, rope_scaling={"rope_type": "default", "rope_theta": 10000.0}),
-            "rope_theta is 10000.0 in rope_scaling and rope_theta is 500000.0 outside of it",
+            "rope_theta differ in rope_theta",
         ),
         (
             changed(
@@ -161,11 +163,11 @@ def test_what_changes_no_size_becomes_a_note() -> None:
                 rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
                 rope_scaling={"type": "linear", "factor": 2.0},
             ),
-            "rope_parameters and rope_scaling differ in factor, rope_theta, rope_type, and",
+            "differ in rope_theta",
         ),
         (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
         (changed(QWEN3_0_6B, attention_bias=True), "attention_bias True has no counterpart"),
-        (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 and embd_pdrop 0.0 differ"),
+        (changed(GPT2, embd_pdrop=0.0), "resid_pdrop 0.1 with embd_pdrop 0.0"),
         (changed(GPT2, activation_function="relu"), "activation_function 'relu' has no counter"),
         (changed(GPT2, scale_attn_by_inverse_layer_idx=True), "no layer scales its scores"),
     ],
@@ -242,3 +244,9 @@ def test_a_number_that_no_model_has_is_refused(key: str, value: int) -> None:
     config = {"model_type": "llama", "vocab_size": 9, "max_position_embeddings": 8, **sizes}
     with pytest.raises(ValueError, match=f"{key} must be at most"):
         from_hf({**config, key: value})
+
+
+def test_a_missing_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+    for path, named in ((tmp_path / "gone", "hf download"), (tmp_path, "/config.json: cannot be")):
+        with pytest.raises(InputError, match=named):
+            read_hf_file(path)
