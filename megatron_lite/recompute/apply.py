@@ -35,8 +35,7 @@ from megatron_lite.recompute.layer_state import Written
 from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.pool import Pool
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-from megatron_lite.recompute.schedule import segments
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
 from megatron_lite.recompute.turns import Turns
 
 MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some

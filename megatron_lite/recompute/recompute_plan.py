@@ -7,13 +7,14 @@ explains it read the same object. Equal plans compare equal. Standard library on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
-from megatron_lite.config.regions import is_on_host, modules_of
+from megatron_lite.config.regions import is_on_host, modules_of, without_nested
 
 Store = str  # of config/policy.py
+KEEP = Rule(layers=(Layers(),), action=LayerAction())
 MOST_NAMED = 3  # spans of layers in a rule that `str(plan)` writes
 
 
@@ -117,6 +118,36 @@ class RecomputePlan:
 def keep_everything(num_layers: int) -> RecomputePlan:
     """Returns the plan that rebuilds nothing."""
     return RecomputePlan(tuple(Segment(first_layer=layer) for layer in range(num_layers)))
+
+
+def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segment]:
+    """Yields segments that cover every layer of the stage once, in order.
+
+    The rule of a layer follows from the numbers of the layer and of its stage alone.
+    """
+    decided = [(layer, policy.rule_of(layer, stage) or KEEP) for layer in range(num_layers)]
+    # Units are cut within a run of consecutive layers under one rule, so a unit never spans a layer
+    # that another rule decides. "2:none; *:full/2" has the units 0-1, 3-4, and so on.
+    for rule, run in itertools.groupby(decided, key=lambda pair: pair[1]):
+        yield from _treated(rule, [layer for layer, _ in run])
+
+
+def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
+    action, store = rule.action, rule.store
+    if action.unit:
+        return (
+            Segment(
+                first_layer=first,
+                num_layers=min(action.unit, layers[-1] + 1 - first),
+                unit=True,
+                store=store,
+            )
+            for first in layers[:: action.unit]
+        )
+    regions = without_nested(action.regions)
+    return (
+        Segment(first_layer=layer, regions=regions, ops=action.ops, store=store) for layer in layers
+    )
 
 
 def _rules(segments: tuple[Segment, ...]) -> Iterator[Rule]:

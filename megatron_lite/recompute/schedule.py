@@ -6,18 +6,13 @@ virtual stage is a stage of its own, as in Megatron.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule, parse_policy
+from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.regions import without_nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-
-KEEP = Rule(layers=(Layers(),), action=LayerAction())
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
 
 
 def plan_stage(
@@ -72,33 +67,3 @@ def policy_by_stage(config: RunConfig) -> str:
         replace(rule, stage=number) for number, text in plans for rule in parse_policy(text).rules
     ]
     return str(Policy(tuple(rules)))
-
-
-def segments(policy: Policy, num_layers: int, stage: int = 0) -> Iterator[Segment]:
-    """Yields segments that cover every layer of the stage once, in order.
-
-    The rule of a layer follows from the numbers of the layer and of its stage alone.
-    """
-    decided = [(layer, policy.rule_of(layer, stage) or KEEP) for layer in range(num_layers)]
-    # Units are cut within a run of consecutive layers under one rule, so a unit never spans a layer
-    # that another rule decides. "2:none; *:full/2" has the units 0-1, 3-4, and so on.
-    for rule, run in itertools.groupby(decided, key=lambda pair: pair[1]):
-        yield from _treated(rule, [layer for layer, _ in run])
-
-
-def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
-    action, store = rule.action, rule.store
-    if action.unit:
-        return (
-            Segment(
-                first_layer=first,
-                num_layers=min(action.unit, layers[-1] + 1 - first),
-                unit=True,
-                store=store,
-            )
-            for first in layers[:: action.unit]
-        )
-    regions = without_nested(action.regions)
-    return (
-        Segment(first_layer=layer, regions=regions, ops=action.ops, store=store) for layer in layers
-    )

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megatron_lite.config.policy import STORES, LayerAction, Layers, Policy, Rule, parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import MODULES
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-from megatron_lite.recompute.schedule import plan_stage, segments
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
+from megatron_lite.recompute.schedule import plan_stage
 
 LAYERS = st.one_of(
     st.just(Layers()),
