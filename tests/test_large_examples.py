@@ -59,18 +59,9 @@ class Facts:
         self.config = config_of(name, settings)
         report = explain(self.config, "cuda")
         self.plan = report.own.plan
-        self.kept_bytes, self.in_flight, self.peak_bytes = (
-            report.own.kept_bytes,
-            1,
-            report.own.peak.held_bytes,
-        )
-        if report.ranks:
-            first = report.ranks[0]
-            self.kept_bytes, self.in_flight, self.peak_bytes = (
-                first.kept_bytes,
-                first.in_flight,
-                first.peak_bytes,
-            )
+        first = report.ranks[0]
+        self.kept_bytes, self.in_flight = first.kept_bytes, first.in_flight
+        self.peak_bytes = first.peak_bytes
         self.in_all_gib = (
             STATE_BYTES * rank_parameter_count(self.config, 0) + self.peak_bytes
         ) / GIB
@@ -330,9 +321,8 @@ def test_explain_prints_the_report_of_gpus_without_any() -> None:
     done = run_script(LARGE / "gpt_1t.sh", EXPLAIN="1", VENV=sys.prefix)
     assert done.returncode == 0, done.stderr
     peak = facts_of("gpt_1t").peak_bytes
-    assert re.search(
-        rf"held at the peak +[\d.]+ +{peak:,} +with 64 forwards in flight", done.stdout
-    )
+    held = r"held at the fullest moment, 64 forwards in flight"
+    assert re.search(rf"{held} +[\d.]+ +{peak:,}", done.stdout)
     assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
 
 

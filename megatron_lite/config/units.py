@@ -50,9 +50,9 @@ class ByteUnit(NamedTuple):
     num_bytes: int
 
     @classmethod
-    def of(cls, num_bytes: int, *, gib_from: int = GIB) -> ByteUnit:
-        """Returns KiB, MiB or GiB, by the (largest) number. gib_from: the least number in GiB."""
-        if num_bytes >= gib_from:
+    def of(cls, num_bytes: int) -> ByteUnit:
+        """Returns KiB, MiB or GiB, by the (largest) number."""
+        if num_bytes >= GIB:
             return cls("GiB", GIB)
         return cls("MiB", MIB) if num_bytes >= MIB else cls("KiB", KIB)
 

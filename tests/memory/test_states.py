@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.recompute_report import explain
-from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
@@ -156,16 +154,3 @@ def test_states_of_one_rank_are_those_predicted() -> None:
         for bf16 in (False, True)
     }
     assert differing(0, 1, runs) == {}
-
-
-def test_the_report_has_the_whole_peak_with_the_states_of_the_first_rank() -> None:
-    run = run_of("ZeRO-1", "gpt2", bf16=True)
-    report = explain(run, "cpu", dp_size=4)
-    states = rank_states(run, 0, dp_cp_size=4, dp_cp_rank=0)
-    lines = [line.split() for line in report_text(report).splitlines()]
-    (masters,) = [words for words in lines if words[:2] == ["main", "weights"]]
-    (together,) = [words for words in lines if words[:1] == ["together"]]
-    assert masters[3] == f"{states.masters:,}" and states.masters > 0
-    assert together[2] == f"{report.step.num_bytes:,}"
-    assert report.step.num_bytes > states.total
-    assert "on the first of 4 data-parallel ranks" in " ".join(report_text(report).split())

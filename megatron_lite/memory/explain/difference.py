@@ -9,7 +9,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -89,17 +89,31 @@ def difference(
     """
 
     def exact(term: Term, one: Saved) -> bool:
-        return _layer(term, first_layer) == one.layer and _module(term, first_layer) == one.module
+        return near(term, one) and _module(term, first_layer) == one.module
 
     def near(term: Term, one: Saved) -> bool:
         return _layer(term, first_layer) == one.layer
 
+    def anywhere(term: Term, one: Saved) -> bool:
+        return True
+
     missing, left = list(terms), list(saved)
-    # The surest pairs first: by module, by layer, several storages for one term, by size alone.
-    for together in (exact, near):
-        missing = [term for term in missing if not _take(term, left, together)]
-    missing = [term for term in missing if not _take_several(term, left, first_layer)]
-    missing = [term for term in missing if not _take(term, left, lambda term, one: True)]
+    # The surest pairs first: by module, by layer, by size alone.
+    surest = (
+        (exact, 1),
+        (exact, MOST_PARTS),
+        (near, 1),
+        (near, MOST_PARTS),
+        (anywhere, MOST_PARTS),
+    )
+    for together, most in surest:
+        unpaired = []
+        for term in missing:
+            taken = _parts(term, [one for one in left if together(term, one)], most)
+            for one in taken:
+                left.remove(one)
+            unpaired += [] if taken else [term]
+        missing = unpaired
     return Difference(
         tuple(sorted(left, key=lambda one: -one.num_bytes)),
         tuple(sorted(missing, key=lambda term: -term.num_bytes)),
@@ -107,43 +121,14 @@ def difference(
     )
 
 
-def _take(term: Term, left: list[Saved], together: Callable[[Term, Saved], bool]) -> bool:
-    """Removes the storages that make up the term from `left`. Returns whether it found them."""
-    # A term is one storage, or up to MOST_PARTS equal storages that one module saved.
-    candidates = [one for one in left if together(term, one)]
-    for parts in range(1, MOST_PARTS + 1):
-        groups: dict[Hashable, list[Saved]] = {}
-        for one in candidates:
-            if one.num_bytes * parts == term.num_bytes:
-                group = groups.setdefault(one.module if parts > 1 else 0, [])
-                group.append(one)
-                if len(group) == parts:
-                    for taken in group:
-                        left.remove(taken)
-                    return True
-    return False
-
-
-def _take_several(term: Term, left: list[Saved], first_layer: int) -> bool:
-    """Removes several storages of different sizes in one layer that together make up the term.
-
-    Returns whether it found them. The statistics of the norms of query and key are an example.
-    """
-    # The number of combinations grows fast: with more than MOST_CANDIDATES it does not search.
-    candidates = [
-        one
-        for one in left
-        if one.layer == _layer(term, first_layer) and one.num_bytes < term.num_bytes
-    ]
-    for parts in range(
-        2, min(MOST_PARTS, len(candidates)) + 1 if len(candidates) <= MOST_CANDIDATES else 0
-    ):
-        for group in combinations(candidates, parts):
+def _parts(term: Term, candidates: Sequence[Saved], most: int) -> tuple[Saved, ...]:
+    """Returns at most so many storages whose bytes together are those of the term."""
+    # The number of combinations grows fast, so many candidates are only looked at one by one.
+    for number in range(1, 1 + (most if len(candidates) <= MOST_CANDIDATES else 1)):
+        for group in combinations(candidates, number):
             if sum(one.num_bytes for one in group) == term.num_bytes:
-                for taken in group:
-                    left.remove(taken)
-                return True
-    return False
+                return group
+    return ()
 
 
 def _layer(term: Term, first_layer: int) -> int | None:

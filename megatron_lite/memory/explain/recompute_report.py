@@ -1,4 +1,4 @@
-"""The report of `--explain-recompute` as data: the effect of a recompute plan, layer by layer.
+"""The report of `--explain-recompute` as data: the effect of a recompute plan, part by part.
 
 report_text.py prints it. All figures are of one micro-batch on one rank; in a pipeline it is the
 rank with the highest peak. They follow from the plan that training executes. Standard library only.
@@ -8,67 +8,86 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.operations import KeptTensor
+from megatron_lite.description.operations import KeptTensor, LayerDescription
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.explain.advice import Note, notes
-from megatron_lite.memory.explain.layer_groups import LayerGroup, layer_groups, one_of_all_stages
-from megatron_lite.memory.explain.paper import Comparison, comparisons, unlike_the_paper
+from megatron_lite.description.transformer_layer import describe_layers
+from megatron_lite.memory.explain.advice import notes
 from megatron_lite.memory.explain.prices import (
     ComparedRun,
     Priced,
     alternatives,
     price,
     rank_plans,
+    region_names,
     with_flags,
 )
+from megatron_lite.memory.predict.flops import replayed_flops
 from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
     HEAD,
     Term,
     activation_terms,
+    kept_in,
     largest_first,
 )
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, ranks_memory, step_microbatches
-from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
-from megatron_lite.memory.predict.traffic import Traffic, embedding_collectives, head_collectives
-from megatron_lite.recompute.recompute_plan import keep_everything
+from megatron_lite.memory.predict.traffic import (
+    Traffic,
+    embedding_collectives,
+    head_collectives,
+    segment_collectives,
+)
+from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+
+NO_TRAFFIC = Traffic()
+MOST_SPANS = 4  # of layers, that a name spells out
 
 
-class ReportPart(NamedTuple):
-    """A part that the model has once, such as the embedding.
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The embedding, the head, shared tables, or segments that are treated alike.
 
-    kept: its kept tensors, the largest first. traffic: its collectives.
+    Each figure is of one segment, which is one layer or one unit.
+    name: such as "layers 0-3 of stage 1".
+    treatment: how a plan treats it, in words.
+    num_layers: the layers of a segment; 0 for other parts.
+    count: the number of segments.
+    kept: the tensors kept on the device, the largest first. moved: those kept in host memory.
+    replayed: (matmul, FLOPs on one rank) of what backward runs again.
+    traffic: the collectives.
     """
 
-    kept: tuple[KeptTensor, ...]
-    traffic: Traffic = Traffic()
+    name: str
+    treatment: str = ""
+    num_layers: int = 0
+    count: int = 1
+    kept: tuple[KeptTensor, ...] = ()
+    moved: tuple[KeptTensor, ...] = ()
+    replayed: tuple[tuple[str, int], ...] = ()
+    traffic: Traffic = NO_TRAFFIC
 
     @property
     def kept_bytes(self) -> int:
-        """The kept bytes of the part."""
+        """The bytes that one segment keeps on the device."""
         return sum(tensor.num_bytes for tensor in self.kept)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The report on a run. The kept bytes of its parts add up to `own.kept_bytes`.
+    """The report on a run. The kept bytes of its parts add up to `own.memory.kept_bytes`.
 
-    sizes: the sizes of a micro-batch in the rank's stages together.
-    rank: the pipeline rank of the figures, the one with the highest peak of activations.
-    ranks: the memory of all pipeline ranks; empty without a pipeline.
+    sizes: the sizes of a micro-batch.
+    rank: the pipeline rank of the figures. ranks: the memory of all pipeline ranks.
     num_microbatches: the micro-batches of a step with the run's largest batch.
-    own: the cost of the run's own flags.
-    without: the cost without recomputation, on the rank that then has the highest peak.
-    without_here: the cost without recomputation, on `rank`.
-    step: the whole peak of a step, on the pipeline rank where it is highest, as the run tells it.
-        It is that of the first of `dp_cp_size` data-parallel and context-parallel ranks, which
-        holds most.
+    own: the cost of the run's own flags, on the first of `dp_cp_size` data-parallel and
+        context-parallel ranks, which holds most.
+    policies: the costs of the run's flags and of others, the highest peak first.
     """
 
     config: RunConfig
@@ -77,22 +96,10 @@ class Report:
     ranks: tuple[RankMemory, ...]
     num_microbatches: int
     own: Priced
-    without: Priced
-    without_here: Priced
-    step: StepPeak
     dp_cp_size: int
-    embedding: ReportPart
-    rotary_tables: ReportPart
-    layer_groups: tuple[LayerGroup, ...]
-    head: ReportPart
-    comparisons: tuple[Comparison, ...]
+    parts: tuple[Part, ...]
     policies: tuple[Priced, ...]
-    notes: tuple[Note, ...]
-
-    @property
-    def unlike_the_paper(self) -> tuple[str, ...]:
-        """The reasons why this model's terms differ from the paper's formula."""
-        return unlike_the_paper(self.config.model, self.sizes)
+    notes: tuple[str, ...]
 
 
 def likely_device(distributed_backend: str) -> str:
@@ -122,63 +129,34 @@ def explain(
     ValueError: the run cannot split this batch.
     """
     run, config = config, of_one_replica(config, dp_size)
-    pipeline_size, model = config.parallel.pipeline_model_parallel_size, config.model
     dp_cp_size = dp_size * config.parallel.context_parallel_size
-    own, without = price(config, device), price(with_flags(config), device)
-    plans = rank_plans(config, own.rank)
-    sizes = replace(
-        Sizes.of(config, device=device),
-        has_embedding=any(stage.is_first for stage, _ in plans),
-        has_head=any(stage.is_last for stage, _ in plans),
-    )
-    groups: list[LayerGroup] = []
-    terms: list[Term] = []
-    for stage, plan in plans:
-        own_sizes = Sizes.of(config, device=device, stage=stage)
-        own_terms = activation_terms(model, plan, own_sizes)
-        groups += layer_groups(
-            config, plan, own_terms, own_sizes, stage.number if pipeline_size > 1 else None
-        )
-        terms += own_terms
-    head = ReportPart(
-        largest_first(term for term in terms if term.operation == HEAD),
-        head_collectives(model, sizes) if sizes.has_head else Traffic(),
+    own, without = (
+        price(one, device, dp_cp_size=dp_cp_size) for one in (config, with_flags(config))
     )
     others = [one._replace(config=of_one_replica(one.config, dp_size)) for one in others]
     policies = alternatives(config, device, dp_cp_size=dp_cp_size, others=others)
+    parts = tuple(_parts(config, own.step.rank, device))
+    sizes = Sizes.of(config, device=device)
     return Report(
         config=run,
         sizes=sizes,
-        rank=own.rank,
-        own=own,
-        without=without,
-        layer_groups=one_of_all_stages(groups),
-        head=head,
-        policies=policies,
-        without_here=price(with_flags(config), device, rank=own.rank),
+        rank=own.step.rank,
+        ranks=ranks_memory(config, device),
         num_microbatches=step_microbatches(config),
-        step=fullest_step_peak(config, device=device, dp_cp_size=dp_cp_size),
+        own=own,
         dp_cp_size=dp_cp_size,
-        ranks=ranks_memory(config, device) if pipeline_size > 1 else (),
-        embedding=ReportPart(
-            largest_first(term for term in terms if term.operation == EMBEDDING),
-            embedding_collectives(model, sizes) if sizes.has_embedding else Traffic(),
-        ),
-        rotary_tables=ReportPart(largest_first(term for term in terms if term.tensor.shared)),
-        comparisons=tuple(
-            comparisons(
-                config, [(plans[0][0], keep_everything(plans[0][0].num_layers)), *plans], sizes
+        parts=parts,
+        policies=policies,
+        notes=tuple(
+            notes(
+                config,
+                sizes,
+                own=own,
+                without=without,
+                policies=policies,
+                head_bytes=sum(one.kept_bytes for one in parts if one.name == HEAD),
+                layers_bytes=sum(one.count * one.kept_bytes for one in parts if one.num_layers),
             )
-        ),
-        notes=notes(
-            config,
-            sizes,
-            own=own,
-            without=without,
-            policies=policies,
-            head_bytes=head.kept_bytes,
-            layers_bytes=sum(group.count * group.kept_bytes for group in groups),
-            dp_size=dp_size,
         ),
     )
 
@@ -190,13 +168,120 @@ def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
     """
     config.batch_schedule(dp_size)
     batch = config.training.largest_batch_size
-    batch_of_rank = None if batch is None else batch // dp_size
-    return replace(
-        config,
-        training=replace(
-            config.training,
-            global_batch_size=batch_of_rank,
-            rampup_batch_size=(),
-            step_batch_size_schedule=None,
-        ),
+    training = replace(
+        config.training,
+        global_batch_size=None if batch is None else batch // dp_size,
+        rampup_batch_size=(),
+        step_batch_size_schedule=None,
     )
+    return replace(config, training=training)
+
+
+def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
+    """Yields the parts of a rank. Layers of all its stages with equal figures are one part."""
+    model, terms, ends = config.model, list[Term](), list[Part]()
+    alike = defaultdict[Part, dict[int, list[int]]](dict)  # layers by stage
+    for stage, plan in rank_plans(config, rank):
+        sizes = Sizes.of(config, device=device, stage=stage)
+        own = activation_terms(model, plan, sizes)
+        terms += own
+        if stage.is_first:
+            ends.append(_end(EMBEDDING, own, embedding_collectives(model, sizes)))
+        if stage.is_last:
+            ends.append(_end(HEAD, own, head_collectives(model, sizes)))
+        for segment, part in _segments(config, plan, own, sizes):
+            numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
+            alike[part].setdefault(stage.number, []).extend(numbers)
+    yield from (one for one in ends if one.name == EMBEDDING)
+    shared = defaultdict[str, list[Term]](list)
+    for term in terms:
+        if term.tensor.shared:
+            shared[term.tensor.name].append(term)
+    for name, tables in shared.items():
+        yield Part(name=f"{name}, shared by all layers", kept=largest_first(tables))
+    in_stages = config.parallel.pipeline_model_parallel_size > 1
+    for part, layers in alike.items():
+        number = sum(map(len, layers.values()))
+        yield replace(part, name=_name(layers, in_stages), count=number // part.num_layers)
+    yield from (one for one in ends if one.name == HEAD)
+
+
+def _end(name: str, terms: Sequence[Term], traffic: Traffic) -> Part:
+    kept = largest_first(term for term in terms if term.operation == name)
+    return Part(name=name, kept=kept, traffic=traffic)
+
+
+def _segments(
+    config: RunConfig, plan: RecomputePlan, terms: tuple[Term, ...], sizes: Sizes
+) -> Iterator[tuple[Segment, Part]]:
+    """Yields each segment of a stage as a part without a name."""
+    layers = describe_layers(config.model, sizes, plan.num_layers)
+    again = replayed_flops(
+        config.model,
+        plan,
+        batch=sizes.micro_batch_size,
+        seq_length=sizes.seq_length,
+        device=sizes.device,
+        tp_size=sizes.tp_size,
+        cp_size=sizes.cp_size,
+        first_layer=sizes.first_layer,
+    )
+    for segment in plan.segments:
+        numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
+        replayed: Counter[str] = Counter()
+        for number in numbers:
+            replayed.update(again[number])
+        yield (
+            segment,
+            Part(
+                name="",
+                treatment=_treatment(segment, [layers[number] for number in numbers], sizes),
+                num_layers=segment.num_layers,
+                kept=kept_in(terms, numbers, on_host=False),
+                moved=kept_in(terms, numbers, on_host=True),
+                replayed=tuple((name, one // sizes.num_ranks) for name, one in replayed.items()),
+                traffic=segment_collectives(config.model, plan, segment, sizes, layers),
+            ),
+        )
+
+
+def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Sizes) -> str:
+    if segment.unit:
+        split = f", 1/{sizes.tp_size} of it on each rank" if segment.split else ""
+        text = f"units of {segment.num_layers}; only the input of each is kept{split}"
+    elif segment.ops:
+        text = f"results of {', '.join(segment.ops)} kept, all else rebuilt in backward"
+    elif segment.regions:
+        text = f"{', '.join(region_names(segment.regions))} rebuilt in backward"
+    else:
+        text = "everything is kept"
+    # Layers of one model may differ from each other.
+    kinds = dict.fromkeys(layer.peculiarity for layer in layers)
+    return text + "".join(f" ({kind})" for kind in kinds if kind)
+
+
+def _name(layers: Mapping[int, Sequence[int]], in_stages: bool) -> str:
+    """Returns the name of layers from their numbers by stage."""
+    stages = defaultdict[tuple[int, ...], list[int]](list)
+    for stage, numbers in layers.items():
+        stages[tuple(numbers)].append(stage)
+    return "; ".join(
+        layers_name(numbers)
+        + (f" of stage{'s' * (len(of) > 1)} {', '.join(map(str, of))}" if in_stages else "")
+        for numbers, of in stages.items()
+    )
+
+
+def layers_name(layers: Sequence[int]) -> str:
+    """Returns a short name of layers from their numbers in order, such as "layers 0-3, 8".
+
+    Of many spans only the first two and the last are named: "layers 0, 2, .. 78".
+    """
+    starts = [at for at in range(len(layers)) if not at or layers[at] != layers[at - 1] + 1]
+    spans = []
+    for start, stop in zip(starts, [*starts[1:], len(layers)], strict=True):
+        first, last = layers[start], layers[stop - 1]
+        spans.append(f"{first}-{last}" if last > first else f"{first}")
+    if len(spans) > MOST_SPANS:
+        spans = [*spans[:2], f".. {spans[-1]}"]
+    return f"layer{'s' * (len(layers) > 1)} {', '.join(spans)}"
