@@ -20,7 +20,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, read_launch
-from megatron_lite.parallel.one_voice import await_turn, print_fault, silent_unless
+from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
 from megatron_lite.parallel.signals import die_of, dies_without_reader
 
 SPEAKS_BEFORE_S = 2.0  # that each other rank waits before it reports a fault

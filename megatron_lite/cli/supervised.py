@@ -28,7 +28,7 @@ from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.one_voice import print_fault
+from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
 from megatron_lite.plan.auto_policy import with_chosen_policy
 from megatron_lite.plan.hardware import machine_for_policy

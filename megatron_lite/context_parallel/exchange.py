@@ -22,8 +22,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.collectives import reduce_scatter_first_dim, start_all_gather_first_dim
-from megatron_lite.parallel.ring import Shift, start_shift
+from megatron_lite.parallel.collectives import (
+    Started,
+    reduce_scatter_first_dim,
+    start_all_gather_first_dim,
+    start_shift,
+)
 
 
 class KeysValuesOf(NamedTuple):
@@ -69,7 +73,7 @@ class RingSum:
 
     def __init__(self, like: Tensor, group: ProcessGroup) -> None:
         self._like, self._group = like, group
-        self._travelling: Shift | None = None
+        self._travelling: Started | None = None
 
     def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
         """Adds this rank's gradients for some tokens of the rank `source`.

@@ -33,7 +33,7 @@ from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timed import Timed, not_timed
+from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.parallel.torch_internals import foreach_mul_
 
 # By the name of --optimizer. The specs cover all parameters of this rank's stages, also those of

@@ -12,13 +12,15 @@ broadcast copy nothing (description/sizes.py counts the copies).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import P2POp, ProcessGroup
 
+from megatron_lite.parallel.timing import WAITING
 from megatron_lite.parallel.torch_internals import (
     CachedMode,
     CachingMode,
@@ -26,11 +28,14 @@ from megatron_lite.parallel.torch_internals import (
     dispatch_modes,
     num_dispatch_modes,
 )
-from megatron_lite.parallel.waiting import WAITING
 
 # torch 2.13 renamed the single-tensor forms; older releases have only the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = partial(
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, async_op=True
+)
+_reduce_scatter = partial(
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, async_op=True
+)
 _functional = torch.ops._c10d_functional
 
 
@@ -84,14 +89,15 @@ class Started(NamedTuple):
     """A collective under way. `operand` stays alive here and must not be touched before `wait`."""
 
     result: Tensor
-    work: dist.Work | None
+    works: tuple[dist.Work, ...] = ()
     operand: Tensor | None = None
 
     def wait(self) -> Tensor:
         """Returns the result, which this device's next kernels may read."""
-        if self.work is not None:
+        if self.works:
             with WAITING:
-                self.work.wait()
+                for work in self.works:
+                    work.wait()
         return self.result
 
 
@@ -100,27 +106,27 @@ def start_all_reduce_(
 ) -> Started:
     """Begins `all_reduce_`."""
     if group is None:
-        return Started(tensor, None)
-    return Started(tensor, dist.all_reduce(tensor, op=op, group=group, async_op=True))
+        return Started(tensor)
+    return Started(tensor, (dist.all_reduce(tensor, op=op, group=group, async_op=True),))
 
 
 def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
     """Begins `all_gather_first_dim`."""
     if group is None:
-        return Started(tensor, None)
+        return Started(tensor)
     operand = tensor.contiguous()
     gathered = tensor.new_empty((tensor.shape[0] * group.size(), *tensor.shape[1:]))
-    return Started(gathered, _start_all_gather(gathered, operand, group), operand)
+    return Started(gathered, (_all_gather(gathered, operand, group=group),), operand)
 
 
 def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
     """Begins `reduce_scatter_first_dim`."""
     if group is None:
-        return Started(tensor, None)
+        return Started(tensor)
     _check_divisible(tensor, group)
     operand = tensor.contiguous()
     scattered = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-    return Started(scattered, _start_reduce_scatter(scattered, operand, group), operand)
+    return Started(scattered, (_reduce_scatter(scattered, operand, group=group),), operand)
 
 
 def start_reduce_scatter_own_part_(tensor: Tensor, group: ProcessGroup) -> Started:
@@ -131,7 +137,7 @@ def start_reduce_scatter_own_part_(tensor: Tensor, group: ProcessGroup) -> Start
     """
     _check_divisible(tensor, group)
     own = tensor.view(group.size(), -1)[group.rank()]
-    return Started(own, _start_reduce_scatter(own, tensor, group), tensor)
+    return Started(own, (_reduce_scatter(own, tensor, group=group),), tensor)
 
 
 def start_all_gather_parts_(tensor: Tensor, group: ProcessGroup) -> Started:
@@ -141,7 +147,25 @@ def start_all_gather_parts_(tensor: Tensor, group: ProcessGroup) -> Started:
     """
     _check_divisible(tensor, group)
     own = tensor.view(group.size(), -1)[group.rank()]
-    return Started(tensor, _start_all_gather(tensor, own, group), own)
+    return Started(tensor, (_all_gather(tensor, own, group=group),), own)
+
+
+def start_shift(tensor: Tensor, group: ProcessGroup) -> Started:
+    """Begins to send `tensor` around the ring of a group's ranks, each to the next rank.
+
+    The result is the tensor of the rank before. `tensor` must be contiguous, and of one shape on
+    all ranks. Several shifts under way arrive in the order in which they began. That order must be
+    the same on all ranks.
+    """
+    rank, size = group.rank(), group.size()
+    received = torch.empty_like(tensor)
+    works = dist.batch_isend_irecv(
+        [
+            P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % size),
+            P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+        ]
+    )
+    return Started(received, tuple(works), tensor)
 
 
 def all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -176,7 +200,7 @@ def all_gather_into_(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None
 
     `own` may be this rank's part of `gathered`.
     """
-    Started(gathered, _start_all_gather(gathered, own, group), own).wait()
+    Started(gathered, (_all_gather(gathered, own, group=group),)).wait()
 
 
 def reduce_scatter_into_(own: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
@@ -184,7 +208,7 @@ def reduce_scatter_into_(own: Tensor, tensor: Tensor, group: ProcessGroup) -> No
 
     `tensor` stays unchanged.
     """
-    Started(own, _start_reduce_scatter(own, tensor, group), tensor).wait()
+    Started(own, (_reduce_scatter(own, tensor, group=group),)).wait()
 
 
 def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
@@ -208,16 +232,9 @@ def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int 
     """Overwrites `tensor` on every rank with the tensor of the group's rank `group_source`."""
     if group is not None:
         source = dist.get_global_rank(group, group_source)
-        Started(tensor, dist.broadcast(tensor, src=source, group=group, async_op=True)).wait()
+        work = dist.broadcast(tensor, src=source, group=group, async_op=True)
+        Started(tensor, (work,)).wait()
     return tensor
-
-
-def _start_all_gather(gathered: Tensor, own: Tensor, group: ProcessGroup) -> dist.Work:
-    return _all_gather(gathered, own, group=group, async_op=True)
-
-
-def _start_reduce_scatter(own: Tensor, tensor: Tensor, group: ProcessGroup) -> dist.Work:
-    return _reduce_scatter(own, tensor, group=group, async_op=True)
 
 
 def _check_divisible(tensor: Tensor, group: ProcessGroup) -> None:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.parallel.fake_tensors import is_fake
 from megatron_lite.parallel.torch_internals import (
     disable_current_modes,
     inductor_compile,
+    is_fake,
     num_dispatch_modes,
     tree_map,
 )

@@ -12,6 +12,16 @@ Memory-efficient wrapping (after torchtune) makes the token embedding and the ou
 largest parts of the root, units too. They are whole only while they are used. If they are one tied
 weight, they are one unit, which is freed between its two uses.
 
+Two collectives of FSDP2 are replaced to bound the memory that a unit holds meanwhile:
+
+    gather     FSDP2 gathers a unit into one buffer and copies the parameters out of it. Here the
+               gather has ended before the copy.
+    reduce     FSDP2 copies a unit's gradients into one buffer, often in a wider dtype, and reduces
+               that buffer. Here the gradients that have been copied are freed first. torch's
+               `foreach_reduce` is meant to free them, but its loop variable still holds the last
+               one (seen in torch 2.13). In a unit of one large parameter, a token embedding, the
+               last one is all of them: a bf16 [V, h] beside the float32 one.
+
 The model has plain parameters, tensor-parallel or not. FSDP2 does not know tensor parallelism. A
 sum of torch over such parameters, as in torch.nn.utils.clip_grad_norm_, covers only one TP rank's
 part. optim/fsdp_layout.py updates the rows.
@@ -19,13 +29,16 @@ part. optim/fsdp_layout.py updates the rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -34,10 +47,16 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_lite.parallel.fsdp_buffers import UnitGradients, bound_buffers_
+from megatron_lite.parallel.collectives import all_gather_into_, reduce_scatter_into_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
-from megatron_lite.parallel.torch_internals import base_of
+from megatron_lite.parallel.torch_internals import (
+    address_of,
+    base_of,
+    num_users_of_storage,
+    num_users_of_tensor,
+)
 from megatron_lite.parallel.weights import GATHERED_DTYPE, READER, STAND_INS
 
 
@@ -78,8 +97,11 @@ def fully_shard_(
     reduce_dtype: the dtype in which gradients are sent.
     forward_methods: names of the model's methods, besides `forward`, that run the model.
     """
-    layers = _layers(model, wrapping.layers)
-    embedding, output = _module(model, wrapping.embedding), _module(model, wrapping.output)
+    layers = list(_module(model, wrapping.layers, (nn.ModuleList, nn.ModuleDict)).children())
+    embedding, output = (
+        None if name is None else _module(model, name, nn.Module)
+        for name in (wrapping.embedding, wrapping.output)
+    )
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
@@ -92,16 +114,14 @@ def fully_shard_(
     # The root comes last: fully_shard gives a module the parameters that no unit inside it has.
     for layer in layers:
         unit([layer], reshard_after_forward=wrapping.reshard_after_forward)
-    if embedding is not None and output is None:
-        unit([embedding], reshard_after_forward=True).set_unshard_in_backward(False)
-        embedding.__dict__[READER] = partial(_read_for_output, embedding)
-    elif embedding is not None and output is not None and _are_tied(embedding, output):
+    if embedding is not None and output is not None and _are_tied(embedding, output):
         _free_between_uses(unit([embedding, output], reshard_after_forward=True), embedding, output)
-    else:
-        if embedding is not None:
-            unit([embedding], reshard_after_forward=True).set_unshard_in_backward(False)
-        if output is not None:
-            unit([output], reshard_after_forward=False)  # backward begins with it
+    elif embedding is not None:
+        unit([embedding], reshard_after_forward=True).set_unshard_in_backward(False)
+        if output is None:
+            embedding.__dict__[READER] = partial(_read_for_output, embedding)
+    if output is not None and not isinstance(output, FSDPModule):
+        unit([output], reshard_after_forward=False)  # backward begins with it
     unit([model], reshard_after_forward=None)
     model.register_forward_hook(_reshard_unless_backward_follows)
     # The clone of a view must happen inside FSDP2's wrapper, which hooks the output. The reshard
@@ -139,8 +159,8 @@ def _unit(
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
     )
-    for (number, name), spec in specs.items():
-        rows = modules[number].get_parameter(name)
+    for (module, name), spec in specs.items():
+        rows = module.get_parameter(name)
         setattr(rows, GATHERED_DTYPE, mp_policy.param_dtype or rows.dtype)
         if isinstance(spec, ParameterSpec):
             mark(rows, spec)
@@ -151,7 +171,9 @@ def _unit(
     unit.set_force_sum_reduction_for_comms(True)
     unit.__dict__[STAND_INS] = _StandIns(modules)
     gradients = UnitGradients()
-    bound_buffers_(unit, gradients)
+    if hasattr(unit, "set_custom_all_gather"):  # older releases of torch keep their collectives
+        unit.set_custom_all_gather(_GatherWeights())  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(_ReduceScatterGradients(gradients))  # type: ignore[arg-type]
     # FSDP2 puts its pre-forward hook first, so the parameters are gathered when this hook runs.
     for module in modules:
         module.register_forward_pre_hook(
@@ -218,14 +240,11 @@ class _StandIns:
         return self._found
 
 
-def _whole_parameters(modules: list[nn.Module]) -> dict[tuple[int, str], nn.Parameter]:
-    """Returns the parameters that are not sharded at the moment.
-
-    The keys are the number of the module and the parameter's name in it.
-    """
+def _whole_parameters(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    """Returns the parameters that are not sharded at the moment, by module and name in it."""
     return {
-        (number, name): parameter
-        for number, module in enumerate(modules)
+        (module, name): parameter
+        for module in modules
         for name, parameter in module.named_parameters()
         if not isinstance(parameter, DTensor)
     }
@@ -241,7 +260,7 @@ def _read_for_output(embedding: nn.Module) -> Tensor:
         return weight
     # The hook needs a tensor whose gradient covers this use only, hence the view.
     used = weight.view_as(weight)
-    used.register_hook(partial(_free, embedding))
+    used.register_hook(lambda _: embedding.reshard())
     return used
 
 
@@ -256,49 +275,122 @@ def _free_between_uses(unit: FSDPModule, embedding: nn.Module, output: nn.Module
         unit.reshard()
         unit.set_reshard_after_forward(False, recurse=False)  # backward begins with the output
 
-    def before_output(*_: object) -> None:
-        unit.unshard()
-
     embedding.register_forward_hook(after_lookup)
     # torch 2.8 gathers a unit only before the first of its modules.
-    output.register_forward_pre_hook(before_output, prepend=True)
-    output.register_full_backward_hook(partial(_free, unit))
-
-
-def _free(unit: FSDPModule, *_: object) -> None:
-    unit.reshard()
+    output.register_forward_pre_hook(lambda *_: unit.unshard(), prepend=True)
+    output.register_full_backward_hook(lambda *_: unit.reshard())
 
 
 def _are_tied(embedding: nn.Module, output: nn.Module) -> bool:
     return any(one is other for one in embedding.parameters() for other in output.parameters())
 
 
-def _module(model: nn.Module, name: str | None) -> nn.Module | None:
-    if name is None:
-        return None
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        known = [
-            known
-            for known, module in model.named_modules()
-            if known and next(module.parameters(False), None) is not None
-        ]
-        raise ValueError(
-            f"the model has no module {name!r}; those with parameters of their own are "
-            f"{', '.join(known)}"
-        ) from None
-
-
-def _layers(model: nn.Module, name: str) -> list[nn.Module]:
-    lists = {
-        known: list(module.children())
-        for known, module in model.named_modules()
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict))
+def _module(
+    model: nn.Module, name: str, kinds: type[nn.Module] | tuple[type[nn.Module], ...]
+) -> nn.Module:
+    """Returns the module of this name. ValueError: no module of these kinds has it."""
+    known: dict[str, nn.Module] = {
+        known: module for known, module in model.named_modules() if isinstance(module, kinds)
     }
-    if name not in lists:
+    if name not in known:
         raise ValueError(
-            f"{name!r} is no list of modules in the model; its lists are "
-            f"{', '.join(lists) or 'none'}"
+            f"the model has no {'module' if kinds is nn.Module else 'list of modules'} {name!r}: "
+            f"choose one of {', '.join(filter(None, known)) or 'none'}"
         )
-    return lists[name]
+    return known[name]
+
+
+# The Python references to a gradient that only torch's loop variable holds. They are the loop
+# variable, the local variable in `free_`, and the argument of getrefcount.
+FREE_TO_DROP = 3
+
+
+class UnitGradients:
+    """The gradients of a unit's gathered parameters, from their accumulation to their reduction.
+
+    It holds weak references, so it keeps no gradient alive.
+    """
+
+    def __init__(self) -> None:
+        self._recorded = WeakTensorKeyDictionary()
+        self._gradients: list[weakref.ref[Tensor]] = []
+
+    def record(self, parameters: Iterable[Tensor]) -> None:
+        """Records each gradient that these gathered parameters get from now on.
+
+        Repeated calls change nothing.
+        """
+        for parameter in parameters:
+            if parameter not in self._recorded and parameter.requires_grad:
+                self._recorded[parameter] = True
+                parameter.register_post_accumulate_grad_hook(self._note)
+
+    def free_(self) -> None:
+        """Frees the memory of the recorded gradients that are still alive and have no other reader.
+
+        A gradient stays unchanged if Python or autograd holds a further reference to it, or if
+        another tensor shares its storage.
+        """
+        noted, self._gradients = self._gradients, []
+        for reference in noted:
+            gradient = reference()
+            if (
+                gradient is not None
+                and sys.getrefcount(gradient) <= FREE_TO_DROP
+                and _owns_storage_alone(gradient)
+            ):
+                gradient.untyped_storage().resize_(0)
+            del gradient
+
+    def _note(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._gradients.append(weakref.ref(parameter.grad))
+
+
+class _Collective:
+    """A collective of FSDP2. It ignores async_op: it is finished when it returns.
+
+    On a GPU it runs on the stream that FSDP2 has chosen.
+    """
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a new buffer, as FSDP2's own collectives allocate it."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _GatherWeights(_Collective):
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Implements FSDP2's AllGather."""
+        all_gather_into_(output_tensor, input_tensor, group)
+
+
+class _ReduceScatterGradients(_Collective):
+    def __init__(self, gradients: UnitGradients) -> None:
+        self._gradients = gradients
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Implements FSDP2's ReduceScatter for sums. Frees the copied gradients first."""
+        assert op == torch.distributed.ReduceOp.SUM, op
+        self._gradients.free_()
+        reduce_scatter_into_(output_tensor, input_tensor, group)
+
+
+def _owns_storage_alone(tensor: Tensor) -> bool:
+    """Returns whether no other tensor, in Python or in autograd, shares the tensor's storage."""
+    storage = tensor.untyped_storage()
+    users = num_users_of_storage(address_of(storage))
+    # Two users of the storage remain: the tensor and the local variable `storage`.
+    return bool(num_users_of_tensor(tensor) == 1 and users <= 2)

@@ -20,14 +20,16 @@ FIRST_RESERVED_STEP = 0xFFFFFFF0
 
 
 class _Variables(NamedTuple):
-    """The names of a launcher's variables."""
+    """The names of a launcher's variables. Of several names for one thing the first that is set."""
 
     launcher: str
-    ranks: str
-    sizes: str
-    local_ranks: str
+    rank: str
+    size: str
+    local_rank: str
 
 
+TORCHRUN = _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+SLURM = _Variables("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID")
 # The first row with a variable in the environment counts, since launchers set those of PMI and PMIx
 # beside their own. ALPS and PMIx give no size, so a process that has only their rank is refused.
 LAUNCHERS = """
@@ -80,154 +82,108 @@ def read_launch(
         equal to the environment's.
     """
     env = os.environ if environ is None else environ
-    if local_rank is not None:
-        return replace(read_launch(env), local_rank=_agreed_local_rank(env, local_rank))
     if ("RANK" in env) != ("WORLD_SIZE" in env):
         raise InputError(
             "of RANK and WORLD_SIZE only one is set: start with torchrun or srun, or unset it "
             "for one process"
         )
-    if "RANK" in env:
-        launch = _from_torchrun(env)
-        _check_not_alone(env, launch)
-    elif (own := _own_variables(env)) is not None:
-        launch = _from_launcher(env, own)
-    elif _in_step(env):
-        launch = _from_slurm(env)
-    else:
-        return Launch(launcher="single")
-    if not 0 <= launch.rank < launch.world_size:
-        raise InputError(
-            f"rank {launch.rank} is not in [0, {launch.world_size}), the world size that "
-            f"{launch.launcher} gives"
-        )
-    if not 0 <= launch.master_port < 2**16:
-        raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
-    return launch
-
-
-def _in_step(env: Mapping[str, str]) -> bool:
-    """Returns whether this process is a task of an `srun` step."""
-    step = _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP)
-    return "SLURM_PROCID" in env and step < FIRST_RESERVED_STEP
-
-
-def _variables(env: Mapping[str, str]) -> _Variables | None:
-    """Returns the first row of LAUNCHERS that has a rank or a size here.
-
-    Of several names for one thing it has the one that is set.
-    """
-    for line in LAUNCHERS.strip().splitlines():
-        launcher, *columns = map(str.strip, line.split("|"))
-        names = [max(column.split(), key=lambda name: bool(env.get(name))) for column in columns]
-        if env.get(names[0]) or env.get(names[1]):
-            return _Variables(launcher, *names)
-    return None
-
-
-def _own_variables(env: Mapping[str, str]) -> _Variables | None:
-    """Returns the variables of a launcher; None if srun set them too, as it does for PMI."""
-    own = _variables(env)
-    if own is not None and _in_step(env):
-        theirs = {own.ranks: _integer(env, "SLURM_PROCID"), own.sizes: _step_size(env)}
-        if all(not env.get(name) or _integer(env, name) == theirs[name] for name in theirs):
-            return None
-    return own
-
-
-def _check_not_alone(env: Mapping[str, str], launch: Launch) -> None:
-    """Raises InputError if WORLD_SIZE is less than the processes that a launcher started.
-
-    Such a RANK is left from somewhere else, and each process would train by itself. torchrun's own
-    processes are not checked: a launcher may start several runs of torchrun.
-    """
-    own, started = _own_variables(env), 1
-    if own is not None:
-        started = _integer(env, own.sizes, 1)
-    elif _in_step(env):
-        started = _step_size(env)
-    if launch.world_size < started and "TORCHELASTIC_RUN_ID" not in env:
-        raise InputError(
-            f"WORLD_SIZE is {launch.world_size}, but {own.launcher if own else 'srun'} started "
-            f"{started} processes: unset RANK and WORLD_SIZE, or set them for each process"
-        )
-
-
-def _agreed_local_rank(env: Mapping[str, str], local_rank: int) -> int:
-    """Returns `local_rank`.
-
-    Raises InputError if it is negative, or if a variable of the launcher has another value.
-    """
+    names = _with_set_names(TORCHRUN, env) if "RANK" in env else _variables(env)
+    launch = Launch(launcher="single") if names is None else _launch(env, names)
+    if local_rank is None:
+        return launch
     if local_rank < 0:
         raise InputError(
             f"--local-rank must be at least 0 (got {local_rank}): leave it out where no "
             "launcher passes it"
         )
-    name = "LOCAL_RANK"
-    if "RANK" not in env and (own := _own_variables(env)) is not None:
-        name = own.local_ranks
-    elif "RANK" not in env and _in_step(env):
-        name = "SLURM_LOCALID"
-    if env.get(name) and _integer(env, name) != local_rank:
+    name = (names or TORCHRUN).local_rank
+    if _integer(env, name, local_rank) != local_rank:
         raise InputError(
-            f"--local-rank {local_rank} contradicts {name} {_integer(env, name)} of the "
+            f"--local-rank {local_rank} contradicts {name} {env[name]} of the "
             "environment: leave the flag out, or unset the variable"
         )
-    return local_rank
+    return replace(launch, local_rank=local_rank)
 
 
-def _from_launcher(env: Mapping[str, str], own: _Variables) -> Launch:
-    for name in (own.ranks, own.sizes):
+def _variables(env: Mapping[str, str]) -> _Variables | None:
+    """Returns the variables of the launcher other than torchrun that started this process.
+
+    srun sets the variables of PMI too. They count only if they differ from Slurm's own.
+    """
+    rows = (_Variables(*map(str.strip, row.split("|"))) for row in LAUNCHERS.strip().splitlines())
+    known = (_with_set_names(row, env) for row in rows)
+    own = next((row for row in known if env.get(row.rank) or env.get(row.size)), None)
+    if "SLURM_PROCID" not in env or _integer(env, "SLURM_STEP_ID", FIRST_RESERVED_STEP) >= (
+        FIRST_RESERVED_STEP
+    ):
+        return own
+    step = _with_set_names(SLURM, env)
+    if own is not None and any(
+        env.get(mine) and _integer(env, mine) != _integer(env, theirs)
+        for mine, theirs in ((own.rank, step.rank), (own.size, step.size))
+    ):
+        return own
+    return step
+
+
+def _with_set_names(row: _Variables, env: Mapping[str, str]) -> _Variables:
+    launcher, *columns = row
+    names = [max(column.split(), key=lambda name: bool(env.get(name))) for column in columns]
+    return _Variables(launcher, *names)
+
+
+def _launch(env: Mapping[str, str], names: _Variables) -> Launch:
+    for name in (names.rank, names.size):
         if not env.get(name):
             raise InputError(
-                f"{own.launcher} started this process, but {name} is not set: set RANK, "
+                f"{names.launcher} started this process, but {name} is not set: set RANK, "
                 "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each process, or start it with "
                 "torchrun or srun"
             )
-    rank = _integer(env, own.ranks)
-    place = {
-        "RANK": env[own.ranks],
-        "WORLD_SIZE": env[own.sizes],
-        "LOCAL_RANK": str(_integer(env, own.local_ranks, rank)),
-    }
-    return replace(_from_torchrun({**env, **place}), launcher=own.launcher)
+    rank, world_size = _integer(env, names.rank), _integer(env, names.size)
+    if not 0 <= rank < world_size:
+        raise InputError(
+            f"rank {rank} is not in [0, {world_size}), the world size that {names.launcher} gives"
+        )
+    if names == TORCHRUN:
+        _check_not_alone(env, world_size)
+    if names.launcher == "slurm":
+        nodes = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
+        job, step = (_integer(env, f"SLURM_{what}_ID", 0) for what in ("JOB", "STEP"))
+        launch = Launch(
+            launcher="slurm",
+            local_rank=_integer(env, names.local_rank, 0),
+            master_addr=env.get("MASTER_ADDR") or first_host(nodes),
+            # One port per job and step: two jobs that share a node must not meet.
+            master_port=_integer(env, "MASTER_PORT", 20000 + (job * 7 + step) % 12000),
+            restart_count=_integer(env, "SLURM_RESTART_COUNT", 0),
+        )
+    else:
+        launch = Launch(
+            launcher=names.launcher,
+            local_rank=_integer(env, names.local_rank, rank),
+            master_addr=_text(env, "MASTER_ADDR") if world_size > 1 else "127.0.0.1",
+            master_port=_integer(env, "MASTER_PORT") if world_size > 1 else 0,
+            restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+            agent_owns_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+    if not 0 <= launch.master_port < 2**16:
+        raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
+    return replace(launch, rank=rank, world_size=world_size)
 
 
-def _from_torchrun(env: Mapping[str, str]) -> Launch:
-    world_size = _integer(env, "WORLD_SIZE")
-    return Launch(
-        launcher="torchrun",
-        rank=_integer(env, "RANK"),
-        world_size=world_size,
-        local_rank=_integer(env, "LOCAL_RANK", _integer(env, "RANK")),
-        master_addr=_text(env, "MASTER_ADDR") if world_size > 1 else "127.0.0.1",
-        master_port=_integer(env, "MASTER_PORT") if world_size > 1 else 0,
-        restart_count=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        agent_owns_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
+def _check_not_alone(env: Mapping[str, str], world_size: int) -> None:
+    """Raises InputError if WORLD_SIZE is less than the processes that a launcher started.
 
-
-def _from_slurm(env: Mapping[str, str]) -> Launch:
-    nodes = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
-    return Launch(
-        launcher="slurm",
-        rank=_integer(env, "SLURM_PROCID"),
-        world_size=_step_size(env),
-        local_rank=_integer(env, "SLURM_LOCALID", 0),
-        master_addr=env.get("MASTER_ADDR") or first_host(nodes),
-        # One port per job and step: two jobs that share a node must not meet.
-        master_port=_integer(
-            env,
-            "MASTER_PORT",
-            20000
-            + (_integer(env, "SLURM_JOB_ID", 0) * 7 + _integer(env, "SLURM_STEP_ID", 0)) % 12000,
-        ),
-        restart_count=_integer(env, "SLURM_RESTART_COUNT", 0),
-    )
-
-
-def _step_size(env: Mapping[str, str]) -> int:
-    return _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1))
+    Such a RANK is left from somewhere else, and each process would train by itself. torchrun's own
+    processes are not checked: a launcher may start several runs of torchrun.
+    """
+    other = None if "TORCHELASTIC_RUN_ID" in env else _variables(env)
+    if other is not None and world_size < (started := _integer(env, other.size, 1)):
+        raise InputError(
+            f"WORLD_SIZE is {world_size}, but {other.launcher} started {started} processes: unset "
+            "RANK and WORLD_SIZE, or set them for each process"
+        )
 
 
 def first_host(nodelist: str) -> str:

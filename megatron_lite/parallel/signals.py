@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from types import FrameType
+from typing import NoReturn
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -31,6 +32,26 @@ class Stopped(BaseException):
 
 
 @contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Calls `handler` inside the block for the signals STOPPING that are not ignored.
+
+    Only the main thread may set a handler; in another thread nothing changes.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {
+            number: signal.signal(number, handler)
+            for number in STOPPING
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
 def stoppable() -> Iterator[None]:
     """Raises Stopped inside the block at the first of the signals STOPPING.
 
@@ -39,22 +60,13 @@ def stoppable() -> Iterator[None]:
     """
 
     def stop(number: int, _: object) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
+        for each in STOPPING:
+            if signal.getsignal(each) is stop:
+                signal.signal(each, signal.SIG_IGN)
         raise Stopped(number)
 
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # only this thread may set a handler
-        before = {
-            number: signal.signal(number, stop)
-            for number in STOPPING
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
-    try:
+    with _handled_by(stop):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -65,23 +77,13 @@ def postponed() -> Iterator[Callable[[], None]]:
     an import, and below torch's C++ code it may abort the process.
     """
     arrived: list[int] = []
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {
-            number: signal.signal(number, lambda number, _: arrived.append(number))
-            for number in STOPPING
-            if signal.getsignal(number) is not signal.SIG_IGN
-        }
 
     def check() -> None:
         if arrived:
             raise Stopped(arrived[0])
 
-    try:
+    with _handled_by(lambda number, _: arrived.append(number)):
         yield check
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     check()
 
 
@@ -133,14 +135,10 @@ def dies_without_reader() -> Iterator[None]:
             raise
         print(end="", flush=True)
     except BrokenPipeError:
-        if not _output_has_lost_its_reader():
+        # Standard output has lost its reader if poll reports an error of it.
+        poll = select.poll()
+        poll.register(1, 0)
+        if not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
             raise
         atexit._run_exitfuncs()  # death by a signal skips these functions
         die_of(signal.SIGPIPE)
-
-
-def _output_has_lost_its_reader() -> bool:
-    """Returns whether standard output is a pipe or a socket whose other end is closed."""
-    poll = select.poll()
-    poll.register(1, 0)  # the errors below are always reported
-    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))

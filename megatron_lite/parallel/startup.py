@@ -1,24 +1,32 @@
-"""Checks the start of a run through the store, before the first process group is made.
+"""The ranks of a run meet at a store and compare their settings, before any process group is made.
 
-A rank may be missing, have other flags, or listen at an address that no other host can reach.
-Without a check such a fault shows as a hang, or as an error far from its cause. Each rank writes
-its `Arrival` into the store. Rank 0 reads all arrivals and writes its verdict there. No collective
-is issued, since the ranks may disagree on the groups.
+A rank may be missing, have other flags, or listen at an address that no other host can reach. Each
+fault becomes one error, within a bounded time.
+
+    join_store     Connects to the store, or names what is wrong with its address. torch's own
+                   client repeats a failing attempt for the whole timeout, with a page of warnings
+                   each time, and waits without a limit for a program that never answers. The name
+                   and the port are therefore tried first, and the client has a time limit.
+    check_start    Each rank writes its place and its settings into the store. Rank 0 reads all of
+                   them and writes its verdict there. No collective is issued, since the ranks may
+                   disagree on the groups.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import ipaddress
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,42 +34,164 @@ import torch.distributed as dist
 from megatron_lite.config.checks import InputError, PeerError, flag
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.one_voice import print_line
-from megatron_lite.parallel.rank_names import ranks_text
+from megatron_lite.parallel.messages import print_line, ranks_text
 
 # Flags that may differ between ranks. Each node may keep indices in its own place. Only rank 0
 # writes to the other paths.
 MAY_DIFFER = ("data_cache_path", "log_file", "metrics_jsonl", "tensorboard_dir", "memory_timeline")
-NOTICE_EVERY = timedelta(seconds=30)
-READERS_HAVE = timedelta(seconds=5)
+RESOLVE_S = 10.0  # a name server may learn of a host a little after the host has started
+HANDSHAKE_S = 60.0  # limit for an answer after a connection was accepted
+NOTICE_EVERY_S = 30.0
+PAUSE_S = 0.2  # between two attempts
+READERS_HAVE_S = 2.0  # the other ranks need so long to read a verdict at most
 VERDICT = "verdict"
 VALUES_SHOWN = 8
 
+Result = TypeVar("Result")
 
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """The facts that one rank writes into the store.
 
-    gloo_address: the address where gloo will listen, or None if GLOO_SOCKET_IFNAME decides it.
-    interfaces: the names of the host's network interfaces, without lo.
-    digest: a digest of the settings. The settings are in the store too, and rank 0 reads them only
-        if digests differ.
+def within(seconds: float, call: Callable[[], Result]) -> Result:
+    """Returns the result of `call`, or raises its error.
+
+    Raises concurrent.futures.TimeoutError after `seconds`, even if the call never returns: its
+    thread is abandoned, and does not keep the process alive.
     """
+    result: concurrent.futures.Future[Result] = concurrent.futures.Future()
 
-    host: str
-    gloo_address: str | None
-    interfaces: tuple[str, ...]
-    digest: str
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
 
-    @classmethod
-    def here(cls, settings: Mapping[str, str]) -> Arrival:
-        """Returns the arrival of this process."""
-        return cls(
-            host=socket.gethostname(),
-            gloo_address=None if os.environ.get("GLOO_SOCKET_IFNAME") else own_address(),
-            interfaces=tuple(name for _, name in socket.if_nameindex() if name != "lo"),
-            digest=hashlib.sha256(_settings_text(settings).encode()).hexdigest(),
+    threading.Thread(target=run, name="start", daemon=True).start()
+    return result.result(timeout=seconds)
+
+
+def meet(
+    launch: Launch, settings: Mapping[str, str], *, tp_size: int, timeout: timedelta
+) -> dist.Store:
+    """Returns the store of this run, once every rank has arrived there with the same settings."""
+    store = join_store(launch, timeout)
+    # A restarted run must not read the addresses that the run before it left in a shared store.
+    store = dist.PrefixStore(f"attempt{launch.restart_count}", store)
+    start = dist.PrefixStore("start", store)
+    limit = timeout.total_seconds() + NOTICE_EVERY_S + READERS_HAVE_S + 10.0
+    try:  # a request to a store has no time limit of its own
+        within(
+            limit, lambda: check_start(start, launch, settings, tp_size=tp_size, timeout=timeout)
         )
+    except concurrent.futures.TimeoutError as error:
+        raise InputError(
+            f"the store at {_place(launch)} does not answer any more "
+            f"({_limit(timeout)}): see what happened to rank 0's host"
+        ) from error
+    return store
+
+
+def join_store(
+    launch: Launch, timeout: timedelta, *, say: Callable[[str], object] = print_line
+) -> dist.Store:
+    """Returns the store of this run. Rank 0 makes it, unless its launcher has made it.
+
+    Ranks that do not make it wait up to `timeout` for a listener. The first rank of each host
+    prints a line every 30 s. Raises InputError in four cases:
+
+        the host name cannot be resolved within 10 s
+        another program holds the port
+        no program listens at the port within `timeout`
+        the listener does not answer like a store within 60 s
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    is_master = launch.rank == 0 and not launch.agent_owns_store
+    _resolve(launch, deadline)
+    if not is_master:
+        _await_listener(launch, timeout, deadline, say)
+    # torch's client ignores its own timeout while a listener stays silent: `within` is the limit.
+    seconds = max(1.0, min(HANDSHAKE_S, deadline - time.monotonic()))
+    try:
+        store = within(
+            seconds + 1.0,
+            lambda: dist.TCPStore(
+                launch.master_addr,
+                launch.master_port,
+                launch.world_size,
+                timeout=timedelta(seconds=seconds),
+                is_master=is_master,
+                wait_for_workers=False,
+                # torch asks users of a build without libuv to set the variable.
+                use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+            ),
+        )
+    except (concurrent.futures.TimeoutError, RuntimeError) as error:
+        if is_master:
+            raise InputError(
+                f"rank 0 cannot make the store where the ranks meet at {_place(launch)} "
+                f"({str(error).partition(chr(10))[0]}): set MASTER_ADDR to its host and "
+                "MASTER_PORT to a free port of it"
+            ) from error
+        raise InputError(
+            f"what listens at {_place(launch)} does not answer within {seconds:.0f} s as the store "
+            "of the ranks does: another program may hold that port. Set MASTER_PORT to a free port "
+            "of rank 0's host"
+        ) from error
+    store.set_timeout(timeout)
+    return store
+
+
+def _resolve(launch: Launch, deadline: float) -> None:
+    stop = min(deadline, time.monotonic() + RESOLVE_S)
+    while True:
+        try:
+            within(
+                max(0.1, stop - time.monotonic()),
+                lambda: socket.getaddrinfo(launch.master_addr, launch.master_port),
+            )
+            return
+        except concurrent.futures.TimeoutError:
+            reason = "its name server does not answer"
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
+            reason = getattr(error, "strerror", None) or str(error)
+        if time.monotonic() + PAUSE_S > stop:
+            raise InputError(
+                f"MASTER_ADDR {launch.master_addr} cannot be resolved on {socket.gethostname()} "
+                f"({reason}): set it to a name or an address of rank 0's host that every host knows"
+            )
+        time.sleep(PAUSE_S)
+
+
+def _await_listener(
+    launch: Launch, timeout: timedelta, deadline: float, say: Callable[[str], object]
+) -> None:
+    """Returns once a program accepts connections at the port.
+
+    It closes its connection at once, which does not disturb a store.
+    """
+    began = time.monotonic()
+    notice = began + NOTICE_EVERY_S
+    while True:
+        try:
+            socket.create_connection(
+                (launch.master_addr, launch.master_port),
+                timeout=max(0.1, min(deadline - time.monotonic(), 5.0)),
+            ).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        now = time.monotonic()
+        if now + PAUSE_S > deadline:
+            raise InputError(
+                f"nobody listens at {_place(launch)} after {_limit(timeout)} ({reason}): see what "
+                "rank 0 says, and whether MASTER_ADDR is its host and MASTER_PORT open between the "
+                "hosts"
+            )
+        if now > notice and launch.local_rank == 0:  # one line per host
+            notice = now + NOTICE_EVERY_S
+            say(
+                f"[rank {launch.rank}] waiting for rank 0 to listen at {_place(launch)} "
+                f"({now - began:.0f} s)"
+            )
+        time.sleep(PAUSE_S)
 
 
 def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
@@ -76,23 +206,30 @@ def settings_of(run: RunConfig | None, world_size: int) -> dict[str, str]:
         for name, value in topic.items()
         if name not in MAY_DIFFER
     }
+    package, code = Path(__file__).resolve().parents[1], hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
     return {
         "WORLD_SIZE": str(world_size),
         "torch": torch.__version__,
-        "the code of megatron_lite": _code_digest(),
+        "the code of megatron_lite": code.hexdigest()[:12],
         **flags,
     }
 
 
-def own_address() -> str:
-    """Returns the address to which this host's name resolves, where gloo listens by default.
+def own_place() -> dict[str, str | None]:
+    """Returns the host of this process, and the address where gloo will listen.
 
-    Returns the loopback address if the name does not resolve.
+    gloo listens where the host's name leads, or on the loopback address if the name leads nowhere.
+    None: GLOO_SOCKET_IFNAME decides it.
     """
-    try:
-        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return "127.0.0.1"
+    host, address = socket.gethostname(), None
+    if not os.environ.get("GLOO_SOCKET_IFNAME"):
+        try:
+            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            address = "127.0.0.1"
+    return {"host": host, "gloo_address": address}
 
 
 def check_start(
@@ -102,199 +239,137 @@ def check_start(
     *,
     tp_size: int,
     timeout: timedelta,
-    arrival: Arrival | None = None,
-    notice_every: timedelta = NOTICE_EVERY,
+    place: Mapping[str, str | None] | None = None,
+    notice_every_s: float = NOTICE_EVERY_S,
     say: Callable[[str], object] = print_line,
 ) -> None:
     """Returns once every rank has arrived with the same settings, at an address others can reach.
 
     If a check fails, rank 0 raises InputError and the other ranks raise PeerError. The other ranks
     raise InputError if rank 0 does not join in time. Rank 0 prints for which ranks it waits, and
-    warns if tensor-parallel groups span hosts. Each rank writes to the store twice and reads it
-    twice. Rank 0 reads all arrivals once.
+    warns if tensor-parallel groups span hosts. Each rank writes to the store once and reads it
+    once. Rank 0 reads all that the others have written.
     """
-    arrival = arrival or Arrival.here(settings)
-    # The settings come first: rank 0 may read them as soon as the arrival is in the store.
-    store.set(_settings_key(launch.rank), _settings_text(settings))
-    store.set(_key(launch.rank), json.dumps(asdict(arrival)))
+    arrival = {"place": place or own_place(), "settings": settings}
+    store.set(_key(launch.rank), json.dumps(arrival))
     if launch.rank > 0:
         _await_verdict(store, launch, timeout)
         return
     try:
-        _await_arrivals(store, launch.world_size, timeout, notice_every, say)
-        arrivals = [
-            _read(value)
-            for value in store.multi_get([_key(rank) for rank in range(launch.world_size)])
-        ]
-        _check_settings(store, arrivals)
-        _check_addresses(arrivals)
-    except InputError as error:
-        # The others must read the verdict before rank 0 ends, since the store may end with it.
-        store.set(VERDICT, str(error))
-        _await_readers(store, launch.world_size)
+        _await_arrivals(store, launch.world_size, timeout, notice_every_s, say)
+        keys = [_key(rank) for rank in range(launch.world_size)]
+        arrivals = [json.loads(value) for value in store.multi_get(keys)]
+        _check_settings([one["settings"] for one in arrivals])
+        places = [one["place"] for one in arrivals]
+        _check_addresses(places)
+    except InputError:
+        # The others must read the verdict before rank 0 ends, since the store may end with it and
+        # torch would print long errors.
+        store.set(VERDICT, "a fault")
+        time.sleep(READERS_HAVE_S)
         raise
-    for warning in groups_over_hosts([one.host for one in arrivals], tp_size):
+    warning = groups_over_hosts([one["host"] for one in places], tp_size)
+    if warning:
         say(warning)
     store.set(VERDICT, "")
 
 
-def groups_over_hosts(hosts: Sequence[str], tp_size: int) -> list[str]:
-    """Returns a warning if ranks of one tensor-parallel group are on several hosts, else [].
+def groups_over_hosts(hosts: Sequence[str], tp_size: int) -> str:
+    """Returns a warning if ranks of one tensor-parallel group are on several hosts, else "".
 
     hosts: the host of each rank.
     """
-    groups = [
-        range(first, min(first + tp_size, len(hosts))) for first in range(0, len(hosts), tp_size)
-    ]
-    spread = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
+    groups = [set(hosts[first : first + tp_size]) for first in range(0, len(hosts), tp_size)]
+    spread = [group for group in groups if len(group) > 1]
     if not spread:
-        return []
-    names = ", ".join(dict.fromkeys(hosts[rank] for rank in spread[0]))
-    return [
+        return ""
+    return (
         f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first of "
-        f"them {ranks_text(spread[0])} on {names}: what each layer exchanges goes over the "
-        f"network. Start a multiple of --tensor-model-parallel-size {tp_size} ranks on each host"
-    ]
+        f"them {', '.join(sorted(spread[0]))}: what each layer exchanges goes over the network. "
+        f"Start a multiple of --tensor-model-parallel-size {tp_size} ranks on each host"
+    )
 
 
 def _await_arrivals(
     store: dist.Store,
     world_size: int,
     timeout: timedelta,
-    notice_every: timedelta,
+    notice_every_s: float,
     say: Callable[[str], object],
 ) -> None:
-    started, missing = time.monotonic(), list(range(1, world_size))
+    began, missing = time.monotonic(), list(range(1, world_size))
     while missing:
-        left = timeout.total_seconds() - (time.monotonic() - started)
+        left = began + timeout.total_seconds() - time.monotonic()
         if left <= 0.0:
             raise InputError(
-                f"{ranks_text(missing)} of {world_size} have not joined within {_minutes(timeout)} "
-                "(--distributed-timeout-minutes): see what those processes or their hosts say"
+                f"{ranks_text(missing)} of {world_size} have not joined within {_limit(timeout)}: "
+                "see what those processes or their hosts say"
             )
         try:
             store.wait(
-                [_key(rank) for rank in missing],
-                timedelta(seconds=min(left, notice_every.total_seconds())),
+                [_key(rank) for rank in missing], timedelta(seconds=min(left, notice_every_s))
             )
             return
         except dist.DistStoreError:  # the wait has timed out
             missing = [rank for rank in missing if not store.check([_key(rank)])]
         if missing:
-            say(
-                f"waiting for {ranks_text(missing)} of {world_size} "
-                f"({time.monotonic() - started:.0f} s)"
-            )
+            waited = time.monotonic() - began
+            say(f"waiting for {ranks_text(missing)} of {world_size} ({waited:.0f} s)")
 
 
 def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
-    try:
-        store.wait([VERDICT], timeout + NOTICE_EVERY)  # longer than rank 0 waits: it reports first
-        verdict = store.get(VERDICT).decode()
+    try:  # longer than rank 0 waits: it reports first
+        store.wait([VERDICT], timeout + timedelta(seconds=NOTICE_EVERY_S))
+        verdict = store.get(VERDICT)
     except dist.DistStoreError as error:
         raise InputError(
-            f"rank 0 of {launch.world_size} has not joined within {_minutes(timeout)} "
-            "(--distributed-timeout-minutes)"
+            f"rank 0 of {launch.world_size} has not joined within {_limit(timeout)}"
         ) from error
     except RuntimeError as error:
         raise PeerError(
             "the start: rank 0, which holds the store, is gone, and says why"
         ) from error
     if verdict:
-        store.set(_heard_key(launch.rank), "")
         raise PeerError("the start: rank 0 has found a fault, and says which")
 
 
-def _await_readers(store: dist.Store, world_size: int) -> None:
-    """Waits until the ranks that have arrived have read the verdict, for at most READERS_HAVE.
-
-    The store may end with this process, and torch would print long errors on the other ranks.
-    """
-    here = [rank for rank in range(1, world_size) if store.check([_key(rank)])]
-    with suppress(dist.DistStoreError):
-        store.wait([_heard_key(rank) for rank in here], READERS_HAVE)
-
-
-def _check_settings(store: dist.Store, arrivals: Sequence[Arrival]) -> None:
-    ranks_with: dict[str, list[int]] = {}
-    for rank, arrival in enumerate(arrivals):
-        ranks_with.setdefault(arrival.digest, []).append(rank)
-    if len(ranks_with) == 1:
-        return
-    found = [
-        (ranks, json.loads(store.get(_settings_key(ranks[0])))) for ranks in ranks_with.values()
-    ]
-    names = dict.fromkeys(name for _, settings in found for name in settings)
-    lines = [
-        line
-        for name in names
-        if (line := _difference(name, [(ranks, settings.get(name)) for ranks, settings in found]))
-    ]
-    raise InputError(
-        "the ranks were not started alike: give all of them the same flags and the same code\n  "
-        + "\n  ".join(lines)
-    )
+def _check_settings(by_rank: Sequence[Mapping[str, str]]) -> None:
+    lines = []
+    for name in dict.fromkeys(name for settings in by_rank for name in settings):
+        ranks_with: dict[str | None, list[int]] = {}
+        for rank, settings in enumerate(by_rank):
+            ranks_with.setdefault(settings.get(name), []).append(rank)
+        if len(ranks_with) > 1:
+            found = [f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_with.items()]
+            more = [f"{len(found) - VALUES_SHOWN} other values"] * (len(found) > VALUES_SHOWN)
+            lines.append(f"\n  {name}: " + "; ".join([*found[:VALUES_SHOWN], *more]))
+    if lines:
+        raise InputError(
+            "the ranks were not started alike: give all of them the same flags and the same code"
+            + "".join(lines)
+        )
 
 
-def _difference(name: str, found: Sequence[tuple[list[int], str | None]]) -> str | None:
-    """Returns `--lr: 0.001 on ranks 0, 1; 0.01 on rank 3`, or None if all values are equal."""
-    by_value: dict[str | None, list[int]] = {}
-    for ranks, value in found:
-        by_value.setdefault(value, []).extend(ranks)
-    if len(by_value) == 1:
-        return None
-    parts = [f"{value} on {ranks_text(ranks)}" for value, ranks in by_value.items()]
-    more = [f"{len(parts) - VALUES_SHOWN} other values"] if len(parts) > VALUES_SHOWN else []
-    return f"{name}: " + "; ".join([*parts[:VALUES_SHOWN], *more])
-
-
-def _check_addresses(arrivals: Sequence[Arrival]) -> None:
-    hosts = dict.fromkeys(one.host for one in arrivals)
-    for one in arrivals:
-        if (
-            len(hosts) > 1
-            and one.gloo_address is not None
-            and ipaddress.ip_address(one.gloo_address).is_loopback
-        ):
-            others = [host for host in hosts if host != one.host]
+def _check_addresses(places: Sequence[Mapping[str, str | None]]) -> None:
+    for one in places:
+        others = [other["host"] for other in places if other["host"] != one["host"]]
+        address = one["gloo_address"]
+        if others and address is not None and ipaddress.ip_address(address).is_loopback:
             raise InputError(
-                f"gloo would listen at {one.gloo_address} on {one.host}, to which the host's name "
+                f"gloo would listen at {address} on {one['host']}, to which the host's name "
                 f"resolves there, and {others[0]} cannot reach it: set GLOO_SOCKET_IFNAME on every "
-                f"host to its interface in their network ({one.host} has "
-                f"{', '.join(one.interfaces) or 'only lo'}), or mend /etc/hosts"
+                "host to its interface in their network (`ip address` lists them), or mend "
+                "/etc/hosts"
             )
-
-
-def _read(value: bytes) -> Arrival:
-    values = json.loads(value)
-    return Arrival(**{**values, "interfaces": tuple(values["interfaces"])})
 
 
 def _key(rank: int) -> str:
     return f"arrival{rank}"
 
 
-def _heard_key(rank: int) -> str:
-    return f"heard{rank}"
+def _place(launch: Launch) -> str:
+    return f"{launch.master_addr}:{launch.master_port}"
 
 
-def _settings_key(rank: int) -> str:
-    return f"settings{rank}"
-
-
-def _settings_text(settings: Mapping[str, str]) -> str:
-    return json.dumps(settings, sort_keys=True)
-
-
-def _code_digest() -> str:
-    package, digest = Path(__file__).resolve().parents[1], hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(
-            f"{path.relative_to(package)} {path.stat().st_size}\n".encode() + path.read_bytes()
-        )
-    return digest.hexdigest()[:12]
-
-
-def _minutes(time_limit: timedelta) -> str:
-    minutes = time_limit.total_seconds() / 60.0
-    return f"{minutes:g} minute{'' if minutes == 1.0 else 's'}"
+def _limit(timeout: timedelta) -> str:
+    return f"--distributed-timeout-minutes {timeout.total_seconds() / 60.0:g}"

@@ -15,10 +15,10 @@ Nothing here is global: callers pass the state down as an argument.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from megatron_lite.config.checks import InputError, PeerError, chosen
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
-from megatron_lite.parallel.rendezvous import OutOfTime, join_store, within
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.startup import NOTICE_EVERY, READERS_HAVE, check_start, settings_of
-from megatron_lite.parallel.timeouts import SAVER
-from megatron_lite.parallel.torch_internals import flattened_mesh
+from megatron_lite.parallel.startup import meet, settings_of
+from megatron_lite.parallel.torch_internals import flattened_mesh, set_group_timeout, world
 
 Result = TypeVar("Result")
-SLACK = datetime.timedelta(seconds=10)
+SAVER = "saver"  # the description of the group whose ranks wait for the slowest disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +44,11 @@ class ParallelState:
 
     dp_cp_group: the ranks with the same parameters and different tokens. They sum their gradients.
         The group joins the data-parallel and the context-parallel axis.
-    pp_direction_groups: groups of the pipeline's ranks, one for each direction (see
-        pipeline/links.py).
+    pp_direction_groups: four groups of the pipeline's ranks, or none without a pipeline. Groups 0
+        and 1 carry forward and backward tensors between neighbouring ranks. Groups 2 and 3 carry
+        them between the last rank and the first, which is needed if a rank holds several stages.
+        With two ranks, both ways join the same pair of ranks. NCCL runs the transfers between two
+        ranks of a group in order, and in one group they would wait for each other.
     embedding_group: the first and the last pipeline rank, which share a tied embedding. It is None
         on the ranks between them.
     saver_group: all ranks, over gloo. Only the writer of a checkpoint uses it, since it may run in
@@ -131,18 +132,37 @@ class ParallelState:
         as "WHAT: reason". The other ranks raise PeerError. The action must issue no collective.
         Issues one all-reduce of one number, and waits for the device.
         """
-        failure: Exception | None = None
+        failure: InputError | None = None
         try:
             result = action()
-        except (InputError, OSError) as error:
+        except InputError as error:
             failure = error
+        except OSError as error:
+            failure = InputError(f"{what}: {error}")
+            failure.__cause__ = error
         if self.all_agree(failure is None):
             return result
-        if failure is None:
-            raise PeerError(f"{what}: another rank failed, and says why")
-        raise (
-            failure if isinstance(failure, InputError) else InputError(f"{what}: {failure}")
-        ) from failure
+        raise failure or PeerError(f"{what}: another rank failed, and says why")
+
+
+def gather_texts(text: str, parallel: ParallelState) -> list[str]:
+    """Returns every rank's text, by rank. Issues two all-gathers over all ranks.
+
+    The ranks wait for each other, so it does not belong in a step.
+    """
+    return [data.decode() for data in all_gather_bytes(text.encode(), parallel.world_group)]
+
+
+def set_timeout(seconds: float) -> None:
+    """Sets the timeout of all later collectives of every group that this process is in.
+
+    The group of background saves keeps its own timeout. Issues no collective; every rank should
+    call it.
+    """
+    if dist.is_initialized():
+        for group in list(world.pg_map):
+            if group.group_desc != SAVER:
+                set_group_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 @contextmanager
@@ -209,30 +229,15 @@ def _join(
     config: ParallelConfig, launch: Launch, device: torch.device, run: RunConfig | None
 ) -> None:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    store = join_store(launch, timeout)
-    # A restarted run must not read the addresses that the run before it left in a shared store.
-    prefixed = dist.PrefixStore(f"attempt{launch.restart_count}", store)
-    limit = timeout + NOTICE_EVERY + READERS_HAVE + SLACK
-    try:
-        within(
-            limit.total_seconds(),
-            lambda: check_start(
-                dist.PrefixStore("start", prefixed),
-                launch,
-                settings_of(run, launch.world_size),
-                tp_size=config.tensor_model_parallel_size,
-                timeout=timeout,
-            ),
-        )
-    except OutOfTime as error:  # a request to a store has no time limit of its own
-        raise InputError(
-            f"the store at {launch.master_addr}:{launch.master_port} does not answer any more "
-            f"(--distributed-timeout-minutes {config.distributed_timeout_minutes}): see what "
-            "happened to rank 0's host"
-        ) from error
+    store = meet(
+        launch,
+        settings_of(run, launch.world_size),
+        tp_size=config.tensor_model_parallel_size,
+        timeout=timeout,
+    )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=prefixed,
+        store=store,
         rank=launch.rank,
         world_size=launch.world_size,
         timeout=timeout,
@@ -252,58 +257,48 @@ def _build(
         "tp": config.tensor_model_parallel_size,
     }
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    ranks = {axis: mesh.get_local_rank(axis) for axis in sizes}
-    groups = {axis: mesh.get_group(axis) if size > 1 else None for axis, size in sizes.items()}
-    dp_cp_rank = ranks["dp"] * sizes["cp"] + ranks["cp"]
+    places: dict[str, Any] = {}
+    for axis, size in sizes.items():
+        places[f"{axis}_group"] = mesh.get_group(axis) if size > 1 else None
+        places[f"{axis}_rank"] = mesh.get_local_rank(axis)
+        places[f"{axis}_size"] = size
+    dp_cp_group = places["dp_group"] or places["cp_group"]
+    if places["dp_group"] and places["cp_group"]:
+        dp_cp_group = flattened_mesh(mesh["dp", "cp"], "data").get_group()
     # torch requires that every rank makes all new groups in the same order, even those that it is
     # not in. The order of the calls below is therefore the same on all ranks.
+    pipelines = mesh.mesh.flatten(1).t().tolist()
+    directions = 4 if sizes["pp"] > 1 else 0
     return ParallelState(
         device=device,
         rng=RngStreams(
-            device, seed=seed, tp_rank=ranks["tp"], dp_rank=dp_cp_rank, pp_rank=ranks["pp"]
+            device,
+            seed=seed,
+            tp_rank=places["tp_rank"],
+            dp_rank=places["dp_rank"] * sizes["cp"] + places["cp_rank"],
+            pp_rank=places["pp_rank"],
         ),
         mesh=mesh,
-        dp_cp_group=_dp_cp_group(mesh, groups),
-        pp_direction_groups=_direction_groups(mesh, config),
-        embedding_group=_embedding_group(mesh, groups["pp"]),
+        dp_cp_group=dp_cp_group,
+        pp_direction_groups=tuple(_group_among(pipelines) for _ in range(directions)),
+        embedding_group=_embedding_group(pipelines, places["pp_group"]),
         saver_group=dist.new_group(
             backend="gloo" if device.type == "cuda" else None,
             group_desc=SAVER,
             timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
         ),
-        **{
-            f"{axis}_{what}": values[axis]
-            for what, values in (("group", groups), ("rank", ranks), ("size", sizes))
-            for axis in sizes
-        },  # type: ignore[arg-type]
+        **places,
     )
 
 
-def _dp_cp_group(
-    mesh: DeviceMesh, groups: Mapping[str, ProcessGroup | None]
+def _group_among(ranks: list[list[int]]) -> ProcessGroup:
+    return dist.new_subgroups_by_enumeration(ranks)[0]
+
+
+def _embedding_group(
+    pipelines: list[list[int]], pp_group: ProcessGroup | None
 ) -> ProcessGroup | None:
-    if groups["dp"] is not None and groups["cp"] is not None:
-        return flattened_mesh(mesh["dp", "cp"], "data").get_group()
-    return groups["dp"] or groups["cp"]
-
-
-def _direction_groups(mesh: DeviceMesh, config: ParallelConfig) -> tuple[ProcessGroup, ...]:
-    """Returns four groups of the pipeline's ranks, or none without a pipeline.
-
-    Groups 0 and 1 carry forward and backward tensors between neighbouring ranks. Groups 2 and 3
-    carry them between the last rank and the first, which is needed if a rank holds several stages.
-    With two ranks, both ways join the same pair of ranks. NCCL runs the transfers between two ranks
-    of a group in order, and in one group they would wait for each other.
-    """
-    if config.pipeline_model_parallel_size == 1:
-        return ()
-    pipelines = mesh.mesh.flatten(1).t().tolist()
-    return tuple(dist.new_subgroups_by_enumeration(pipelines)[0] for _ in range(4))
-
-
-def _embedding_group(mesh: DeviceMesh, pp_group: ProcessGroup | None) -> ProcessGroup | None:
     if pp_group is None or pp_group.size() == 2:  # two stages are the first and the last one
         return pp_group
-    ends = [[pipeline[0], pipeline[-1]] for pipeline in mesh.mesh.flatten(1).t().tolist()]
-    group = dist.new_subgroups_by_enumeration(ends)[0]
+    group = _group_among([[pipeline[0], pipeline[-1]] for pipeline in pipelines])
     return group if pp_group.rank() in (0, pp_group.size() - 1) else None

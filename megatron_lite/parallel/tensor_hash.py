@@ -1,12 +1,11 @@
 """Computes a 64-bit hash of a tensor's bits and their places, and compares hashes between ranks.
 
-    hash = number of elements + sum over words of mix(word + place * GOLDEN), modulo 2^64
+    hash of a block = sum over its words of word * key of the place, modulo 2^64
 
-A word is 8 bytes; the last word is padded with zeros. mix is the finalizer of splitmix64 (Steele,
-Lea and Flood, OOPSLA 2014). It is a bijection in which every bit of the input changes half of the
-output bits. One changed word always changes the hash; several changes stay unnoticed once in 2^64.
-The hash uses integers only, so the order of the sum does not matter. A tensor has the same hash on
-every device and with any number of threads.
+A word is 4 bytes. The keys are odd and look random: they come from the finalizer of splitmix64
+(Steele, Lea and Flood, OOPSLA 2014). One changed word always changes the hash; several changes stay
+unnoticed about once in 2^32. The hash uses integers only, so the order of the sum does not matter.
+A tensor has the same hash on every device of one type and with any number of threads.
 """
 
 from __future__ import annotations
@@ -20,38 +19,23 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
-from megatron_lite.parallel.fake_tensors import is_fake
-from megatron_lite.parallel.torch_internals import sparse_indices, sparse_values
+from megatron_lite.parallel.torch_internals import is_fake, sparse_indices, sparse_values
 
 GOLDEN, FIRST, SECOND = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
-def tensor_hash(tensor: Tensor) -> Tensor:
-    """Returns the hash, 0-d int64 on the tensor's device. Does not wait for the device."""
-    words = _words(tensor)
-    size = _block(words.device)
-    total = torch.full((), tensor.numel(), dtype=torch.int64, device=words.device)
-    # int64 wraps around in torch, which is the arithmetic modulo 2^64 of the formula.
-    keys = torch.arange(min(size, words.numel()), device=words.device) * GOLDEN
-    for start in range(0, words.numel(), size):
-        part = words[start : start + size]
-        total += _mix_(part + keys[: part.numel()] + _wrapped(start * GOLDEN)).sum()
-    return total
-
-
 def quick_hash(tensor: Tensor) -> Tensor:
     """Returns a hash of the tensor's bits and places, 0-d int64. Does not wait for the device.
 
-    It has two kernels a block where `tensor_hash` has ten: halves of words are multiplied by odd
-    keys of 64 bits and added up. It takes tensors of every kind: sparse, nested, conjugated,
-    DTensors by their local part. A tensor without values, such as one of a dry run, has the hash 0.
+    It takes tensors of every kind: sparse, nested, conjugated, DTensors by their local part. A
+    tensor without values, such as one of a dry run, has the hash 0.
     """
     sums = []
     for data in _dense_parts(tensor.detach()):
-        halves, keys = _words(data).view(torch.int32), _keys(data.device)
-        blocks = (halves,) if halves.numel() <= keys.numel() else halves.split(keys.numel())
+        words, keys = _words(data), _keys(data.device)
+        blocks = words.split(keys.numel())
         sums += [(block * keys[: block.numel()]).sum() for block in blocks]
     if not sums:
         return torch.zeros((), dtype=torch.int64)
@@ -84,12 +68,6 @@ def read(hashes: Sequence[Tensor]) -> list[int]:
         )
     }
     return [found[number] for number in range(len(hashes))]
-
-
-def tensor_hashes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the hash of each tensor, [n] int64."""
-    hashes = [tensor_hash(tensor) for tensor in tensors]
-    return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def are_equal(hashes: Tensor, group: ProcessGroup | None) -> Tensor:
@@ -146,38 +124,25 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 @cache
 def _keys(device: torch.device) -> Tensor:
     """Returns odd numbers that look random, int64, one for each half word of a block."""
-    return _mix_((torch.arange(_block(device), device=device) + 1) * GOLDEN) | 1
-
-
-def _block(device: torch.device) -> int:
-    return hashed_at_a_time(device.type)
+    keys = (torch.arange(hashed_at_a_time(device.type), device=device) + 1) * GOLDEN
+    # >> on int64 repeats the sign bit; the masks make the shifts logical.
+    keys ^= (keys >> 30) & (2**34 - 1)
+    keys *= FIRST
+    keys ^= (keys >> 27) & (2**37 - 1)
+    keys *= SECOND
+    keys ^= (keys >> 31) & (2**33 - 1)
+    return keys | 1
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Returns the tensor's bits as int64, as a view if possible."""
+    """Returns the tensor's bits as int32, as a view if possible."""
     data = tensor.detach().contiguous().view(-1)
     if data.stride() == (0,):  # one element is contiguous with any stride
         data = data.repeat(1)
     data = data.view(torch.uint8)
-    whole = data.numel() // 8 * 8
-    # A view of bytes as int64 must begin at a multiple of 8 bytes of its storage.
-    if whole == data.numel() and data.storage_offset() % 8 == 0:
-        return data.view(torch.int64)
-    filled = data.new_zeros(-(-data.numel() // 8) * 8)
+    # A view of bytes as int32 must begin at a multiple of 4 bytes of its storage.
+    if data.numel() % 4 == 0 and data.storage_offset() % 4 == 0:
+        return data.view(torch.int32)
+    filled = data.new_zeros(-(-data.numel() // 4) * 4)
     filled[: data.numel()] = data
-    return filled.view(torch.int64)
-
-
-def _mix_(words: Tensor) -> Tensor:
-    # >> on int64 repeats the sign bit; the masks make the shifts logical.
-    words ^= (words >> 30) & (2**34 - 1)
-    words *= FIRST
-    words ^= (words >> 27) & (2**37 - 1)
-    words *= SECOND
-    words ^= (words >> 31) & (2**33 - 1)
-    return words
-
-
-def _wrapped(number: int) -> int:
-    """Returns the int64 that is equal to `number` modulo 2^64."""
-    return (number + 2**63) % 2**64 - 2**63
+    return filled.view(torch.int32)

@@ -264,6 +264,12 @@ record_memory_history = private(
 write_memory_history = private("torch.cuda.memory._dump_snapshot", "--record-memory-history")
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Tells whether the tensor is one of FakeTensorMode: it has a shape and no values."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
 @lru_cache
 def cpu_attention_takes_groups() -> bool:
     """Returns whether a head of the CPU's flash kernel finds the key and value of its group.

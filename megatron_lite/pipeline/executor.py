@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.stages import Stage
-from megatron_lite.parallel.timed import Timed, not_timed
+from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.pipeline.links import Arriving, Direction, Links
 from megatron_lite.pipeline.order import Action
 

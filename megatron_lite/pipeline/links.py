@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel.waiting import WAITING
+from megatron_lite.parallel.timing import WAITING
 
 Direction = Literal["forward", "backward"]
 

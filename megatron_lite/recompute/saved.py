@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.fake_tensors import is_fake
 from megatron_lite.parallel.torch_internals import (
     address_of,
+    is_fake,
     is_view,
     saved_tensors_hooks_in_force,
     untraced,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_lite.parallel.fake_tensors import is_fake
-from megatron_lite.parallel.torch_internals import write_count_of
+from megatron_lite.parallel.torch_internals import is_fake, write_count_of
 
 
 def version_of(tensor: Tensor) -> int | None:

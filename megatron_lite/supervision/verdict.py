@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_lite.parallel.rank_names import ranks_text
+from megatron_lite.parallel.messages import ranks_text
 
 # The signals on which --exit-signal-handler saves even without --exit-signal.
 SAVING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -109,7 +109,7 @@ def _interrupts(number: int) -> bool:
 
 def _of(ranks: Sequence[int], one: str, several: str) -> str:
     """Returns the subject and verb of a message: "rank 1 is", "ranks 1, 5 are"."""
-    return f"{ranks_text(ranks, at_most=8)} {several if len(ranks) > 1 else one}"
+    return f"{ranks_text(ranks)} {several if len(ranks) > 1 else one}"
 
 
 def _slowest(beats: Mapping[int, str]) -> str:

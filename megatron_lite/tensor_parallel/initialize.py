@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.fake_tensors import is_fake
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.rng import derive_seed
+from megatron_lite.parallel.torch_internals import is_fake
 
 NUM_BLOCKS = 64
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.launch import read_launch
-from megatron_lite.parallel.one_voice import await_turn, print_fault, silent_unless
+from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
 from megatron_lite.parallel.signals import Stopped, die_of, dies_without_reader, stoppable
 
 # A fault that all ranks find is printed once: the launcher ends the other ranks while they wait.

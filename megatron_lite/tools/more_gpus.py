@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 from megatron_lite.memory.predict.parameter_counts import parameter_count
-from megatron_lite.parallel.told_work import told_on_terminal
+from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget
 from megatron_lite.plan.fit_verdict import DOES_NOT_FIT, FitVerdict, fewest_ranks
 from megatron_lite.plan.layouts import Problem

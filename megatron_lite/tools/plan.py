@@ -32,7 +32,7 @@ from megatron_lite.config.units import parse_bytes
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.pages.plan_page import plan_page
-from megatron_lite.parallel.told_work import told_on_terminal
+from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
 from megatron_lite.plan.details import MOST_LAYOUTS, details
 from megatron_lite.plan.fit_verdict import MOST_RANKS, FitVerdict, smallest_machine, status, verdict

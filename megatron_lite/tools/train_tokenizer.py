@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parser import Parser
 from megatron_lite.data.durable_files import replacing
-from megatron_lite.parallel.told_work import told_on_terminal
+from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import MAX_LINE_BYTES, add_max_line_bytes, lines_of, parse_line
 

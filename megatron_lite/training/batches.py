@@ -16,7 +16,7 @@ from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.model.documents import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timed import Timed, not_timed
+from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.training.document_positions import DocumentRules, document_starts
 from megatron_lite.training.sample_order import SampleOrder
 

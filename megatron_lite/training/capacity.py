@@ -20,8 +20,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
 from megatron_lite.memory.predict.parameter_counts import rank_parameter_count
 from megatron_lite.memory.predict.states import rank_states
-from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.texts import gather_texts
+from megatron_lite.parallel.state import ParallelState, gather_texts
 
 MANY_LAYERS = 10_000
 MEMINFO = Path("/proc/meminfo")

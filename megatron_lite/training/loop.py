@@ -21,8 +21,7 @@ from megatron_lite.data.datasets import Datasets
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timeouts import set_timeout
+from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.supervision.pulse import Pulse
 from megatron_lite.training.batches import MicroBatches, SampleDataset

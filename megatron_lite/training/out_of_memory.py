@@ -20,8 +20,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.step_peak import StepPeak
-from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.texts import gather_texts
+from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.plan.auto_policy import choose_policy
 from megatron_lite.plan.hardware import machine_for_policy
 from megatron_lite.training.capacity import FIX, least_bytes, memory_bytes

@@ -26,8 +26,8 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.parallel.torch_internals import address_of
-from megatron_lite.parallel.waiting import gloo_has_freed
 from megatron_lite.parallel.weights import local_part
 
 

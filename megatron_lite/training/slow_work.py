@@ -1,12 +1,11 @@
-"""Rank 0 prints that long work before the training is still running (parallel/told_work.py)."""
+"""Rank 0 prints that long work before the training is still running (parallel/messages.py)."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from megatron_lite.parallel.one_voice import print_line
+from megatron_lite.parallel.messages import FIRST_AFTER_S, GROWTH, print_line, told_if_slow
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.told_work import FIRST_AFTER_S, GROWTH, told_if_slow
 
 __all__ = ["FIRST_AFTER_S", "GROWTH", "told_by_rank_0", "told_if_slow"]
 

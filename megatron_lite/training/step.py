@@ -21,7 +21,7 @@ from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timed import Timed, not_timed
+from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.pipeline.executor import Forward, run_actions
 from megatron_lite.pipeline.links import Links
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order

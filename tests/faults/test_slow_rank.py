@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.layer import TransformerLayer
-from megatron_lite.parallel import waiting
-from megatron_lite.parallel.waiting import WAITING
+from megatron_lite.parallel import timing
+from megatron_lite.parallel.timing import WAITING
 from megatron_lite.supervision import slow_rank
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks
 from tests.support.limits import patiently
@@ -105,7 +105,7 @@ class Clock:
             return forward(layer, *inputs)
 
         timed(patch)
-        for module, read in ((slow_rank, lambda: self._now), (waiting, self._at_an_end_of_a_wait)):
+        for module, read in ((slow_rank, lambda: self._now), (timing, self._at_an_end_of_a_wait)):
             patch.setattr(module, "time", SimpleNamespace(perf_counter=read))
 
     def _at_an_end_of_a_wait(self) -> float:

@@ -16,8 +16,7 @@ from megatron_lite.optim import grad_norms as norms
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.pieces import Piece
 from megatron_lite.parallel import fsdp as units
-from megatron_lite.parallel import fsdp_buffers
-from megatron_lite.parallel.fsdp_buffers import UnitGradients
+from megatron_lite.parallel.fsdp import UnitGradients
 from megatron_lite.recompute import stores
 from tests.optim import test_grad_buffer, test_layouts, test_zero1
 from tests.parallel import test_fsdp
@@ -35,11 +34,11 @@ def a_unit_holds_on_to_its_last_gradient(_, self):
 
 
 def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
-    @replaces("FREE_TO_DROP", fsdp_buffers)
+    @replaces("FREE_TO_DROP", units)
     def many_users(_: int) -> int:
         return 100
 
-    @replaces("_owns_storage_alone", fsdp_buffers)
+    @replaces("_owns_storage_alone", units)
     def always(_: Any, tensor: Tensor) -> bool:
         return True
 
@@ -133,11 +132,6 @@ def fsdp_keeps_the_root_whole_after_an_evaluation(*_):
     pass
 
 
-def a_tied_weight_stays_whole_between_its_uses(patch: Patch) -> None:
-    for name in ("_free", "_free_between_uses"):
-        replaces(name, units)(lambda *_: None)(patch)
-
-
 @replaces("__call__", units._StandIns)
 def gathered_weights_count_as_activations(_, self):
     return []
@@ -209,11 +203,6 @@ MUTANTS = [
         test_runs.test_three_iterations_a_restart_and_three_more_equal_six,
         dict(layout="fsdp2", bf16=False),
         error="carries no ParameterSpec",
-    ),
-    Mutant(
-        a_tied_weight_stays_whole_between_its_uses,
-        test_fsdp.test_units_of_their_own_spare_a_whole_copy_of_the_vocabulary,
-        dict(name="gpt2"),
     ),
     Mutant(
         gathered_weights_count_as_activations,

@@ -4,7 +4,6 @@ fail."""
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,12 @@ from megatron_lite.config import plain
 from megatron_lite.data import index_cache, indexed_writer
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
-from megatron_lite.parallel import rendezvous
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.tools import preprocess_data
 from megatron_lite.training import capacity
 from tests.config import test_json
 from tests.data import test_index_cache
 from tests.faults import test_data_tools, test_signals
-from tests.parallel import test_rendezvous
 from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.training import test_capacity
@@ -61,16 +58,6 @@ def numbers_may_point_anywhere(_, *args, **options):
 @replaces("lines_of", preprocess_data)
 def lines_have_no_limit(lines, path, limit):
     return lines(path, 1 << 30)
-
-
-@replaces("_await_listener", rendezvous)
-def the_port_is_not_tried(_, *args):
-    pass
-
-
-@replaces("_resolve", rendezvous)
-def the_name_is_not_resolved(_, *args):
-    pass
 
 
 @replaces("finish", Exits)
@@ -117,12 +104,6 @@ MUTANTS = [
         lines_have_no_limit,
         test_data_tools.test_a_line_beyond_the_limit_is_named_and_one_at_the_limit_is_read,
         dict(workers="1"),
-    ),
-    Mutant(the_port_is_not_tried, test_rendezvous.test_nobody_who_listens_is_named_with_the_flag),
-    Mutant(
-        the_name_is_not_resolved,
-        test_rendezvous.test_a_name_that_leads_nowhere_is_named_within_seconds,
-        dict(rank=0, answer=socket.gaierror("unknown"), reason="unknown"),
     ),
     Mutant(
         a_finished_run_hears_signals,

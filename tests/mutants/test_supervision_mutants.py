@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 
 from megatron_lite.config import notices as config_notices
-from megatron_lite.parallel import collectives, ring, waiting
-from megatron_lite.pipeline import links
 from megatron_lite.supervision import verdict
 from megatron_lite.training import run_notices
 from tests.config import test_notices
-from tests.parallel import test_startup, test_waiting
 from tests.supervision import test_verdict
 from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
-
-
-@replaces("WAITING", collectives)
-def collectives_are_not_timed(_):
-    return nullcontext()
-
-
-@replaces("WAITING", ring)
-def the_ring_is_not_timed(_):
-    return nullcontext()
-
-
-@replaces("WAITING", links)
-def messages_are_not_timed(_):
-    return nullcontext()
-
-
-def threads_share_a_stopwatch(patch: Patch) -> None:
-    class Shared:
-        is_timed, seconds, frees, _start = True, 0.0, False, 0.0
-        __enter__, __exit__ = type(waiting.WAITING).__enter__, type(waiting.WAITING).__exit__
-
-    shared = Shared()
-    replaces("WAITING", waiting, test_waiting)(lambda _: shared)(patch)
 
 
 @replaces("placement_notices", run_notices)
@@ -68,18 +39,8 @@ def every_signal_is_left_to_the_training_loop(_, number):
     return False
 
 
-@replaces("ranks_text", test_startup)
-def all_ranks_are_named(ranks_text, ranks, at_most=None):
-    return ranks_text(ranks)
-
-
-COUNTED = test_waiting.test_each_wait_is_counted_once
 ALL = test_notices.test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_line
 MUTANTS = [
-    Mutant(collectives_are_not_timed, COUNTED),
-    Mutant(the_ring_is_not_timed, COUNTED),
-    Mutant(messages_are_not_timed, COUNTED),
-    Mutant(threads_share_a_stopwatch, test_waiting.test_a_thread_counts_its_own_waits_alone),
     Mutant(the_device_and_the_ranks_give_no_notice, ALL),
     Mutant(comparisons_with_nobody_give_no_notice, ALL),
     Mutant(
@@ -93,9 +54,6 @@ MUTANTS = [
     Mutant(
         every_signal_is_left_to_the_training_loop,
         test_verdict.test_ctrl_c_ends_a_run_that_takes_care_of_other_signals,
-    ),
-    Mutant(
-        all_ranks_are_named, test_startup.test_no_more_stretches_of_ranks_are_named_than_asked_for
     ),
 ]
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.parallel.fsdp import Wrapping, fully_shard_
-from megatron_lite.parallel.fsdp_buffers import UnitGradients
+from megatron_lite.parallel.fsdp import UnitGradients, Wrapping, fully_shard_
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.schedule import plan_stage

@@ -12,8 +12,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
-from megatron_lite.parallel.state import choose_device, parallel_state
-from megatron_lite.parallel.timeouts import set_timeout
+from megatron_lite.parallel.state import choose_device, parallel_state, set_timeout
 from tests.support.gpus import show_gpus
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks

@@ -16,7 +16,7 @@ from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES, StepMete
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.parallel.waiting import gloo_has_freed
+from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.pipeline.links import Links
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.plan.operation_time import Memo

@@ -21,7 +21,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import changed_settings
-from megatron_lite.parallel.told_work import told_on_terminal
+from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.training import terminal
 from megatron_lite.training.iteration_line import LogExtras, RunFacts, clock, short_row
 from megatron_lite.training.logging import HEADING_EVERY, RunLog

@@ -20,7 +20,7 @@ With --fsdp-memory-efficient-wrapping and untied weights two more units exist:
     output     gathered before the head, and whole until the head's backward has ended. Then it
                reduces its gradients, before the last layer does.
 
-The facts are those of torch 2.13 and of parallel/fsdp_buffers.py. A tied weight that is a unit of
+The facts are those of torch 2.13 and of parallel/fsdp.py. A tied weight that is a unit of
 its own counts as a part of the root, which is the most that it can hold. Standard library only.
 """
 
@@ -111,7 +111,7 @@ class GatheredWeights(NamedTuple):
                 padded // dp_cp_size * FLOAT32,
             )
 
-        # torch's loop variable holds the last gradient. parallel/fsdp_buffers.py does not free a
+        # torch's loop variable holds the last gradient. parallel/fsdp.py does not free a
         # view, which that of torch's own linear layer is, nor a sum over chunks that autograd has
         # cast to 16 bits (seen in torch 2.13).
         untied = config.model.untie_embeddings_and_output_weights

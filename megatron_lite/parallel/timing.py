@@ -1,8 +1,8 @@
-"""The waits of a thread for other ranks: how long they take, and what gloo holds after them.
+"""The time that a thread waits for other ranks, and the names of parts for a timer.
 
-Three modules wait for a collective or a message: collectives.py, ring.py and pipeline/links.py.
-Each of their waits is inside `WAITING`. FSDP2 sends through collectives.py too (fsdp_buffers.py). A
-thread outside `timed_waiting` times nothing and reads no clock. `--log-straggler` reads the times
+Two modules wait for a collective or a message: collectives.py and pipeline/links.py. Each of their
+waits is inside `WAITING`. FSDP2 sends through collectives.py too (fsdp.py). A thread outside
+`timed_waiting` times nothing and reads no clock. `--log-straggler` reads the times
 (supervision/slow_rank.py), and the measurement of a peak waits for gloo.
 """
 
@@ -10,14 +10,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 GLOO_THREAD, THREADS = "pt_gloo_runloop", Path("/proc/self/task")
 LOOK_AGAIN_S = 0.0002
 # The kernel may leave a thread waiting for a processor that long on a busy machine.
 GIVE_UP_AFTER_S = 60.0
+
+# Returns a context manager that times the block under a name of training/timers.py.
+Timed = Callable[[str], AbstractContextManager[object]]
+_NOTHING = nullcontext()
+
+
+def not_timed(_: str) -> AbstractContextManager[object]:
+    """Returns a context manager that does nothing and reads no clock."""
+    return _NOTHING
 
 
 class _Waiting(threading.local):
