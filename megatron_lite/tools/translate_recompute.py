@@ -9,6 +9,7 @@ in the file that concerns recomputation, offloading or wrapping. It does not imp
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from collections.abc import Sequence
@@ -18,9 +19,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.parser import Parser
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.config_file import read_config_file
-from megatron_lite.tools.modalities import layers_of
 from megatron_lite.tools.translation import Translation
-from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, systems_of
+from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, layers_of, systems_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,36 +32,35 @@ def main(argv: Sequence[str] | None = None) -> int:
             "checkpointing config asks for."
         ),
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "file",
         nargs="?",
         metavar="FILE",
         help="the config, or its part on activation checkpointing: .json, "
         ".toml or .yaml; a file with another ending is told by its contents",
     )
-    parser.add_argument(
-        "--json", "--config", dest="named_file", metavar="FILE", help="the same, as a flag"
-    )
-    parser.add_argument(
+    add("--json", "--config", dest="named_file", metavar="FILE", help="the same, as a flag")
+    add(
         "--from",
         dest="system",
         choices=SYSTEMS,
         help="whose config it is (default: what its keys tell)",
     )
-    parser.add_argument(
+    add(
         "--num-layers",
         type=int,
         metavar="N",
         help="the layers of the model, or of its longest pipeline stage: "
         "rules that would name no layer are left out (default: n_layer of a file of Modalities)",
     )
-    parser.add_argument(
+    add(
         "--tp",
         type=int,
         metavar="N",
         help="deepspeed, oslo: the tensor-parallel size of the run (default: that of the file)",
     )
-    parser.add_argument(
+    add(
         "--component",
         metavar="NAME",
         help="modalities: the component to read, where several recompute",
@@ -69,42 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if (args.file is None) == (args.named_file is None):
         parser.error("give the config once: FILE, or --json FILE")
-    if args.system is not None:
-        try:
-            _check_options(args.system, args.tp, args.component)
-        except InputError as error:
-            parser.error(str(error))
-    return exit_status(
-        lambda: translate(
-            args.system,
-            args.file or args.named_file,
-            args.tp,
-            num_layers=args.num_layers,
-            component=args.component,
-        ),
-        parser.prog,
-    )
+    return exit_status(lambda: translate(args), parser.prog)
 
 
-def translate(
-    system: str | None,
-    path: str,
-    tp_size: int | None = None,
-    *,
-    num_layers: int | None = None,
-    component: str | None = None,
-) -> None:
+def translate(args: argparse.Namespace) -> None:
     """Prints the flags and the notes.
 
     Raises OSError if the file cannot be read. Raises InputError, which names the file, for a fault
     in its contents.
     """
-    if num_layers is not None and num_layers < 1:
-        raise InputError(f"--num-layers must be at least 1 (got {num_layers})")
+    if args.num_layers is not None and args.num_layers < 1:
+        raise InputError(f"--num-layers must be at least 1 (got {args.num_layers})")
+    path = args.file or args.named_file
     config = read_config_file(path)
     try:
         translation = translated(
-            config, _system(config, system), tp_size, num_layers=num_layers, component=component
+            config,
+            _system(config, args.system),
+            args.tp,
+            num_layers=args.num_layers,
+            component=args.component,
         )
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
@@ -125,12 +108,17 @@ def translated(
 
     num_layers: the layers of the model. None takes `n_layer` of a Modalities file; without either,
     the translation is for any number of layers and may have a note on the fewest that it needs.
-    Raises ValueError for a fault in the config.
+    Raises ValueError for a fault in the config, or for an option of another system.
     """
-    _check_options(system, tp_size, component)
-    options: dict[str, Any] = {"tp_size": tp_size} if system in PARTITIONING else {}
-    if component is not None:
-        options["component"] = component
+    options: dict[str, Any] = {}
+    for flag, name, value, systems in (
+        ("--tp", "tp_size", tp_size, tuple(PARTITIONING)),
+        ("--component", "component", component, ("modalities",)),
+    ):
+        if value is not None and system not in systems:
+            raise ValueError(f"{flag} belongs to {' and '.join(systems)}: leave it out")
+        if value is not None:
+            options[name] = value
     translation = SYSTEMS[system](config, **options)
     count = layers_of(config) if num_layers is None and system == "modalities" else num_layers
     if count is not None:
@@ -138,13 +126,11 @@ def translated(
     needed = translation.layers_needed
     if needed == 1:
         return translation
-    return translation._replace(
-        notes=(
-            *translation.notes,
-            f"{translation.policy} needs a stage of {needed} layers or more: with "
-            "fewer the launcher refuses it; give --num-layers N for the flags of a smaller model",
-        )
+    note = (
+        f"{translation.policy} needs a stage of {needed} layers or more: with fewer the launcher "
+        "refuses it; give --num-layers N for the flags of a smaller model"
     )
+    return translation._replace(notes=(*translation.notes, note))
 
 
 def _system(config: Any, named: str | None) -> str:
@@ -153,24 +139,14 @@ def _system(config: Any, named: str | None) -> str:
     Raises ValueError if the keys do not decide, or if they contradict the system the user named.
     """
     found = systems_of(config)
-    if named is not None:
-        if found and named not in found:
-            raise ValueError(
-                f"this is a config of {' or '.join(found)}, not of {named}: leave --from "
-                f"{named} out"
-            )
-        return named
-    if len(found) == 1:
-        return found[0]
-    told = f"its keys fit {' and '.join(found)}" if found else "none of its keys tells"
-    raise ValueError(f"whose config is this? {told}: give --from {{{','.join(SYSTEMS)}}}")
-
-
-def _check_options(system: str, tp_size: int | None, component: str | None) -> None:
-    if tp_size is not None and system not in PARTITIONING:
-        raise InputError(f"--tp belongs to {' and '.join(PARTITIONING)} (got a config of {system})")
-    if component is not None and system != "modalities":
-        raise InputError(f"--component belongs to modalities (got a config of {system})")
+    if named is not None and found and named not in found:
+        raise ValueError(
+            f"this is a config of {' or '.join(found)}, not of {named}: leave --from {named} out"
+        )
+    if named is None and len(found) != 1:
+        told = f"its keys fit {' and '.join(found)}" if found else "none of its keys tells"
+        raise ValueError(f"whose config is this? {told}: give --from {{{','.join(SYSTEMS)}}}")
+    return named or found[0]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Translates other systems' activation checkpointing. Modalities has a file of its own.
+"""Translates other systems' activation checkpointing.
 
 Each `from_...` takes that system's own config, the whole of it or its part on activation
 checkpointing. It returns a Translation, whose `flags` are the flags to give here. A note names
-every value that has no counterpart. A config that the original refuses raises ValueError. A value
-of the wrong type does so too, and an unknown key in that part, which most of the systems ignore
-silently. `docs/coming-from.md` has a table for each system; the command is
+every value that has no counterpart. A config that the original refuses raises ValueError, and so
+does a value of the wrong type. `docs/coming-from.md` has a table for each system; the command is
 `tools/translate_recompute.py`.
 
 Two rules hold for all systems. "Every n-th layer" begins with the n-th layer: n = 2 selects layers
@@ -16,143 +15,129 @@ dropout masks of its forward, even if the original would not restore the generat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron_lite.config.policy import Rule
-from megatron_lite.tools.modalities import from_modalities, is_modalities
+from megatron_lite.config.policy import LayerAction, Rule
 from megatron_lite.tools.translation import (
     EVERY,
     MAX_STEP,
-    OPERATORS,
     ConfigKey,
     ConfigReader,
     Translation,
-    operators,
+    everything,
+    named,
     shown,
     unit,
 )
 
 NONE, WHOLE, SELECTIVE, BUDGET = "none", "full", "selective", "memory_budget"
-FLAG = ConfigKey((bool,))
-
+# The results that 'op' keeps in torchtitan and, by their keys, in Modalities. Their lists name
+# single kernels: aten.mm but not aten.addmm, so they rebuild every linear with a bias, and no
+# attention kernel of a CPU. The groups here hold all kernels of a kind.
+OPERATORS = {
+    "ops.aten.mm.default": "matmul/2",
+    "ops.aten._scaled_dot_product_efficient_attention.default": "attention",
+    "ops.aten._scaled_dot_product_flash_attention.default": "attention",
+    "ops._c10d_functional.reduce_scatter_tensor.default": "collective",
+    "ops.aten.max.default": "max",
+}
 TORCHTUNE = {
-    "enable_activation_checkpointing": FLAG,
+    "enable_activation_checkpointing": ConfigKey(),
     "ac_mode": ConfigKey((str, None)),
     "ac_option": ConfigKey((int, str, None)),
-    "enable_activation_offloading": FLAG,
-    "activation_offloading_use_streams": ConfigKey(
-        (bool,), "copies overlap wherever the device can"
-    ),
+    "enable_activation_offloading": ConfigKey(),
+    "activation_offloading_use_streams": ConfigKey(note="copies overlap wherever the device can"),
     "custom_sharded_layers": ConfigKey((list, None)),
-    "memory_efficient_wrapping": FLAG,
-    "memory_efficient_fsdp_wrap": FLAG,
+    "memory_efficient_wrapping": ConfigKey(),
+    "memory_efficient_fsdp_wrap": ConfigKey(),
 }
 EMBEDDING_AND_OUTPUT = ("tok_embeddings", "output")  # names in torchtune, maybe after "decoder."
-WRAPPING = ("memory_efficient_wrapping", "memory_efficient_fsdp_wrap", "custom_sharded_layers")
-RECOMPUTATION = re.compile(r"(^|_)ac(_|$)|activation")
-
 TITAN_TABLE, MM_SHAPES = "activation_checkpoint", "per_op_sac_force_recompute_mm_shapes_by_fqns"
 TORCHTITAN = {
     "mode": ConfigKey((str,)),
     "selective_ac_option": ConfigKey((int, str)),
     MM_SHAPES: ConfigKey((list,)),
     "early_stop": ConfigKey(
-        (bool,), "a replay leaves out its last matmul unless --no-recompute-tail-skip is given"
+        note="a replay leaves out its last matmul unless --no-recompute-tail-skip is given"
     ),
     "memory_budget": ConfigKey((int, float)),
     "visualize_memory_budget_pareto": ConfigKey(
-        (bool,), "it draws what the compiler could do, and trains no differently"
+        note="it draws what the compiler could do, and trains no differently"
     ),
-    "preserve_rng_state": FLAG,
+    "preserve_rng_state": ConfigKey(),
     "determinism_check": ConfigKey((str,), "--recompute-verify compares values"),
-    "debug": ConfigKey((bool,), "--recompute-verify names the layer and the tensor that differ"),
+    "debug": ConfigKey(note="--recompute-verify names the layer and the tensor that differ"),
 }
-
 SECTION = "activation_checkpointing"  # in configs of DeepSpeed and OSLO
-
-
-class Partitioning(NamedTuple):
-    """A system whose section SECTION decides where the input of each recomputed unit is stored.
-
-    keys: those of the section. split, contiguous: the keys for keeping 1/t of an input on each
-        rank, and for one contiguous buffer.
-    sizes: the sections and keys that may have the tensor-parallel size.
-    file: keys of a whole file that other systems lack.
-    """
-
-    keys: Mapping[str, ConfigKey]
-    split: str
-    contiguous: str
-    sizes: tuple[tuple[str, str], ...]
-    file: tuple[str, ...]
-
-
 PARTITIONING = {
-    "deepspeed": Partitioning(
-        {
-            "partition_activations": FLAG,
-            "cpu_checkpointing": FLAG,
-            "contiguous_memory_optimization": FLAG,
-            "number_checkpoints": ConfigKey((int, None), "the buffer is sized by the plan"),
-            "synchronize_checkpoint_boundary": ConfigKey(
-                (bool,), "nothing waits for the device within a step"
-            ),
-            "profile": ConfigKey((bool,), "--memory-timeline shows the replays of a step"),
-        },
-        "partition_activations",
-        "contiguous_memory_optimization",
-        (("tensor_parallel", "autotp_size"),),
-        (
-            *("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"),
-            *("steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
+    "deepspeed": {
+        "partition_activations": ConfigKey(name="split"),
+        "cpu_checkpointing": ConfigKey(name="host"),
+        "contiguous_memory_optimization": ConfigKey(name="contiguous"),
+        "number_checkpoints": ConfigKey((int, None), "the buffer is sized by the plan"),
+        "synchronize_checkpoint_boundary": ConfigKey(
+            note="nothing waits for the device within a step"
         ),
-    ),
-    "oslo": Partitioning(
-        {
-            "enable": FLAG,
-            "partitioned_checkpointing": FLAG,
-            "cpu_checkpointing": FLAG,
-            "contiguous_checkpointing": FLAG,
-        },
-        "partitioned_checkpointing",
-        "contiguous_checkpointing",
-        (("model_parallelism", "tensor_parallel_size"), ("tensor_parallelism", "parallel_size")),
-        (
-            *("model_parallelism", "data_parallelism", "tensor_parallelism"),
-            *("sequence_parallelism", "pipeline_parallelism", "expert_parallelism"),
-            *("kernel_fusion", "lazy_initialization", "tensor_parallel_size"),
-        ),
-    ),
+        "profile": ConfigKey(note="--memory-timeline shows the replays of a step"),
+    },
+    "oslo": {
+        "enable": ConfigKey(),
+        "partitioned_checkpointing": ConfigKey(name="split"),
+        "cpu_checkpointing": ConfigKey(name="host"),
+        "contiguous_checkpointing": ConfigKey(name="contiguous"),
+    },
 }
+# The sections, or "" for the file itself, and their keys that may have the tensor-parallel size.
+SIZES = (
+    *(("", "tensor_parallel_size"), ("tensor_parallel", "autotp_size")),
+    *(("model_parallelism", "tensor_parallel_size"), ("tensor_parallelism", "parallel_size")),
+)
+BY_VARIANT, BY_CLASS = "ac_variant", "activation_checkpointing_modules"
+SWITCH = "do_apply_activation_checkpointing"
+OF_CLASSES = {BY_CLASS: ConfigKey((list, None)), SWITCH: ConfigKey(), "model": ConfigKey((object,))}
+OF_VARIANT = {
+    BY_VARIANT: ConfigKey((str,)),
+    "sac_variant": ConfigKey((str,), name=BY_VARIANT),  # in earlier versions
+    "ac_fun_params": ConfigKey((Mapping, None)),
+    "sac_fun_params": ConfigKey((Mapping, None), name="ac_fun_params"),
+    "layers_fqn": ConfigKey((str,), "the policy counts the layers of the model that is trained"),
+    "model": ConfigKey((object,)),
+}
+# A mapping with one of these keys says what to recompute.
+MODALITIES = (BY_CLASS, SWITCH, BY_VARIANT, "sac_variant", "sac_fun_params")
+# The values of ac_variant, and the parameters of each.
+VARIANTS: dict[str, dict[str, ConfigKey]] = {
+    "full_activation_checkpointing": {},
+    "selective_layer_activation_checkpointing": {"ac_freq": ConfigKey((int,))},
+    "selective_op_activation_checkpointing": {"save_ops_keys": ConfigKey((list,))},
+}
+# The endings of the names of classes that are whole layers, and the names of MLPs.
+LAYER_CLASSES = ("Block", "DecoderLayer", "TransformerLayer", "EncoderLayer")
+MLP_CLASSES = ("TransformerMLP", "SwiGLU", "MLP")
 
 
 def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
     """Translates a recipe's keys on activation checkpointing, offloading and wrapping.
 
-    `TORCHTUNE` lists the keys. They may also be in a section `training`, and those of
-    memory-efficient wrapping in a section `fsdp`. If both `enable_activation_checkpointing` and
-    `ac_mode` are set, torchtune applies neither; here `ac_mode` decides. torchtune never
-    implemented its `ac_option` 'op'; here it means the same as in torchtitan. Offloading moves what
-    every layer saves to host memory, whether the layer is rebuilt or not.
+    `TORCHTUNE` lists the keys. They may also be in a section `training` or `fsdp`. If both
+    `enable_activation_checkpointing` and `ac_mode` are set, torchtune applies neither; here
+    `ac_mode` decides. torchtune never implemented its `ac_option` 'op'; here it means the same as
+    in torchtitan. Offloading moves what every layer saves to host memory, whether the layer is
+    rebuilt or not.
     """
     reader = ConfigReader("torchtune", recipe)
-    place, part = _torchtune_part(recipe)
-    own = {
-        key: value
-        for key, value in part.items()
-        if key in TORCHTUNE or (isinstance(key, str) and RECOMPUTATION.search(key))
+    places = {
+        place: (key, value)
+        for place, value in everything(recipe)
+        if (key := re.sub(r"^(training\.)?(fsdp\.)?", "", place)) in TORCHTUNE
     }
-    fsdp = part.get("fsdp")
-    inner = {key: fsdp[key] for key in WRAPPING if key in fsdp} if isinstance(fsdp, Mapping) else {}
-    given = reader.values({**inner, **own}, TORCHTUNE)
+    given = reader.values(dict(places.values()), TORCHTUNE)
     enabled, mode = given.get("enable_activation_checkpointing", False), given.get("ac_mode")
-    reader.require(
-        mode in (None, NONE, WHOLE, SELECTIVE),
-        f"ac_mode must be none, full or selective (got {shown(mode)})",
-    )
+    if mode is not None:
+        reader.choice("ac_mode", mode, (NONE, WHOLE, SELECTIVE))
     reader.require(
         not (enabled and mode == NONE),
         "enable_activation_checkpointing true and ac_mode none contradict each other: leave one of "
@@ -166,10 +151,6 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
     mode, option = mode or (WHOLE if enabled else NONE), given.get("ac_option")
     if option is not None and mode != SELECTIVE:
         reader.note(f"ac_option has no meaning with ac_mode {mode}")
-    wrapped = _memory_efficient_wrapping(reader, given)
-    reader.note_elsewhere(
-        [f"{place}{key}" for key in own] + [f"{place}fsdp.{key}" for key in inner]
-    )
     offloaded = given.get("enable_activation_offloading", False)
     reader.require(
         enabled or not offloaded,
@@ -179,7 +160,17 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
     if offloaded:
         others = [unit(0, "host")] if rules[0].layers != EVERY else []
         rules = [replace(rules[0], store="host"), *others]
-    return reader.result(*rules, fsdp_memory_efficient_wrapping=wrapped)
+    names = [str(name) for name in given.get("custom_sharded_layers") or ()]
+    known = [name for name in names if name.removeprefix("decoder.") in EMBEDDING_AND_OUTPUT]
+    if len(known) < len(names) or len(known) == 1:
+        reader.note(
+            f"custom_sharded_layers {shown(names)} has no counterpart: "
+            "--fsdp-memory-efficient-wrapping is for token embedding and output projection"
+        )
+    wrapped = bool(known) or any(
+        given.get(f"memory_efficient_{key}", False) for key in ("wrapping", "fsdp_wrap")
+    )
+    return reader.result(places, *rules, fsdp_memory_efficient_wrapping=wrapped)
 
 
 def from_torchtitan(config: Mapping[str, Any]) -> Translation:
@@ -192,17 +183,14 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
     each layer, see training/compiler.py.
     """
     reader = ConfigReader("torchtitan", config)
-    if TITAN_TABLE not in config and is_torchtitan(config):
-        table: Any = {}
+    table: Any = {}
+    if TITAN_TABLE not in config and "torchtitan" in systems_of(config):
         reader.note(f"the file has no table {TITAN_TABLE}: this is torchtitan's default")
     else:
         table = reader.section(TITAN_TABLE)
     given = reader.values(table, TORCHTITAN)
     mode, option = given.get("mode", SELECTIVE), given.get("selective_ac_option", "2")
-    reader.require(
-        mode in (NONE, WHOLE, SELECTIVE, BUDGET),
-        f"mode must be none, full, selective or memory_budget (got {shown(mode)})",
-    )
+    reader.choice("mode", mode, (NONE, WHOLE, SELECTIVE, BUDGET))
     shapes = [name for name in given.get(MM_SHAPES, ()) if name != "moe.router.gate"]
     reader.require(
         not (shapes and mode == SELECTIVE and option == "op"),
@@ -216,8 +204,8 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
     if mode != BUDGET:
         if "memory_budget" in given:
             reader.note(f"memory_budget has no counterpart: it has no meaning with mode {mode}")
-        reader.note_elsewhere((TITAN_TABLE,))
-        return reader.result(_selected(reader, mode, "selective_ac_option", option))
+        rule = _selected(reader, mode, "selective_ac_option", option)
+        return reader.result([TITAN_TABLE], rule)
     compiler = config.get("compile", {})
     reader.require(
         isinstance(compiler, Mapping) and compiler.get("enable") is True,
@@ -226,8 +214,28 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
     )
     budget = given.get("memory_budget", 0.5)
     reader.require(0 <= budget <= 1, f"memory_budget must be from 0 to 1 (got {shown(budget)})")
-    reader.note_elsewhere((TITAN_TABLE, "compile"))
-    return reader.result(unit(0), activation_memory_budget=float(budget))
+    read = [TITAN_TABLE, "compile"]
+    return reader.result(read, unit(0), activation_memory_budget=float(budget))
+
+
+def _selected(reader: ConfigReader, mode: str, key: str, option: object) -> Rule:
+    """Returns the rule for a mode of torchtune or torchtitan.
+
+    option: the option of the mode selective. It is a number, maybe as text, or 'op'.
+    """
+    if mode != SELECTIVE:
+        return unit(1 if mode == WHOLE else 0)
+    if option == "op":
+        return _operators(OPERATORS)
+    if isinstance(option, str) and re.fullmatch(f"[0-9]{{1,{len(str(MAX_STEP))}}}", option):
+        option = int(option)
+    return reader.every(option, f"{key} of selective must be 'op', or it")
+
+
+def _operators(keys: Container[str]) -> Rule:
+    """Returns a rule for every layer: it keeps these operators' results and rebuilds the rest."""
+    ops = dict.fromkeys(name for key, name in OPERATORS.items() if key in keys)
+    return Rule(layers=EVERY, action=LayerAction(ops=tuple(ops)))
 
 
 def from_section(
@@ -245,49 +253,202 @@ def from_section(
     is one buffer sized by the plan, without `number_checkpoints`.
     Partitioning over one rank does nothing there. Here it is an error.
     """
-    reader, table = ConfigReader(system, config), PARTITIONING[system]
-    given = reader.values(reader.section(SECTION), table.keys)
+    reader, keys = ConfigReader(system, config), PARTITIONING[system]
+    given = reader.values(reader.section(SECTION), keys)
+    theirs = {own.name: key for key, own in keys.items()}
     count = given.get("number_checkpoints")
     reader.require(
         count is None or count >= 1,
         f"number_checkpoints must be at least 1 or null (got {shown(count)})",
     )
-    place, size = _size_of_file(reader, table)
-    if not given.get("enable", "enable" not in table.keys):
-        for key in table.keys:
-            if given.get(key):
-                reader.note(f"{key} does nothing without enable true")
-        reader.note_elsewhere((SECTION,))
-        return reader.result(unit(0))
-    reader.note_elsewhere((SECTION,))
-    split, contiguous = given.get(table.split, False), given.get(table.contiguous, False)
+    sizes = _sizes_of_file(reader)
+    if not given.get("enable", "enable" not in keys):
+        for name in ("split", "host", "contiguous"):
+            if given.get(name):
+                reader.note(f"{theirs[name]} does nothing without enable true")
+        return reader.result([SECTION], unit(0))
+    if tp_size is not None:
+        sizes["--tp"] = tp_size
+    for place, size in sizes.items():
+        reader.require(
+            type(size) is int and size >= 1,
+            f"{place}, the tensor-parallel size, must be at least 1 (got {shown(size)})",
+        )
     reader.require(
-        tp_size is None or tp_size >= 1,
-        f"the tensor-parallel size must be at least 1 (got {tp_size})",
+        len(set(sizes.values())) < 2,
+        f"the tensor-parallel sizes contradict each other: {shown(sizes)}: leave one of them out",
+    )
+    split, contiguous = given.get("split", False), given.get("contiguous", False)
+    reader.require(split or not contiguous, f"{theirs['contiguous']} needs {theirs['split']} true")
+    reader.require(
+        not split or bool(sizes),
+        f"{theirs['split']} splits inputs over tensor-parallel ranks, and the file does not say "
+        "how many there are: give --tp N",
     )
     reader.require(
-        None in (size, tp_size) or size == tp_size,
-        f"the tensor-parallel size {tp_size} contradicts {place} {size} of the file: leave one of "
-        "them out",
+        not split or 1 not in sizes.values(),
+        f"{theirs['split']} needs a tensor-parallel size > 1 (got {shown(sizes)}): set it to "
+        "false, since one rank has nobody to share an input with",
     )
-    reader.require(split or not contiguous, f"{table.contiguous} needs {table.split} true")
-    ranks = size or tp_size
-    reader.require(
-        not split or ranks is not None,
-        f"{table.split} splits inputs over tensor-parallel ranks, and the file does not say how "
-        "many there are: give --tp N",
-    )
-    reader.require(
-        not split or ranks != 1,
-        f"{table.split} needs a tensor-parallel size > 1 (got 1{f' in {place}' if place else ''}): "
-        "set it to false, since one rank has nobody to share an input with",
-    )
-    stores = ["split"] * split + ["host"] * given.get("cpu_checkpointing", False)
+    stores = ["split"] * split + ["host"] * given.get("host", False)
+    own = next((size for place, size in sizes.items() if place != "--tp"), None)
     return reader.result(
+        [SECTION],
         unit(1, "+".join(stores) or "device"),
         contiguous_saved_activations=contiguous,
-        tensor_model_parallel_size=size if split else None,
+        tensor_model_parallel_size=own if split else None,
     )
+
+
+def _sizes_of_file(reader: ConfigReader) -> dict[str, Any]:
+    """Returns the tensor-parallel sizes of a file by their places.
+
+    A section with `enable` false does not count.
+    """
+    sizes = {}
+    for name, key in SIZES:
+        part = reader.config.get(name) if name else reader.config
+        if isinstance(part, Mapping) and key in part and part.get("enable") is not False:
+            place = f"{name}.{key}".removeprefix(".")
+            sizes[place] = reader.resolved(part[key], place)
+    return sizes
+
+
+def from_modalities(config: Mapping[str, Any], *, component: str | None = None) -> Translation:
+    """Translates a whole config, or one component of it.
+
+    A config of Modalities is a graph of components, each a mapping with a `config`. They refer to
+    others by `instance_key`. Whatever has `ac_variant` or `activation_checkpointing_modules`
+    recomputes: a component, the `config` of one, or the settings of the earliest files.
+
+    component: the component to read, if the file has several that recompute.
+    The layers are those of the model that is trained. `recompute.apply.apply_policy_` takes a
+    `layers_fqn` for any other layers. Modalities keeps every second result of aten.mm, whatever the
+    config says; `OPERATORS` lists the meaning of the keys. A whole file without a component that
+    recomputes is translated to no recomputation.
+    """
+    reader = ConfigReader("modalities", config)
+    parts = dict(_recomputing(config))
+    in_use = _in_use(reader, parts, component)
+    if in_use is None:
+        reader.require(
+            "modalities" in systems_of(config),
+            f"there is no component activation_checkpointed, and no {BY_VARIANT}, so nothing is "
+            "said of recomputation: choose a --recompute-policy yourself",
+        )
+        reader.note("no component activation_checkpointed is in use, so nothing is recomputed")
+        return reader.result(parts, unit(0))
+    given = parts.pop(in_use)
+    by_class = not given.keys().isdisjoint((BY_CLASS, SWITCH))
+    rule = _of_classes(reader, given) if by_class else _of_variant(reader, given)
+    for place in parts:
+        reader.note(f"the component {named(place)} would recompute too, and is not the one in use")
+    return reader.result(
+        [in_use, *(f"{in_use}.{key}".removeprefix(".") for key in given), *parts], rule
+    )
+
+
+def layers_of(config: Any) -> int | None:
+    """Returns the `n_layer` of the model in a whole file, or None unless it has exactly one."""
+    reader = ConfigReader("modalities", config)
+    try:
+        numbers = {
+            reader.resolved(value, place)
+            for place, value in everything(config)
+            if f".{place}".endswith(".n_layer")
+        }
+    except (ValueError, TypeError):
+        return None
+    number = numbers.pop() if len(numbers) == 1 else None
+    return number if type(number) is int and number > 0 else None
+
+
+def _of_variant(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
+    values = reader.values(given, OF_VARIANT)
+    variant, fqn = values.get(BY_VARIANT), values.get("layers_fqn", "layers")
+    reader.choice(BY_VARIANT, variant, VARIANTS)
+    reader.require(
+        all(part.isidentifier() or part.isdigit() for part in fqn.split(".")),
+        f"layers_fqn must be a name such as transformer.h (got {shown(fqn)})",
+    )
+    keys = VARIANTS[variant]  # type: ignore[index]
+    parameters = reader.values(values.get("ac_fun_params") or {}, keys)
+    if not keys:
+        return unit(1)
+    if "ac_freq" in keys:
+        return reader.every(parameters.get("ac_freq"), "ac_freq")
+    names = parameters.get("save_ops_keys") or [None]
+    for name in names:
+        reader.choice("save_ops_keys", name, list(OPERATORS))
+    return _operators(names)
+
+
+def _of_classes(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
+    """Translates `activation_checkpointing_modules`, a list of classes whose modules recompute."""
+    values = reader.values(given, OF_CLASSES)
+    names = values.get(BY_CLASS) or (["Block"] if values.get(SWITCH) else [])
+    units = [  # classes of FSDP units, which are layers
+        value for place, value in everything(reader.config) if "block_names." in place
+    ]
+    for name in names:
+        reader.require(
+            isinstance(name, str)
+            and (name in units or name.endswith(LAYER_CLASSES) or name in MLP_CLASSES),
+            f"{BY_CLASS}: {shown(name)} is no class of a whole layer (such as GPT2Block, or a name "
+            f"in block_names) nor of its MLP ({', '.join(MLP_CLASSES)}); give a --recompute-policy "
+            "with regions instead",
+        )
+    inner = [name for name in names if name in MLP_CLASSES]
+    if names and len(inner) == len(names):
+        return Rule(layers=EVERY, action=LayerAction(regions=("mlp",)))
+    for name in inner:
+        reader.note(f"{BY_CLASS}: {name} is part of a layer, and layers are recomputed whole")
+    return unit(1 if names else 0)
+
+
+def _recomputing(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields what says in a file what to recompute, and its place."""
+    for place, value in everything(config):
+        if isinstance(value, Mapping) and not value.keys().isdisjoint(MODALITIES):
+            if place.startswith("settings."):  # of the earliest files, among other settings
+                value = {key: value[key] for key in OF_CLASSES if key in value}
+            yield place.removesuffix(".config"), value
+
+
+def _in_use(reader: ConfigReader, parts: Mapping[str, object], wanted: str | None) -> str | None:
+    """Returns the place of the part that recomputes, or None if the file has none.
+
+    If the file has several, `wanted` must choose one of them.
+    """
+    several = ", ".join(named(place) for place in list(parts)[:5])
+    if wanted is not None:
+        reader.require(
+            wanted in parts,
+            f"no component {shown(wanted)} recomputes (these do: {several or 'none'})",
+        )
+        return wanted
+    found = list(parts)
+    if "app_state" in reader.config:
+        reached = _reached(reader.config, "app_state")
+        found = [place for place in found if place in reached or place.startswith("settings.")]
+    reader.require(
+        len(found) < 2, f"several components recompute ({several}): give --component NAME"
+    )
+    return found[0] if found else None
+
+
+def _reached(config: Mapping[str, Any], start: str) -> set[str]:
+    """Returns the places that the component `start` reaches by reference, directly or not."""
+    reached: set[str] = set()
+    waiting = [start]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached and name in config:
+            for place, value in everything(config[name], name):
+                reached.add(place)
+                if isinstance(value, Mapping) and isinstance(value.get("instance_key"), str):
+                    waiting.append(value["instance_key"])
+    return reached
 
 
 from_deepspeed, from_oslo = partial(from_section, "deepspeed"), partial(from_section, "oslo")
@@ -298,37 +459,19 @@ SYSTEMS: dict[str, Callable[..., Translation]] = {
     "deepspeed": from_deepspeed,
     "oslo": from_oslo,
 }
-
-
-def is_torchtune(config: Mapping[str, Any]) -> bool:
-    """Returns whether the config is clearly one of torchtune."""
-    components = (one.get("_component_") for one in config.values() if isinstance(one, Mapping))
-    return any(isinstance(name, str) and name.startswith("torchtune.") for name in components) or (
-        not TORCHTUNE.keys().isdisjoint(_torchtune_part(config)[1])
-    )
-
-
-def is_torchtitan(config: Mapping[str, Any]) -> bool:
-    """Returns whether the config is clearly one of torchtitan."""
-    tables = {key for key, value in config.items() if isinstance(value, Mapping)}
-    return TITAN_TABLE in tables or (
-        "job" in config and not tables.isdisjoint(("model", "training", "parallelism"))
-    )
-
-
-def _is_partitioning(system: str, config: Mapping[str, Any]) -> bool:
-    table, inside = PARTITIONING[system], config.get(SECTION)
-    keys = table.keys.keys() - {"cpu_checkpointing"}  # which both systems have
-    return not set(table.file).isdisjoint(config) or (
-        isinstance(inside, Mapping) and not keys.isdisjoint(inside)
-    )
-
-
-RECOGNITION: dict[str, Callable[[Any], bool]] = {
-    "torchtune": is_torchtune,
-    "torchtitan": is_torchtitan,
-    "modalities": is_modalities,
-    **{system: partial(_is_partitioning, system) for system in PARTITIONING},
+# What only one system has among the lines "PLACE=VALUE" of a config. A mapping's value is "".
+_OF_SECTION = {  # both have cpu_checkpointing
+    system: "|".join(keys.keys() - {"cpu_checkpointing"}) for system, keys in PARTITIONING.items()
+}
+MARKS = {
+    "torchtune": rf"(training\.)?({'|'.join(TORCHTUNE)})=|\w+\._component_=torchtune\.",
+    "torchtitan": rf"({TITAN_TABLE}|job)=$",
+    "modalities": rf"(settings\.training\.)?({'|'.join(MODALITIES)})=|(\w+\.)?component_key=",
+    "deepspeed": "(train_batch_size|train_micro_batch_size_per_gpu|zero_optimization"
+    "|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown"
+    rf"|{SECTION}\.({_OF_SECTION['deepspeed']}))=",
+    "oslo": "((model|data|tensor|sequence|pipeline|expert)_parallelism|kernel_fusion"
+    rf"|lazy_initialization|tensor_parallel_size|{SECTION}\.({_OF_SECTION['oslo']}))=",
 }
 
 
@@ -337,88 +480,14 @@ def systems_of(config: Any) -> tuple[str, ...]:
 
     The result is empty if no key decides.
     """
-    if not isinstance(config, Mapping):
-        return ()
-    found = tuple(system for system, is_one in RECOGNITION.items() if is_one(config))
-    undecided = not found and isinstance(config.get(SECTION), Mapping)
-    return tuple(PARTITIONING) if undecided else found
-
-
-def _selected(reader: ConfigReader, mode: str, key: str, option: object) -> Rule:
-    """Returns the rule for a mode of torchtune or torchtitan.
-
-    option: the option of the mode selective. It is a number, maybe as text, or 'op'.
-    """
-    if mode != SELECTIVE:
-        return unit(1 if mode == WHOLE else 0)
-    if option == "op":
-        return operators(OPERATORS)
-    if isinstance(option, str) and re.fullmatch(f"[0-9]{{1,{len(str(MAX_STEP))}}}", option):
-        option = int(option)
-    reader.require(
-        isinstance(option, int),
-        f"{key} of selective must be 'op' or a number of layers (got {shown(option)})",
-    )
-    return reader.every(option, key)
-
-
-def _torchtune_part(recipe: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Returns the prefix of the keys' places in a recipe, and the section that holds the keys."""
-    inner = recipe.get("training")
-    if (
-        isinstance(inner, Mapping)
-        and TORCHTUNE.keys().isdisjoint(recipe)
-        and not TORCHTUNE.keys().isdisjoint(inner)
-    ):
-        return "training.", inner
-    return "", recipe
-
-
-def _memory_efficient_wrapping(reader: ConfigReader, given: Mapping[str, Any]) -> bool:
-    """Returns whether token embedding and output projection are FSDP units of their own.
-
-    Notes name the wrapped layers of the file that have no counterpart.
-    """
-    names = given.get("custom_sharded_layers") or []
-    known = [
-        name
-        for name in names
-        if isinstance(name, str) and name.removeprefix("decoder.") in EMBEDDING_AND_OUTPUT
+    lines = [
+        f"{place}={'' if isinstance(value, (Mapping, list)) else str(value)}"
+        for place, value in everything(config)
     ]
-    others = [name for name in names if name not in known]
-    if others:
-        reader.note(
-            f"custom_sharded_layers {shown(others)} has no counterpart: only token embedding and "
-            "output projection can be units of their own"
-        )
-    if len(known) == 1:
-        reader.note(
-            f"custom_sharded_layers has {known[0]} alone; --fsdp-memory-efficient-wrapping is for "
-            "token embedding and output projection"
-        )
-    return bool(known) or any(given.get(key, False) for key in WRAPPING[:2])
-
-
-def _size_of_file(reader: ConfigReader, table: Partitioning) -> tuple[str, int | None]:
-    """Returns the key of the tensor-parallel size of a file and the size; "" and None without one.
-
-    A section with `enable` false does not count. Different sizes are a fault.
-    """
-    config, found = reader.config, {}
-    if "tensor_parallel_size" in config:
-        found["tensor_parallel_size"] = config["tensor_parallel_size"]
-    for name, key in table.sizes:
-        part = config.get(name)
-        if isinstance(part, Mapping) and key in part and part.get("enable") is not False:
-            found[f"{name}.{key}"] = part[key]
-    sizes = {place: reader.resolved(value, place) for place, value in found.items()}
-    for place, size in sizes.items():
-        reader.require(
-            type(size) is int and size >= 1,
-            f"{place} must be a number of ranks from 1 (got {shown(size)})",
-        )
-    reader.require(
-        len(set(sizes.values())) < 2,
-        f"{' and '.join(sizes)} contradict each other: {shown(list(sizes.values()))}",
+    found = tuple(
+        system
+        for system, mark in MARKS.items()
+        if any(re.match(mark, line) is not None for line in lines)
     )
-    return next(iter(sizes.items()), ("", None))
+    undecided = not found and isinstance(config, Mapping) and SECTION in config
+    return tuple(PARTITIONING) if undecided else found
