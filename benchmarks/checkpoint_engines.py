@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.engines import SEED, Shape
+from megatron_lite.checkpointing.directory import claim_directory
 from megatron_lite.checkpointing.load import load_checkpoint
-from megatron_lite.checkpointing.saver import Saver, claim_directory
+from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import find_start
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
@@ -29,7 +30,7 @@ from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.data.durable_files import sync_file, sync_folder
+from megatron_lite.data.durable_files import sync
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_trainer
@@ -217,9 +218,8 @@ def quiet() -> Iterator[None]:
 
 def synced(path: Path) -> None:
     """Returns once a file and its name are on the disk."""
-    with path.open("rb") as file:
-        sync_file(file)
-    sync_folder(str(path.parent))
+    sync(path)
+    sync(path.parent)
 
 
 def write_plainly(path: Path, data: memoryview) -> None:
@@ -227,8 +227,7 @@ def write_plainly(path: Path, data: memoryview) -> None:
     with path.open("wb", buffering=0) as file:
         for start in range(0, len(data), BUFFER_BYTES):
             file.write(data[start : start + BUFFER_BYTES])
-        sync_file(file)
-    sync_folder(str(path.parent))
+    synced(path)
 
 
 def read_plainly(path: Path) -> None:

@@ -1,41 +1,51 @@
-"""Changes the directory of --save: each change is one rename, right after a check of the lock.
+"""The directory of --save: who may change it, which names its steps have, and which steps stay.
 
-A hanging file server can hold a process between the check and the rename. Meanwhile a later start
-can take the lock and go on. Three rules keep such a stale start from doing harm:
+Each change is one rename, right after a check of the lock. A hanging file server can hold a process
+between the check and the rename. Meanwhile a later start can take the lock and go on. Two rules
+keep such a stale start from doing harm:
 
 1. A start publishes a step or the pointer only by renaming a folder or file whose name contains
-   its token. When the later start takes the lock, it removes or renames all of these
-   (retention.py), before it chooses a step. A rename that comes late finds nothing to rename.
-2. A start that takes a step's name away (to replace it, set it aside or delete it) checks the lock
-   again before it deletes anything. If the lock is lost, the step gets its name back.
-3. Each manifest holds the number of the start that saved the step. No start touches a step of a
-   later start, and readers follow the course of the highest start (origin.py, start.py).
+   its token. When the later start takes the lock, it removes or renames all of these, before it
+   chooses a step. A rename that comes late finds nothing to rename.
+2. A start that takes a step's name away (to set it aside or delete it) checks the lock again before
+   it deletes anything. If the lock is lost, the step gets its name back.
 
-The order on the disk is: a step's files, its folder, its name, the pointer's contents, the
-pointer's name, and only after these the deletions.
+The order on the disk is: a step's files, its folder, its name, the new names of the steps that do
+not lead to it, the pointer's contents, the pointer's name, and only after these the deletions. A
+kill between the step's name and the pointer's leaves a run that goes on from the step before.
+
+Which steps stay: all of them, the last K, or every N-th iteration. A step is deleted only if it is
+older than a durable step. A step that is not complete is neither counted among the last K nor
+deleted. A step that was set aside (iter_N.superseded) is deleted with these flags alone, once the
+run has saved iteration N or a later one: until then it may be the farthest step of any course.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, LockLost
-from megatron_lite.checkpointing.manifest import MANIFEST, Manifest
-from megatron_lite.checkpointing.points import Point
+from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
+from megatron_lite.checkpointing.manifest import MANIFEST, is_complete
 from megatron_lite.checkpointing.step_files import (
     CONDEMNED,
     LATEST,
+    REPLACED,
     STEP_NAME,
     SUPERSEDED,
     UNFINISHED,
-    write_synced,
+    saved_steps,
+    step_directory,
 )
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import sync_folder
+from megatron_lite.data.durable_files import sync, write_synced
+from megatron_lite.parallel.collectives import all_gather_bytes
+from megatron_lite.parallel.state import ParallelState
 
 
 class SaveDirectory:
@@ -47,57 +57,106 @@ class SaveDirectory:
     def __init__(self, root: Path, lock: DirectoryLock) -> None:
         self.root, self.lock = root, lock
 
-    def supersede(self, step: Path) -> str:
+    def publish(
+        self, temporary: Path, iteration: int, *, leads_here: Callable[[int], bool]
+    ) -> list[str]:
+        """Gives a written and synced step its name, and writes the pointer to it.
+
+        leads_here: whether a step of another iteration belongs to this run's course. The others
+        are set aside, since a reader without the pointer could mistake them for steps of this run.
+        Returns their new names.
+        """
+        final = step_directory(self.root, iteration)
+        aside = [self._supersede(final)] if final.exists() else []
+        self._rename(temporary, final)
+        sync(self.root)
+        aside += [
+            self._supersede(step_directory(self.root, step))
+            for step in saved_steps(self.root)
+            if step != iteration and not leads_here(step)
+        ]
+        pointer = self.root / f"{LATEST}.tmp-{self.lock.token}"
+        try:
+            write_synced(pointer, str(iteration).encode())
+            self._rename(pointer, self.root / LATEST)
+        finally:
+            pointer.unlink(missing_ok=True)
+        sync(self.root)
+        return aside
+
+    def delete_old_steps(self, options: CheckpointConfig, *, newest: int) -> None:
+        """Deletes the steps that the flags do not keep. The pointer to `newest` must be durable."""
+        keep_last, interval = options.save_keep_last, options.save_retain_interval
+        if keep_last is None and interval is None:
+            return
+        complete = [
+            step for step in saved_steps(self.root) if is_complete(step_directory(self.root, step))
+        ]
+        for step in steps_to_delete(
+            complete, newest=newest, keep_last=keep_last, retain_interval=interval
+        ):
+            self._delete(step_directory(self.root, step))
+        for path in sorted(self.root.iterdir()):
+            name = SUPERSEDED.fullmatch(path.name)
+            if name is not None and int(name[1]) <= newest:
+                self._delete(path)
+
+    def remove_leftovers(self) -> None:
+        """Removes what killed and stale starts left.
+
+        Only the start that has just taken the lock may call this, before it chooses a step.
+        Afterwards no earlier start can publish anything.
+        """
+        for path in sorted(self.root.iterdir()):
+            with suppress(OSError):
+                if CONDEMNED.fullmatch(path.name):
+                    shutil.rmtree(path)
+                elif UNFINISHED.fullmatch(path.name):
+                    if path.name.startswith(LATEST) or path.is_symlink():
+                        path.unlink()
+                    else:
+                        # The rename is atomic. Another process has either published the step before
+                        # it, or can no longer publish it, because the name is gone.
+                        gone = path.with_name(path.name.replace(".tmp", ".deleted"))
+                        os.rename(path, gone)
+                        shutil.rmtree(gone)
+                elif REPLACED.fullmatch(path.name):
+                    if path.with_suffix("").exists():
+                        shutil.rmtree(path)
+                    else:
+                        os.rename(path, path.with_suffix(""))
+
+    def _supersede(self, step: Path) -> str:
         """Renames a step to a name that no reader considers. Returns that name."""
         target, number = step.with_suffix(".superseded"), 1
         while target.exists():
             number += 1
             target = step.with_suffix(f".superseded{number}")
-        self.take_away(step, target)
-        sync_folder(str(self.root))
-        points.reached(Point.SUPERSEDED)
+        self._take_away(step, target)
         return target.name
 
-    def delete(self, step: Path, *, condemned: Point | None = None) -> None:
+    def _delete(self, step: Path) -> None:
         """Deletes a step.
 
         The step is renamed first, so that a kill never leaves part of a step under a step's name.
-        condemned: the point that is reached between the rename and the deletion.
         """
-        target = step.with_suffix(f".deleted-{self.lock.token}")
-        self.take_away(step, target)
-        sync_folder(str(self.root))
-        if condemned is not None:
-            points.reached(condemned)
-        self.lock.check()
+        target = step.with_name(f"{step.name.split('.')[0]}.deleted-{self.lock.token}")
+        self._take_away(step, target)
         # The manifest goes first: without it, the rest that a kill leaves does not look complete.
         (target / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(target, ignore_errors=True)
 
-    def take_away(self, step: Path, target: Path) -> None:
-        """Renames a step of this start or an earlier one. The caller syncs the folder."""
-        self.lock.check()
-        self._check_not_later(step)
-        self.rename(step, target)
+    def _take_away(self, step: Path, target: Path) -> None:
+        self._rename(step, target)
         try:
             self.lock.check()
         except LockLost:
             with suppress(OSError):  # the rename fails if the later start uses the name again
                 os.rename(target, step)
             raise
+        sync(self.root)
 
-    def _check_not_later(self, step: Path) -> None:
-        try:
-            start = Manifest.read(step).origin.start
-        except InputError:
-            return
-        if start > self.lock.start:
-            raise LockLost(
-                f"{step} was saved by a later start (number {start}, this one has "
-                f"{self.lock.start}): this one writes no more checkpoints"
-            )
-
-    def rename(self, source: Path, target: Path) -> None:
+    def _rename(self, source: Path, target: Path) -> None:
         """Renames a file or folder of this start. The caller syncs the folder."""
         self.lock.check()
         try:
@@ -109,48 +168,85 @@ class SaveDirectory:
             raise
 
 
+def steps_to_delete(
+    complete: Sequence[int], *, newest: int, keep_last: int | None, retain_interval: int | None
+) -> list[int]:
+    """Returns the iterations of the complete steps to delete, oldest first.
+
+    newest: the iteration that was just saved. No later step is deleted.
+    keep_last, retain_interval: the flags, of which at least one is given.
+    """
+    course = sorted(step for step in complete if step <= newest)
+    last = course[-(keep_last or 1) :]  # the newest step stays, whatever the flags say
+    return [
+        step
+        for step in course
+        if step not in last and (retain_interval is None or step % retain_interval)
+    ]
+
+
+class Claim(NamedTuple):
+    """This run's hold on the directory of --save.
+
+    token: identifies this start in the names of its temporary files; the same on every rank.
+    directory: None on ranks other than 0, and if the run saves nothing.
+    """
+
+    token: str = ""
+    directory: SaveDirectory | None = None
+
+    def release(self) -> None:
+        """Releases the lock, so that another run can take the directory."""
+        if self.directory is not None:
+            self.directory.lock.release()
+
+
+def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim:
+    """Takes the lock on the directory of --save. Every rank must call this.
+
+    Call it before any other work and before a step in the directory is chosen. Raises InputError if
+    the directory cannot be written, if another run uses it, or if it holds checkpoints of another
+    run. In the last case the checkpoints of both runs would mix.
+    """
+    if options.save is None:
+        return Claim()
+    root = Path(options.save)
+
+    def take() -> SaveDirectory | None:
+        if parallel.rank != 0:
+            return None
+        root.mkdir(parents=True, exist_ok=True)
+        directory = SaveDirectory(root, DirectoryLock(root, Holder.this_process()))
+        try:
+            # A run that does not continue from this directory must find no checkpoint in it. The
+            # check needs the lock: without it, another run could still save a step.
+            there = [*(step_directory(root, step) for step in saved_steps(root)), root / LATEST]
+            found = [path.name for path in there if path.exists()]
+            if found and not options.continues:
+                raise InputError(
+                    f"--save {root} holds a checkpoint already ({found[0]}): continue from "
+                    f"it with --load {root}, or choose an empty directory"
+                )
+            directory.remove_leftovers()
+        except BaseException:
+            directory.lock.release()
+            raise
+        return directory
+
+    directory = parallel.together(f"--save {root} cannot be written", take)
+    token = b"" if directory is None else directory.lock.token.encode()
+    return Claim(all_gather_bytes(token, parallel.world_group)[0].decode(), directory)
+
+
 def check_no_checkpoint(path: Path, what: str) -> None:
     """Raises InputError if a file that a run is to write belongs to a checkpoint directory.
 
     what: the flag that names the file, and its value.
     """
     place = path.resolve()
-    kinds = (STEP_NAME, SUPERSEDED, UNFINISHED, CONDEMNED)
+    kinds = (STEP_NAME, SUPERSEDED, UNFINISHED, CONDEMNED, REPLACED)
     names = (place.name, place.parent.name)
     if place.name in (LATEST, LOCK) or any(kind.fullmatch(one) for kind in kinds for one in names):
         raise InputError(
             f"{what}: belongs to a checkpoint, which writing it would damage: choose another file"
         )
-
-
-def publish_step(directory: SaveDirectory, temporary: Path, iteration: int) -> None:
-    """Gives a written and synced step its name, and writes the pointer to it.
-
-    An older step of the same name is moved aside first, and deleted once the pointer is written.
-    """
-    final = directory.root / f"iter_{iteration:07d}"
-    aside = final.with_suffix(".old")
-    if final.exists():
-        if aside.exists():
-            directory.delete(aside)  # readers prefer iter_N to iter_N.old while both exist
-        directory.take_away(final, aside)
-        points.reached(Point.ASIDE)
-    directory.rename(temporary, final)
-    sync_folder(str(directory.root))
-    points.reached(Point.RENAMED)
-    _point_at(directory, iteration)
-    points.reached(Point.POINTED)
-    if aside.exists():
-        with suppress(OSError):  # the new step is durable; the next start removes the rest
-            directory.delete(aside)
-
-
-def _point_at(directory: SaveDirectory, iteration: int) -> None:
-    temporary = directory.root / f"{LATEST}.tmp-{directory.lock.token}"
-    try:
-        write_synced(temporary, str(iteration).encode())
-        points.reached(Point.POINTER)
-        directory.rename(temporary, directory.root / LATEST)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(str(directory.root))

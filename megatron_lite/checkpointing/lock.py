@@ -1,14 +1,13 @@
 """The lock on the directory of --save: lock.json, which rank 0 holds for as long as the run lives.
 
 The lock is a flock, which the system releases when the process ends in any way. The file's text
-names the holder and which start of its job it is. An earlier start may be out of reach (a node that
-is cut off from the others). A later start then takes the lock by putting a new file in its place.
-The earlier start calls `check` immediately before each change to the directory. That call finds the
-new holder, and the earlier start stops.
+names the holder. An earlier start of the same job may be out of reach (a node that is cut off from
+the others). A later start then takes the lock by putting a new file in its place. The earlier start
+calls `check` immediately before each change to the directory. That call finds the new holder, and
+the earlier start stops.
 
-A hanging file server can hold a process between its check and its change for any time. Two more
-rules protect against that. The later start removes the files that the earlier one could still
-rename (retention.py). And each start has a number, which readers compare (origin.py).
+A hanging file server can hold a process between its check and its change for any time. Therefore
+the later start also removes the files that the earlier one could still rename (directory.py).
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_lite.checkpointing.origin import MOST_STARTS
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
-from megatron_lite.data.durable_files import sync_folder
+from megatron_lite.data.durable_files import sync
 
 LOCK = "lock.json"
 WITHOUT_NAME = "none"  # torchrun's id of a job that the user gave no id
-# Errors by which a file system refuses hard links, and locks.
-NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+MOST_STARTS = 2**31
+# Errors by which a file system refuses locks.
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class LockLost(InputError):
@@ -124,46 +123,13 @@ class Holder:
 class DirectoryLock:
     """The lock on the directory, from construction to `release`.
 
-    start: this start's number in the directory, above the numbers of all earlier starts.
-    after_start: the highest start number of the steps in the directory.
     Raises InputError if another run holds the lock, or if a later start of this job has held it.
     """
 
-    def __init__(self, root: Path, holder: Holder, *, after_start: int = 0) -> None:
-        self.holder, self._path, self.start = holder, root / LOCK, after_start + 1
-        self._temporary = self._path.with_name(f"{LOCK}.{holder.token}.tmp")
+    def __init__(self, root: Path, holder: Holder) -> None:
+        self.holder, self._path = holder, root / LOCK
         self.is_kept_by_system = True  # False: this file system knows no locks
-        # Each round creates a locked file of this process, signs it, and renames it to lock.json.
-        # The file is created before the holder is read: a process that takes the lock after this
-        # point removes the file, the rename then fails, and the next round reads the new holder.
-        while True:
-            self._file = self._new_file()
-            before = os.open(
-                self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666
-            )
-            try:
-                free = self._try_lock(before)
-                # A lock on a file that is no longer lock.json is worth nothing: another process has
-                # just replaced it, and the next round tries again.
-                if not free or _is(before, self._path):
-                    self._check_may_take(Holder.read(self._path), free=free)
-                    self.start = max(after_start, _start_of(self._path)) + 1
-                    self._sign(self._file)
-                    # A flock belongs to the open file and not to its name, so the rename keeps it.
-                    os.replace(self._temporary, self._path)
-                    break
-            except FileNotFoundError:
-                pass  # another process took the lock at the same time and removed our file
-            except BaseException:
-                self._temporary.unlink(missing_ok=True)
-                os.close(self._file)
-                raise
-            finally:
-                os.close(before)
-            os.close(self._file)
-        sync_folder(str(root))
-        for other in root.glob(f"{LOCK}.*.tmp"):
-            other.unlink(missing_ok=True)
+        self._file = self._take()
 
     @property
     def token(self) -> str:
@@ -173,10 +139,12 @@ class DirectoryLock:
     def check(self) -> None:
         """Raises LockLost if another process has taken the lock.
 
-        That is a later start of this job, or another run after a person had removed the file.
+        That is a later start of this job, or another run after a person had removed the file. If
+        the file was removed and nobody has taken the lock since, it is taken again.
         """
         if not self._path.exists():
-            self._come_back()
+            before, self._file = self._file, self._take()
+            os.close(before)
         holder = Holder.read(self._path)
         if holder is None or holder.token != self.token:
             raise LockLost(
@@ -189,6 +157,43 @@ class DirectoryLock:
         """Releases the lock for the next run. The file stays, because it names the last start."""
         with contextlib.suppress(OSError):
             os.close(self._file)
+
+    def _take(self) -> int:
+        """Returns the open lock.json, once it is locked and names this process.
+
+        Each round creates a locked file of this process, and renames it to lock.json. The file is
+        created before the holder is read: a process that takes the lock after this point removes
+        the file, the rename then fails, and the next round reads the new holder.
+        """
+        temporary = self._path.with_name(f"{LOCK}.{self.token}.tmp")
+        while True:
+            own, before = (os.open(path, FLAGS, 0o666) for path in (temporary, self._path))
+            try:
+                self._try_lock(own)
+                free = self._try_lock(before)
+                # A lock on a file that is no longer lock.json is worth nothing: another process has
+                # just replaced it, and the next round tries again.
+                if not free or os.path.samestat(os.fstat(before), self._path.stat()):
+                    self._check_may_take(Holder.read(self._path), free=free)
+                    text = json.dumps(asdict(self.holder), indent=1) + "\n"
+                    os.pwrite(own, text.encode(), 0)
+                    sync(temporary)
+                    # A flock belongs to the open file and not to its name, so the rename keeps it.
+                    os.replace(temporary, self._path)
+                    break
+            except FileNotFoundError:
+                pass  # another process took the lock at the same time and removed our file
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                os.close(own)
+                raise
+            finally:
+                os.close(before)
+            os.close(own)
+        sync(self._path.parent)
+        for other in self._path.parent.glob(f"{LOCK}.*.tmp"):
+            other.unlink(missing_ok=True)
+        return own
 
     def _check_may_take(self, other: Holder | None, *, free: bool) -> None:
         if other is not None and other.was_requeued_after(self.holder):
@@ -214,67 +219,3 @@ class DirectoryLock:
                 raise
             self.is_kept_by_system = False
         return True
-
-    def _new_file(self) -> int:
-        """Returns a new file of this process under a temporary name, empty and locked."""
-        descriptor = os.open(
-            self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666
-        )
-        self._try_lock(descriptor)
-        return descriptor
-
-    def _sign(self, descriptor: int) -> None:
-        text = json.dumps({**asdict(self.holder), "start": self.start}, indent=1) + "\n"
-        os.pwrite(descriptor, text.encode(), 0)
-        os.fsync(descriptor)
-
-    def _come_back(self) -> None:
-        """Puts a new lock.json in place of one that was removed.
-
-        If another process does that first, its file stays.
-        """
-        descriptor = self._new_file()
-        try:
-            self._sign(descriptor)
-            _name_if_free(self._temporary, self._path)
-        except OSError as error:
-            os.close(descriptor)
-            # another start has the name, or has removed ours
-            if not isinstance(error, (FileExistsError, FileNotFoundError)):
-                raise
-        else:
-            os.close(self._file)
-            self._file = descriptor
-        finally:
-            self._temporary.unlink(missing_ok=True)
-
-
-def _name_if_free(source: Path, target: Path) -> None:
-    """Renames a file without replacing another one. Raises FileExistsError if the name is taken.
-
-    A file system without hard links cannot do that: there it replaces the other file.
-    """
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno not in NO_LINKS:
-            raise
-        os.replace(source, target)
-
-
-def _start_of(path: Path) -> int:
-    """Returns the number of the start that holds the lock; 0 if the file names none."""
-    try:
-        return plain.whole(plain.parse_object(read_input(path, 2**16)), "start", 0, MOST_STARTS)
-    except ValueError:
-        return 0
-
-
-def _is(descriptor: int, path: Path) -> bool:
-    """Returns whether the open file is the one that has this name."""
-    try:
-        there = path.stat()
-    except FileNotFoundError:
-        return False
-    here = os.fstat(descriptor)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)

@@ -1,4 +1,4 @@
-"""manifest.json: size and SHA-256 of every file of a step, and which start saved the step.
+"""manifest.json: size and SHA-256 of every file of a step.
 
 The manifest is written when all the other files are on the disk. A run reads back every file that
 the manifest lists before it uses a step. Thus a step either holds what was written, bit for bit, or
@@ -11,12 +11,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpointing.origin import Origin
-from megatron_lite.checkpointing.step_files import METADATA, MOST_ITERATIONS
+from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import input_size, open_input, read_input, retried
@@ -42,22 +41,15 @@ class Manifest:
 
     iteration: the iteration of the step.
     files: a row for each file of the step, by the file's name.
-    origin: which start saved the step.
     """
 
     iteration: int
     files: Mapping[str, FileRow]
-    origin: Origin = field(default_factory=Origin)
 
     def to_json(self) -> str:
         """Returns the text of manifest.json."""
         return json.dumps(
-            {
-                "format": FORMAT,
-                "iteration": self.iteration,
-                **self.origin.to_plain(),
-                "files": rows_to_plain(self.files),
-            },
+            {"format": FORMAT, "iteration": self.iteration, "files": rows_to_plain(self.files)},
             indent=1,
         )
 
@@ -68,16 +60,11 @@ class Manifest:
         Raises InputError if it is missing, damaged or of another format.
         """
         path = step / MANIFEST
-        # If the manifest is missing and the metadata names another format, that format is the
-        # reason to report: parse_formatted raises it.
-        if not path.exists() and (step / METADATA).exists():
-            parse_formatted(step / METADATA)
         values = parse_formatted(path)
         try:
             return cls(
-                iteration=plain.whole(values, "iteration", 0, MOST_ITERATIONS),
-                origin=Origin.from_plain(values),
-                files=rows_from_plain(plain.field(values, "files")),
+                plain.whole(values, "iteration", 0, MOST_ITERATIONS),
+                rows_from_plain(plain.field(values, "files")),
             )
         except ValueError as error:
             raise damaged(path, error) from error

@@ -1,15 +1,18 @@
-"""metadata.json and parameters_pp*.json, which a reader needs to read the tensors of a step."""
+"""metadata.json and parameters_pp*.json, which a reader needs to read the tensors of a step.
+
+The progress is part of them. With the weights, the optimizer states and the random-number streams
+it is all that resuming needs.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.checkpointing.layout import SavedLayout
 from megatron_lite.checkpointing.manifest import (
     FORMAT,
     MOST_BYTES,
@@ -17,10 +20,11 @@ from megatron_lite.checkpointing.manifest import (
     parse_formatted,
     parse_json,
 )
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.shards import SavedLayout
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
     METADATA,
+    MOST_ITERATIONS,
     parameters_file,
     rng_file,
     shard_file,
@@ -36,6 +40,52 @@ from megatron_lite.optim.spike import MeanLossState
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_UPDATES = 10**9 - 1
+MOST_SAMPLES = 2**62
+PARTS = ("optimizer", "rng")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The progress of a run.
+
+    iteration: how many iterations are done.
+    consumed_samples: how many samples they have read.
+    skipped_iterations: how many of them changed no weight.
+    nan_iterations: how many of them had a NaN loss.
+    evaluation_is_due: whether the run stopped before or in the evaluation after this iteration.
+    skipped_in_a_row: how many of the last iterations in a row changed no weight. The overflows of
+    a float16 run do not count.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    evaluation_is_due: bool = False
+    skipped_in_a_row: int = 0
+
+    @classmethod
+    def from_plain(cls, values: object) -> Progress:
+        """Reads a JSON object. Only `iteration` and `consumed_samples` must be present.
+
+        Raises ValueError on numbers that no run has.
+        """
+        found = plain.as_object(values, "progress")
+        plain.check_names(found, [field.name for field in fields(cls)], "progress")
+        iteration = plain.whole(found, "iteration", 0, MOST_ITERATIONS)
+        skipped, nan, in_a_row = (
+            plain.whole(found, name, 0, iteration) if name in found else 0
+            for name in ("skipped_iterations", "nan_iterations", "skipped_in_a_row")
+        )
+        return cls(
+            iteration=iteration,
+            consumed_samples=plain.whole(found, "consumed_samples", 0, MOST_SAMPLES),
+            skipped_iterations=skipped,
+            nan_iterations=nan,
+            skipped_in_a_row=in_a_row,
+            evaluation_is_due="evaluation_is_due" in found
+            and plain.boolean(found, "evaluation_is_due"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +187,13 @@ class Metadata:
                 mean_loss=MeanLossState.from_plain(values.get("mean_loss")),
                 schedule=LrSchedule.from_plain(values.get("schedule")),
                 computed_on=plain.as_line(values.get("computed_on", ""), "computed_on"),
-                missing=_missing(values.get("missing", [])),
+                missing=tuple(plain.as_list(values.get("missing", []), "missing")),
             )
+            if any(name not in PARTS for name in found.missing):
+                raise ValueError(
+                    f"missing must name parts of {', '.join(PARTS)} (got "
+                    f"{plain.quoted(found.missing)})"
+                )
             parameters: dict[str, SavedLayout] = {}
             for pp_rank in range(found.pp_size):
                 path = step / parameters_file(pp_rank)
@@ -153,20 +208,7 @@ class Metadata:
             raise damaged(path, error) from error
 
 
-_FIELDS = (
-    *("format", "progress", *AXES, "num_updates"),
-    *("loss_scale", "mean_loss", "data", "schedule", "computed_on", "missing"),
-)
-PARTS = ("optimizer", "rng")
-
-
-def _missing(values: object) -> tuple[str, ...]:
-    names = plain.as_list(values, "missing")
-    if any(name not in PARTS for name in names):
-        raise ValueError(
-            f"missing must name parts of {', '.join(PARTS)} (got {plain.quoted(names)})"
-        )
-    return tuple(names)
+_FIELDS = ("format", *(one.name for one in fields(Metadata) if one.name != "parameters"))
 
 
 def read_config(step: Path) -> RunConfig:

@@ -14,139 +14,53 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_lite.checkpointing.lock import DirectoryLock, Holder
-from megatron_lite.checkpointing.origin import OwnSteps
-from megatron_lite.checkpointing.retention import remove_leftovers
+from megatron_lite.checkpointing.directory import Claim
 from megatron_lite.checkpointing.snapshot import Snapshot
-from megatron_lite.checkpointing.start import origin_of
-from megatron_lite.checkpointing.step_files import LATEST, saved_steps, step_directory
 from megatron_lite.checkpointing.write import SaveFailed, StepWriter
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
-from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
+from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 
 FAILED, WRITING, DONE = -1.0, 0.0, 1.0
 Say = Callable[[str], None]
 
 
-class Claim(NamedTuple):
-    """This run's hold on the directory of --save.
-
-    token: identifies this start in the names of its temporary files; the same on every rank.
-    lock: the lock on the directory; None on ranks other than 0, and if the run saves nothing.
-    """
-
-    token: str = ""
-    lock: DirectoryLock | None = None
-
-    def release(self) -> None:
-        """Releases the lock, so that another run can take the directory."""
-        if self.lock is not None:
-            self.lock.release()
-
-
-def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim:
-    """Takes the lock on the directory of --save. Every rank must call this.
-
-    Call it before any other work and before a step in the directory is chosen. Raises InputError if
-    the directory cannot be written, if another run uses it, or if it holds checkpoints of another
-    run. In the last case the checkpoints of both runs would mix.
-    """
-    if options.save is None:
-        return Claim()
-    root = Path(options.save)
-
-    def take() -> DirectoryLock | None:
-        if parallel.rank != 0:
-            return None
-        root.mkdir(parents=True, exist_ok=True)
-        starts = [
-            origin.start
-            for step in saved_steps(root)
-            if (origin := origin_of(step_directory(root, step))) is not None
-        ]
-        lock = DirectoryLock(root, Holder.this_process(), after_start=max(starts, default=0))
-        try:
-            # A run that does not continue from this directory must find no checkpoint in it. The
-            # check needs the lock: without it, another run could still save a step.
-            if not options.continues and (saved_steps(root) or (root / LATEST).exists()):
-                there = (
-                    ", ".join(step_directory(root, step).name for step in saved_steps(root)[-1:])
-                    or LATEST
-                )
-                raise InputError(
-                    f"--save {root} holds a checkpoint already ({there}): continue from it with "
-                    f"--load {root}, or choose an empty directory"
-                )
-            remove_leftovers(root, lock.token)
-        except BaseException:
-            lock.release()
-            raise
-        return lock
-
-    lock = parallel.together(f"--save {root} cannot be written", take)
-    token = all_gather_bytes(b"" if lock is None else lock.token.encode(), parallel.world_group)[
-        0
-    ].decode()
-    return Claim(token, lock)
-
-
-class _UnderWay(NamedTuple):
-    iteration: int
-    future: Future[list[str]]
-
-
 class Saver:
-    """Saves the steps of one run. Use it as a context manager.
+    """Saves the steps of one run, which went on from iteration `started_at`.
 
-    At the end of the block it waits for a save under way and releases the directory.
+    Use it as a context manager. At the end of the block it waits for a save under way and releases
+    the directory.
     """
 
     def __init__(
-        self,
-        options: CheckpointConfig,
-        parallel: ParallelState,
-        claim: Claim,
-        *,
-        started_at: int,
-        course: tuple[OwnSteps, ...] = (),
+        self, options: CheckpointConfig, parallel: ParallelState, claim: Claim, *, started_at: int
     ) -> None:
         self._options, self._parallel, self._claim = options, parallel, claim
-        self._writer: StepWriter | None = None
-        if options.save is not None:
-            self._writer = StepWriter(
-                options,
-                parallel,
-                token=claim.token,
-                lock=claim.lock,
-                started_at=started_at,
-                course=course,
-            )
+        self._writer = (
+            None
+            if options.save is None
+            else StepWriter(options, parallel, claim, started_at=started_at)
+        )
         self._threads = (
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )
-        self._under_way: _UnderWay | None = None
+        self._under_way: tuple[int, Future[list[str]]] | None = None
         self.failure: SaveFailed | None = None  # of the last save; None if it is durable
 
     @property
     def notices(self) -> list[str]:
         """Lines for the log: a warning if the file system keeps no locks."""
-        if self._claim.lock is None or self._claim.lock.is_kept_by_system:
+        directory = self._claim.directory
+        if directory is None or directory.lock.is_kept_by_system:
             return []
-        return [
-            (
-                f"warning: --save {self._options.save}: this file system keeps no locks, so a "
-                "second job in it is not refused"
-            )
-        ]
+        line = "this file system keeps no locks, so a second job in it is not refused"
+        return [f"warning: --save {directory.root}: {line}"]
 
     @property
     def copies(self) -> bool:
@@ -167,9 +81,8 @@ class Saver:
         if self._threads is None:
             self._finish(snapshot.iteration, lambda: writer.write(snapshot), say)
         else:
-            self._under_way = _UnderWay(
-                snapshot.iteration, self._threads.submit(writer.write, snapshot)
-            )
+            write = self._threads.submit(writer.write, snapshot)
+            self._under_way = snapshot.iteration, write
 
     def poll(self, say: Say) -> None:
         """Logs the save under way if every rank is done or any has failed.
@@ -180,7 +93,7 @@ class Saver:
         if self._under_way is None:
             return
         # The minimum over ranks is FAILED if any has failed, else WRITING if any still writes.
-        state = torch.tensor(_state(self._under_way.future))
+        state = torch.tensor(_state(self._under_way[1]))
         if all_reduce_(state, self._parallel.world_group, dist.ReduceOp.MIN).item() != WRITING:
             self.wait(say)
 

@@ -6,15 +6,11 @@ With copied tensors, training can go on while another thread writes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.metadata import Metadata
-from megatron_lite.checkpointing.points import Point
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Metadata, Progress
 from megatron_lite.checkpointing.shards import layouts_of, owned_rows
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -30,25 +26,12 @@ from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 
 
-class TensorFile(NamedTuple):
-    """A file of tensors. kind: "model", "optimizer" or "rng"."""
-
-    kind: str
-    name: str
-    tensors: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """The files that this rank writes for a step.
-
-    texts: the contents of text files, by name. tokenizer: the contents of the tokenizer's files.
-    """
+class Snapshot(NamedTuple):
+    """The files that this rank writes for a step: tensors and texts, by the names of the files."""
 
     iteration: int
-    files: tuple[TensorFile, ...]
-    texts: Mapping[str, str]
-    tokenizer: Mapping[str, bytes] = field(default_factory=dict)
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    texts: Mapping[str, bytes]
 
 
 def take_snapshot(
@@ -90,8 +73,8 @@ def take_snapshot(
         loss_scale=None if optimizer.loss_scale is None else optimizer.loss_scale.state(),
         mean_loss=None if optimizer.spikes is None else optimizer.spikes.state(),
     )
-    files = [TensorFile("rng", rng_file(parallel.rank), parallel.rng.snapshot().states)]
-    texts = {}
+    tensors: dict[str, Mapping[str, Tensor]] = {}
+    texts: dict[str, bytes] = {}
     weights: dict[str, Tensor] = {}
     states: dict[str, Tensor] = {}
     # Gathering a parameter is a collective, so every data-parallel rank must run the loop.
@@ -102,26 +85,15 @@ def take_snapshot(
             weights |= _owned(of_weight, parameter, parallel, copy=copy)
             states |= _owned(of_states, parameter, parallel, copy=copy)
     if parallel.dp_cp_rank == 0:
-        names = {
-            kind: shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)
-            for kind in ("model", "optimizer")
-        }
-        files = [
-            TensorFile("model", names["model"], weights),
-            TensorFile("optimizer", names["optimizer"], states),
-            *files,
-        ]
+        for kind, held in (("model", weights), ("optimizer", states)):
+            tensors[shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)] = held
         if parallel.tp_rank == 0:
-            texts[parameters_file(parallel.pp_rank)] = metadata.parameters_to_json()
+            texts[parameters_file(parallel.pp_rank)] = metadata.parameters_to_json().encode()
+    tensors[rng_file(parallel.rank)] = parallel.rng.snapshot().states
     if parallel.rank == 0:
-        texts |= {CONFIG: config.to_json(), METADATA: metadata.to_json()}
-    points.reached(Point.SNAPSHOT)
-    return Snapshot(
-        iteration=progress.iteration,
-        files=tuple(files),
-        texts=texts,
-        tokenizer=(tokenizer or {}) if parallel.rank == 0 else {},
-    )
+        texts |= {CONFIG: config.to_json().encode(), METADATA: metadata.to_json().encode()}
+        texts |= tokenizer or {}
+    return Snapshot(progress.iteration, tensors, texts)
 
 
 def _owned(

@@ -2,24 +2,22 @@
 
 Rank 0 lists the candidates and all ranks check them together, so every rank chooses the same step.
 The pointer file names the first candidate. If that step is damaged, the run reports the damage
-and tries the next older step of the same course, and so on. It never tries a later step: a later
-step belongs to a course that was left. If the pointer is broken, or older than a step of a later
-start, the run begins with the newest step of the highest start instead (origin.py).
+and tries the next older step, and so on. It never tries a later step: such a step does not lead to
+the one that the pointer names. If the pointer is broken, the run tries the newest step first.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, is_complete
-from megatron_lite.checkpointing.metadata import Metadata, check_config_fits, read_config
-from megatron_lite.checkpointing.origin import Origin, OwnSteps
+from megatron_lite.checkpointing.manifest import Manifest
+from megatron_lite.checkpointing.metadata import Metadata, Progress, check_config_fits, read_config
 from megatron_lite.checkpointing.other_systems import check_ours, load_advice
-from megatron_lite.checkpointing.progress import Progress
 from megatron_lite.checkpointing.step_files import (
     LATEST,
     METADATA,
@@ -29,12 +27,12 @@ from megatron_lite.checkpointing.step_files import (
 )
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
 
 MOST_REPORTED = 5
-FaultOf = Callable[[Path], str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +41,12 @@ class Start:
 
     step, metadata: the checkpoint and its metadata; None if the run starts from scratch.
     progress: how far the run has come; it is zero with --finetune.
-    course: the steps in the directory of --save that led to `step`; empty if there are none.
     notices: lines for the log.
     """
 
     step: Path | None = None
     metadata: Metadata | None = None
     progress: Progress = field(default_factory=Progress)
-    course: tuple[OwnSteps, ...] = ()
     notices: tuple[str, ...] = ()
 
 
@@ -60,15 +56,11 @@ class Candidates(NamedTuple):
     fault: what is wrong with the pointer; None if it names a step.
     steps: the iterations to try, in this order.
     later: iterations later than the first one to try. They are not tried.
-    left: earlier iterations of a course that was left. They are not tried.
-    stale: why the run ignores a pointer that names a step; None if it follows the pointer.
     """
 
     fault: str | None
     steps: list[int]
     later: list[int]
-    left: list[int]
-    stale: str | None
 
 
 class FoundStep(NamedTuple):
@@ -103,24 +95,43 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
         found = parallel.together(
             "--load", lambda: step_fault(step, rank=parallel.rank, size=parallel.world_size)
         )
-        faults = [
-            fault.decode()
-            for fault in all_gather_bytes((found or "").encode(), parallel.world_group)
-        ]
-        return next(filter(None, faults), None)
+        faults = all_gather_bytes((found or "").encode(), parallel.world_group)
+        return next((fault.decode() for fault in faults if fault), None)
 
-    found = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
-    metadata = parallel.together("--load", lambda: Metadata.read(found.step))
-    progress = metadata.progress
-    course: tuple[OwnSteps, ...] = ()
-    if options.finetune:
-        progress = Progress()
-    elif options.continues:
-        origin = parallel.together("--load", lambda: Manifest.read(found.step).origin)
-        course = origin.course_from(progress.iteration)
-    return Start(
-        step=found.step, metadata=metadata, progress=progress, course=course, notices=found.notices
-    )
+    step, notices = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
+    metadata = parallel.together("--load", lambda: Metadata.read(step))
+    progress = Progress() if options.finetune else metadata.progress
+    return Start(step=step, metadata=metadata, progress=progress, notices=notices)
+
+
+def find_step(load: str, iteration: int | None = None, program: str = SCRIPT) -> FoundStep:
+    """Returns the checkpoint that a tool reads: the newest good one, or the one of `iteration`.
+
+    program: the name of the program that the user started, for advice.
+    Its checksums are verified. Raises InputError if no checkpoint exists, or if the one of
+    `iteration` does not exist or is damaged.
+    """
+    root = Path(load)
+    if os.path.lexists(root / LATEST):
+        regular_path(root / LATEST)  # a run would do without it, and warn
+    if iteration is None:
+        there = candidates(root, program)
+        if not there.steps:
+            raise InputError(
+                f"--load {load}: no checkpoint there ({there.fault or f'no {LATEST}'}): "
+                f"{load_advice(load, program)}"
+            )
+        return newest_good_step(root, there, step_fault, fallback=True)
+    saved = saved_steps(root)
+    if iteration not in saved:
+        raise InputError(
+            f"--iteration {iteration}: no such checkpoint in {load} (there: "
+            f"{', '.join(map(str, saved)) or 'none'})"
+        )
+    step = step_directory(root, iteration)
+    if (fault := step_fault(step)) is not None:
+        raise InputError(f"--iteration {iteration}: {fault}")
+    return FoundStep(step, ())
 
 
 def candidates(root: Path, program: str = SCRIPT) -> Candidates:
@@ -129,96 +140,22 @@ def candidates(root: Path, program: str = SCRIPT) -> Candidates:
     Raises InputError if the checkpoint there is one of Megatron-LM.
     """
     check_ours(root, program)
-    steps = saved_steps(root)
+    steps = saved_steps(root)[::-1]
     if not steps and not (root / LATEST).exists():
-        return Candidates(None, [], [], [], None)
-    origins = {
-        step: origin
-        for step in steps
-        if (origin := origin_of(step_directory(root, step))) is not None
-    }
+        return Candidates(None, [], [])
     try:
         newest = read_pointer(root)
     except InputError as error:
-        # Without a pointer the highest start is the best guess. The steps outside its course are a
-        # last resort, so they come after it.
-        course = _course_of(_last_of_highest_start(origins, steps), steps, origins)
-        return Candidates(
-            str(error),
-            [*course, *(step for step in reversed(steps) if step not in course)],
-            [],
-            [],
-            None,
-        )
-    later_start = _step_after_pointer(root, newest, origins)
-    stale = None
-    if later_start is not None:
-        stale = (
-            f"{root / LATEST} names iteration {newest}, but a later start has saved "
-            f"{step_directory(root, later_start).name} since: the pointer is not followed"
-        )
-        newest = later_start
-    course = [step for step in _course_of(newest, steps, origins) if step <= newest]
+        return Candidates(str(error), steps, [])
     return Candidates(
         None,
-        course,
-        [step for step in steps if step > newest],
-        [step for step in steps if step <= newest and step not in course],
-        stale,
+        [step for step in steps if step <= newest],
+        [step for step in reversed(steps) if step > newest],
     )
 
 
-def origin_of(step: Path) -> Origin | None:
-    """Returns which start saved a step; None if its manifest cannot be read."""
-    try:
-        return Manifest.read(step).origin
-    except InputError:
-        return None
-
-
-def _last_of_highest_start(origins: Mapping[int, Origin], steps: Sequence[int]) -> int:
-    return max(origins, key=lambda step: (origins[step].start, step), default=max(steps, default=0))
-
-
-def _course_of(newest: int, steps: Sequence[int], origins: Mapping[int, Origin]) -> list[int]:
-    """Returns the step and the steps that led to it, in descending order.
-
-    A step whose origin cannot be read may belong to the course, so the list contains it too. The
-    list also contains steps of the same start that are later than `newest`.
-    """
-    origin = origins.get(newest, Origin())
-    return [
-        step
-        for step in reversed(steps)
-        if step not in origins or origin.includes(origins[step], step)
-    ]
-
-
-def _step_after_pointer(root: Path, newest: int, origins: Mapping[int, Origin]) -> int | None:
-    """Returns the newest complete step of the highest start if the pointer is stale, else None.
-
-    The pointer is stale if that start is later than the one whose step the pointer names, and saved
-    its step after the pointer was written. The time matters because a user may have set the
-    pointer by hand since: such a pointer is followed.
-    """
-    complete = {
-        step: origin for step, origin in origins.items() if is_complete(step_directory(root, step))
-    }
-    last = _last_of_highest_start(complete, [])
-    if newest not in origins or last not in origins or origins[last].start <= origins[newest].start:
-        return None
-    try:
-        pointed_at, saved_at = (
-            path.stat().st_mtime_ns
-            for path in (root / LATEST, step_directory(root, last) / MANIFEST)
-        )
-    except OSError:
-        return None
-    return last if saved_at > pointed_at else None
-
-
 def newest_good_step(
-    root: Path, there: Candidates, fault_of: FaultOf, *, fallback: bool
+    root: Path, there: Candidates, fault_of: Callable[[Path], str | None], *, fallback: bool
 ) -> FoundStep:
     """Returns the first candidate without a fault.
 
@@ -226,15 +163,11 @@ def newest_good_step(
     fallback: whether to go on to the next candidate after a fault.
     Raises InputError if no candidate is good, or if one has a fault and `fallback` is false.
     """
-    notices = [] if there.stale is None else [f"warning: {there.stale}"]
+    notices = []
     if there.later:
+        names = ", ".join(step_directory(root, step).name for step in there.later)
         notices.append(
-            f"{root}: later than the checkpoint that {LATEST} names, and not used: "
-            f"{_names(root, there.later)}"
-        )
-    if there.left:
-        notices.append(
-            f"{root}: of a course that was left, and not used: {_names(root, there.left)}"
+            f"{root}: later than the checkpoint that {LATEST} names, and not used: {names}"
         )
     faults = [] if there.fault is None else [there.fault]
     for number in there.steps:
@@ -305,7 +238,3 @@ def _nothing_there(options: CheckpointConfig, there: Candidates, program: str) -
         f"{load_advice(options.load or '', program)}. To begin without a checkpoint add "
         "--allow-fresh-start"
     )
-
-
-def _names(root: Path, steps: Sequence[int]) -> str:
-    return ", ".join(step_directory(root, step).name for step in steps)

@@ -13,20 +13,20 @@
                                                             (NAME/exp_avg ..), NAME/master
                      rng_00000.safetensors     random-number streams, one file per rank
                      tokenizer.json ..         the tokenizer's files (data/tokenizer_files.py)
-                     manifest.json             size and SHA-256 of each of these files, and which
-                                               start saved them; written last
+                     manifest.json             size and SHA-256 of each of these files; written last
 
 A start writes a step into iter_0000040.tmp-TOKEN, syncs it, and renames it. TOKEN is different for
 every start. A tensor that all TP ranks hold alike is in the file of TP rank 0 only. A tied
 embedding is in the file of the first pipeline rank only. These other names are not steps:
 
     iter_N.tmp-TOKEN, latest_..txt.tmp-TOKEN    unfinished; the next start removes them
-    iter_N.deleted-TOKEN                        about to be deleted; the next start restores it if
-                                                it is still complete
-    iter_N.superseded, iter_N.superseded2 ..    a step of a course that was left; readers ignore it
-                                                (retention.py)
-    iter_N.old                                  a step that another step is replacing; readers use
-                                                it while iter_N is missing
+    iter_N.deleted-TOKEN                        about to be deleted; the next start removes it
+    iter_N.superseded, iter_N.superseded2 ..    a step that does not lead to the newest one, because
+                                                the run went on from an earlier step; readers ignore
+                                                it
+    iter_N.old                                  older versions moved a step there that they
+                                                replaced; the next start gives it its name back, or
+                                                removes it if iter_N exists
 """
 
 from __future__ import annotations
@@ -36,22 +36,20 @@ from pathlib import Path
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
-from megatron_lite.data.durable_files import sync_file
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG, METADATA = "config.json", "metadata.json"
 MOST_ITERATIONS = 10**9 - 1  # the longest name of a step has nine digits
-STEP_NAME = re.compile(r"iter_(\d{7,9})(\.old)?")
+STEP_NAME = re.compile(r"iter_(\d{7,9})")
 SUPERSEDED = re.compile(r"iter_(\d{7,9})\.superseded\d*")
-UNFINISHED = re.compile(r"iter_\d{7,9}\.tmp(-\w+)?|" + re.escape(LATEST) + r"\.tmp(-\w+)?")
+UNFINISHED = re.compile(r"(iter_\d{7,9}|" + re.escape(LATEST) + r")\.tmp(-\w+)?")
 CONDEMNED = re.compile(r"iter_\d{7,9}\.deleted(-\w+)?")
+REPLACED = re.compile(r"iter_\d{7,9}\.old")
 
 
 def step_directory(root: Path, iteration: int) -> Path:
-    """Returns the path of an iteration's checkpoint: iter_N, or iter_N.old if only that exists."""
-    final = root / f"iter_{iteration:07d}"
-    old = final.with_suffix(".old")
-    return old if old.exists() and not final.exists() else final
+    """Returns the path of an iteration's checkpoint."""
+    return root / f"iter_{iteration:07d}"
 
 
 def shard_file(kind: str, pp_rank: int, tp_rank: int, tp_size: int) -> str:
@@ -85,8 +83,6 @@ def read_pointer(root: Path) -> int:
     Raises InputError if the pointer is missing or names no step.
     """
     pointer = root / LATEST
-    if not pointer.exists():
-        raise InputError(f"{pointer}: no such file")
     text = read_input(pointer, 32).decode(errors="replace").strip()
     if not re.fullmatch(r"\d{1,9}", text):
         raise InputError(f"{pointer}: expected an iteration number, found {text!r}")
@@ -94,10 +90,3 @@ def read_pointer(root: Path) -> int:
     if not step.is_dir():
         raise InputError(f"{pointer}: names iteration {text}, but {step.name} does not exist")
     return int(text)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Writes a file and syncs its contents. The caller syncs the folder."""
-    with path.open("wb") as file:
-        file.write(data)
-        sync_file(file)

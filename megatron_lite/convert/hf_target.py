@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from megatron_lite.checkpointing.step_files import write_synced
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_config import CONFIG, to_hf
 from megatron_lite.convert.hf_layouts import LAYOUTS
@@ -22,6 +21,7 @@ from megatron_lite.convert.safetensors_file import SafetensorsFile
 from megatron_lite.convert.staging import check_absent, complete_folder
 from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
 from megatron_lite.convert.weight_formats import Described, WeightSource
+from megatron_lite.data.durable_files import write_synced
 
 SHARD_BYTES = 5 * 10**9
 

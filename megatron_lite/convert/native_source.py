@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.shards import ShardReader
+from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import CONFIG
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError

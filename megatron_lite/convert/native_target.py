@@ -17,17 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.layout import SavedLayout
 from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, row_of
-from megatron_lite.checkpointing.metadata import Metadata
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Metadata, Progress
+from megatron_lite.checkpointing.shards import SavedLayout
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
     LATEST,
     METADATA,
     parameters_file,
     shard_file,
-    write_synced,
 )
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
@@ -39,6 +37,7 @@ from megatron_lite.convert.safetensors_file import SafetensorsFile
 from megatron_lite.convert.staging import check_absent, complete_folder
 from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
 from megatron_lite.convert.weight_formats import Described, WeightSource
+from megatron_lite.data.durable_files import write_synced
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import CONFIG
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_lite.checkpointing.lock import NO_LOCKS
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import sync_folder
+from megatron_lite.data.durable_files import sync
 
 SUFFIX = ".incomplete"
 LOCK = "conversion.lock"
@@ -60,7 +60,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
                 (folder / LOCK).unlink()
                 sync_tree(folder)
                 os.rename(folder, target)
-                sync_folder(str(target.parent))
+                sync(target.parent)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -74,9 +74,8 @@ def sync_tree(folder: Path) -> None:
         if path.is_dir():
             sync_tree(path)
         else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-    sync_folder(str(folder))
+            sync(path)
+    sync(folder)
 
 
 def _remove_left(target: Path) -> None:

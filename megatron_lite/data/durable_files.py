@@ -5,45 +5,47 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import IO, Any
+from pathlib import Path
 
 from megatron_lite.config.checks import InputError
 
 
-def sync_file(file: IO[Any]) -> None:
-    """Returns once all data written to an open file is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def sync_folder(path: str) -> None:
-    """Returns once the names in a folder (new, renamed, removed) are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def sync(path: Path | str) -> None:
+    """Returns once the contents of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
+def write_synced(path: Path | str, content: bytes) -> None:
+    """Writes a file whose contents are then on the disk. The caller syncs the folder.
+
+    It is for a file in a folder that gets its name later, when everything in it is on the disk.
+    """
+    Path(path).write_bytes(content)
+    sync(path)
+
+
 @contextlib.contextmanager
 def written_beside(path: str, *, name: str | None = None) -> Iterator[str]:
     """Yields the name under which the block writes a file.
 
-    After the block the file has the name `path` and its contents are on the disk. If the block
-    raises, nothing is left of the file. The caller syncs the folder. An OSError of the block or of
-    the renaming is raised unchanged.
+    After the block the file has the name `path`, and both are on the disk. If the block raises,
+    nothing is left of the file. An OSError of the block or of the renaming is raised unchanged.
 
     name: the name to yield; the default contains the number of this process.
     """
     tmp = name or f"{path}.tmp-{os.getpid()}"
     try:
         yield tmp
-        with open(tmp, "rb") as file:
-            os.fsync(file.fileno())
+        sync(tmp)
         os.replace(tmp, path)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(tmp)
+    sync(os.path.dirname(path) or ".")
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import sync_file, sync_folder
+from megatron_lite.data.durable_files import sync, write_synced
 
 Arrays = dict[str, np.ndarray]
 LIST, KEY = "arrays.json", "key.json"
@@ -248,14 +248,12 @@ def _write(path: str, key: str, build: Build) -> None:
         for name, array in build(allocate).items():
             if array is not mapped.get(name):
                 np.save(os.path.join(tmp, name + ".npy"), array, allow_pickle=False)
-            with open(os.path.join(tmp, name + ".npy"), "r+b") as written:
-                sync_file(written)
+            sync(os.path.join(tmp, name + ".npy"))
+            with open(os.path.join(tmp, name + ".npy"), "rb") as written:
                 expected[name] = _Expected(array.dtype.str, array.shape, _checksum(written))
         for name, content in ((LIST, _listed(expected)), (KEY, key.encode())):
-            with open(os.path.join(tmp, name), "wb") as file:
-                file.write(content)
-                sync_file(file)
-        sync_folder(tmp)
+            write_synced(os.path.join(tmp, name), content)
+        sync(tmp)
         _remove(path)
         try:
             os.rename(tmp, path)
@@ -264,7 +262,7 @@ def _write(path: str, key: str, build: Build) -> None:
             # caller reads its copy.
             if not os.path.isdir(path):
                 raise
-        sync_folder(os.path.dirname(path))
+        sync(os.path.dirname(path))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
 

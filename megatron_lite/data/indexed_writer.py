@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import sync_file, sync_folder
+from megatron_lite.data.durable_files import sync
 from megatron_lite.data.indexed import HEADER, MAGIC, TOKEN_DTYPES, VERSION
 
 
@@ -95,18 +95,19 @@ class IndexedDatasetWriter:
             )
             for array in (lengths, offsets.astype("<i8"), np.array(self._document_indices, "<i8")):
                 file.write(array.tobytes())
-            sync_file(file)
         with _naming(self.prefix + ".bin"):
-            sync_file(self._file)
+            self._file.close()
+            sync(self._idx_tmp)
+            sync(self._bin_tmp)
             # The old index is removed first, and its removal reaches the disk first. So an old .idx
             # never lies beside the new .bin, whose size it may fit by chance, even if the process
             # or the machine dies in between. IndexedDataset relies on this order.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.prefix + ".idx")
-            sync_folder(os.path.dirname(self.prefix) or ".")
+            sync(os.path.dirname(self.prefix) or ".")
             os.replace(self._bin_tmp, self.prefix + ".bin")
             os.replace(self._idx_tmp, self.prefix + ".idx")
-            sync_folder(os.path.dirname(self.prefix) or ".")
+            sync(os.path.dirname(self.prefix) or ".")
 
 
 @contextlib.contextmanager

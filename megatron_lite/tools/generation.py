@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
+from megatron_lite.checkpointing.start import find_step
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_lite.checkpointing.saver import Claim, Saver, claim_directory
+from megatron_lite.checkpointing.directory import Claim, claim_directory
+from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.start import find_start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
@@ -194,9 +195,7 @@ def _build(
         num_iterations=num_iterations,
         batches=batches,
         start=start,
-        saver=Saver(
-            config.checkpoint, parallel, claim, started_at=done.iteration, course=start.course
-        ),
+        saver=Saver(config.checkpoint, parallel, claim, started_at=done.iteration),
         tokenizer=_tokenizer_contents(config, parallel),
         rules=rules,
         notices=(

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import sync_folder, written_beside
+from megatron_lite.data.durable_files import written_beside
 from megatron_lite.training.appended import AppendedFile, opening
 from megatron_lite.training.skipped import SkippedUpdate
 
@@ -122,7 +122,6 @@ def _replace(path: Path, text: str) -> None:
                 shutil.copyfile(path, temporary)
     with written_beside(str(path), name=str(temporary)):
         temporary.write_text(text)
-    sync_folder(str(path.parent))
 
 
 def _previous(path: Path) -> list[tuple[int, Path]]:

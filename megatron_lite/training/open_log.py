@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from datetime import datetime
 
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig

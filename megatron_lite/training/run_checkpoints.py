@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron_lite.checkpointing.load import Loaded, load_checkpoint
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import Start

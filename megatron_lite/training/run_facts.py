@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.flops import hardware_flops, step_flops

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.step_files import step_directory
 from megatron_lite.config.invocation import SCRIPT, subcommand
 from megatron_lite.config.run import RunConfig

@@ -35,9 +35,9 @@ def root(tmp_path: Path, beginning: Path) -> Path:
 
 
 def calls_of_a_save(root: Path, saved: Saved) -> list[Call]:
-    """It replaces step 2, supersedes step 3, and deletes step 1."""
+    """It sets steps 2 and 3 aside, and deletes step 1 and the old step 2."""
     with recorded() as calls:
-        assert saved.start(root, 1, [2], save_keep_last=1).iteration == 1
+        assert saved.start(root, 1, [2], save_keep_last=1) == 1
     assert sorted(path.name for path in root.glob("iter_*")) == [
         "iter_0000002",
         "iter_0000003.superseded",
@@ -106,27 +106,26 @@ def test_the_pointers_text_is_on_the_disk_before_it_gets_its_name(root: Path, sa
     assert synced < place and calls[synced].times == rename.times
 
 
-def test_nothing_is_deleted_or_set_aside_for_good_before_the_pointer_is_on_the_disk(
+def test_nothing_is_deleted_before_the_pointer_nor_set_aside_before_the_name_is_on_the_disk(
     root: Path, saved: Saved
 ) -> None:
     calls = calls_of_a_save(root, saved)
-    durable = index(calls, "fsync", lambda call: call.path == str(root), after=pointed(calls, root))
-    gone = [
-        place
-        for place, call in enumerate(calls)
-        if "iter_" in call.path
-        and ".tmp" not in call.path
-        and (
-            call.name in ("unlink", "rmdir")
-            or (call.name == "rename" and (".deleted" in call.target or ".supers" in call.target))
-        )
-    ]
-    assert len(gone) > 7 and min(gone) > durable
+    durable = {".superseded": published(calls, root), ".deleted": pointed(calls, root)}
+    for ending, place in durable.items():
+        synced = index(calls, "fsync", lambda call: call.path == str(root), after=place)
+        gone = [
+            number
+            for number, call in enumerate(calls)
+            if call.name == "rename"
+            and ending in call.target
+            and call.path != str(root / "iter_0000002")  # it makes room for the new one
+        ]
+        assert gone and min(gone) > synced
 
 
 def test_a_step_has_lost_its_name_on_the_disk_before_its_files_go(root: Path, saved: Saved) -> None:
     calls = calls_of_a_save(root, saved)
-    for step in ("iter_0000001", "iter_0000002.old"):
+    for step in ("iter_0000001", "iter_0000002.superseded"):
         renamed = index(calls, "rename", lambda call, step=step: call.path == str(root / step))
         target = calls[renamed].target
         first = index(

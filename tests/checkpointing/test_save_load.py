@@ -79,12 +79,13 @@ def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path: Path) -> N
     assert step_bytes(tmp_path, 1) == before
 
 
-def test_saving_over_an_existing_step_replaces_it(tmp_path: Path) -> None:
+def test_saving_over_an_existing_step_sets_it_aside(tmp_path: Path) -> None:
     run(1, save=tmp_path)
     run(1, dict(seed=2), save=tmp_path, load=tmp_path, finetune=True)
     config = json.loads((tmp_path / "iter_0000001" / "config.json").read_text())
     assert config["training"]["seed"] == 2
-    assert {path.name for path in tmp_path.iterdir()} == {"iter_0000001", LATEST, LOCK, LOG_FILE}
+    names = {"iter_0000001", "iter_0000001.superseded", LATEST, LOCK, LOG_FILE}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_a_bf16_checkpoint_continues_in_float32_from_its_masters_and_the_other_way_round(

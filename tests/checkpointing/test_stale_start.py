@@ -1,118 +1,33 @@
 """A start that its launcher has given up, and that wakes while or after a later start has used the
 directory, changes nothing.
 
-It is held at every named point of a save, and, in one process, before every call that the file
-system sees. Whatever it is held in, the later start's steps keep their names and bytes, and the
-pointer keeps naming the last of them.
+It is held before every call that the file system sees. Whatever it is held in, the later start's
+steps keep their names and bytes, and the pointer keeps naming the last of them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from megatron_lite.checkpointing import points, retention
-from megatron_lite.checkpointing.points import Point
-from megatron_lite.checkpointing.retention import remove_leftovers
+from megatron_lite.checkpointing import write
+from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.checkpointing.start import candidates, step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.run import RunConfig
 from tests.support.checkpoints import flip_bit
 from tests.support.forks import status_of_fork
-from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end
 from tests.support.saves import saving_run, train
 from tests.support.starts import Saved
-
-JOB = dict(SLURM_JOB_ID="7")
-
-
-# --- whole runs, held at the named points ---
-
-
-def first_start(rank: int, world_size: int, config: RunConfig) -> str:
-    os.environ.update(JOB, SLURM_RESTART_COUNT="0")
-    return train(rank, world_size, config)
-
-
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Callable[[int], Path]:
-    """By the number of ranks a directory of three steps, of which only the first is good: a run
-    that goes on from it replaces the second, supersedes the third, and deletes the first."""
-    made: dict[int, Path] = {}
-
-    def of(ranks: int) -> Path:
-        if ranks not in made:
-            made[ranks] = tmp_path_factory.mktemp("damaged") / "steps"
-            config = saving_run(made[ranks], 3, tp_size=ranks, load=False)
-            run_ranks(first_start, ranks, config, detail=False)
-            for step in (2, 3):
-                file = f"iter_{step:07d}/model_pp00_tp00of{ranks:02d}.safetensors"
-                flip_bit(made[ranks] / file, 4001)
-        return made[ranks]
-
-    return of
-
-
-def later_start(config: RunConfig) -> None:
-    dist.distributed_c10d.GroupMember.WORLD = None
-    os.environ.update(JOB, SLURM_RESTART_COUNT="1")
-    run_to_end(config)
-
-
-def check_run(folder: Path, damaged: Path, ranks: int, point: Point, async_save: bool) -> None:
-    """Start 0 is held while it saves step 2. Start 1, a process of its own on one rank, goes on to
-    step 4. Then start 0 wakes."""
-    shutil.copytree(damaged, folder)
-    newer = saving_run(folder, 4)
-    newer = replace(newer, training=replace(newer.training, seed=9))
-
-    def stale(rank: int, world_size: int) -> str:
-        def reached(at: Point) -> None:
-            if at is not point or rank != 0:
-                return
-            points.reached = lambda at: None
-            assert status_of_fork(lambda: later_start(newer)) == 0
-
-        points.reached = reached
-        options = dict(async_save=async_save, save_keep_last=1)
-        return first_start(rank, world_size, saving_run(folder, 2, tp_size=ranks, **options))
-
-    messages = run_ranks(stale, ranks, detail=False)
-    if point not in (Point.DELETED, Point.DONE):  # then nothing of its save was left to do
-        assert all("was given up for lost" in message for message in messages), messages
-    assert (folder / LATEST).read_text() == "4"
-    for step in (3, 4):
-        path = folder / f"iter_{step:07d}"
-        assert json.loads((path / "config.json").read_text())["training"]["seed"] == 9
-        assert step_fault(path) is None
-    there = candidates(folder)
-    assert (there.fault, there.stale, there.steps[0]) == (None, None, 4)
-    assert not list(folder.glob("*.tmp*"))
-
-
-@pytest.mark.parametrize(
-    "point", only(Point, *(list(Point).index(one) for one in (Point.RENAMED, Point.POINTED)))
-)
-def test_a_stale_start_publishes_nothing_over_the_newer_one(
-    tmp_path: Path, damaged: Callable[[int], Path], point: Point
-) -> None:
-    """Between two ranks in the training's own thread, on one in a background thread, by turns."""
-    two = list(Point).index(point) % 2 == 0
-    check_run(tmp_path / "steps", damaged(1 + two), 1 + two, point, async_save=not two)
-
-
-# --- a writer alone, held before every call that the file system sees ---
-
 
 RENAMES = ("replace", "rename")
 CALLS = (*RENAMES, "fsync", "mkdir", "unlink", "rmdir", "link")
@@ -120,51 +35,90 @@ REAL = {name: getattr(os, name) for name in CALLS}
 REAL["fsync"] = lambda descriptor: None  # it takes most of the test's time
 
 
-Hold = Callable[[pytest.MonkeyPatch, Callable[[], None]], None]
+def held_before(
+    patch: pytest.MonkeyPatch,
+    calls: tuple[str, ...],
+    number: int,
+    began: tuple[type, str],
+    meanwhile: Callable[[], None],
+) -> None:
+    """Calls `meanwhile` before that call of these functions, counted from 0 once `began` is called.
 
+    began: a class and the name of its method.
+    """
+    count = -1
 
-def before_call(calls: tuple[str, ...], number: int) -> Hold:
-    """Holds a start before one of these calls; the first one is counted once the directory is
-    taken."""
-
-    def hold(patch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
-        count = -1
-
-        def wrapped(real: Callable[..., object]) -> Callable[..., object]:
-            def call(*args: object, **kwargs: object) -> object:
-                nonlocal count
-                if count >= 0:
-                    count += 1
-                    if count - 1 == number:
-                        meanwhile()
-                return real(*args, **kwargs)
-
-            return call
-
-        def counting(*args: object, **kwargs: object) -> object:
+    def wrapped(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             nonlocal count
-            count = max(count, 0)
-            return remove_leftovers(*args, **kwargs)  # type: ignore[arg-type]
+            if count >= 0:
+                count += 1
+                if count - 1 == number:
+                    meanwhile()
+            return real(*args, **kwargs)
 
-        for name in calls:
-            patch.setattr(os, name, wrapped(REAL[name]))
-        patch.setattr(retention, "remove_leftovers", counting)
+        return call
 
-    return hold
+    real_began = getattr(*began)
+
+    def counting(*args: object, **kwargs: object) -> object:
+        nonlocal count
+        count = max(count, 0)
+        return real_began(*args, **kwargs)
+
+    for name in calls:
+        patch.setattr(os, name, wrapped(REAL[name]))
+    patch.setattr(*began, counting)
 
 
-def at_point(point: Point) -> Hold:
-    """Holds a start at the named point."""
+@pytest.mark.parametrize(("ranks", "number"), [(2, 1), (1, 3)])
+def test_a_stale_run_publishes_nothing_over_the_newer_one(
+    tmp_path: Path, ranks: int, number: int
+) -> None:
+    """Start 0 is held in a rename of its save of step 2. Start 1, a process of its own on one rank,
+    goes on to step 4. Then start 0 wakes. Between two ranks in the training's own thread, and on
+    one in a background thread."""
+    folder, job = tmp_path / "steps", dict(SLURM_JOB_ID="7")
+    run_ranks(train, ranks, saving_run(folder, 3, tp_size=ranks, load=False), detail=False)
+    for step in (2, 3):
+        flip_bit(folder / f"iter_{step:07d}/model_pp00_tp00of{ranks:02d}.safetensors", 4001)
+    newer = saving_run(folder, 4)
+    newer = replace(newer, training=replace(newer.training, seed=9))
 
-    def hold(patch: pytest.MonkeyPatch, meanwhile: Callable[[], None]) -> None:
-        def reached(at: Point) -> None:
-            if at is point:
-                patch.setattr(points, "reached", lambda at: None)
-                meanwhile()
+    def later_start() -> None:
+        dist.distributed_c10d.GroupMember.WORLD = None
+        for name in CALLS:
+            setattr(os, name, REAL[name])
+        os.environ.update(job, SLURM_RESTART_COUNT="1")
+        run_to_end(newer)
 
-        patch.setattr(points, "reached", reached)
+    statuses: list[int] = []
 
-    return hold
+    def stale(rank: int, world_size: int) -> str:
+        os.environ.update(job, SLURM_RESTART_COUNT="0")
+
+        def take_over() -> None:
+            statuses.append(status_of_fork(later_start))
+
+        config = saving_run(folder, 2, tp_size=ranks, async_save=ranks == 1, save_keep_last=1)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                begun = (write.StepWriter, "write")
+                held_before(patch, RENAMES, number, begun, take_over)
+            message = train(rank, world_size, config)
+        assert statuses == [0] * (rank == 0)
+        return message
+
+    messages = run_ranks(stale, ranks, detail=False)
+    assert all("was given up for lost" in message for message in messages), messages
+    assert (folder / LATEST).read_text() == "4"
+    for step in (3, 4):
+        assert step_fault(folder / f"iter_{step:07d}") is None
+        assert '"seed": 9' in (folder / f"iter_{step:07d}" / "config.json").read_text()
+    assert candidates(folder).steps[0] == 4 and not list(folder.glob("*.tmp*"))
+
+
+# --- a writer alone, held before every call that the file system sees ---
 
 
 @pytest.fixture(scope="module")
@@ -188,22 +142,26 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
-def check_held(root: Path, saved: Saved, hold: Hold, later: list[int]) -> bool:
-    """Holds a start, while a later one saves these iterations. Whether the start came to where it
-    is held."""
+def check_held(
+    root: Path, saved: Saved, calls: tuple[str, ...], number: int, later: list[int]
+) -> bool:
+    """Holds a start before a call, while a later one saves these iterations. Returns whether the
+    start came to that call."""
     at_the_end: dict[str, bytes] = {}
+    begun: tuple[Any, str] = (SaveDirectory, "remove_leftovers")
+    remove_leftovers = SaveDirectory.remove_leftovers
 
     def take_over() -> None:
         with pytest.MonkeyPatch.context() as inner:  # the later start is not held
             for name in CALLS:
                 inner.setattr(os, name, REAL[name])
-            inner.setattr(retention, "remove_leftovers", remove_leftovers)
+            inner.setattr(*begun, remove_leftovers)
             saved.start(root, 2, later)
             at_the_end.update(contents(root))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", REAL["fsync"])
-        hold(patch, take_over)
+        held_before(patch, calls, number, begun, take_over)
         try:
             saved.start(root, 1, [4], save_keep_last=1)
         except InputError as error:
@@ -212,9 +170,8 @@ def check_held(root: Path, saved: Saved, hold: Hold, later: list[int]) -> bool:
             return False
     assert contents(root) == at_the_end
     assert (root / LATEST).read_text() == str(later[-1])
-    there = candidates(root)
-    assert (there.fault, there.stale, there.steps[0]) == (None, None, later[-1])
-    assert saved.start(root, 3, []).iteration == later[-1]
+    assert candidates(root).fault is None
+    assert saved.start(root, 3, []) == later[-1]
     assert contents(root) == at_the_end
     return True
 
@@ -224,9 +181,7 @@ def check_all(
 ) -> int:
     """Holds a start before each of these calls by turns; how many there are."""
     number = 0
-    while check_held(
-        shutil.copytree(beginning, folder / str(number)), saved, before_call(calls, number), later
-    ):
+    while check_held(shutil.copytree(beginning, folder / str(number)), saved, calls, number, later):
         number += 1
     return number
 
@@ -234,19 +189,9 @@ def check_all(
 def test_held_before_any_change_of_a_name_a_stale_start_changes_nothing(
     tmp_path: Path, beginning: Path, saved: Saved
 ) -> None:
-    """A step moves aside and is deleted, one is published, the pointer moves, one is superseded,
-    three are deleted."""
-    assert check_all(tmp_path, beginning, saved, RENAMES, [3, 6]) == 8
-
-
-# no model is copied here
-@pytest.mark.parametrize("point", [point for point in Point if point is not Point.SNAPSHOT])
-def test_held_at_a_named_point_a_stale_start_changes_nothing(
-    tmp_path: Path, beginning: Path, saved: Saved, point: Point
-) -> None:
-    assert check_held(
-        shutil.copytree(beginning, tmp_path / "steps"), saved, at_point(point), [3, 6]
-    )
+    """A folder is made, two steps are set aside, one is published, the pointer moves,
+    and four are deleted."""
+    assert check_all(tmp_path, beginning, saved, ("mkdir", *RENAMES), [3, 6]) == 9
 
 
 @pytest.mark.long
@@ -255,3 +200,35 @@ def test_held_before_any_call_a_stale_start_changes_nothing(
     tmp_path: Path, beginning: Path, saved: Saved, later: list[int]
 ) -> None:
     assert check_all(tmp_path, beginning, saved, CALLS, later) > 30
+
+
+def test_a_later_start_takes_away_what_an_earlier_one_could_still_publish(
+    tmp_path: Path, saved: Saved
+) -> None:
+    """And it gives a step its name back that an older version had moved aside."""
+    saved.start(tmp_path, 0, [1, 2])
+    for name in ("iter_0000009.tmp-x", "iter_0000007.deleted-x"):
+        shutil.copytree(tmp_path / "iter_0000002", tmp_path / name)
+    (tmp_path / f"{LATEST}.tmp-x").write_text("")
+    (tmp_path / "iter_0000002").rename(tmp_path / "iter_0000002.old")
+    assert saved.start(tmp_path, 1, []) == 2
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"iter_0000001", "iter_0000002", LATEST, "lock.json"}
+
+
+def test_a_pointer_that_a_person_has_set_is_followed(tmp_path: Path, saved: Saved) -> None:
+    """The steps behind it are set aside by the next save, also if they are damaged."""
+    saved.start(tmp_path, 0, [2, 4, 6, 8])
+    (tmp_path / "iter_0000008" / "manifest.json").write_text("")
+    (tmp_path / LATEST).write_text("4")
+    there = candidates(tmp_path)
+    assert (there.fault, there.steps, there.later) == (None, [4, 2], [6, 8])
+    assert saved.start(tmp_path, 1, [7]) == 4
+    names = [path.name for path in sorted(tmp_path.glob("iter_*"))]
+    assert names == [
+        "iter_0000002",
+        "iter_0000004",
+        "iter_0000006.superseded",
+        "iter_0000007",
+        "iter_0000008.superseded",
+    ]

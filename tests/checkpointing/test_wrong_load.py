@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpointing.chosen_step import find_step
+from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 

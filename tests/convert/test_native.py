@@ -11,9 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import Metadata, read_config
-from megatron_lite.checkpointing.start import step_fault
+from megatron_lite.checkpointing.start import find_step, step_fault
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.convert.native_source import NativeSource

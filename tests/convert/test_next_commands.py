@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron_lite import __main__ as command
-from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import read_config
+from megatron_lite.checkpointing.start import find_step
 from tests.support.conversions import converted, save_tokenizer
 from tests.support.hf import PEERS
 from tests.support.programs import run_program

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron_lite.checkpointing.chosen_step import find_step
 from megatron_lite.checkpointing.metadata import read_config
+from megatron_lite.checkpointing.start import find_step
 from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.parallel.state import parallel_state

@@ -239,15 +239,14 @@ def test_any_changed_field_is_refused_or_changes_nothing_that_is_loaded(
     assert same(found, known[BEFORE if refused else NEWEST]) if found else str(folder) in text
 
 
-def test_a_checkpoint_without_the_number_of_its_start_still_loads(
+def test_a_manifest_of_an_older_version_still_loads(
     tmp_path: Path, good: Path, load: Load, known: dict[str, State]
 ) -> None:
-    """As versions before the numbers wrote it."""
+    """It had the number of the start that saved the step, and the steps that led to it."""
     folder = shutil.copytree(good, tmp_path / "steps")
     for step in (NEWEST, BEFORE):
         path = folder / step / MANIFEST
         values = json.loads(path.read_text())
-        kept = {key: values[key] for key in ("format", "iteration", "files")}
-        path.write_text(json.dumps(kept))
+        path.write_text(json.dumps({**values, "start": 2, "course": [[1, 1]]}))
     text, found = load(folder)
     assert "warning" not in text and same(found, known[NEWEST])

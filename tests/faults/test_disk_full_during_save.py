@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.points import Point
+from megatron_lite.checkpointing import write
+from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig
@@ -68,11 +68,14 @@ def check(folder: Path, begun: Path, messages: list[str], reasons: tuple[str, ..
 def text_is_full(folder: Path, rank: int) -> None:
     """The file is the device that is always full. (That of tensors has a random name.)"""
 
-    def reached(at: Point) -> None:
-        if at is Point.FOLDER:
-            (next(folder.glob("*.tmp-*")) / "manifest.json").symlink_to("/dev/full")
+    real = write._write_files
 
-    points.reached = reached
+    def writing(temporary: Path, snapshot: Snapshot) -> write.Rows:
+        if rank == 0:
+            (temporary / "manifest.json").symlink_to("/dev/full")
+        return real(temporary, snapshot)
+
+    write._write_files = writing
 
 
 def files_are_limited(folder: Path, rank: int) -> None:
@@ -83,12 +86,15 @@ def files_are_limited(folder: Path, rank: int) -> None:
 def folder_is_closed(folder: Path, rank: int) -> None:
     """After the run has begun. The kernel says so in one of two ways, by who asks."""
 
-    def reached(at: Point) -> None:
-        if at is Point.SNAPSHOT and rank == 0:
-            points.reached = lambda at: None
-            make_read_only(folder)
+    real = write.StepWriter.write
 
-    points.reached = reached
+    def writing(self: write.StepWriter, snapshot: Snapshot) -> list[str]:
+        if rank == 0:
+            write.StepWriter.write = real  # type: ignore[method-assign]
+            make_read_only(folder)
+        return real(self, snapshot)
+
+    write.StepWriter.write = writing  # type: ignore[method-assign]
 
 
 FULL = ("No space left on device",)

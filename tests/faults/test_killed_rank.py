@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpointing import points
-from megatron_lite.checkpointing.points import Point
+from megatron_lite.checkpointing import write
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.happenings import happens
 from tests.support.programs import completes, program
@@ -75,17 +74,16 @@ def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
 
 @pytest.mark.parametrize("more", [[], ["--async-save"]], ids=["sync", "async"])
 @pytest.mark.parametrize(
-    ("victim", "point"), [(1, Point.MODEL), (1, Point.LISTED), (0, Point.MANIFEST)]
+    ("victim", "function"), [(1, "row_of"), (1, "rows_from_plain"), (0, "sync")]
 )
 def test_a_rank_that_dies_in_a_save_ends_the_others(
-    tmp_path: Path, victim: int, point: Point, more: list[str]
+    tmp_path: Path, victim: int, function: str, more: list[str]
 ) -> None:
-    def prepare(rank: int) -> None:
-        def reached(at: Point) -> None:
-            if at is point and rank == victim:
-                _dies()
+    """In the middle of a rank's files, once every rank knows all files, and after the manifest."""
 
-        points.reached = reached
+    def prepare(rank: int) -> None:
+        if rank == victim:
+            setattr(write, function, lambda *_: _dies())
 
     with program([*_into(tmp_path), *more], ranks=2, prepare=prepare) as run:
         assert run.wait(victim, 1 - victim) == [-signal.SIGKILL, 1], run.everything()

@@ -13,21 +13,15 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpointing import directory, manifest, retention, start, write
-from megatron_lite.checkpointing import step_files as files
+from megatron_lite.checkpointing import directory, manifest, write
 from megatron_lite.checkpointing.directory import SaveDirectory
-from megatron_lite.checkpointing.layout import SavedLayout
-from megatron_lite.checkpointing.lock import DirectoryLock
-from megatron_lite.checkpointing.origin import Origin
-from megatron_lite.checkpointing.points import Point
-from megatron_lite.checkpointing.shards import ShardReader
+from megatron_lite.checkpointing.shards import SavedLayout, ShardReader
 from megatron_lite.data import durable_files as data_files
 from megatron_lite.training import appended, metrics
 from tests.checkpointing import test_durable_order as order
-from tests.checkpointing import test_origin, test_retention, test_stale_start
+from tests.checkpointing import test_retention, test_stale_start
 from tests.checkpointing.conftest import saved  # noqa: F401
 from tests.checkpointing.test_durable_order import beginning as order_beginning  # noqa: F401
-from tests.checkpointing.test_origin import two_starts  # noqa: F401
 from tests.checkpointing.test_stale_start import beginning  # noqa: F401
 from tests.faults import test_crafted_checkpoint as crafted
 from tests.faults.test_crafted_checkpoint import good, known, load  # noqa: F401
@@ -43,55 +37,32 @@ def nothing_is_synced(real: ModuleType) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(real), "fsync": lambda descriptor: None})
 
 
-@replaces("sync_file", files, write)
-def files_are_not_synced(_, file):
-    file.flush()
-
-
-@replaces("sync_folder", write)
-def folders_of_steps_are_not_synced(_, path):
+@replaces("sync", write)
+def files_are_not_synced(_, path):
     pass
 
 
-@replaces("sync_folder", directory)
+@replaces("sync", directory)
 def names_are_not_synced(_, path):
     pass
 
 
-@replaces("rename", SaveDirectory)
+@replaces("_rename", SaveDirectory)
 def the_pointer_comes_first(rename: Any, self: SaveDirectory, source: Path, target: Path) -> None:
     if ".tmp" in source.name and target.name.startswith("iter_"):
-        directory._point_at(self, int(target.name[5:]))
+        (self.root / "early").write_text(str(int(target.name[5:])))
+        os.rename(self.root / "early", self.root / directory.LATEST)
     rename(self, source, target)
 
 
-@replaces("_point_at", directory)
-def old_steps_go_before_the_pointer_moves(
-    point_at: Any, self: SaveDirectory, iteration: int
-) -> None:
-    aside = self.root / f"iter_{iteration:07d}.old"
-    if aside.exists():
-        self.delete(aside)
-    point_at(self, iteration)
-
-
-@replaces("rename", SaveDirectory)
+@replaces("_rename", SaveDirectory)
 def the_lock_is_not_looked_at_before_a_name_changes(_, self, source, target):
     os.replace(source, target)
 
 
-@replaces("take_away", SaveDirectory)
-def the_lock_is_not_looked_at_before_old_steps_are_deleted(_, self, step, target):
-    """Nor while their names are taken away."""
-    os.replace(step, target)
-
-
-@replaces("take_away", SaveDirectory)
-def a_step_that_was_taken_away_too_late_stays_away(
-    _: Any, self: SaveDirectory, step: Path, target: Path
-) -> None:
-    self._check_not_later(step)
-    self.rename(step, target)
+@replaces("_take_away", SaveDirectory)
+def a_step_that_was_taken_away_too_late_stays_away(_, self, step, target):
+    self._rename(step, target)
 
 
 class _Nothing:
@@ -101,19 +72,9 @@ class _Nothing:
         return None
 
 
-@replaces("UNFINISHED", retention)
+@replaces("UNFINISHED", directory)
 def a_later_start_leaves_unfinished_names(_):
     return _Nothing()
-
-
-@replaces("_step_after_pointer", start)
-def the_later_start_is_not_preferred(_, root, newest, origins):
-    return None
-
-
-@replaces("includes", Origin)
-def every_step_is_on_the_course(_, self, other, iteration):
-    return True
 
 
 def links_and_pipes_are_read(patch: Patch) -> None:
@@ -144,11 +105,6 @@ def files_are_not_compared_with_their_layout(
         return self._file(self._path(layout, 0)).get_tensor(key).dtype
 
 
-@replaces("SUPERSEDED", retention)
-def set_aside_steps_stay_for_ever(_):
-    return _Nothing()
-
-
 class _AtZero:
     """A pattern that takes every step that was set aside for one of iteration 0."""
 
@@ -156,7 +112,7 @@ class _AtZero:
         return (name, "0") if ".superseded" in name else None
 
 
-@replaces("SUPERSEDED", retention)
+@replaces("SUPERSEDED", directory)
 def set_aside_steps_go_at_once(_):
     return _AtZero()
 
@@ -172,60 +128,17 @@ def the_old_text_moves_away_before_the_new_one_is_there(_: Any, path: Path, text
     path.write_text(text)
 
 
-@replaces("check", DirectoryLock)
-def the_look_at_the_lock_is_skipped(_, self):
-    pass
-
-
 RENAMES = test_stale_start.test_held_before_any_change_of_a_name_a_stale_start_changes_nothing
-POINTS = test_stale_start.test_held_at_a_named_point_a_stale_start_changes_nothing
+SYNCED = order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name
 
 MUTANTS = [
-    Mutant(the_look_at_the_lock_is_skipped, POINTS, dict(point=Point.POINTED)),
-    Mutant(the_lock_is_not_looked_at_before_a_name_changes, POINTS, dict(point=Point.RENAMED)),
-    Mutant(
-        the_lock_is_not_looked_at_before_old_steps_are_deleted, POINTS, dict(point=Point.POINTED)
-    ),
-    Mutant(the_lock_is_not_looked_at_before_old_steps_are_deleted, RENAMES),
+    Mutant(the_lock_is_not_looked_at_before_a_name_changes, RENAMES),
     Mutant(a_step_that_was_taken_away_too_late_stays_away, RENAMES),
     Mutant(a_later_start_leaves_unfinished_names, RENAMES),
-    Mutant(
-        nothing_is_synced,
-        order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name,
-    ),
-    Mutant(
-        files_are_not_synced,
-        order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name,
-    ),
-    Mutant(
-        files_are_not_synced, order.test_the_pointers_text_is_on_the_disk_before_it_gets_its_name
-    ),
-    Mutant(
-        folders_of_steps_are_not_synced,
-        order.test_every_file_and_then_the_folder_is_synced_before_the_step_gets_its_name,
-    ),
+    Mutant(nothing_is_synced, SYNCED),
+    Mutant(files_are_not_synced, SYNCED),
     Mutant(names_are_not_synced, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
-    Mutant(
-        names_are_not_synced, order.test_a_step_has_lost_its_name_on_the_disk_before_its_files_go
-    ),
-    Mutant(names_are_not_synced, order.test_a_save_is_over_when_the_pointer_is_on_the_disk),
     Mutant(the_pointer_comes_first, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
-    Mutant(
-        old_steps_go_before_the_pointer_moves,
-        order.test_nothing_is_deleted_or_set_aside_for_good_before_the_pointer_is_on_the_disk,
-    ),
-    Mutant(
-        the_later_start_is_not_preferred,
-        test_origin.test_a_pointer_of_a_start_before_the_last_one_is_not_followed,
-    ),
-    Mutant(
-        every_step_is_on_the_course,
-        test_origin.test_a_step_of_a_course_that_was_left_is_set_aside_by_the_next_save,
-    ),
-    Mutant(
-        set_aside_steps_stay_for_ever,
-        test_retention.test_steps_that_were_set_aside_go_once_the_run_has_come_as_far,
-    ),
     Mutant(
         set_aside_steps_go_at_once,
         test_retention.test_steps_that_were_set_aside_go_once_the_run_has_come_as_far,
@@ -256,12 +169,6 @@ MUTANTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def roots(order_beginning: Path, two_starts: Path) -> dict[str, Path]:  # noqa: F811
-    """The directories that tests begin with, by their modules."""
-    return {order.__name__: order_beginning, test_origin.__name__: two_starts}
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_is_seen(
     mutant: Mutant, monkeypatch: Patch, request: pytest.FixtureRequest, tmp_path: Path
@@ -273,6 +180,6 @@ def test_is_seen(
     }
     if "root" in inspect.signature(mutant.test).parameters:
         fixtures["root"] = shutil.copytree(
-            request.getfixturevalue("roots")[mutant.test.__module__], tmp_path / "steps"
+            request.getfixturevalue("order_beginning"), tmp_path / "steps"
         )
     assert_seen(mutant, monkeypatch, **fixtures)

@@ -8,28 +8,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
-from megatron_lite.checkpointing import retention
+from megatron_lite.checkpointing.directory import Claim, SaveDirectory
 from megatron_lite.checkpointing.lock import DirectoryLock, Holder
 from megatron_lite.checkpointing.manifest import Manifest
 from megatron_lite.checkpointing.snapshot import Snapshot, take_snapshot
-from megatron_lite.checkpointing.start import candidates, newest_good_step, origin_of, step_fault
-from megatron_lite.checkpointing.step_files import METADATA, saved_steps, step_directory
+from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
+from megatron_lite.checkpointing.step_files import METADATA
 from megatron_lite.checkpointing.write import StepWriter
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from tests.support.runs import tiny_run
-
-
-class Began(NamedTuple):
-    """The iteration from which a start continues, and the number of the start in the directory."""
-
-    iteration: int
-    start: int
 
 
 class Saved:
@@ -41,19 +32,14 @@ class Saved:
     def at(self, iteration: int) -> Snapshot:
         metadata = json.loads(self._snapshot.texts[METADATA])
         metadata["progress"]["iteration"] = iteration
-        return replace(
-            self._snapshot,
-            iteration=iteration,
-            texts={**self._snapshot.texts, METADATA: json.dumps(metadata)},
-        )
+        texts = {**self._snapshot.texts, METADATA: json.dumps(metadata).encode()}
+        return self._snapshot._replace(iteration=iteration, texts=texts)
 
-    def start(self, root: Path, number: int, iterations: list[int], **options: object) -> Began:
-        """Runs one start of a job: locks the directory, reads the newest good step, and saves."""
-        starts = [
-            origin.start
-            for step in saved_steps(root)
-            if (origin := origin_of(step_directory(root, step)))
-        ]
+    def start(self, root: Path, number: int, iterations: list[int], **options: object) -> int:
+        """Runs one start of a job: locks the directory, reads the newest good step, and saves.
+
+        Returns the iteration from which it continues.
+        """
         holder = Holder(
             job="7",
             run="r",
@@ -63,25 +49,22 @@ class Saved:
             pid=42,
             token=f"token{number}",
         )
-        lock = DirectoryLock(root, holder, after_start=max(starts, default=0))
-        retention.remove_leftovers(root, lock.token)
-        there = candidates(root)
-        began, course = 0, ()
+        directory = SaveDirectory(root, DirectoryLock(root, holder))
+        directory.remove_leftovers()
+        there, began = candidates(root), 0
         if there.steps:
-            manifest = Manifest.read(newest_good_step(root, there, step_fault, fallback=True).step)
-            began, course = manifest.iteration, manifest.origin.course_from(manifest.iteration)
+            step = newest_good_step(root, there, step_fault, fallback=True).step
+            began = Manifest.read(step).iteration
         writer = StepWriter(
-            CheckpointConfig(save=str(root), **options),
+            CheckpointConfig(save=str(root), **options),  # type: ignore[arg-type]
             self._parallel,
-            token=lock.token,  # type: ignore[arg-type]
-            lock=lock,
+            Claim(holder.token, directory),
             started_at=began,
-            course=course,
         )
         for iteration in iterations:
             writer.write(self.at(iteration))
-        lock.release()
-        return Began(began, lock.start)
+        directory.lock.release()
+        return began
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import appended

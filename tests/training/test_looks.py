@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpointing.progress import Progress
+from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from megatron_lite.checkpointing.layout import MOST_ELEMENTS
-from megatron_lite.checkpointing.progress import MOST_SAMPLES, Progress
+from megatron_lite.checkpointing.metadata import MOST_SAMPLES, Progress
+from megatron_lite.checkpointing.shards import MOST_ELEMENTS
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig

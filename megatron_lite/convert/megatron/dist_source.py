@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.layout import MOST_DIMS, MOST_ELEMENTS
 from megatron_lite.checkpointing.other_systems import DIST_METADATA
+from megatron_lite.checkpointing.shards import MOST_DIMS, MOST_ELEMENTS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input
 from megatron_lite.convert.megatron.checkpoint_args import arguments_of, model_of

@@ -26,13 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_lite.checkpointing.other_systems import DIST_METADATA
-from megatron_lite.checkpointing.step_files import LATEST, write_synced
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.convert.megatron import written_args
 from megatron_lite.convert.megatron.dist_source import COMMON, STATES
 from megatron_lite.convert.megatron.parameter_names import LAYERS, OUTPUT, stacked_name
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder
 from megatron_lite.convert.weight_formats import Described, WeightSource
+from megatron_lite.data.durable_files import write_synced
 from megatron_lite.parallel.torch_internals import storage_info
 
 SHARDS = "__0_0.distcp"

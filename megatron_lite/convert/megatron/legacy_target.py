@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.step_files import LATEST, write_synced
+from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage, stages
@@ -26,6 +26,7 @@ from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.parameters import parameter_specs
 from megatron_lite.convert.staging import check_absent, complete_folder
 from megatron_lite.convert.weight_formats import Described, WeightSource
+from megatron_lite.data.durable_files import write_synced
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import FakeTensorMode
 

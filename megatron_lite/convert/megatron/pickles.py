@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_lite.checkpointing.layout import MOST_DIMS
+from megatron_lite.checkpointing.shards import MOST_DIMS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 

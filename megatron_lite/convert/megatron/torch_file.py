@@ -18,7 +18,7 @@ from typing import IO, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.layout import MOST_DIMS
+from megatron_lite.checkpointing.shards import MOST_DIMS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, open_input, regular_path
 from megatron_lite.convert.megatron.pickles import (

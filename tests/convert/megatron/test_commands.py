@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpointing.chosen_step import find_step
+from megatron_lite.checkpointing.start import find_step
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.formats import FORMATS, TargetOptions
 from megatron_lite.convert.megatron.checkpoint_args import MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
