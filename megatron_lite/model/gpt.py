@@ -19,10 +19,13 @@ from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.sequence_spans import select
 from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
-from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
-from megatron_lite.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron_lite.tensor_parallel.cross_entropy import (
+    Columns,
+    vocab_parallel_cross_entropy,
+    vocab_parallel_linear_cross_entropy,
+)
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
-from megatron_lite.tensor_parallel.linear_cross_entropy import vocab_parallel_linear_cross_entropy
+from megatron_lite.tensor_parallel.linear import column_parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
@@ -93,9 +96,10 @@ class GPTModel(nn.Module):
             mark(weight, replace(spec_of(weight), tied=True, is_copy=not stage.is_first))
         # This rank's true ids. The padding is at the end of the vocabulary, so the last ranks may
         # have fewer ids than columns, or none.
-        columns = padded_vocab_size // context.size
-        self.first_id = context.rank * columns
-        self.num_ids = max(0, min(columns, vocab_size - self.first_id))
+        length = padded_vocab_size // context.size
+        first_id = context.rank * length
+        num_ids = max(0, min(length, vocab_size - first_id))
+        self.columns = Columns(context.group, first_id, num_ids, context.loss_kernels)
         self._rotates = any(
             map(
                 config.layer_rotates, range(stage.first_layer, stage.first_layer + stage.num_layers)
@@ -145,29 +149,21 @@ class GPTModel(nn.Module):
             forward computes the gradients too, in one pass over the chunks. See `grad_losses` of
             vocab_parallel_linear_cross_entropy for what must hold.
         """
-        labels, group = labels.t(), self.context.group
+        labels = labels.t()
         if self.loss_chunk_size is None:
+            # Nothing else reads the logits.
             losses = vocab_parallel_cross_entropy(
-                self._logits(hidden_states),
-                labels,
-                tp_group=group,
-                first_id=self.first_id,
-                num_ids=self.num_ids,
-                overwrite_logits=True,  # nothing else reads them
-                kernels=self.context.loss_kernels,
+                self._logits(hidden_states), labels, self.columns, overwrite_logits=True
             )
         else:
             losses = self._project(
                 partial(
                     vocab_parallel_linear_cross_entropy,
                     labels=labels,
+                    columns=self.columns,
                     loss_chunk_size=self.loss_chunk_size,
-                    tp_group=group,
                     sequence_parallel=self.context.sequence_parallel,
-                    first_id=self.first_id,
-                    num_ids=self.num_ids,
                     grad_losses=None if gradient is None else lambda: gradient().t(),
-                    kernels=self.context.loss_kernels,
                 ),
                 hidden_states,
             )

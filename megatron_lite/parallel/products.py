@@ -9,6 +9,7 @@ backward.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,3 +74,13 @@ def add_rows_(total: Tensor, ids: Tensor, rows: Tensor, *, first: bool) -> None:
     if first:
         total.zero_()
     total.index_add_(0, ids, rows.to(total.dtype))
+
+
+def in_autocast_dtype(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """Returns the tensors in the dtype that torch's own operators would cast them to.
+
+    Call it if autocast is on. The casts are part of the graph. The first one must not be None.
+    """
+    assert tensors[0] is not None
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)

@@ -1,13 +1,25 @@
 """Cross-entropy over logits whose vocabulary is sharded over the TP ranks.
 
-The logits are never gathered.
+The logits are never gathered. The steps are those of any rows of logits:
 
-    forward    row_statistics    any rows, this rank's columns: the maximum, the sum of
-                                 exponentials and the label's logit
-               combined          all rows at once: two all-reduces, then the losses
-    backward   write_gradient_   any rows, this rank's columns: softmax - one_hot
+    row_statistics    this rank's columns: the maximum, the sum of exponentials, the label's logit
+    combined          two all-reduces of these, then the losses
+    write_gradient_   this rank's columns: softmax - one_hot
 
-linear_cross_entropy.py combines the same steps for logits that exist one loss chunk at a time.
+`vocab_parallel_cross_entropy` takes the logits of all tokens and keeps them for backward.
+`vocab_parallel_linear_cross_entropy` takes the operands of the output projection y = x A^T. It
+computes the logits of one loss chunk at a time, [N, V/t] with N = --loss-chunk-size.
+
+    two passes   forward    each chunk   logits = x A^T, row statistics
+                            all rows     all-reduces of the statistics
+                 backward   each chunk   logits again, overwritten by their gradient g
+                                         dx = g A,  dA += g^T x
+                            beside the last dA    all-reduce or reduce-scatter of dx
+    one pass     forward    each chunk   logits, statistics, all-reduces, g, dx and dA as above
+                 backward                (returns dx)
+
+A linear layer has three matmuls; two passes have a fourth, for the logits in backward. dA sums over
+tokens, so one pass needs the incoming gradient of each token's loss in forward.
 
 On CUDA the steps on rows are compiled graphs (`compiled_loss`) for all rows at once: one reads the
 logits for their statistics, in forward and again in backward, and one writes the gradient over
@@ -16,7 +28,7 @@ them. Elsewhere torch's operators take a few rows at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,20 +37,38 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.config.row_blocks import rows_at_a_time
-from megatron_lite.parallel.collectives import all_reduce, all_reduce_
+from megatron_lite.parallel.collectives import (
+    all_gather_first_dim,
+    all_reduce,
+    all_reduce_,
+    start_all_reduce_,
+    start_reduce_scatter_first_dim,
+)
 from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.products import add_weight_product_, in_autocast_dtype
 from megatron_lite.parallel.torch_internals import backward_keeps_graph
+from megatron_lite.parallel.weight_gradient import OwnSum, own_sum, weight_gradient
+
+
+class Columns(NamedTuple):
+    """This rank's columns of the vocabulary.
+
+    tp_group: the ranks that share the vocabulary, or None.
+    first_id: the global id of column 0.
+    num_ids: the number of columns that have true ids. The columns after them are padding. They take
+        no part in the softmax and have gradient 0, so the loss does not depend on the padding, nor
+        on t.
+    kernels: the compiled graphs (`compiled_loss`). None: torch's operators.
+    """
+
+    tp_group: ProcessGroup | None
+    first_id: int
+    num_ids: int
+    kernels: CompiledKernels | None = None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    tp_group: ProcessGroup | None,
-    first_id: int,
-    num_ids: int,
-    overwrite_logits: bool = False,
-    kernels: CompiledKernels | None = None,
+    logits: Tensor, labels: Tensor, columns: Columns, *, overwrite_logits: bool = False
 ) -> Tensor:
     """Returns the negative log-likelihood of each label, [s, b], the same on every TP rank.
 
@@ -48,56 +78,86 @@ def vocab_parallel_cross_entropy(
 
     logits: [s, b, padded V / t], this rank's columns.
     labels: [s, b], global ids, each below the true V.
-    first_id: the global id of column 0.
-    num_ids: the number of this rank's columns that have true ids. The other columns are padding.
-        They take no part in the softmax and have gradient 0, so the loss does not depend on the
-        padding, nor on t.
     overwrite_logits: whether backward writes the gradient over the logits, so that it needs no
         second tensor of their size. The caller must not read the logits afterwards. A backward
         that keeps the graph (retain_graph, create_graph) does not overwrite them.
-    kernels: the compiled graphs (`compiled_loss`). None: torch's operators.
 
     Forward issues two all-reduces: one of the maxima [s, b], and one of the label logits and the
     sums of exponentials [2, s b]. Backward issues none.
     Keeps the logits (in their own dtype), the labels, one byte per label, and for each row this
     rank's share of the softmax.
     """
-    return _VocabParallelCrossEntropy.apply(
-        logits, labels, tp_group, first_id, num_ids, overwrite_logits, kernels
-    )
+    return _CrossEntropy.apply(logits, labels, columns, overwrite_logits)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        tp_group: ProcessGroup | None,
-        first_id: int,
-        num_ids: int,
-        overwrite_logits: bool,
-        kernels: CompiledKernels | None,
-    ) -> Tensor:
-        local = local_labels(labels, first_id, num_ids)
-        statistics = row_statistics(logits.flatten(0, 1), local.column, num_ids, kernels)
-        losses, share = combined(statistics, local, tp_group)
-        ctx.save_for_backward(logits, *local, share)
-        ctx.num_ids, ctx.overwrite_logits, ctx.kernels = num_ids, overwrite_logits, kernels
-        return losses.view(labels.shape)
+def vocab_parallel_linear_cross_entropy(
+    hidden_states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    columns: Columns,
+    *,
+    loss_chunk_size: int,
+    sequence_parallel: bool,
+    grad_losses: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """Returns the losses [s, b] of the output projection, without ever holding all logits.
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        logits, column, here, share = ctx.saved_tensors
-        # A graph that is kept may be used by another backward, which needs the logits.
-        keeps_graph = backward_keeps_graph()
-        if ctx.overwrite_logits and logits.is_contiguous() and not keeps_graph:
-            grad = logits
-        else:
-            grad = logits.clone(memory_format=torch.contiguous_format)
-        factors = gradient_factors(grad_output, share, LocalLabels(column, here))
-        write_gradient_(grad.flatten(0, 1), factors, num_ids=ctx.num_ids, kernels=ctx.kernels)
-        return grad, *[None] * 6
+    The result equals vocab_parallel_cross_entropy of column_parallel_linear. Each loss may have its
+    own incoming gradient. Raises RuntimeError under create_graph.
+
+    hidden_states: [s, b, h], under sequence parallelism [s/t, b, h].
+    weight: [padded V / t, h].
+    labels: see vocab_parallel_cross_entropy.
+    loss_chunk_size: the number of tokens that have logits at a time. The s b tokens are taken in
+        this order, and the last chunk may be shorter.
+    grad_losses: returns the incoming gradient [s, b] that backward will bring. Forward then
+        computes the gradients in the same pass, if gradients are on and the weight has a sum of
+        gradients (parallel/weight_gradient.py). It adds dA to that sum at once, so each such
+        forward needs its backward in the same step. Backward ignores its incoming gradient.
+
+    In one pass the bits of dx and dA are those of two passes. It issues the two all-reduces once
+    for each chunk, and the collective of dx in forward. It keeps dx alone.
+
+    In two passes it issues the collectives of those two functions, in the same number at every
+    chunk size. It keeps hidden_states and the weight. In place of the logits it keeps the labels,
+    one byte per label and this rank's share of each softmax.
+
+    dA is summed over the chunks in float32 (float64). On a CPU a bf16 weight has each chunk's part
+    rounded to bf16 before the sum; CUDA adds it unrounded (parallel/products.py). The sum is a
+    [V/t, h] float32 tensor that lives until autograd has added it to the weight's gradient. If the
+    weight has a float32 sum (parallel/weight_gradient.py), each chunk's part is added to it at
+    once, and that tensor does not exist.
+
+    A product of fewer rows may sum in another order, so chunks can change low bits. In bf16 the
+    losses and the gradient of hidden_states are as exact as without chunks. Where the parts are
+    rounded, the error of dA is at most 1.5 times that of the unchunked dA, and its norm is right
+    within 2^-9. A test compares them with float64 on a grid.
+    """
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        hidden_states, weight = in_autocast_dtype(hidden_states, weight)
+    head = _Head(columns, loss_chunk_size, sequence_parallel, own_sum(weight))
+    if head.add is None or not torch.is_grad_enabled():  # without a backward nothing may be added
+        grad_losses = None
+    return _LinearCrossEntropy.apply(hidden_states, weight, labels, head, grad_losses)
+
+
+def compiled_loss(device: torch.device) -> CompiledKernels | None:
+    """Returns the compiled graphs of the loss, on CUDA if inductor can build them here, else None.
+
+    It builds those of two rows, which takes some seconds.
+    """
+    if device.type != "cuda":
+        return None
+    columns = Columns(None, 0, 8, CompiledKernels(device))
+    rows = torch.zeros(2, 8, dtype=torch.bfloat16, device=device)
+    labels = local_labels(torch.zeros(2, dtype=torch.int64, device=device), columns)
+    try:
+        with torch.no_grad():
+            total = row_statistics(rows, labels, columns).total
+            write_gradient_(rows, total, total, labels, columns)
+    except Exception:  # whatever the compiler or the machine lacks: torch's operators need nothing
+        return None
+    return columns.kernels
 
 
 class LocalLabels(NamedTuple):
@@ -110,13 +170,17 @@ class LocalLabels(NamedTuple):
     column: Tensor
     here: Tensor
 
+    def of(self, rows: slice) -> LocalLabels:
+        """Returns those of some rows."""
+        return LocalLabels(self.column[rows], self.here[rows])
+
 
 class RowStatistics(NamedTuple):
-    """Statistics of each row over this rank's columns.
+    """Statistics of each row over this rank's columns, [n] each, at least float32.
 
-    maximum: [n], the largest logit; -inf if the rank has no columns.
-    total: [n], the sum of exp(logit - maximum); 0 if the rank has no columns.
-    at_label: [n], the logit in the label's column; 0 if the rank has no columns.
+    maximum: the largest logit; -inf if the rank has no columns.
+    total: the sum of exp(logit - maximum); 0 if the rank has no columns.
+    at_label: the logit in the label's column; 0 if the rank has no columns.
     """
 
     maximum: Tensor
@@ -124,83 +188,234 @@ class RowStatistics(NamedTuple):
     at_label: Tensor
 
 
-class Combined(NamedTuple):
-    """The losses of all rows, and the share of the softmax on this rank.
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of logits: [s, b, V/t] -> [s, b]."""
 
-    losses: [n].
-    share: [n], the sum of the softmax over this rank's columns (1 for a group of one).
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, columns: Columns, overwrite_logits: bool
+    ) -> Tensor:
+        local = local_labels(labels, columns)
+        statistics = row_statistics(logits.flatten(0, 1), local, columns)
+        losses, share = combined(statistics, local, columns)
+        ctx.save_for_backward(logits, *local, share)
+        ctx.columns, ctx.overwrite_logits = columns, overwrite_logits
+        return losses.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        logits, column, here, share = ctx.saved_tensors
+        # A graph that is kept may be used by another backward, which needs the logits.
+        keeps_graph = backward_keeps_graph()
+        if ctx.overwrite_logits and logits.is_contiguous() and not keeps_graph:
+            grad = logits
+        else:
+            grad = logits.clone(memory_format=torch.contiguous_format)
+        labels = LocalLabels(column, here)
+        write_gradient_(grad.flatten(0, 1), grad_output.flatten(), share, labels, ctx.columns)
+        return grad, None, None, None
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss of the output projection: [s/t or s, b, h] -> [s, b].
+
+    One pass over the chunks if grad_losses is given. It then keeps dx alone. The weight is an
+    argument also then, although its gradient is None: autograd runs the hooks of the weight in
+    backward, once the other parts of its gradient have arrived too. Those hooks send the sum to
+    other ranks.
     """
 
-    losses: Tensor
-    share: Tensor
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        head: _Head,
+        grad_losses: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        ctx.head, ctx.in_one_pass = head, grad_losses is not None
+        columns, local = head.columns, local_labels(labels, head.columns)
+        whole = head.whole(hidden_states)
+        if grad_losses is None:
+            parts = []
+            for tokens, logits in head.logits(whole, weight):
+                parts.append(row_statistics(logits, local.of(tokens), columns))
+                del logits  # which would hold the buffer after the loop
+            statistics = RowStatistics(*map(torch.cat, zip(*parts, strict=True)))
+            losses, share = combined(statistics, local, columns)
+            ctx.save_for_backward(hidden_states, weight, *local, share)
+            return losses.view(labels.shape)
+        grad = grad_losses().flatten()
+        losses = torch.empty_like(grad)
+
+        def write_(tokens: slice, logits: Tensor) -> None:
+            own = local.of(tokens)
+            # no name holds the statistics, so they are freed before the gradient is made
+            losses[tokens], share = combined(row_statistics(logits, own, columns), own, columns)
+            write_gradient_(logits, grad[tokens], share, own, columns)
+
+        ctx.save_for_backward(head.gradients(whole, weight, write_)[0])
+        return losses.view(labels.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.in_one_pass:
+            return *ctx.saved_tensors, None, None, None, None
+        head: _Head = ctx.head
+        hidden_states, weight, column, here, share = ctx.saved_tensors
+        grad, local = grad_output.flatten(), LocalLabels(column, here)
+
+        def write_(tokens: slice, logits: Tensor) -> None:
+            write_gradient_(logits, grad[tokens], share[tokens], local.of(tokens), head.columns)
+
+        needed = ctx.needs_input_grad[:2]
+        gradients = head.gradients(head.whole(hidden_states), weight, write_, *needed)
+        return *gradients, None, None, None
 
 
-class GradientFactors(NamedTuple):
-    """The factors of each row's gradient, [n, 1] each.
+class _Head(NamedTuple):
+    """The output projection in chunks of loss_chunk_size tokens.
 
-    The gradient of a row is `softmax` times the softmax over this rank's columns, plus `at_label`
-    in the label's `column`.
+    add: the weight's own sum of gradients, if it has one.
     """
 
-    softmax: Tensor
-    at_label: Tensor
-    column: Tensor
+    columns: Columns
+    loss_chunk_size: int
+    sequence_parallel: bool
+    add: OwnSum | None
 
-    def of_rows(self, rows: slice) -> GradientFactors:
-        """Returns the factors of some rows."""
-        return GradientFactors(*(factor[rows] for factor in self))
+    def whole(self, hidden_states: Tensor) -> Tensor:
+        """Returns the hidden states of all tokens, [s, b, h]."""
+        if not self.sequence_parallel:
+            return hidden_states
+        return all_gather_first_dim(hidden_states, self.columns.tp_group)
+
+    def logits(self, whole: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Yields each chunk's tokens, and their logits [N, V/t]. All chunks share one buffer."""
+        rows = whole.flatten(0, 1)
+        num_rows = rows.shape[0]
+        buffer = rows.new_empty((min(self.loss_chunk_size, num_rows), weight.shape[0]))
+        for start in range(0, num_rows, self.loss_chunk_size):
+            tokens = slice(start, min(start + self.loss_chunk_size, num_rows))
+            logits = buffer[: tokens.stop - start]
+            yield tokens, torch.mm(rows[tokens], weight.t(), out=logits)
+
+    def gradients(
+        self,
+        whole: Tensor,
+        weight: Tensor,
+        write_: Callable[[slice, Tensor], None],
+        needs_input: bool = True,
+        needs_weight: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the gradients of the hidden states and of the weight, each if it is needed.
+
+        The weight's is None if it is added to the weight's own sum.
+        write_: overwrites the logits of some tokens with their gradient.
+        """
+        rows = whole.flatten(0, 1)
+        grad_rows = torch.empty_like(rows) if needs_input else None
+        grad_weight, reduction = None, None
+        if needs_weight and self.add is None:
+            dtype = torch.promote_types(torch.float32, rows.dtype)
+            grad_weight = torch.empty_like(weight, dtype=dtype)
+        for tokens, logits in self.logits(whole, weight):
+            write_(tokens, logits)
+            if grad_rows is not None:
+                torch.mm(logits, weight, out=grad_rows[tokens])
+                if tokens.stop == rows.shape[0]:  # the reduction runs beside the last dA
+                    start = (
+                        start_reduce_scatter_first_dim
+                        if self.sequence_parallel
+                        else start_all_reduce_
+                    )
+                    reduction = start(grad_rows.view(whole.shape), self.columns.tp_group)
+            if grad_weight is not None:
+                add_weight_product_(grad_weight, rows[tokens], logits, first=tokens.start == 0)
+            elif needs_weight:
+                weight_gradient(self.add, rows[tokens], logits)
+            del logits
+        return None if reduction is None else reduction.wait(), grad_weight
 
 
-def local_labels(labels: Tensor, first_id: int, num_ids: int) -> LocalLabels:
-    """Returns this rank's columns for n global ids of any shape, [n] each.
-
-    The rank's columns have the ids first_id to first_id + num_ids - 1.
-    """
-    local = labels.flatten() - first_id
-    return LocalLabels(local.clamp(0, max(num_ids - 1, 0)), (local >= 0) & (local < num_ids))
+def local_labels(labels: Tensor, columns: Columns) -> LocalLabels:
+    """Returns the places of n global ids of any shape, [n] each."""
+    local = labels.flatten() - columns.first_id
+    last = max(columns.num_ids - 1, 0)
+    return LocalLabels(local.clamp(0, last), (local >= 0) & (local < columns.num_ids))
 
 
-def compiled_loss(device: torch.device) -> CompiledKernels | None:
-    """Returns the compiled graphs of the loss, on CUDA if inductor can build them here, else None.
-
-    It builds those of two rows, which takes some seconds.
-    """
-    if device.type != "cuda":
-        return None
-    kernels = CompiledKernels(device)
-    rows = torch.zeros(2, 8, dtype=torch.bfloat16, device=device)
-    labels = local_labels(torch.zeros(2, dtype=torch.int64, device=device), 0, 8)
-    try:
-        with torch.no_grad():
-            statistics = row_statistics(rows, labels.column, 8, kernels)
-            factors = gradient_factors(statistics.total, statistics.total, labels)
-            write_gradient_(rows, factors, num_ids=8, kernels=kernels)
-    except Exception:  # whatever the compiler or the machine lacks: torch's operators need nothing
-        return None
-    return kernels
-
-
-def row_statistics(
-    logits: Tensor, column: Tensor, num_ids: int, kernels: CompiledKernels | None = None
-) -> RowStatistics:
-    """Returns the statistics of the first num_ids columns of the logits [n, columns].
-
-    column: [n], the label's column of each row. Each statistic is [n], at least float32. Issues no
-    collective.
-    """
+def row_statistics(logits: Tensor, labels: LocalLabels, columns: Columns) -> RowStatistics:
+    """Returns the statistics of the logits [n, V/t]. Issues no collective."""
+    num_ids, kernels = columns.num_ids, columns.kernels
     if num_ids and kernels is not None and not torch.is_grad_enabled():
-        return RowStatistics(*kernels(statistics_of_rows, logits, column, num_ids=num_ids))
+        return RowStatistics(*kernels(statistics_of_rows, logits, labels.column, num_ids=num_ids))
     rows = logits[:, :num_ids]
     dtype = torch.promote_types(torch.float32, rows.dtype)
     maximum = torch.full(rows.shape[:1], -torch.inf, dtype=dtype, device=rows.device)
     total, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum)
-    if rows.shape[1]:
+    if num_ids:
         # The largest softmax of a row is 1 / total, and torch's softmax is faster than its exp.
-        for part in cached_rows(rows):
+        for part in _parts(rows):
             maximum[part] = rows[part].amax(-1).to(dtype)
             total[part] = torch.softmax(rows[part], -1, dtype=dtype).amax(-1).reciprocal_()
-        at_label = rows.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(dtype)
+        at_label = rows.gather(-1, labels.column.unsqueeze(-1)).squeeze(-1).to(dtype)
     return RowStatistics(maximum, total, at_label)
+
+
+def combined(
+    statistics: RowStatistics, labels: LocalLabels, columns: Columns
+) -> tuple[Tensor, Tensor]:
+    """Returns the losses [n], and the share [n] of the softmax that is in this rank's columns.
+
+    Issues two all-reduces: of [n] (the maxima) and of [2, n] (the sums).
+    """
+    maximum = all_reduce(statistics.maximum, columns.tp_group, dist.ReduceOp.MAX)
+    # Each rank took its exponentials relative to its own maximum. A rank with padding alone has
+    # the maximum -inf, and exp(-inf) = 0 is its part of the sum.
+    share = statistics.total * (statistics.maximum - maximum).exp_()
+    sums = torch.stack((torch.where(labels.here, statistics.at_label - maximum, 0.0), share))
+    all_reduce_(sums, columns.tp_group)
+    # loss = log(sum of exp(x - maximum)) - (x_label - maximum)
+    return sums[1].log() - sums[0], share.div_(sums[1])
+
+
+def write_gradient_(
+    logits: Tensor, grad_losses: Tensor, share: Tensor, labels: LocalLabels, columns: Columns
+) -> None:
+    """Overwrites the logits [n, V/t] with their gradient.
+
+    grad_losses: [n], the incoming gradient of each row's loss. share: [n], as from `combined`.
+    """
+    # The gradient of a row is dloss (softmax - one_hot). The softmax over the columns of all ranks
+    # is `share` times the softmax over this rank's columns.
+    grad = grad_losses.to(share.dtype)
+    factors = [
+        factor.unsqueeze(-1) for factor in (grad * share, -grad * labels.here, labels.column)
+    ]
+    num_ids, kernels = columns.num_ids, columns.kernels
+    if num_ids and kernels is not None and not torch.is_grad_enabled():
+        softmax, at_label, column = factors
+        maximum, total, _ = kernels(statistics_of_rows, logits, labels.column, num_ids=num_ids)
+        scale = softmax / total.unsqueeze(-1)
+        kernels(
+            overwrite_rows_, logits, maximum.unsqueeze(-1), scale, at_label, column, num_ids=num_ids
+        )
+        return
+    logits[:, num_ids:] = 0.0
+    rows = logits[:, :num_ids]
+    for part in _parts(rows) if num_ids else ():
+        softmax, at_label, column = (factor[part] for factor in factors)
+        gradient = torch.softmax(rows[part], -1, dtype=softmax.dtype).mul_(softmax)
+        rows[part] = gradient.scatter_add_(-1, column, at_label)
+        del gradient  # it would live on while the next one is made
+
+
+def _parts(rows: Tensor) -> Iterator[slice]:
+    """Yields the row ranges that are computed in float32 one after the other."""
+    step = rows_at_a_time(rows.shape[0], rows.shape[1], rows.device.type)
+    return (slice(start, start + step) for start in range(0, rows.shape[0], step))
 
 
 def statistics_of_rows(
@@ -212,76 +427,6 @@ def statistics_of_rows(
     total = (wide - maximum).exp().sum(-1)
     at_label = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).to(wide.dtype)
     return maximum.squeeze(-1), total, at_label
-
-
-def _true_columns(logits: Tensor, num_ids: int, dtype: torch.dtype) -> Tensor:
-    """Returns the logits in this dtype, and -inf in the columns of the padding."""
-    wide = logits.to(dtype)
-    if num_ids == logits.shape[1]:
-        return wide
-    return torch.where(_columns(logits) < num_ids, wide, -torch.inf)
-
-
-def _columns(logits: Tensor) -> Tensor:
-    return torch.arange(logits.shape[1], device=logits.device)
-
-
-def combined(
-    statistics: RowStatistics, labels: LocalLabels, tp_group: ProcessGroup | None
-) -> Combined:
-    """Returns the losses, combined from the statistics of all ranks.
-
-    Issues two all-reduces: of [n] (the maxima) and of [2, n] (the sums).
-    """
-    maximum = all_reduce(statistics.maximum, tp_group, dist.ReduceOp.MAX)
-    # Each rank took its exponentials relative to its own maximum. A rank with padding alone has
-    # the maximum -inf, and exp(-inf) = 0 is its part of the sum.
-    share = statistics.total * (statistics.maximum - maximum).exp_()
-    sums = torch.stack((torch.where(labels.here, statistics.at_label - maximum, 0.0), share))
-    all_reduce_(sums, tp_group)
-    # loss = log(sum of exp(x - maximum)) - (x_label - maximum)
-    return Combined(sums[1].log() - sums[0], share.div_(sums[1]))
-
-
-def gradient_factors(grad_losses: Tensor, share: Tensor, labels: LocalLabels) -> GradientFactors:
-    """Returns the factors of all rows, [n, 1] each.
-
-    grad_losses: the incoming gradient of each row's loss, n in any shape. share: [n].
-    """
-    # The gradient of a row is dloss (softmax - one_hot). The softmax over the columns of all ranks
-    # is `share` times the softmax over this rank's columns.
-    grad = grad_losses.flatten().to(share.dtype)
-    return GradientFactors(
-        *(factor.unsqueeze(-1) for factor in (grad * share, -grad * labels.here, labels.column))
-    )
-
-
-def write_gradient_(
-    logits: Tensor,
-    factors: GradientFactors,
-    *,
-    num_ids: int,
-    kernels: CompiledKernels | None = None,
-) -> None:
-    """Overwrites the logits [n, columns] with their gradient.
-
-    The columns from num_ids on are padding and get 0.
-    """
-    if num_ids and kernels is not None and not torch.is_grad_enabled():
-        softmax, at_label, column = factors
-        maximum, total, _ = kernels(statistics_of_rows, logits, column.squeeze(-1), num_ids=num_ids)
-        scale = softmax / total.unsqueeze(-1)
-        kernels(
-            overwrite_rows_, logits, maximum.unsqueeze(-1), scale, at_label, column, num_ids=num_ids
-        )
-        return
-    logits[:, num_ids:] = 0.0
-    rows = logits[:, :num_ids]
-    for part in cached_rows(rows) if num_ids else ():
-        softmax, at_label, column = factors.of_rows(part)
-        gradient = torch.softmax(rows[part], -1, dtype=softmax.dtype).mul_(softmax)
-        rows[part] = gradient.scatter_add_(-1, column, at_label)
-        del gradient  # it would live on while the next one is made
 
 
 def overwrite_rows_(
@@ -298,11 +443,15 @@ def overwrite_rows_(
     It is pointwise: inductor makes one kernel of it, which needs no further tensor.
     """
     wide = _true_columns(logits, num_ids, scale.dtype)
-    here = torch.where(_columns(logits) == column, at_label, 0.0)
+    places = torch.arange(logits.shape[1], device=logits.device)
+    here = torch.where(places == column, at_label, 0.0)
     logits.copy_((wide - maximum).exp() * scale + here)
 
 
-def cached_rows(rows: Tensor) -> Sequence[slice]:
-    """Returns the row ranges that are computed in float32 one after the other."""
-    step = rows_at_a_time(rows.shape[0], rows.shape[1], rows.device.type)
-    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
+def _true_columns(logits: Tensor, num_ids: int, dtype: torch.dtype) -> Tensor:
+    """Returns the logits in this dtype, and -inf in the columns of the padding."""
+    wide = logits.to(dtype)
+    if num_ids == logits.shape[1]:
+        return wide
+    places = torch.arange(logits.shape[1], device=logits.device)
+    return torch.where(places < num_ids, wide, -torch.inf)

@@ -14,19 +14,20 @@ parameters uninitialised; `initialize.py` fills a whole model from the parameter
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
-from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
-from megatron_lite.tensor_parallel.lookup import token_rows
+from megatron_lite.parallel.weight_gradient import own_lookup_sum
+from megatron_lite.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_lite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron_lite.tensor_parallel.rank_context import RankContext
-from megatron_lite.tensor_parallel.row_linear import row_parallel_linear
 
 
 def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:
@@ -86,8 +87,8 @@ class ColumnParallelLinear(nn.Module):
     ) -> Tensor:
         """Returns the sharded product, or `function(hidden_states, weight)` if a function is given.
 
-        A function replaces the matmul, for example by linear_cross_entropy.py, which never holds
-        the whole product.
+        A function replaces the matmul, for example by the loss in chunks (cross_entropy.py), which
+        never holds the whole product.
         """
         if function is not None:
             return function(hidden_states, self.weight)
@@ -150,17 +151,6 @@ class RowParallelLinear(nn.Module):
         )
 
 
-def leave_row_parallel(partial: Tensor, context: RankContext) -> Tensor:
-    """Returns the sum of the ranks' partial outputs [s, b, h].
-
-    The sum is [s, b, h] on every rank (one all-reduce). Under sequence parallelism it covers this
-    rank's tokens, [s/t, b, h] (one reduce-scatter).
-    """
-    if context.sequence_parallel:
-        return reduce_scatter_to_sequence_parallel_region(partial, context.group)
-    return reduce_from_tensor_parallel_region(partial, context.group)
-
-
 class VocabParallelEmbedding(nn.Module):
     """The token embedding, whose rows (the vocabulary) are sharded over the TP group.
 
@@ -206,4 +196,36 @@ class VocabParallelEmbedding(nn.Module):
         partial = token_rows(local.masked_fill(elsewhere, 0), self.weight).masked_fill(
             elsewhere.unsqueeze(-1), 0.0
         )
-        return leave_row_parallel(partial, self.context)
+        if self.context.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(partial, self.context.group)
+        return reduce_from_tensor_parallel_region(partial, self.context.group)
+
+
+def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Returns the rows of the weight [rows, h] at the ids [..], as [.., h]. Keeps the ids.
+
+    If the weight has a float32 sum (parallel/weight_gradient.py), backward adds the rows to it.
+    Autograd would make a tensor of the table's size, most of it zeros. With a large vocabulary and
+    a small batch this takes a few percent of a step on a CPU.
+    """
+    add = own_lookup_sum(weight)
+    return F.embedding(tokens, weight) if add is None else _TokenRows.apply(tokens, weight, add)
+
+
+class _TokenRows(torch.autograd.Function):
+    """ids [..], weight [rows, h] -> [.., h]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens: Tensor, weight: Tensor, add: Callable[[Tensor, Tensor], None]
+    ) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.add = add
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
+        (tokens,) = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.add(tokens, grad_output)
+        return None, None, None

@@ -13,13 +13,14 @@ receives in forward.
     gather_from_tensor_parallel_region          all-gather,    this rank's      (t-1)/t of the
                                                 last dim       slice            gathered tensor
 
-Each wrapper returns its input if the group is None. No Function keeps a tensor for backward. The
-dual of the first mapping is f of 1909.08053: identity forward, all-reduce backward. It has no
-function here, because column_linear.py overlaps that all-reduce with a matmul.
+Each function returns its input if the group is None, and keeps no tensor for backward. The dual of
+the first mapping is f of 1909.08053: identity forward, all-reduce backward. It has no function
+here, because linear.py overlaps that all-reduce with a matmul.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,13 +33,15 @@ from megatron_lite.parallel.collectives import (
     reduce_scatter_first_dim,
 )
 
+Collective = Callable[[Tensor, ProcessGroup], Tensor]
+
 
 def reduce_from_tensor_parallel_region(partial: Tensor, tp_group: ProcessGroup | None) -> Tensor:
     """Returns the sum of the ranks' partial tensors, the same on every rank (g of 1909.08053).
 
-    The partial tensors have any one shape, such as [s, b, h].
+    Each partial tensor is one summand, so its gradient is the whole gradient of the sum.
     """
-    return partial if tp_group is None else _Reduce.apply(partial, tp_group)
+    return _mapped(partial, tp_group, all_reduce, lambda grad, _: grad)
 
 
 def gather_from_sequence_parallel_region(
@@ -48,7 +51,7 @@ def gather_from_sequence_parallel_region(
 
     Each rank's gradient of that input is partial, so backward sums them (reduce-scatter).
     """
-    return hidden_states if tp_group is None else _GatherSequence.apply(hidden_states, tp_group)
+    return _mapped(hidden_states, tp_group, all_gather_first_dim, reduce_scatter_first_dim)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -58,70 +61,43 @@ def reduce_scatter_to_sequence_parallel_region(
 
     Raises ValueError if t does not divide s.
     """
-    return partial if tp_group is None else _ReduceScatterSequence.apply(partial, tp_group)
+    return _mapped(partial, tp_group, reduce_scatter_first_dim, all_gather_first_dim)
 
 
 def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: ProcessGroup | None) -> Tensor:
     """Gathers [..., n/t] of each rank into [..., n], with all columns on every rank.
 
-    Every rank must compute the same from the result, because backward takes a slice and sums
-    nothing.
+    Every rank must compute the same from the result. Each rank's gradient is then complete, so
+    backward takes a slice and sums nothing.
     """
-    return sharded if tp_group is None else _GatherColumns.apply(sharded, tp_group)
+    return _mapped(sharded, tp_group, _gather_columns, _own_columns)
 
 
-class _Reduce(torch.autograd.Function):
-    """All-reduce forward, identity backward. The dual (f) is part of a column-parallel layer."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, tp_group: ProcessGroup) -> Tensor:
-        return all_reduce(partial, tp_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        # Every rank has the whole gradient of the sum, and each partial tensor is one summand.
-        return grad_output, None
+def _gather_columns(sharded: Tensor, tp_group: ProcessGroup) -> Tensor:
+    stacked = all_gather_first_dim(sharded.unsqueeze(0), tp_group)  # [t, ..., n/t]
+    return stacked.movedim(0, -2).flatten(-2)  # [..., t, n/t], then [..., n]
 
 
-class _GatherSequence(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward: the dual of _ReduceScatterSequence."""
+def _own_columns(whole: Tensor, tp_group: ProcessGroup) -> Tensor:
+    return whole.chunk(tp_group.size(), -1)[tp_group.rank()].contiguous()
 
-    @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, tp_group: ProcessGroup) -> Tensor:
-        ctx.tp_group = tp_group
-        return all_gather_first_dim(hidden_states, tp_group)
+
+def _mapped(
+    tensor: Tensor, group: ProcessGroup | None, forward: Collective, backward: Collective
+) -> Tensor:
+    return tensor if group is None else _Mapping.apply(tensor, group, forward, backward)
+
+
+class _Mapping(torch.autograd.Function):
+    """`forward` of a tensor, and `backward` of the gradient, over one group."""
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_first_dim(grad_output, ctx.tp_group), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward: the dual of _GatherSequence."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, tp_group: ProcessGroup) -> Tensor:
-        ctx.tp_group = tp_group
-        return reduce_scatter_first_dim(partial, tp_group)
+    def forward(
+        ctx: Any, tensor: Tensor, group: ProcessGroup, forward: Collective, backward: Collective
+    ) -> Tensor:
+        ctx.group, ctx.conjugate = group, backward
+        return forward(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return all_gather_first_dim(grad_output, ctx.tp_group), None
-
-
-class _GatherColumns(torch.autograd.Function):
-    """All-gather of the columns forward, this rank's slice backward.
-
-    The operations after the gather are the same on every rank. Each rank's gradient is therefore
-    complete, and backward needs no collective.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, sharded: Tensor, tp_group: ProcessGroup) -> Tensor:
-        ctx.rank, ctx.columns = tp_group.rank(), sharded.shape[-1]
-        stacked = all_gather_first_dim(sharded.unsqueeze(0), tp_group)  # [t, ..., n/t]
-        return stacked.movedim(0, -2).flatten(-2)  # [..., t, n/t], then [..., n]
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return grad_output.narrow(-1, ctx.rank * ctx.columns, ctx.columns).contiguous(), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.conjugate(grad_output, ctx.group), None, None, None

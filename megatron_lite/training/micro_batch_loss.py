@@ -2,13 +2,12 @@
 
 The loss is linear in the token losses. The gradient of each token's loss is therefore known before
 the forward, from the factors and the loss mask alone. A loss in one pass
-(tensor_parallel/linear_cross_entropy.py) computes the gradients of the head from it in forward.
+(tensor_parallel/cross_entropy.py) computes the gradients of the head from it in forward.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,22 +52,13 @@ class MicroBatchLoss:
         labels, mask: [b, s], those of micro-batch `number`.
         None: backward computes the gradient.
         """
-        if not self.in_one_pass:
-            return None
-        return partial(self._gradient, labels, mask, number)
 
-    def _gradient(self, labels: Tensor, mask: Tensor | None, number: int) -> Tensor:
-        """Returns the gradient of the token losses, [b, s].
+        def of_any_losses() -> Tensor:
+            # The loss is linear, so its gradient is that at any values of the token losses.
+            with torch.enable_grad():
+                losses = torch.zeros(
+                    labels.shape, dtype=self.dtype, device=labels.device, requires_grad=True
+                )
+                return torch.autograd.grad(self.of(losses, mask, number), losses)[0]
 
-        These are the operations of autograd's backward of `of`, in the same order, so the bits are
-        the same.
-        """
-        grad = torch.ones((), dtype=self.dtype, device=labels.device)
-        if mask is None:
-            grad = grad if self.scale is None else self.scale.mul(grad)
-            grad = grad * self.factor
-            return (grad / labels.numel()).expand(labels.shape)
-        if self.mask_factors is not None:
-            grad = self.mask_factors[number].mul(grad)
-        grad = grad if self.scale is None else self.scale.mul(grad)
-        return grad * mask
+        return of_any_losses if self.in_one_pass else None

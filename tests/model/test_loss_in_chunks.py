@@ -1,5 +1,5 @@
 """--loss-chunk-size: from the flag to the model's gradients. The Function:
-tests/tensor_parallel/test_linear_cross_entropy.py."""
+tests/tensor_parallel/test_cross_entropy.py."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from megatron_lite.optim.adam_update import ApexFusedAdam
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel import weight_gradient
-from megatron_lite.tensor_parallel import column_linear, linear_cross_entropy, row_linear
+from megatron_lite.tensor_parallel import cross_entropy, linear
 from megatron_lite.training import apex_kernels as kernels
 from tests.model import test_apex_norm
 from tests.optim import test_adam_update
@@ -52,7 +52,7 @@ def the_kernel_writes_after_the_hook(patch: Patch) -> None:
         part(patch)
 
 
-@replaces("weight_gradient", column_linear, row_linear)
+@replaces("weight_gradient", linear)
 def the_gradient_is_added_and_returned_too(
     real: Any, add: Any, hidden_states: Tensor, grad_output: Tensor
 ) -> Tensor | None:
@@ -78,7 +78,7 @@ def the_kernel_is_given_views(_, self):
 def the_loss_in_chunks_adds_the_first_rows_every_time(patch: Patch) -> None:
     whole: list[Tensor] = []
 
-    @replaces("weight_gradient", linear_cross_entropy)
+    @replaces("weight_gradient", cross_entropy)
     def first(real: Any, add: Any, rows: Tensor, logits: Tensor) -> Tensor | None:
         whole.append(rows)
         return real(add, whole[0][: len(rows)], logits)

@@ -12,7 +12,7 @@ from megatron_lite.description import linears
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute import hooked, ops, saved
 from megatron_lite.recompute.randomness import Randomness
-from megatron_lite.tensor_parallel import row_linear
+from megatron_lite.tensor_parallel import linear
 from tests.memory import test_layer_operators
 from tests.recompute import test_ops
 from tests.support.mutants import Mutant, assert_seen, replaces
@@ -75,7 +75,7 @@ def attention_with_dropout_is_kept(_, operator, args, kwargs):
     return False
 
 
-@replaces("results_may_be_kept", collectives, row_linear)
+@replaces("results_may_be_kept", collectives, linear)
 def collectives_write_in_place(_):
     return False
 

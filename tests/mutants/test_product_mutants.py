@@ -9,7 +9,7 @@ from megatron_lite.parallel import products, weight_gradient
 from tests.memory import test_step_peak
 from tests.parallel import test_products
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
-from tests.tensor_parallel import test_lookup
+from tests.tensor_parallel import test_layers
 
 
 @replaces("add_weight_product_", products)
@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         a_lookup_adds_to_the_sum_of_an_earlier_step,
-        test_lookup.test_gradients_of_lookups_are_added_to_the_sum_of_a_step,
+        test_layers.test_gradients_of_lookups_are_added_to_the_sum_of_a_step,
         dict(dtype=torch.bfloat16),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lite.config import row_blocks
 from megatron_lite.parallel import products
-from megatron_lite.tensor_parallel.row_linear import row_parallel_linear
+from megatron_lite.tensor_parallel.linear import row_parallel_linear
 from tests.support import cuda_addmm
 
 

@@ -37,7 +37,7 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.verify import RecomputeMismatch
-from megatron_lite.tensor_parallel import row_linear
+from megatron_lite.tensor_parallel import linear
 from tests.support.collectives import recorded_collectives
 from tests.support.models import (
     build_tiny_model,
@@ -288,7 +288,7 @@ def test_with_collectives_in_place_a_result_that_they_write_to_is_not_kept(
         with tp_state(world_size) as parallel:
             loss_and_grads(build("*:ops(matmul)", parallel=parallel), parallel, micro_batches=1)
 
-    for module in (collectives, row_linear):
+    for module in (collectives, linear):
         monkeypatch.setattr(module, "results_may_be_kept", lambda: False)
     run_ranks(work, 2, detail=False)
 

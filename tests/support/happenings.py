@@ -13,14 +13,14 @@ from typing import Any
 from megatron_lite.checkpointing import write
 from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.tensor_parallel import column_linear
+from megatron_lite.tensor_parallel import linear
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import loop
 from megatron_lite.training.step import StageRunner
 
 # The places, and the function that is patched for each. The action runs before its first call in
 # the iteration.
-MATMUL = column_linear._ColumnParallelMatmul
+MATMUL = linear._ColumnParallelMatmul
 PLACES: dict[str, tuple[Any, str]] = {
     "forward": (MATMUL, "forward"),
     "backward": (MATMUL, "backward"),

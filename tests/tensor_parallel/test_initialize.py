@@ -11,13 +11,7 @@ import torch
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.initialize import initial_values, initialize_parameters_
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import (
-    VOCAB_SIZE,
-    build_tiny_model,
-    padded_vocab_size,
-    tp_state,
-    whole_tensor,
-)
+from tests.support.models import build_tiny_model, tp_state, whole_tensor
 from tests.support.ranks import run_ranks
 
 SPECS = {
@@ -62,11 +56,6 @@ def test_values_depend_on_the_seed_and_on_the_name():
     assert not torch.equal(first, shard("rows", parameter="other.weight"))
 
 
-def test_no_row_is_drawn_twice():
-    rows = shard("more rows than blocks")
-    assert len({tuple(row) for row in rows.tolist()}) == 156
-
-
 def test_values_are_normal_with_the_asked_deviation():
     """Over 64,000 draws the deviation is known to 0.3% and the mean to 0.4% of it (one sigma);
     allowed: 4 sigma."""
@@ -83,15 +72,6 @@ def test_values_are_normal_with_the_asked_deviation():
     assert abs(values.mean()) < 4 / math.sqrt(64_000)
     assert abs(values.std() - 1.0) < 4 / math.sqrt(2 * 64_000)
     assert abs((values.abs() < 1.0).float().mean() - 0.6827) < 0.01 and values.abs().max() < 5.5
-
-
-def test_parameters_without_a_deviation_start_at_their_value():
-    spec = ParameterSpec(global_shape=(6,), tp_dim=0, init_value=1.0)
-    assert initial_values(spec, seed=1, name="norm.weight", tp_rank=1, tp_size=2).tolist() == [
-        1.0,
-        1.0,
-        1.0,
-    ]
 
 
 def test_initialisation_draws_nothing_from_the_runs_streams():
@@ -138,17 +118,3 @@ def test_whole_models_start_from_the_same_bits_at_every_tp_size(tp_size):
         for name in VARIANTS:
             for key, value in expected[name].items():
                 assert torch.equal(value, of_rank[name][key]), (name, key)
-
-
-def test_vocabulary_padding_of_a_model_is_zero_on_every_rank():
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            model = build_tiny_model(variant_config("llama"), parallel)
-            return (
-                model.embedding.word_embeddings.weight.detach(),
-                model.output_layer.weight.detach(),
-            )
-
-    for table in zip(*run_ranks(work, 4), strict=True):
-        rows = torch.cat(table).any(dim=1).tolist()
-        assert rows == [True] * VOCAB_SIZE + [False] * (padded_vocab_size(4) - VOCAB_SIZE)

@@ -9,20 +9,24 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from megatron_lite.parallel.parameter_spec import spec_of
-from megatron_lite.tensor_parallel.column_linear import column_parallel_linear
+from megatron_lite.parallel.weight_gradient import accumulate_lookups_, lookup_adds
 from megatron_lite.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    token_rows,
 )
+from megatron_lite.tensor_parallel.linear import column_parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.collectives import recorded_collectives
 from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state, whole_tensor
 from tests.support.ranks import run_ranks
+from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 S, B, INPUT, OUTPUT = 8, 3, 20, 12  # every one divisible by 4, no two alike
 VOCAB, PADDED = 10, 16  # at TP 4 the third rank holds 2 true rows and the last none
@@ -186,24 +190,6 @@ def test_the_embedding_equals_the_dense_one(tp_size, sequence_parallel):
         assert not grad_padding.any()
 
 
-def test_only_padding_and_replicated_parameters_stay_whole():
-    with tp_context(1, sequence_parallel=False) as (_, context):
-        row = RowParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.1, context=context)
-        column = ColumnParallelLinear(
-            INPUT, OUTPUT, bias=False, init_std=0.1, context=context, padded_output_size=16
-        )
-    assert (
-        spec_of(row.weight).tp_dim,
-        spec_of(row.bias).tp_dim,
-        spec_of(column.weight).tp_dim,
-    ) == (1, None, 0)
-    assert (
-        row.weight.shape == (OUTPUT, INPUT)
-        and column.weight.shape == (16, INPUT)
-        and column.bias is None
-    )
-
-
 def test_a_frozen_input_still_trains_the_weights_and_a_frozen_weight_still_passes_the_gradient():
     def work(rank, world_size):
         with tp_context(2, sequence_parallel=False) as (_, context):
@@ -288,3 +274,44 @@ def test_the_written_out_backward_equals_autograd_over_the_mappings(sequence_par
             return all(torch.equal(mine, other) for mine, other in zip(*outcomes, strict=True))
 
     assert run_ranks(work, 2) == [True, True]
+
+
+ROWS, WIDTH = 11, 6
+BATCHES = (torch.tensor([[3, 0, 3], [10, 3, 1]]), torch.tensor([[0, 0, 9], [2, 3, 2]]))
+
+
+def table(dtype: torch.dtype) -> nn.Parameter:
+    weight = nn.Parameter(torch.randn(ROWS, WIDTH).to(dtype))
+    if dtype != torch.float32:
+        weight.grad_dtype = torch.float32  # type: ignore[attr-defined]
+    return weight
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
+)
+def test_gradients_of_lookups_are_added_to_the_sum_of_a_step(dtype: torch.dtype) -> None:
+    weight = table(dtype)
+    total = torch.full((ROWS, WIDTH), torch.nan)  # what an earlier step left
+    accumulate_lookups_([(weight, total)])
+    grads = [torch.randn(*tokens.shape, WIDTH).to(dtype) for tokens in BATCHES]
+    expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
+    for tokens, grad in zip(BATCHES, grads, strict=True):
+        output = token_rows(tokens, weight)
+        assert torch.equal(output, weight[tokens])
+        output.backward(grad)
+        expected.index_put_((tokens,), grad.double(), accumulate=True)
+    assert weight.grad is total
+    # sums of at most seven float32 numbers near 1
+    assert torch.allclose(total.double(), expected, rtol=0, atol=1e-6)
+
+
+@NEEDS_GRAD_DTYPE
+def test_a_frozen_table_and_a_float32_table_on_a_gpu_have_no_sum() -> None:
+    weight = table(torch.float32).requires_grad_(False)
+    accumulate_lookups_([(weight, torch.zeros(ROWS, WIDTH))])
+    (token_rows(BATCHES[0], weight) * nn.Parameter(torch.ones(WIDTH))).sum().backward()
+    assert weight.grad is None
+    # A sum of rows has another order each time on CUDA.
+    assert lookup_adds(table(torch.float32)) and lookup_adds(table(torch.bfloat16))
+    assert not lookup_adds(nn.Parameter(torch.empty(2, 2, device="meta")))

@@ -18,13 +18,6 @@ from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
-MAPPINGS = [
-    copy_to_tensor_parallel_region,
-    reduce_from_tensor_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    gather_from_tensor_parallel_region,
-]
 S, B, H = 6, 2, 5
 T = 3
 
@@ -48,49 +41,48 @@ def apply_on_ranks(mapping, input_shape, output_shape):
     return zip(*run_ranks(work, T), strict=True)
 
 
-def test_copy_region_keeps_values_and_sums_gradients_over_ranks():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(
-        copy_to_tensor_parallel_region, (S, B, H), (S, B, H)
-    )
+def columns(rank, tensor):
+    return tensor.chunk(T, dim=-1)[rank]
+
+
+# By mapping: the shapes of input and output; the output of a rank from all inputs, and the input's
+# gradient from all gradients of outputs.
+EXPECTED = {
+    copy_to_tensor_parallel_region: (
+        ((S, B, H), (S, B, H)),
+        lambda rank, inputs: inputs[rank],
+        lambda rank, grads: sum(grads),
+    ),
+    reduce_from_tensor_parallel_region: (
+        ((S, B, H), (S, B, H)),
+        lambda rank, inputs: sum(inputs),
+        lambda rank, grads: grads[rank],
+    ),
+    gather_from_sequence_parallel_region: (
+        ((S // T, B, H), (S, B, H)),
+        lambda rank, inputs: torch.cat(inputs),
+        lambda rank, grads: sum(grads).chunk(T)[rank],
+    ),
+    reduce_scatter_to_sequence_parallel_region: (
+        ((S, B, H), (S // T, B, H)),
+        lambda rank, inputs: sum(inputs).chunk(T)[rank],
+        lambda rank, grads: torch.cat(grads),
+    ),
+    gather_from_tensor_parallel_region: (
+        ((S, B, H), (S, B, T * H)),
+        lambda rank, inputs: torch.cat(inputs, dim=-1),
+        lambda rank, grads: columns(rank, grads[rank]),
+    ),
+}
+
+
+@pytest.mark.parametrize("mapping", EXPECTED, ids=lambda mapping: mapping.__name__)
+def test_values_and_gradients_are_those_of_the_table(mapping):
+    shapes, forward, backward = EXPECTED[mapping]
+    inputs, outputs, grad_outputs, grads = apply_on_ranks(mapping, *shapes)
     for rank in range(T):
-        assert torch.equal(outputs[rank], inputs[rank])
-        assert torch.equal(grads[rank], sum(grad_outputs))
-
-
-def test_reduce_region_sums_values_and_keeps_gradients():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(
-        reduce_from_tensor_parallel_region, (S, B, H), (S, B, H)
-    )
-    for rank in range(T):
-        assert torch.equal(outputs[rank], sum(inputs))
-        assert torch.equal(grads[rank], grad_outputs[rank])
-
-
-def test_sequence_gather_joins_the_ranks_tokens_and_sums_and_splits_gradients():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(
-        gather_from_sequence_parallel_region, (S // T, B, H), (S, B, H)
-    )
-    for rank in range(T):
-        assert torch.equal(outputs[rank], torch.cat(inputs))
-        assert torch.equal(grads[rank], sum(grad_outputs).chunk(T)[rank])
-
-
-def test_sequence_reduce_scatter_sums_and_splits_values_and_joins_gradients():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(
-        reduce_scatter_to_sequence_parallel_region, (S, B, H), (S // T, B, H)
-    )
-    for rank in range(T):
-        assert torch.equal(outputs[rank], sum(inputs).chunk(T)[rank])
-        assert torch.equal(grads[rank], torch.cat(grad_outputs))
-
-
-def test_column_gather_joins_the_last_dim_and_gives_each_rank_its_slice_of_the_gradient():
-    inputs, outputs, grad_outputs, grads = apply_on_ranks(
-        gather_from_tensor_parallel_region, (S, B, H), (S, B, T * H)
-    )
-    for rank in range(T):
-        assert torch.equal(outputs[rank], torch.cat(inputs, dim=-1))
-        assert torch.equal(grads[rank], grad_outputs[rank].chunk(T, dim=-1)[rank])
+        assert torch.equal(outputs[rank], forward(rank, inputs))
+        assert torch.equal(grads[rank], backward(rank, grad_outputs))
 
 
 # Each mapping inside a function of a replicated tensor to a replicated tensor. All ranks perturb
@@ -144,16 +136,10 @@ def test_gradcheck_in_float64(function):
     assert run_ranks(work, 2) == [True, True]
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS, ids=lambda mapping: mapping.__name__)
-def test_a_group_of_one_hands_the_input_back(mapping):
-    x = torch.ones(3, 2, requires_grad=True)
-    assert mapping(x, None) is x
-
-
 def test_inputs_may_be_views_and_are_never_written():
     def work(rank, world_size):
         with tp_state(2) as parallel:
-            for mapping in MAPPINGS:
+            for mapping in EXPECTED:
                 base = whole_numbers(H, B, 4, seed=rank).requires_grad_()
                 x = base.transpose(0, 2)  # [4, b, h], not contiguous
                 output = mapping(x, parallel.tp_group)
@@ -169,33 +155,6 @@ def test_inputs_may_be_views_and_are_never_written():
                 mapping(dense, parallel.tp_group).backward(grad_output.contiguous())
                 assert torch.equal(base.grad, dense.grad.transpose(0, 2)), mapping.__name__
                 assert torch.equal(base.detach(), kept[0]) and torch.equal(grad_output, kept[1])
-
-    run_ranks(work, 2)
-
-
-def test_a_second_backward_gives_the_same_gradients():
-    def work(rank, world_size):
-        with tp_state(2) as parallel:
-            for mapping in MAPPINGS:
-                x = whole_numbers(4, B, H, seed=rank).requires_grad_()
-                loss = mapping(x, parallel.tp_group).square().sum()
-                (first,) = torch.autograd.grad(loss, x, retain_graph=True)
-                (second,) = torch.autograd.grad(loss, x)
-                assert torch.equal(first, second), mapping.__name__
-
-    run_ranks(work, 2)
-
-
-def test_no_grad_and_frozen_inputs_build_no_graph():
-    def work(rank, world_size):
-        with tp_state(2) as parallel:
-            for mapping in MAPPINGS:
-                with torch.no_grad():
-                    assert (
-                        mapping(torch.ones(4, B, H, requires_grad=True), parallel.tp_group).grad_fn
-                        is None
-                    )
-                assert not mapping(torch.ones(4, B, H), parallel.tp_group).requires_grad
 
     run_ranks(work, 2)
 

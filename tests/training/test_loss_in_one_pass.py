@@ -29,7 +29,7 @@ from megatron_lite.memory.predict.flops import hardware_flops, logits_flops, ste
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.recompute.schedule import plan_model
-from megatron_lite.tensor_parallel import linear_cross_entropy
+from megatron_lite.tensor_parallel import cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch, cut
@@ -289,7 +289,7 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     with parallel_state(config.parallel, seed=1) as parallel:
         run = Run(config, parallel)
         run.step(0)
-        with patch.object(linear_cross_entropy, "row_statistics", spoiled):
+        with patch.object(cross_entropy, "row_statistics", spoiled):
             skipped = run.step(5)
         grad = run.optimizer.buffer.grads["output_layer.weight"]
         assert skipped.skipped == 1.0 and grad.isnan().any()
