@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
@@ -194,7 +195,9 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._called()
         forward = self._forward_of(layer)
-        if self._is_off or not torch.is_grad_enabled():
+        # The first call of a lazy layer makes its parameters, and keeps all that it saves.
+        is_lazy = any(isinstance(each, LazyModuleMixin) for each in layer.modules())
+        if self._is_off or is_lazy or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if is_in_forward_mode():
             # A tangent belongs to one tensor, and what a replay rebuilds has none.

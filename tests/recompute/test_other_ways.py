@@ -66,6 +66,19 @@ def test_scripted_layers_train_as_without_a_policy(policy: str) -> None:
     assert_right(Tensors(lambda: torch.jit.script(Normed())), policy, batches()[0])
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lazy_layers_train_as_without_a_policy(policy: str) -> None:
+    def steps(policy: str) -> list[Tensor]:
+        torch.manual_seed(1)
+        model = Tensors(lambda: nn.Sequential(Normed(), nn.LazyLinear(6), nn.LazyBatchNorm1d()))
+        apply_policy_(model, layers_fqn="layers", policy=policy)
+        for _ in range(3):
+            model(batches()[0]).square().sum().backward()
+        return [*(each.grad for each in model.parameters()), *model.buffers()]
+
+    assert_equal(steps(policy), steps("*:none"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy: str) -> None:
