@@ -190,9 +190,18 @@ PythonNode = private("torch.autograd.function.BackwardCFunction", _RECOMPUTE)
 without_torch_function = private("torch._C.DisableTorchFunction", _RECOMPUTE)
 
 
-def is_in_forward_mode() -> bool:
-    """Tells whether forward-mode differentiation is on (`dual_level`, `torch.func.jvp`)."""
-    return getattr(forward_ad, "_current_level", -1) >= 0
+transforms_in_force = private("torch._C._functorch.peek_interpreter_stack", _RECOMPUTE)
+
+
+def is_transformed() -> bool:
+    """Tells whether a forward runs under a transform of torch: forward-mode differentiation
+    (`dual_level`), `torch.func` (`grad`, `vmap`, `jvp`), or `torch.jit.trace`.
+    """
+    return (
+        getattr(forward_ad, "_current_level", -1) >= 0
+        or transforms_in_force() is not None
+        or torch.jit.is_tracing()
+    )
 
 
 # Modes on torch's functions (a default device is one), and hooks on all modules.

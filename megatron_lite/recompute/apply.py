@@ -27,7 +27,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
 from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
 from megatron_lite.parallel.tensor_hash import prepare
-from megatron_lite.parallel.torch_internals import disable_dynamo, is_in_forward_mode, tree_leaves
+from megatron_lite.parallel.torch_internals import disable_dynamo, is_transformed, tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
 from megatron_lite.recompute.guard import Guard, Verify
@@ -38,6 +38,7 @@ from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
 from megatron_lite.recompute.turns import Turns
+from megatron_lite.recompute.versions import has_values
 
 MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some
 CALLERS = frozenset({"_call_impl", "_slow_forward"})
@@ -143,7 +144,9 @@ class _Recomputed:
         self._name = name
         self._segment = segment
         self._shared = shared
-        self._guard = Guard(verify)
+        # By whether the arguments have values: without them (fake, or on the meta device) a call
+        # shows neither what the layer writes to, nor that it repeats itself.
+        self._guards = {True: Guard(verify), False: Guard(False, stops_early=False)}
         # another library's wrapper; None for the method of the class
         self._before = layer.__dict__.get("forward")
         self._written: dict[tuple[bool, ...], Written] = {}
@@ -199,11 +202,11 @@ class _Recomputed:
         is_lazy = any(isinstance(each, LazyModuleMixin) for each in layer.modules())
         if self._is_off or is_lazy or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if is_in_forward_mode():
-            # A tangent belongs to one tensor, and what a replay rebuilds has none.
+        if is_transformed():
+            # Its tensors belong to the transform, and what a replay rebuilds does not.
             self._shared.notify(
-                "Under forward-mode differentiation (jvp) layers with a recompute policy keep all "
-                "that they save for backward on the device"
+                "Under a transform of torch (forward-mode jvp, torch.func, torch.jit.trace) layers "
+                "with a recompute policy keep all that they save for backward on the device"
             )
             return forward(*args, **kwargs)
         with self._on_host(layer, args, kwargs):
@@ -222,13 +225,14 @@ class _Recomputed:
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
         # record of earlier writes is kept apart for each combination of modes.
         training = tuple(module.training for module in layer.modules())
+        valued = all(map(has_values, _tensors(args, kwargs)))
         how = How(
             name=self._name,
-            rng=self._shared.streams(layer, args, kwargs),
+            rng=self._shared.streams(layer, args, kwargs) if valued else None,
             layer=layer,
-            written=self._written.setdefault(training, Written()),
+            written=self._written.setdefault(training, Written()) if valued else Written(),
             results=KeptResults(self._segment.ops, skip_tail=True) if self._segment.ops else None,
-            guard=self._guard,
+            guard=self._guards[valued],
             turns=self._shared.turns,
         )
         return rebuild_call(forward, args, kwargs, how)
@@ -238,6 +242,8 @@ class _Recomputed:
             return nullcontext()
         # The first tensor is the hidden states, which belong to this layer. All others stay.
         given = _tensors(args, kwargs)
+        if not all(map(has_values, given)):
+            return nullcontext()  # the pool's buffers outlive a mode of fake tensors
         device = given[0].device if given else torch.device("cpu")
         return self._shared.offloaded(
             self._segment.first_layer, device, stay=[*weights_in_use(layer), *given[1:]]

@@ -257,21 +257,24 @@ class _LayerCall:
         # tensors that were saved so far, and nothing is compared with the forward.
         witness = self._witness if self._is_complete else None
         rebuilt = _Rebuilt(self, witness, is_whole=self._is_complete)
-        if witness is not None:
-            witness.look()
         # Leaving the stack restores everything that the replay changed, also after _Enough.
         with ExitStack() as around:
             around.enter_context(self.how.turns.taken())
+            # `again` builds graph nodes for the inputs, so gradients must be on before it. Another
+            # checkpoint around this layer may run the layer to give back what was kept for the
+            # replay. So that is read before the state is exchanged.
+            around.enter_context(torch.enable_grad())
+            args, kwargs = self._arguments.again()
+            randomness = None if self._randomness is None else self._randomness.read()
+            if witness is not None:
+                witness.look()
             if self._state is not None:
                 around.enter_context(self._state.restored())
             around.enter_context(drawn_again(self._arguments.generators))
-            if self._randomness is not None:
-                around.enter_context(self._randomness.replayed())
+            if randomness is not None:
+                around.enter_context(randomness.replayed())
             around.enter_context(self._surroundings.restored())
-            # `again` builds graph nodes for the inputs, so gradients must be on before it.
-            around.enter_context(torch.enable_grad())
             around.enter_context(recomputing())
-            args, kwargs = self._arguments.again()
             if witness is not None:
                 witness.begin(args, kwargs)
             try:

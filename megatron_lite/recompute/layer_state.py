@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from megatron_lite.parallel.tensor_hash import quick_hash, read
 from megatron_lite.recompute.contents import MAX_PARTS, contents, has_attributes, same
 from megatron_lite.recompute.own_generators import GLOBAL, GeneratorState, drawn_again, is_generator
+from megatron_lite.recompute.verify import unobserved
 from megatron_lite.recompute.versions import check_unwritten, has_values, version_of
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -88,16 +89,17 @@ class LayerState:
         self._global = [GeneratorState.of(each) for each in GLOBAL]
         self._is_settled = False
         present = {name: part for name, part in self._parts.items() if part.has_values()}
-        self._copies = {
-            name: part.copied()
-            for name, part in present.items()
-            if name in found or (self.is_first and part.is_small())
-        }
-        self._hashes = {
-            name: quick_hash(part.value)
-            for name, part in present.items()
-            if self.is_first and name not in self._copies
-        }
+        with unobserved():
+            self._copies = {
+                name: part.copied()
+                for name, part in present.items()
+                if name in found or (self.is_first and part.is_small())
+            }
+            self._hashes = {
+                name: quick_hash(part.value)
+                for name, part in present.items()
+                if self.is_first and name not in self._copies
+            }
 
     def copied_bytes(self) -> int:
         """Returns the bytes of the copies."""
@@ -190,13 +192,14 @@ class LayerState:
         # changed once to change every time.
         if not self.is_first:
             return changed | self._copies.keys()
-        before = {
-            name: each if name in self._hashes else quick_hash(each)
-            for name, each in (self._copies | self._hashes).items()
-            if name not in changed and isinstance(each, Tensor)
-        }
-        now = [quick_hash(self._parts[name].value) for name in before]
-        values = read([*before.values(), *now])
+        with unobserved():
+            before = {
+                name: each if name in self._hashes else quick_hash(each)
+                for name, each in (self._copies | self._hashes).items()
+                if name not in changed and isinstance(each, Tensor)
+            }
+            now = [quick_hash(self._parts[name].value) for name in before]
+            values = read([*before.values(), *now])
         pairs = zip(before, values, values[len(before) :], strict=False)
         arrays = {
             name

@@ -85,13 +85,9 @@ class KeptRandomness:
         self._rng, self._names = rng, now.names
         self._states = [SavedValue(state) for state in now.copies()]
 
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Makes all draws inside the block repeat those of the forward."""
-        with Randomness(
-            self._rng, self._names, [state.tensor() for state in self._states]
-        ).replayed():
-            yield
+    def read(self) -> Randomness:
+        """Returns the states, which backward needs now."""
+        return Randomness(self._rng, self._names, [state.tensor() for state in self._states])
 
 
 def autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
@@ -107,6 +103,7 @@ def autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
             cache_enabled=torch.is_autocast_cache_enabled(),
         )
         for kind in sorted(kinds)
+        if torch.amp.is_autocast_available(kind)
     ]
 
 

@@ -1,7 +1,8 @@
 """The settings of torch around a forward, which its replay repeats.
 
 They are autocast, the modes on torch's functions (a default device is one), the default dtype, the
-choice of kernels, and the hooks on all modules. A caller may have set them for the forward alone.
+choice of kernels, the number of threads, and the hooks on all modules. A caller may have set them
+for the forward alone.
 A context of another library is not known here: the verified replay finds what it changed.
 """
 
@@ -37,6 +38,7 @@ def _flags() -> tuple[Flag, ...]:
     return (
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.get_num_threads, torch.set_num_threads),  # sums of some kernels depend on it
         (
             lambda: attention_kernels(with_priority=True),
             lambda kernels: choose_attention_kernels(kernels, set_priority=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial, update_wrapper
 from threading import Thread
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from tests.support.odd_layers import Block, Model, assert_equal, batches
@@ -129,6 +132,89 @@ def test_forward_mode_differentiation_is_that_of_the_plain_model(policy: str) ->
     with pytest.warns(UserWarning, match="jvp"):
         found = derivatives()
     assert_equal(found, expected)
+
+
+def summed(model: nn.Module, given: Tensor) -> Tensor:
+    return model(given).square().sum()
+
+
+def gradients_of_weights(model: nn.Module) -> list[Tensor]:
+    return [each.grad for each in model.parameters()]
+
+
+def under_func(model: nn.Module) -> list[Tensor]:
+    given, weights = batches()[0], {name: each.detach() for name, each in model.named_parameters()}
+
+    def loss(weights: Any, given: Tensor) -> Tensor:
+        return torch.func.functional_call(model, weights, (given,)).square().sum()
+
+    each = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, given[:, None])
+    return [*each.values(), torch.func.jacrev(partial(summed, model))(given)]
+
+
+def under_vmap(model: nn.Module) -> list[Tensor]:
+    torch.vmap(partial(summed, model))(torch.stack(batches()[:2])).sum().backward()
+    return gradients_of_weights(model)
+
+
+def traced(model: nn.Module) -> list[Tensor]:
+    again = torch.jit.trace(model, batches()[0], check_trace=False)
+    summed(again, batches()[1]).backward()
+    return gradients_of_weights(model)
+
+
+def inside_a_checkpoint(model: nn.Module) -> list[Tensor]:
+    """Which runs the layers again in the middle of their own replays."""
+    model.train()
+    given = batches()[0].requires_grad_()
+    checkpoint(partial(summed, model), given, use_reentrant=False).backward()
+    return [*gradients_of_weights(model), *model.buffers()]
+
+
+def with_other_threads_in_backward(model: nn.Module) -> list[Tensor]:
+    threads, result = torch.get_num_threads(), summed(model.train(), torch.randn(999, 6))
+    try:
+        torch.set_num_threads(threads + 1)
+        result.backward()
+    finally:
+        torch.set_num_threads(threads)
+    return gradients_of_weights(model)
+
+
+def without_values_first(model: nn.Module) -> list[Tensor]:
+    """A call on fake tensors, or of a copy on the meta device, teaches nothing about the next."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        summed(model.train(), torch.empty(4, 6)).backward()
+    summed(deepcopy(model).to("meta"), torch.empty(4, 6, device="meta")).backward()
+    model.zero_grad()
+    for given in batches()[:2]:
+        summed(model, given).backward()
+    return [*gradients_of_weights(model), *model.buffers()]
+
+
+@pytest.mark.filterwarnings("ignore:Under a transform of torch", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "way",
+    [
+        under_func,
+        under_vmap,
+        traced,
+        inside_a_checkpoint,
+        with_other_threads_in_backward,
+        without_values_first,
+    ],
+)
+def test_the_way_of_a_call_changes_no_bit(
+    way: Callable[[nn.Module], list[Tensor]], policy: str
+) -> None:
+    found = []
+    for each in ("*:none", policy):
+        torch.manual_seed(1)
+        model = Tensors(Normed).eval()
+        apply_policy_(model, layers_fqn="layers", policy=each)
+        found.append(way(model))
+    assert_equal(*found)
 
 
 def hooked_like_accelerate(layer: nn.Module) -> None:
