@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite import __version__
-from megatron_lite.config.parser import for_stream
 from megatron_lite.parallel.signals import ctrl_c_raises, dies_without_reader
 
 
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None, started: str | None = None) -> int:
         near = difflib.get_close_matches(words[0], SUBCOMMANDS, n=1)
         meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SUBCOMMANDS)}"
         text = f"{command}: error: no subcommand {words[0][:80]!r}: {meant}"
-        print(for_stream(text, sys.stderr), file=sys.stderr)
+        print(text, file=sys.stderr)
         return 2
     if argv is None:
         # Prints a stack if a library crashes, or if a data file is truncated meanwhile (SIGBUS).
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None, started: str | None = None) -> int:
             f"{program}: error: it needs PyTorch, which this Python lacks: install it with "
             f"`{sys.executable} -m pip install torch`"
         )
-        print(for_stream(text, sys.stderr), file=sys.stderr)
+        print(text, file=sys.stderr)
         return 2
 
 

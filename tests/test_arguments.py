@@ -16,7 +16,7 @@ import pretrain_gpt
 from arguments import ParsedArguments, build_parser, parse_args, supported_flags, topics
 from megatron_lite.cli.help import EXAMPLE, MOST_USED, TOPICS
 from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED
-from megatron_lite.config.notices import placement_notices, setting_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training.start_text import arguments_table
 from tests.support.pairs import sampled
@@ -148,8 +148,8 @@ def test_all_faults_of_a_command_line_are_listed(capsys: pytest.CaptureFixture[s
         "--fp8-format hybrid --window-size x --mtp-num-layers 1 --lr -1 --xyz 3"
     )
     assert faults_of([*RUN.split(), *words.split()], capsys) == [
-        "argument --num-layers: invalid int value: 'two'",
-        "argument --seed: invalid int value: 'one'",
+        "argument --num-layers: two is no whole number of at most 64 bits",
+        "argument --seed: one is no whole number of at most 64 bits",
         "--window-size 'x': give two numbers, the tokens before and after a query that it reads, "
         "such as 128,0",
         "unknown flag --hidden-siz: did you mean --hidden-size?",
@@ -396,7 +396,7 @@ def test_a_launchers_local_rank_is_read_beside_the_run(words: str) -> None:
 
 
 def test_a_local_rank_that_is_no_number_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--local_rank: invalid int value: 'two'" in fault_of(
+    assert "--local_rank: two is no whole number" in fault_of(
         [*RUN.split(), "--local_rank=two"], capsys
     )
 
@@ -454,20 +454,20 @@ def test_core_attention_is_priced_by_the_device_that_runs_it() -> None:
     ):
         config = parse(f"--recompute-activations {words}").config
         found = [
-            len(placement_notices(config, device=device, world_size=1))
+            len(notices(config, "placement", device=device, world_size=1))
             for device in ("cpu", "cuda")
         ]
         assert found == [on_cpu, on_cuda], words
-        assert bool(setting_notices(config)) == (words == "--attention-dropout 0")
+        assert bool(notices(config, "settings")) == (words == "--attention-dropout 0")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1" + "0" * 4000, "is beyond 64 bits"),
-        ("1" + "0" * 5000, "is beyond 64 bits"),
-        (str(2**63), "is beyond 64 bits"),
-        ("x" * 5000, "invalid int value: 'xxx"),
+        ("1" + "0" * 4000, "is no whole number"),
+        ("1" + "0" * 5000, "is no whole number"),
+        (str(2**63), "is no whole number"),
+        ("x" * 5000, "xxx... (5000 characters) is no whole"),
     ],
 )
 def test_a_number_of_any_length_is_one_short_line(capsys, text, message):

@@ -131,5 +131,5 @@ def test_suggestions_are_supported_flags_of_the_same_meaning() -> None:
         for name in (f"{known}s", known[:-1], f"{known}-2"):
             closest = megatron_flags.closest_flag(name, supported, no_effect)
             assert closest is None or closest in {*supported, *no_effect}
-    for name in ("--no-swiglu", "--adam-beta3", "--tensor-model-parallel-rank", "--no-bias"):
+    for name in ("--no-swiglu", "--adam-beta3", "--no-bias"):
         assert megatron_flags.closest_flag(name, supported, no_effect) is None

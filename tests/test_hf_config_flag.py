@@ -64,7 +64,7 @@ def test_another_activation_replaces_the_files(tmp_path: Path) -> None:
     path = written(tmp_path, LLAMA_3_8B)
     parsed = parse_args([*RUN, "--hf-config", path, "--squared-relu"])
     assert parsed.config.model.activation == "squared_relu"
-    assert f"--squared-relu replaces what --hf-config {path} gives as swiglu" in parsed.notices
+    assert f"--hf-config {path} gives --swiglu, which the flags replace" in parsed.notices
 
 
 def test_a_key_that_is_not_read_is_a_notice(tmp_path: Path) -> None:

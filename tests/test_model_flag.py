@@ -74,7 +74,7 @@ def test_flags_override_the_model_and_a_notice_names_both() -> None:
     assert parsed.config.model.activation == "squared_relu"
     assert [notice for notice in parsed.notices if "--model" in notice] == [
         "--num-layers 4 replaces 32 of --model llama3-8b",
-        "--squared-relu replaces what --model llama3-8b gives as swiglu",
+        "--model llama3-8b gives --swiglu, which the flags replace",
     ]
 
 

@@ -16,7 +16,7 @@ from megatron_lite.cli.planner_command import auto_settings, planner_lines
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT
-from megatron_lite.config.notices import recompute_notices
+from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.parser import help_columns
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import resolve_vocabulary
@@ -67,7 +67,7 @@ def explanation(
     config, device = _with_vocabulary(config), planned_device(config)
     config, chosen = _with_policy(config, world_size, device)
     notices = [*notices, *chosen]
-    told_in_report = recompute_notices(config)
+    told_in_report = notices_of(config, "recompute")
     try:
         num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
         report = explain(

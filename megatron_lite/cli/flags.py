@@ -17,14 +17,15 @@ from typing import Any
 
 from megatron_lite.cli.help import print_help
 from megatron_lite.config import hf_config, megatron_flags
-from megatron_lite.config.alternatives import replaced_fields, replaced_notices
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_values import translate_values
-from megatron_lite.config.notices import setting_notices
+from megatron_lite.config.model import SWITCHED_ACTIVATIONS
+from megatron_lite.config.notices import notices as notices_of
+from megatron_lite.config.optimizer_settings import OWN_SETTINGS
 from megatron_lite.config.parser import Faults, Parser
 from megatron_lite.config.plain import LARGEST_TEXT
 from megatron_lite.config.run import RunConfig
@@ -41,7 +42,17 @@ Values = dict[str, dict[str, Any]]  # by topic and field
 
 # A file of --dump-config holds these derived values. A flag may change the values from which they
 # are derived, and they must be derived again.
-DERIVED_FIELDS = (("model", "kv_channels"), ("model", "ffn_hidden_size"))
+DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size")
+SOURCES = ("config_json", "hf_config", "model")
+# The topics and fields of which a rule may allow only one choice. A flag replaces a stored choice.
+CHOICES = {
+    *("recompute", "data", "data_parallel", "loss_scaling", "lr_schedule", *SWITCHED_ACTIVATIONS),
+    *("train_iters", "train_samples", "bf16", "fp16", "global_batch_size", "rampup_batch_size"),
+    *("step_batch_size_schedule", "sequence_parallel", "cp_comm_type"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    *OWN_SETTINGS["muon"],
+}
 STAND_IN = 1  # for a required value that is missing or wrong
 CONTRADICTIONS = {
     "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_bf16", True),
@@ -167,11 +178,7 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
         )
     dump_config, explain = given.pop("dump_config", False), given.pop("explain_recompute", False)
     local_rank = given.pop("local_rank", None)
-    sources = {
-        name: given.pop(field)
-        for name in ("--config-json", "--hf-config", "--model")
-        if (field := name[2:].replace("-", "_")) in given
-    }
+    sources = {flag(name): given.pop(name) for name in SOURCES if name in given}
     dry_run = None
     with faults.of():
         dry_run = take_dry_run(given)
@@ -181,142 +188,159 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     faults.texts += megatron_flags.only_value_faults(given)
     notices += megatron_flags.take_ignored(given)
     notices += translate_values(given, faults, has_file=bool(sources))
-    config = _build_config(given, sources, notices, faults)
-    if faults.texts or config is None:
-        parser.stop(faults.texts)
-    # A flag that turns its field off stores False. The notices ask only for fields that are set.
-    notices += setting_notices(
-        config, [name for name, value in given.items() if value is not False]
-    )
-    return ParsedArguments(config, dump_config, explain, dry_run, tuple(notices), local_rank)
-
-
-def _build_config(
-    given: dict[str, Any], sources: Mapping[str, str], notices: list[str], faults: Faults
-) -> RunConfig | None:
-    """Returns the RunConfig of the given fields, and of a source for all other fields.
-
-    sources: the file, or the known model, by the flag that names it.
-
-    Adds notices to `notices` and faults to `faults`. After a broken rule the values that it names
-    are taken out, so that the other rules are checked too. The result is of no use then.
-    """
-    fields, values = run_fields(), Values()
+    stored = Values()
     try:
         if len(sources) > 1:
             raise ValueError(f"{' and '.join(sources)} each describe the model: give one")
         for name, source in sources.items():
-            values = _values_of(name, source, given, notices)
+            stored = _values_of(name, source, given, notices)
     except ValueError as error:
         faults.texts.append(str(error))
-        faults.fields |= fields.keys() - given.keys()
-    values = {topic: values.get(topic, {}) for topic in topics()}
-    for name in fields.keys() & given.keys():
-        values[fields[name].topic][name] = given[name]
-    unset = [
-        name for name, one in fields.items() if one.is_required and name not in values[one.topic]
-    ]
-    # A rule may ask for it: then it is taken out as a wrong value is.
-    values["tokenizer"].setdefault("vocab_size", None)
-    missing = [flag(name) for name in unset if name not in faults.fields]
-    for name in unset:
-        values[fields[name].topic][name] = STAND_IN
-    faults.fields.update(unset)
-    if missing:
-        faults.texts.append(
-            f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
-            "flags, or a whole run with --config-json FILE"
-        )
-    return _built(values, faults)
+        faults.fields |= run_fields().keys() - given.keys()
+    said = " ".join(f"{name} {source}" for name, source in sources.items())
+    config = _Builder(given, stored, said, faults, notices).config()
+    if faults.texts or config is None:
+        parser.stop(faults.texts)
+    # A flag that turns its field off stores False. The notices ask only for fields that are set.
+    set_fields = [name for name, value in given.items() if value is not False]
+    notices += notices_of(config, "settings", given=set_fields)
+    return ParsedArguments(config, dump_config, explain, dry_run, tuple(notices), local_rank)
 
 
-def _built(values: Values, faults: Faults) -> RunConfig | None:
-    """Returns the run of these values; None if a fault hides the other rules."""
-    while True:
-        made = {name: _topic(kind, values[name], faults) for name, kind in topics().items()}
-        if None in made.values():
-            return None
-        try:
-            return RunConfig(**made)
-        except ValueError as error:
-            if not _take_out_named(str(error), values, faults):
-                return None
+class _Builder:
+    """Makes the run of the given fields, and of a stored run or model for all other fields.
 
+    If a rule refuses a stored choice beside the flags, such as a stored --recompute-granularity
+    beside a given --recompute-policy, the choice is left out, with a notice. After any other broken
+    rule the values that it names are taken out, so that the other rules are checked too.
 
-def _topic(kind: type, own: dict[str, Any], faults: Faults) -> Any:
-    while True:
-        try:
-            return kind(**own)
-        except ValueError as error:
-            if not _take_out_named(str(error), {"": own}, faults):
-                return None
-
-
-def _take_out_named(text: str, values: Values, faults: Faults) -> bool:
-    """Takes the values that a broken rule names out. Returns whether there was one.
-
-    The rule is a fault unless it names a field that has no usable value because of another one.
+    said: the flag and the file that supply the stored values, for notices.
     """
 
-    def is_named(field: str) -> bool:
-        return re.search(rf"{flag_of(field)}(?![\w-])", text) is not None
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        stored: Values,
+        said: str,
+        faults: Faults,
+        notices: list[str],
+    ) -> None:
+        self.given, self.said, self.faults, self.notices = given, said, faults, notices
+        self.values: Values = {topic: {**stored.get(topic, {})} for topic in topics()}
+        for name, one in run_fields().items():
+            if name in given:
+                self.values[one.topic][name] = given[name]
+        # A rule may ask for it: then it is taken out as a wrong value is.
+        self.values["tokenizer"].setdefault("vocab_size", None)
 
-    named = [(own, field) for own in values.values() for field in own if is_named(field)]
-    if not any(map(is_named, faults.fields)):
-        faults.texts.append(text)
-    changed = False
-    for own, field in named:
-        faults.fields.add(field)
-        value = own.pop(field)
-        if run_fields()[field].is_required or field == "vocab_size":
-            own[field] = STAND_IN
-        changed |= own.get(field) != value
-    return changed
+    def config(self) -> RunConfig | None:
+        """Returns the run; None if a fault hides the other rules. It is of no use after a fault."""
+        unset = [
+            name
+            for name, one in run_fields().items()
+            if one.is_required and name not in self.values[one.topic]
+        ]
+        missing = [flag(name) for name in unset if name not in self.faults.fields]
+        for name in unset:
+            self.values[run_fields()[name].topic][name] = STAND_IN
+        self.faults.fields.update(unset)
+        if missing:
+            self.faults.texts.append(
+                f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
+                "flags, or a whole run with --config-json FILE"
+            )
+        while True:
+            made = {name: self._topic(kind, name) for name, kind in topics().items()}
+            if None in made.values():
+                return None
+            try:
+                return RunConfig(**made)
+            except ValueError as error:
+                if not self._take_out_named(str(error), *topics()):
+                    return None
+
+    def _topic(self, kind: type, topic: str) -> Any:
+        while True:
+            try:
+                return kind(**self.values[topic])
+            except ValueError as error:
+                if not self._take_out_named(str(error), topic):
+                    return None
+
+    def _take_out_named(self, text: str, *names: str) -> bool:
+        """Takes values of these topics that a broken rule names out. Returns whether one changed.
+
+        The rule is a fault unless the flags replace a stored choice that it names, or it names a
+        field that has no usable value because of another fault.
+        """
+        named = [
+            (topic, field)
+            for topic in names
+            for field in self.values[topic]
+            if _is_named(field, text)
+        ]
+        for topic, field in named:
+            value, default = self.values[topic][field], run_fields()[field].default
+            if field not in self.given and _is_choice(topic, field) and value != default:
+                del self.values[topic][field]
+                self.notices.append(f"{self.said} gives {flag_of(field)}, which the flags replace")
+                return True
+        if not any(_is_named(field, text) for field in self.faults.fields):
+            self.faults.texts.append(text)
+        changed = False
+        for topic, field in named:
+            self.faults.fields.add(field)
+            own = self.values[topic]
+            value = own.pop(field)
+            if run_fields()[field].is_required or field == "vocab_size":
+                own[field] = STAND_IN
+            changed |= own.get(field) != value
+        return changed
 
 
-def _values_of(name: str, source: str, given: dict[str, Any], notices: list[str]) -> Values:
-    """Returns the values of a file or of a known model, without those that given fields replace.
+def _is_named(field: str, text: str) -> bool:
+    return re.search(rf"{flag_of(field)}(?![\w-])", text) is not None
+
+
+def _is_choice(topic: str, field: str) -> bool:
+    """Returns whether a flag may replace the stored field, which is no size of the model or run."""
+    one = run_fields()[field]
+    return (topic in CHOICES or field in CHOICES) and not one.is_required
+
+
+def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[str]) -> Values:
+    """Returns the values of a file or of a known model.
 
     Adds a notice for each value that is not read, and for each flag that says otherwise.
     """
-    said = f"{name} {source}"
     if name == "--config-json":
         values = _values_of_file(source)
-    else:
-        if name == "--model":
-            fields, vocab_size = preset(source)
-        else:
-            mapped = hf_config.read_hf_file(Path(source))
-            fields, vocab_size = hf_config.exact_fields(mapped, Path(source)), mapped.vocab_size
-            notices += [f"{said}: {note}" for note in mapped.notes]
-        # The vocabulary is the model's, whichever tokenizer is chosen: a tokenizer may use fewer
-        # rows of the embedding. NullTokenizer adds one id to its size.
-        names = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
-        adds_one = given.get("tokenizer_type") == "NullTokenizer" or not given.keys() & {*names}
-        tokenizer = {"vocab_size": vocab_size - adds_one}
-        notices += [
-            f"{flag(field)} {given[field]} replaces {value} of {said}"
-            for field, value in {**fields, **tokenizer}.items()
-            if field in given and given[field] != value
-        ]
-        values = {"model": dict(fields)}
-    stored = {field: value for topic in values.values() for field, value in topic.items()}
-    replaced = replaced_fields(stored, given)
-    for topic in values.values():
-        for field in replaced.keys() & topic.keys():
-            del topic[field]
-    changed = {
-        field: by
-        for field, by in replaced.items()
-        if field in stored and stored[field] != run_fields()[field].default
-    }
-    notices += replaced_notices(changed, file=said)
-    if name == "--config-json":
+        chosen = given.get("tokenizer_type", given.get("vocab_file") and "GPT2BPETokenizer")
+        if chosen not in (None, values["tokenizer"]["tokenizer_type"]):
+            values["tokenizer"] = {}  # another tokenizer has another vocabulary
         return values
+    said = f"{name} {source}"
+    if name == "--model":
+        fields, vocab_size = preset(source)
+    else:
+        mapped = hf_config.read_hf_file(Path(source))
+        fields, vocab_size = hf_config.exact_fields(mapped, Path(source)), mapped.vocab_size
+        notices += [f"{said}: {note}" for note in mapped.notes]
+    # The vocabulary is the model's, whichever tokenizer is chosen: a tokenizer may use fewer rows
+    # of the embedding. NullTokenizer adds one id to its size.
+    files = {"tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"}
+    adds_one = given.get("tokenizer_type") == "NullTokenizer" or not given.keys() & files
+    tokenizer = {"vocab_size": vocab_size - adds_one}
+    notices += [
+        f"{flag(field)} {given[field]} replaces {value} of {said}"
+        for field, value in {**fields, **tokenizer}.items()
+        if field in given and given[field] != value
+    ]
+    values = {"model": dict(fields), "tokenizer": tokenizer}
     if name == "--model" and not {"bf16", "fp16"} & given.keys():
         values["training"] = {"bf16": True}
         notices.append("--bf16 is assumed for this model (--no-bf16 trains in float32)")
-    return {**values, "tokenizer": tokenizer}
+    return values
 
 
 def _values_of_file(path: str) -> Values:
@@ -333,7 +357,8 @@ def _values_of_file(path: str) -> Values:
     except ValueError as error:
         raise ValueError(f"--config-json {path}: {error}") from error
     values = dataclasses.asdict(config)
-    for topic, field in DERIVED_FIELDS:
-        if dataclasses.replace(getattr(config, topic), **{field: None}) == getattr(config, topic):
-            values[topic][field] = None
+    for field in DERIVED_FIELDS:
+        derived: Any = {field: None}
+        if dataclasses.replace(config.model, **derived) == config.model:
+            values["model"][field] = None
     return values

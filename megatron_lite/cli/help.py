@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_lite.config.invocation import as_typed
 from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED, fate_of
-from megatron_lite.config.parser import HelpLayout, Parser, paragraph
+from megatron_lite.config.parser import Parser, help_columns, paragraph
 from megatron_lite.config.plain import shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 from megatron_lite.config.run_flags import Topic
@@ -130,7 +130,7 @@ def _shown(actions: Iterable[argparse.Action]) -> list[argparse.Action]:
 
 def _flags(title: str, actions: Iterable[argparse.Action]) -> str:
     """Returns the help of the flags under a title, as argparse formats it."""
-    formatter = HelpLayout("", max_help_position=28)
+    formatter = argparse.HelpFormatter("", max_help_position=28, width=help_columns())
     formatter.start_section(title)
     formatter.add_arguments(_shown(actions))
     formatter.end_section()

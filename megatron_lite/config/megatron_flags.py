@@ -32,7 +32,7 @@ RENAMED: Mapping[str, str] = DATA["renamed"]
 RETIRED_FIELDS = frozenset(DATA["retired fields"])
 # With more ignored flags than this, one line names all of them, without the reasons.
 MOST_REASONS = 3
-NEGATIONS = {"no", "not", "disable", "without"}
+NEGATIONS = {"no", "not", "disable", "without"}  # a flag with another of these means another thing
 
 
 def add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
@@ -44,9 +44,7 @@ def add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
     names = [name for row in DATA["no effect"] for name in row["flags"]]
     for name in [*names, *(f"{flag}=" for flag in ONLY_VALUE)]:
         flag, equals, several = name.partition("=")
-        options: dict[str, Any] = (
-            dict(nargs=several or None) if equals else {"action": "store_true"}
-        )
+        options: Any = dict(nargs=several or None) if equals else dict(action="store_true")
         parser.add_argument(flag, dest=flag, help=argparse.SUPPRESS, **options)
 
 
@@ -74,19 +72,13 @@ def renamed_words(argv: Sequence[str], parsed: Iterable[str]) -> tuple[list[str]
 def only_value_faults(given: dict[str, Any]) -> list[str]:
     """Removes the flags that allow only one value, and returns a fault for each other value.
 
-    Numbers are compared as numbers: 1.0 is 1.
+    1.0 is 1.
     """
-
-    def is_allowed(value: str, only: str) -> bool:
-        try:
-            return value == only or float(value) == float(only)
-        except ValueError:
-            return False
 
     return [
         f"Megatron's {flag} {value} is not supported here, only {only}: {REFUSED[flag]}"
         for flag, only in ONLY_VALUE.items()
-        if not is_allowed(value := given.pop(flag, None) or only, only)
+        if (value := given.pop(flag, None) or only) not in (only, f"{only}.0")
     ]
 
 
@@ -145,57 +137,19 @@ def fate_of(word: str) -> str | None:
 def closest_flag(name: str, supported: Iterable[str], others: Iterable[str] = ()) -> str | None:
     """Returns the known flag that `name` was probably meant to be, or None if none is near.
 
-    The order is: the flag of this name in other programs, then `supported`, then `others`. A flag
-    is near if its words are those of `name`, up to typing errors and a word more or less.
+    The order is: the flag of this name in other programs, then `supported`, then `others`.
     """
     supported = list(supported)
     other = DATA["other programs"].get(name.replace("_", "-"))
     if other in supported:
         return str(other)
     for known in (supported, others):
-        nearness, found = max(((_nearness(name, one), one) for one in known), default=(0.0, ""))
-        if nearness > 0.0:
-            return found
+        for near in difflib.get_close_matches(name, known, n=1, cutoff=0.84):
+            if _meaning(near) == _meaning(name):
+                return near
     return None
 
 
-def _nearness(name: str, known: str) -> float:
-    """Returns how near two flags are, at most 2; 0.0 if one has a word that changes the meaning."""
-    mine, theirs = _words(name), _words(known)
-    if "".join(mine) == "".join(theirs):
-        return 2.0
-    fewer, more = sorted((mine, theirs), key=len)
-    # The first word is the subject: a flag with another one is about something else.
-    if 3 * len(fewer) < 2 * len(more) or (
-        len(mine) != len(theirs) and not _is_same_word(mine[0], theirs[0])
-    ):
-        return 0.0
-    left = list(more)
-    for word in fewer:
-        same = next((one for one in left if _is_same_word(word, one)), None)
-        if same is None:
-            return 0.0
-        left.remove(same)
-    if NEGATIONS & {*left}:
-        return 0.0
-    return len(fewer) / len(more) + difflib.SequenceMatcher(None, name, known).ratio()
-
-
-def _words(name: str) -> list[str]:
-    words = name.strip("-").replace("_", "-").split("-")
-    return words[1:] if words[0] in ("use", "enable") and len(words) > 1 else words
-
-
-def _is_same_word(word: str, other: str) -> bool:
-    """Returns whether two words are one, abbreviated (len, length) or with a typing error."""
-    if word == other:
-        return True
-    short, long = sorted((word, other), key=len)
-    starts = (short, short.rstrip("s"))
-    if any(len(one) >= 3 and long.startswith(one) for one in starts) and long.isalpha():
-        return True
-    return (
-        word[:1] == other[:1]
-        and re.sub(r"\D", "", word) == re.sub(r"\D", "", other)
-        and difflib.SequenceMatcher(None, word, other).ratio() > 0.75
-    )
+def _meaning(flag: str) -> tuple[str, set[str]]:
+    """Returns the digits and the negations of a flag: near spellings may differ in them."""
+    return re.sub(r"\D", "", flag), NEGATIONS & {*flag.strip("-").split("-")}

@@ -1,9 +1,8 @@
-"""The argparse parser of every program here: its help, and all faults of a command line at once.
+"""The argparse parser of every program here, which finds all faults of a command line at once.
 
 argparse stops at the first word that it cannot read. `Parser.read` takes the flag with the fault
 out of the words and parses again, until nothing is left to find. `Faults` collects the faults of
-all steps of parsing. A help text has at most 100 columns, and 80 in a narrower terminal. Standard
-library only.
+all steps of parsing. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,104 +10,25 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn
 
 from megatron_lite.config.megatron_flags import closest_flag
-from megatron_lite.config.plain import parse_whole_number, shown
-
-WIDEST, NARROWEST = 100, 80
-VALUES: Mapping[Any, str] = {int: "N", float: "X"}
-LONGEST_NAME = 12  # columns of a value that has the name of its flag
-LONGEST_CHOICES = 32  # columns of choices that stand in the place of a value
+from megatron_lite.config.plain import parse_whole_number
 
 
 def help_columns() -> int:
-    """Returns the columns of a help text: those of the terminal or of $COLUMNS, from 80 to 100."""
-    columns = shutil.get_terminal_size((WIDEST, 24)).columns
-    return max(NARROWEST, min(WIDEST, columns))
+    """Returns the columns of a text: those of the terminal or of $COLUMNS, from 80 to 100."""
+    return max(80, min(100, shutil.get_terminal_size((100, 24)).columns))
 
 
 def paragraph(text: str, *, indent: str = "") -> str:
     """Returns a text of one paragraph in lines that fit. Flags are not broken at their dashes."""
-    return textwrap.fill(
-        text,
-        help_columns(),
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def for_stream(text: str, stream: TextIO | None) -> str:
-    """Returns a message whose long lines are broken between words if the stream is a terminal.
-
-    A file, and a program that reads the stream, gets every line whole. Lines that are indented,
-    such as a policy with a mark below its fault, stay whole too, unless they are items of a list.
-    """
-    if stream is None or not stream.isatty():
-        return text
-    columns = max(40, shutil.get_terminal_size((WIDEST, 24)).columns)
-    return "\n".join(
-        line
-        if line.startswith(" ") and not line.startswith("  - ")
-        else textwrap.fill(
-            line, columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
-        for line in text.split("\n")
-    )
-
-
-class HelpLayout(argparse.HelpFormatter):
-    """argparse's layout with our width, and with long choices behind the help of their flag."""
-
-    def __init__(self, prog: str, **settings: Any) -> None:
-        super().__init__(prog, **{"width": help_columns(), **settings})
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        if action.type in VALUES:
-            return VALUES[action.type]
-        name = super()._get_default_metavar_for_optional(action)
-        return name if len(name) <= LONGEST_NAME else "TEXT"
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        return super()._format_args(_shortened(action), default_metavar)
-
-    def _expand_help(self, action: argparse.Action) -> str:
-        return super()._expand_help(_shortened(action))
-
-
-class RawHelpLayout(HelpLayout, argparse.RawDescriptionHelpFormatter):
-    """HelpLayout that does not fill the lines of the description and the epilog again."""
-
-
-def choices_of(action: argparse.Action) -> list[str]:
-    """Returns the choices of a flag, also those that only its metavar lists; or an empty list."""
-    if action.choices is not None:
-        return [str(choice) for choice in action.choices]
-    metavar = action.metavar if isinstance(action.metavar, str) else ""
-    return metavar[1:-1].split(",") if metavar[:1] == "{" else []
-
-
-def _shortened(action: argparse.Action) -> argparse.Action:
-    """Returns the flag itself, or one that lists its long choices in its help."""
-    choices = choices_of(action)
-    if len(",".join(choices)) <= LONGEST_CHOICES:
-        return action
-    listed = f"one of {', '.join(choices)}".replace("%", "%%")
-    return argparse.Action(
-        option_strings=action.option_strings,
-        dest=action.dest,
-        nargs=action.nargs,
-        default=action.default,
-        metavar="NAME",
-        help=f"{action.help}; {listed}" if action.help else listed,
-    )
+    wrapper = textwrap.TextWrapper(help_columns(), indent, indent, break_on_hyphens=False)
+    return wrapper.fill(text)
 
 
 class Read(NamedTuple):
@@ -151,12 +71,12 @@ class Faults:
 class Parser(argparse.ArgumentParser):
     """A parser that reports all faults of a command line at once.
 
-    Its help has our width (help_format.py), and its whole numbers have at most 64 bits.
+    Its whole numbers have at most 64 bits.
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": HelpLayout, **settings})
-        self.register("type", int, whole_number)
+        super().__init__(**settings)
+        self.register("type", int, reader(parse_whole_number))
 
     @property
     def actions(self) -> tuple[argparse.Action, ...]:
@@ -170,13 +90,13 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Reads the words. The message about a word that no flag takes names the nearest flag."""
+        """Reads the words. The message about a word that no flag takes names the nearest flags."""
         found, unread = self.parse_known_args(args, namespace)
         if unread:
             names = [word.partition("=")[0] for word in unread if word.startswith("--")]
-            near = [closest_flag(one, self._option_string_actions) for one in names]
-            meant = " and ".join(dict.fromkeys(one for one in near if one is not None))
-            meant = f": did you mean {meant}?" if meant else ""
+            known = self._option_string_actions
+            near = [flag for name in names if (flag := closest_flag(name, known)) is not None]
+            meant = f": did you mean {' and '.join(near)}?" if near else ""
             self.error(f"unrecognized arguments: {' '.join(unread)}{meant}")
         return found
 
@@ -197,11 +117,7 @@ class Parser(argparse.ArgumentParser):
                 if len(rest) == len(words):
                     self.stop(faults)  # the fault is in no flag that could be taken out
                 words = rest
-                failed += [
-                    action.dest
-                    for action in self.actions
-                    if {*spellings} & {*action.option_strings}
-                ]
+                failed.append(self._option_string_actions[spellings[0]].dest)
 
     def stop(self, faults: Sequence[str]) -> NoReturn:
         """Prints the faults and exits with status 2: one fault as one line, several as a list."""
@@ -215,18 +131,19 @@ class Parser(argparse.ArgumentParser):
 
         argparse would print the usage first. With Megatron's many flags it would hide the message.
         """
-        self.exit(2, for_stream(f"{self.prog}: error: {message}\n", sys.stderr))
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def whole_number(text: str) -> int:
-    """Returns the int of at most 64 bits that the text spells, as an argparse type."""
-    try:
-        return parse_whole_number(text)
-    except ValueError as error:
-        beyond = "beyond 64 bits" in str(error)
-        raise argparse.ArgumentTypeError(
-            str(error) if beyond else f"invalid int value: {shown(repr(text))}"
-        ) from None
+def reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns the function as an argparse type: argparse then shows the text of its ValueError."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def _without(words: Sequence[str], spellings: Sequence[str]) -> list[str]:

@@ -53,18 +53,12 @@ def parse_whole_number(text: str) -> int:
     Raises ValueError if it spells none, or one beyond 64 bits. No size is so large, and arithmetic
     with it would overflow.
     """
-    digits = text.strip().lstrip("+-")
-    # int() of more than 4300 digits raises an error that does not name the rule, so the length is
-    # tested first. Leading zeros do not count.
-    if (
-        len(digits) > 19
-        and digits.isdigit()
-        and (len(digits.lstrip("0")) > 19 or int(digits) > max(INT64))
-    ):
-        raise ValueError(f"{shown(text)} is beyond 64 bits")
-    number = int(text)
+    try:
+        number = int(text)  # which refuses texts of more than 4300 digits
+    except ValueError:
+        number = INT64.stop
     if number not in INT64:
-        raise ValueError(f"{shown(text)} is beyond 64 bits")
+        raise ValueError(f"{shown(text)} is no whole number of at most 64 bits")
     return number
 
 

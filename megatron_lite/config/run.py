@@ -64,72 +64,63 @@ class RunConfig:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
     def __post_init__(self) -> None:
-        model, tp_size = self.model, self.parallel.tensor_model_parallel_size
+        parallel, seq_length = self.parallel, self.data.seq_length
+        tp_size = parallel.tensor_model_parallel_size
         # Each tensor-parallel rank holds whole heads and groups, and an equal part of the MLP.
-        divided = (
-            ("--num-attention-heads", model.num_attention_heads),
-            ("--num-query-groups", model.query_groups),
-            ("--ffn-hidden-size", model.ffn_size),
-        )
-        for name, value in divided:
+        for name, value in (
+            ("--num-attention-heads", self.model.num_attention_heads),
+            ("--num-query-groups", self.model.query_groups),
+            ("--ffn-hidden-size", self.model.ffn_size),
+        ):
             if value % tp_size:
                 raise ValueError(
                     f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
                 )
-        if self.parallel.context_parallel_size > 1:
-            self._check_context_parallel()
-        elif self.data.seq_length % self.parallel.sequence_parts:
+        if seq_length % parallel.sequence_parts:
+            # A context-parallel rank holds two spans of the sequence, one from each end: a causal
+            # mask then gives all ranks equal work (parallel/sequence_spans.py).
+            sizes = f"2 x --context-parallel-size {parallel.context_parallel_size}"
+            shards = f"--tensor-model-parallel-size {tp_size} (--sequence-parallel)"
+            parts = [sizes] if parallel.context_parallel_size > 1 else []
+            parts += [shards] if parallel.sequence_parallel else []
             raise ValueError(
-                f"--sequence-parallel splits --seq-length {self.data.seq_length} over "
-                f"--tensor-model-parallel-size {tp_size} ranks, which does not divide it"
+                f"--seq-length {seq_length} is not divisible by {' x '.join(parts)} = "
+                f"{parallel.sequence_parts}: each rank holds an equal part of the sequence"
             )
-        if self.data.seq_length > model.max_position_embeddings:
+        if seq_length > self.model.max_position_embeddings:
             raise ValueError(
-                f"--seq-length {self.data.seq_length} is above --max-position-embeddings "
-                f"{model.max_position_embeddings}"
+                f"--seq-length {seq_length} is above --max-position-embeddings "
+                f"{self.model.max_position_embeddings}"
             )
-        self.training.batch_steps(self.data.seq_length)
+        if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
+            raise ValueError(
+                "--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are "
+                "exchanged in float32"
+            )
+        self.training.batch_steps(seq_length)
+        self._check_context_parallel()
         self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
-        self._check_data_parallel()
         self._check_folders()
-        by_samples = self.training.train_samples is not None
-        schedule = self.lr_schedule
-        if by_samples and (
-            schedule.lr_decay_iters or schedule.lr_warmup_iters or schedule.lr_wsd_decay_iters
-        ):
-            raise ValueError(
-                "--train-samples counts the learning-rate schedule in samples: use "
-                "--lr-decay-samples, --lr-warmup-samples and --lr-wsd-decay-samples"
-            )
-        if not by_samples and (
-            schedule.lr_decay_samples or schedule.lr_warmup_samples or schedule.lr_wsd_decay_samples
-        ):
-            raise ValueError(
-                "--train-iters counts the learning-rate schedule in iterations: use "
-                "--lr-decay-iters, --lr-warmup-iters and --lr-wsd-decay-iters"
-            )
+        counted, other = ("iters", "samples")[:: 1 if self.training.train_samples is None else -1]
+        for name in ("decay", "warmup", "wsd_decay"):
+            if getattr(self.lr_schedule, f"lr_{name}_{other}"):
+                raise ValueError(
+                    f"{flag(f'lr_{name}_{other}')} needs --train-{other}: the length of this run "
+                    f"counts {counted}, and so does its learning rate"
+                )
 
     def _check_folders(self) -> None:
         """Raises ValueError if a log has no folder to go to."""
-        logging, save = self.logging, self.checkpoint.save
-        profiling = self.profiling
-        if (
-            profiling.profile
-            and profiling.use_pytorch_profiler
-            and logging.tensorboard_dir is None
-            and save is None
+        logging, save, profiling = self.logging, self.checkpoint.save, self.profiling
+        traces = profiling.profile and profiling.use_pytorch_profiler
+        for writes, option, folder, is_given in (
+            (traces, "--use-pytorch-profiler", "--tensorboard-dir", logging.tensorboard_dir),
+            (logging.wandb_project, "--wandb-project", "--wandb-save-dir", logging.wandb_save_dir),
         ):
-            raise ValueError(
-                "--use-pytorch-profiler writes its traces under --tensorboard-dir or --save: give "
-                "one of them"
-            )
-        if logging.wandb_project and logging.wandb_save_dir is None and save is None:
-            raise ValueError(
-                f"--wandb-project {logging.wandb_project} writes under --wandb-save-dir or --save: "
-                "give one of them"
-            )
+            if writes and is_given is None and save is None:
+                raise ValueError(f"{option} writes under {folder} or --save: give one of them")
 
     def check_complete_for_training(self) -> None:
         """Raises ValueError if the length of the run, the learning rate or the data is missing.
@@ -172,9 +163,8 @@ class RunConfig:
 
     def _check_recompute_policy(self) -> None:
         given = self.recompute.recompute_policy
-        stage_lengths = self.stage_lengths()
         if given is not None and not self.recompute.is_to_be_chosen:
-            check_policy_reaches(self.recompute.policy, stage_lengths)
+            check_policy_reaches(self.recompute.policy, self.stage_lengths())
         for rule in self.recompute.policy.rules:
             for entry in map(parse_entry, rule.action.ops):
                 if not IN_GROUPS.issuperset(entry.operators):
@@ -191,66 +181,47 @@ class RunConfig:
                 )
 
     def _check_pipeline(self) -> None:
-        flag = "--num-microbatches-with-partial-activation-checkpoints"
-        in_pipeline = self.parallel.pipeline_model_parallel_size > 1
-        if self.recompute.num_microbatches_with_partial_activation_checkpoints is not None:
-            if not in_pipeline:
-                raise ValueError(
-                    f"{flag} needs --pipeline-model-parallel-size > 1 (got 1): one micro-batch is "
-                    "in flight at a time"
-                )
-            if all(rule.action == LayerAction() for rule in self.recompute.policy.rules):
-                raise ValueError(
-                    f"{flag} says which micro-batches keep what the others recompute, and nothing "
-                    "is recomputed: give --recompute-granularity or --recompute-policy too"
-                )
-            # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
-            most = self.most_in_flight(2 * self.parallel.pipeline_model_parallel_size)
-            num_kept = self.recompute.num_microbatches_with_partial_activation_checkpoints
-            if num_kept >= most:
-                raise ValueError(
-                    f"{flag} {num_kept}: at most {most} forwards are in flight at once, on the "
-                    "first pipeline rank, so every micro-batch would keep everything and nothing "
-                    f"would be recomputed: give at most {most - 1}, or leave the recomputation out"
-                )
-        if in_pipeline and self.logging.memory_timeline is not None:
+        self.stage_lengths()
+        size = self.parallel.pipeline_model_parallel_size
+        num_kept = self.recompute.num_microbatches_with_partial_activation_checkpoints
+        # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
+        most = self.most_in_flight(2 * size)
+        name = "--num-microbatches-with-partial-activation-checkpoints"
+        if num_kept is not None and size == 1:
+            raise ValueError(f"{name} needs --pipeline-model-parallel-size > 1 (got 1)")
+        if num_kept is not None and not self.recomputes:
+            raise ValueError(
+                f"{name} says which micro-batches keep what the others recompute, and nothing is "
+                "recomputed: give --recompute-granularity or --recompute-policy too"
+            )
+        if num_kept is not None and num_kept >= most:
+            raise ValueError(
+                f"{name} {num_kept}: at most {most} forwards are in flight at once, so nothing "
+                f"would be recomputed: give at most {most - 1}, or leave the recomputation out"
+            )
+        if size > 1 and self.logging.memory_timeline is not None:
             raise ValueError(
                 "--memory-timeline records the forward and backward of one micro-batch, which a "
                 "pipeline mixes with those of others: give --pipeline-model-parallel-size 1"
             )
 
+    @property
+    def recomputes(self) -> bool:
+        """Tells whether any layer rebuilds anything, in backward."""
+        return any(rule.action != LayerAction() for rule in self.recompute.policy.rules)
+
     def _check_context_parallel(self) -> None:
-        # A rank holds two spans of the sequence, one from each end: a causal mask then gives all
-        # ranks equal work (parallel/sequence_spans.py).
-        size, parts = self.parallel.context_parallel_size, self.parallel.sequence_parts
-        if self.data.seq_length % parts:
-            shards = (
-                f" x --tensor-model-parallel-size {parts // (2 * size)}"
-                if self.parallel.sequence_parallel
-                else ""
-            )
-            under = ", which --sequence-parallel splits again" if shards else ""
+        model, size = self.model, self.parallel.context_parallel_size
+        hindrance = no_flash_across_ranks(model.attention_dropout, self.data.reset_attention_mask)
+        limit = reach(model.window_size, self.data.seq_length)
+        if hindrance is None and limit is not None:
+            # which keys of another rank a window reaches differs from rank to rank
+            hindrance = f"--window-size {limit},0"
+        if size > 1 and hindrance is not None and not model.always_unfused:
             raise ValueError(
-                f"--seq-length {self.data.seq_length} is not divisible by 2 x "
-                f"--context-parallel-size {size}{shards} = {parts}: each rank holds two chunks of "
-                f"the sequence{under}"
-            )
-        hindrance = no_flash_across_ranks(
-            self.model.attention_dropout, self.data.reset_attention_mask
-        )
-        if hindrance is not None and not self.model.always_unfused:
-            without = "--attention-dropout 0, or " if self.model.attention_dropout > 0.0 else ""
-            raise ValueError(
-                f"--context-parallel-size {size} has no flash attention with {hindrance}: give "
-                f"{without}--attention-backend unfused, which builds the scores"
-            )
-        limit = reach(self.model.window_size, self.data.seq_length)
-        if limit is not None and not self.model.always_unfused:
-            raise ValueError(
-                f"--context-parallel-size {size} has no flash attention with --window-size "
-                f"{limit},0: which keys of another rank a window reaches differs from rank to "
-                "rank, and so would the work. Give --attention-backend unfused, which builds the "
-                "scores"
+                f"--context-parallel-size {size} has no flash attention with {hindrance}: leave it "
+                "out (--attention-dropout 0), or give --attention-backend unfused, which builds "
+                "the scores"
             )
 
     def _check_compiler(self) -> None:
@@ -260,56 +231,43 @@ class RunConfig:
         the recompute policy decides what is kept. With --activation-memory-budget, it compiles each
         layer as a whole, and the compiler decides.
         """
-        budget = self.recompute.activation_memory_budget
-        if not self.training.torch_compile:
-            if budget is not None:
+        budget, compiles = "--activation-memory-budget", self.training.torch_compile
+        if self.compiles_layers and not compiles:
+            raise ValueError(f"{budget} is a setting of torch's compiler: give --torch-compile too")
+        hindrances = {}
+        if compiles:
+            hindrances = {
+                "--norm-impl apex": self.model.norm_impl == "apex",
+                "--log-peak-memory": self.logging.log_peak_memory,
+            }
+        for name, is_given in hindrances.items():
+            if is_given:
                 raise ValueError(
-                    f"--activation-memory-budget {budget} is a setting of torch's compiler: give "
-                    "--torch-compile too"
+                    f"{name} cannot go with --torch-compile, which compiles norms of its own, and "
+                    "whose temporaries are not known. Leave one of them out"
                 )
+        if not self.compiles_layers:
             return
-        if self.model.norm_impl == "apex":
+        recompute, parallel = self.recompute, self.parallel
+        is_on_device = all(rule.store == "device" for rule in recompute.policy.rules)
+        if recompute.is_to_be_chosen or self.recomputes or not is_on_device:
             raise ValueError(
-                "--norm-impl apex cannot go with --torch-compile, which compiles norms of its own. "
-                "Leave one of them out"
+                f"{budget} lets the compiler decide what layers recompute: give it instead of "
+                "--recompute-policy or --recompute-granularity. --torch-compile without it goes "
+                "with every policy"
             )
-        if self.logging.log_peak_memory:
-            raise ValueError(
-                "--log-peak-memory has no prediction to compare with under --torch-compile: the "
-                "temporaries of compiled code are not known. Leave one of them out"
-            )
-        if budget is not None:
-            self._check_compiled_layers()
-
-    def _check_compiled_layers(self) -> None:
-        """Raises ValueError for settings that the compiler of whole layers decides."""
-        flags = "--torch-compile --activation-memory-budget"
-        if self.recompute.recompute_verify:
-            raise ValueError(
-                f"--recompute-verify has nothing to compare under {flags}, whose compiled "
-                "layers decide themselves what they keep and recompute: leave one of them out"
-            )
-        if self.recompute.is_to_be_chosen or any(
-            rule.action != LayerAction() or rule.store != "device"
-            for rule in self.recompute.policy.rules
-        ):
-            raise ValueError(
-                "--activation-memory-budget lets the compiler decide what layers recompute: give "
-                "it instead of a recompute policy, or leave it out. --torch-compile without it "
-                "goes with every policy"
-            )
-        for axis in ("tensor_model_parallel_size", "context_parallel_size"):
-            if (size := getattr(self.parallel, axis)) > 1:
+        # What a compiled layer keeps is not known, and every collective would end its graph.
+        for name, is_given in {
+            "--recompute-verify": recompute.recompute_verify,
+            "--tensor-model-parallel-size above 1": parallel.tensor_model_parallel_size > 1,
+            "--context-parallel-size above 1": parallel.context_parallel_size > 1,
+            "--overlap-param-gather": self.data_parallel.overlap_param_gather,
+        }.items():
+            if is_given:
                 raise ValueError(
-                    f"--activation-memory-budget needs {flag(axis)} 1 (got {size}): every "
-                    "collective would end a graph of a compiled layer. Leave it out: "
-                    "--torch-compile alone goes with every layout"
+                    f"{name} cannot go with {budget}, under which each layer is one compiled "
+                    "graph. Leave one of them out: --torch-compile alone goes with every layout"
                 )
-        if self.data_parallel.overlap_param_gather:
-            raise ValueError(
-                "--overlap-param-gather cannot go with --activation-memory-budget: each module's "
-                "wait for its weights would end a compiled graph. Leave one of them out"
-            )
 
     @property
     def compiles_kernels(self) -> bool:
@@ -368,15 +326,11 @@ class RunConfig:
             and not self.compiles_layers
         )
 
-    def _check_data_parallel(self) -> None:
-        if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
-            raise ValueError(
-                "--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are "
-                "exchanged in float32"
-            )
-
     def _check_split(self, flag: str) -> None:
-        tp_size = self.parallel.tensor_model_parallel_size
+        tp_size, cp_size = (
+            self.parallel.tensor_model_parallel_size,
+            self.parallel.context_parallel_size,
+        )
         if tp_size == 1:
             raise ValueError(f"{flag} needs --tensor-model-parallel-size > 1 (got 1)")
         if self.parallel.sequence_parallel:
@@ -384,19 +338,13 @@ class RunConfig:
                 f"{flag} has nothing to split under --sequence-parallel, where each rank's input "
                 "is already 1/t: leave one of them out"
             )
-        cp_size = self.parallel.context_parallel_size
-        elements = (
-            self.data.seq_length
-            // cp_size
-            * self.training.micro_batch_size
-            * self.model.hidden_size
-        )
+        tokens = self.data.seq_length // cp_size * self.training.micro_batch_size
+        elements = tokens * self.model.hidden_size
         if elements % tp_size:
-            divisor = f" / --context-parallel-size {cp_size}" if cp_size > 1 else ""
             raise ValueError(
-                f"{flag} splits the {elements} elements of --seq-length{divisor} x "
-                f"--micro-batch-size x --hidden-size over --tensor-model-parallel-size {tp_size} "
-                "ranks, which does not divide them"
+                f"{flag} splits the {elements} elements of --seq-length / --context-parallel-size "
+                f"{cp_size} x --micro-batch-size x --hidden-size over --tensor-model-parallel-size "
+                f"{tp_size} ranks, which does not divide them"
             )
 
     def to_json(self) -> str:

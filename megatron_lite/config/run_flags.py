@@ -11,21 +11,20 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.layer_pattern import parse_window
 from megatron_lite.config.megatron_values import OTHER_WAYS
-from megatron_lite.config.parser import Parser
-from megatron_lite.config.plain import shown
+from megatron_lite.config.parser import Parser, reader
+from megatron_lite.config.plain import quoted
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of, spelling
 
-WORDS = {"true": True, "1": True, "yes": True, "on": True} | {
-    "false": False, "0": False, "no": False, "off": False
-}  # fmt: skip
+METAVARS = {int: "N", float: "X"}
+LONGEST_CHOICES = 32  # columns of choices that stand in the place of a value
 
 
 class Topic(NamedTuple):
@@ -72,18 +71,13 @@ class RunField(NamedTuple):
 def topics() -> Mapping[str, type]:
     """Returns the config class of each topic, such as ModelConfig for "model", in the order of
     RunConfig's fields."""
-    hints = typing.get_type_hints(RunConfig)
-    return {field.name: hints[field.name] for field in dataclasses.fields(RunConfig)}
+    return typing.get_type_hints(RunConfig)
 
 
 @cache
 def run_fields() -> Mapping[str, RunField]:
     """Returns all fields of a run by name."""
-    return {
-        one.name: one
-        for topic, config_class in topics().items()
-        for one in fields_of(config_class, topic)
-    }
+    return {one.name: one for topic, kind in topics().items() for one in fields_of(kind, topic)}
 
 
 def fields_of(config_class: Any, topic: str = "") -> list[RunField]:
@@ -111,45 +105,41 @@ def add_run_flags(
     """
     for topic, words in TOPICS.items():
         group = parser.add_argument_group(words.title)
-        for one in fields_of(topics()[topic], topic):
+        other_ways = [
+            RunField(topic, name, str if facts.choices else bool, None, facts)
+            for name, facts in OTHER_WAYS.get(topic, {}).items()
+        ]
+        for one in [*fields_of(topics()[topic], topic), *other_ways]:
             if one.name not in without:
                 add_flag(group, one, hidden=hidden)
-        for name, facts in OTHER_WAYS.get(topic, {}).items():
-            kind = str if facts.choices else bool
-            add_flag(group, RunField(topic, name, kind, None, facts), hidden=hidden)
 
 
 def add_flag(group: argparse._ActionsContainer, field: RunField, *, hidden: bool = False) -> None:
-    """Adds the flag of a field, whose help shows the default."""
+    """Adds the flag of a field, whose help shows the choices, if they are long, and the default."""
     facts, default = field.facts, field.default
     options: dict[str, Any] = dict(dest=field.name, default=argparse.SUPPRESS)
-    text = facts.help.replace("%", "%%")
+    text = facts.help
     if field.kind is bool:
         options["action"] = "store_false" if default is True else "store_true"
     else:
         choices = ",".join(map(str, (*facts.choices, *facts.megatron)))
-        metavars = {int: "N", float: "X"}
-        metavar = "TEXT" if facts.parse else metavars.get(field.kind, "TEXT")
-        options["type"] = _reader(facts.parse) if facts.parse else field.kind
-        options["metavar"] = f"{{{choices}}}" if choices else metavar
-        options["nargs"] = facts.nargs
+        metavar = "TEXT" if facts.parse else METAVARS.get(field.kind, "TEXT")
+        if choices:
+            metavar = f"{{{choices}}}" if len(choices) <= LONGEST_CHOICES else "NAME"
+        if metavar == "NAME":
+            text += f"; one of {choices.replace(',', ', ')}"
+        options |= dict(
+            type=reader(facts.parse) if facts.parse else field.kind,
+            metavar=metavar,
+            nargs=facts.nargs,
+        )
         if field.is_required:
             text += " (required)"
         elif default not in (None, ()):
             text += f" (default: {default})"
-    options["help"] = argparse.SUPPRESS if hidden else text
+    options["help"] = argparse.SUPPRESS if hidden else text.replace("%", "%%")
     names = [spelling(field.name, facts), *filter(None, [facts.alias])]
     group.add_argument(*names, **options)
-
-
-def _reader(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return read
 
 
 def flag_of(field: str) -> str:
@@ -173,16 +163,16 @@ def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
 
 def flag_words(field: str, value: Any) -> list[str]:
     """Returns the words of a command line that give the field this value, not its default."""
-    facts = run_fields()[field].facts
-    words = [spelling(field, facts)]
+    parse = run_fields()[field].facts.parse
+    words = [flag_of(field)]
     if isinstance(value, bool):
         return words
     if not isinstance(value, tuple):
         return [*words, str(value)]
-    if facts.parse is None:
+    if parse is None:
         return [*words, *map(str, value)]
     text = ",".join(map(str, value))
-    return [*words, text if facts.parse is parse_window else f"[{text}]"]
+    return [*words, text if parse is parse_window else f"[{text}]"]
 
 
 def fixed_value(text: str) -> tuple[str, Any]:
@@ -194,14 +184,14 @@ def fixed_value(text: str) -> tuple[str, Any]:
     field = run_fields().get(name.strip().removeprefix("--").replace("-", "_"))
     if not equals or field is None:
         raise InputError(
-            f"--fix {shown(repr(text))}: give NAME=VALUE with the name of a flag, such as "
+            f"--fix {quoted(text)}: give NAME=VALUE with the name of a flag, such as "
             "tensor-model-parallel-size=8"
         )
     word, spelled = value.strip(), flag_of(field.name)
     if field.kind is bool:
-        if word.lower() not in WORDS:
-            raise InputError(f"{spelled}: give true or false (got {shown(repr(word))})")
-        return field.name, WORDS[word.lower()]
+        if word.lower() not in ("true", "false"):
+            raise InputError(f"{spelled}: give true or false (got {quoted(word)})")
+        return field.name, word.lower() == "true"
     parser = Parser(add_help=False, exit_on_error=False)
     add_flag(parser, field)
     words = word.split() if field.facts.nargs else [word]
@@ -222,34 +212,17 @@ def build_run(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         raise InputError(str(error)) from None
 
 
-class ShownSetting(NamedTuple):
-    """A setting with its topic, such as "model".
-
-    default: None if it has no default.
-    words: the words of a command line that set it, such as ("--num-layers", "4").
-    """
-
-    topic: str
-    flag: str
-    value: str
-    default: str | None
-    words: tuple[str, ...] = ()
-
-
-def changed_settings(config: RunConfig) -> Iterator[ShownSetting]:
-    """Yields the settings whose value is not the default, and those without a default.
+def changed_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
+    """Yields the topic and the words of each setting that differs from its default.
 
     A setting that its topic derives from others, such as --kv-channels, counts only if its value is
     not the derived one.
     """
     for name, field in run_fields().items():
         values = getattr(config, field.topic)
-        value, default = getattr(values, name), field.default
-        if not field.is_required and (value == default or _is_derived(values, name, default)):
-            continue
-        shown = None if field.is_required else _shown(default)
-        words = tuple(flag_words(name, value))
-        yield ShownSetting(field.topic, flag(name), _shown(value), shown, words)
+        value = getattr(values, name)
+        if value != field.default and not _is_derived(values, name, field.default):
+            yield field.topic, flag_words(name, value)
 
 
 def _is_derived(values: Any, name: str, default: Any) -> bool:
@@ -258,11 +231,3 @@ def _is_derived(values: Any, name: str, default: Any) -> bool:
         return bool(dataclasses.replace(values, **{name: default}) == values)
     except (ValueError, TypeError):
         return False
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return " ".join(map(str, value)) or "none"
-    if isinstance(value, bool):  # not a dictionary's look-up, in which 1 is True and 0.0 is False
-        return "yes" if value else "no"
-    return "none" if value is None else str(value)

@@ -54,21 +54,17 @@ class Setting(NamedTuple):
             return f"{flag} must be one of {', '.join(map(str, self.choices))} (got {value!r})"
         if self.is_path and value == "":
             return f"{flag} is empty: give a path, or leave the flag out"
-        rule = self._broken_bound(value)
-        return rule and f"{flag} must be {rule} (got {value}){self.why}"
-
-    def _broken_bound(self, value: Any) -> str | None:
-        low, high = self.least, self.below
-        if self.above is not None:
-            if high is not None:
-                return None if self.above < value < high else f"in ({self.above}, {high})"
-            return None if self.above < value < math.inf else f"above {self.above} and finite"
-        if low is None:
+        rules = {
+            f"at least {self.least}": self.least is None or value >= self.least,
+            f"above {self.above}": self.above is None or value > self.above,
+            f"below {self.below}": self.below is None or value < self.below,
+        }
+        if isinstance(value, float) and not math.isfinite(value):
+            rules["finite"] = False
+        if all(rules.values()):
             return None
-        if high is not None:
-            return None if low <= value < high else f"in [{low}, {high})"
-        finite = " and finite" if value == math.inf else ""
-        return None if low <= value < math.inf else f"at least {low}{finite}"
+        broken = " and ".join(rule for rule in rules if "None" not in rule)
+        return f"{flag} must be {broken} (got {value}){self.why}"
 
 
 def setting(help: str, default: Any = None, **facts: Any) -> Any:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from megatron_lite.config.checks import PeerError
-from megatron_lite.config.parser import for_stream
 
 MOST_NAMED = 8  # more runs of ranks, or ranks with a text, are counted and not named
 # Short work prints nothing. Each wait for the next line is GROWTH times as long as the one before
@@ -68,7 +67,7 @@ def print_fault(
     """
     name = f"[rank {rank}] " if rank or always_named else ""
     text = f"{program}{': ' if program else ''}{name}error: {message}"
-    print(for_stream(text, sys.stderr), file=sys.stderr, flush=True)
+    print(text, file=sys.stderr, flush=True)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
-from megatron_lite.config.parser import Parser, RawHelpLayout
+from megatron_lite.config.parser import Parser
 from megatron_lite.convert.format_names import FORMAT_HELP, HF, NATIVE
 from megatron_lite.parallel.signals import postponed
 from megatron_lite.tools.command import exit_status
@@ -140,7 +140,7 @@ def parser(program: str = PROGRAM) -> Parser:
         allow_abbrev=False,
         description="Converts weights between formats, one tensor at a time.",
         epilog=f"formats:\n{formats}\n",
-        formatter_class=RawHelpLayout,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = found.add_argument
     add("--from", dest="source", required=True, choices=FORMAT_HELP, help="the format of --load")

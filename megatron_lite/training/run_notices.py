@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megatron_lite.config.notices import log_notices, placement_notices, setting_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.torch_internals import missing_notices
 from megatron_lite.training.apex_kernels import kernel_notices
@@ -37,14 +37,14 @@ def run_notices(
     Notices about files (checkpoints, locks) are not known yet. They appear in the log later.
     Raises ValueError if the number of ranks is not a multiple of one model's ranks.
     """
-    settings = setting_notices(config) if of_settings is None else of_settings
+    settings = notices(config, "settings") if of_settings is None else of_settings
     return RunNotices(
-        (*settings, *placement_notices(config, device=device, world_size=world_size)),
+        (*settings, *notices(config, "placement", device=device, world_size=world_size)),
         (
             *missing_notices(),
             *_verify_notices(config, device),
             *kernel_notices(config, device),
-            *log_notices(config, world_size=world_size),
+            *notices(config, "log", world_size=world_size),
         ),
     )
 

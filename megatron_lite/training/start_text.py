@@ -52,13 +52,12 @@ def short_settings(config: RunConfig) -> list[str]:
     log = log_file_path(config)
     everything = "--dump-config prints all" if log is None else f"all of them: {log.path}"
     topics: dict[str, list[str]] = {}
-    for setting in changed_settings(config):
-        flag, *values = setting.words
+    for topic, (flag, *values) in changed_settings(config):
         text = shlex.join(values)
         if len(text) > LONGEST_VALUE:
             count = f" ({len(values)} words)" if len(values) > 2 else ""
             text = f"{text[: LONGEST_VALUE - 3 - len(count)]}...{count}"
-        topics.setdefault(setting.topic.replace("_", " "), []).append(f"{flag} {text}".rstrip())
+        topics.setdefault(topic.replace("_", " "), []).append(f"{flag} {text}".rstrip())
     return [
         f"settings that differ from the defaults ({everything})",
         *(f"  {topic:12} {' '.join(settings)}" for topic, settings in topics.items()),

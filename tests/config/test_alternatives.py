@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from arguments import ParsedArguments, build_parser, parse_args
-from megatron_lite.config.alternatives import (
-    ALTERNATIVES,
-    BELONGS_TO,
-    BELONGS_TO_VALUE,
-    NEEDS_MORE_THAN_ONE,
-)
+from arguments import parse_args
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
@@ -49,19 +43,20 @@ def test_a_flag_replaces_every_stored_alternative(
     )
 
 
-def notices(stored: str, flags: str, folder: Path) -> list[str]:
-    found: ParsedArguments = parse_args([*dumped(stored, folder), *flags.split()])
-    return [notice.replace(str(folder), "") for notice in found.notices if "replaces" in notice]
-
-
 def test_what_is_replaced_is_said_once_and_only_where_something_is(tmp_path: Path) -> None:
-    assert notices(BASE + FULL, "--recompute-policy *:mlp", tmp_path) == [
-        "--recompute-policy replaces what --config-json /run.json gives as "
-        "recompute_granularity, recompute_method, "
-        "recompute_num_layers"
-    ]
-    for flags in ("--seed 3", "--recompute-num-layers 4", "--tensor-model-parallel-size 1"):
-        assert notices(BASE + FULL, flags, tmp_path) == []
+    for flags, count in (("--recompute-policy *:mlp", 3), ("--recompute-num-layers 4", 0)):
+        found = parse_args([*dumped(BASE + FULL, tmp_path), *flags.split()]).notices
+        assert len([notice for notice in found if "which the flags replace" in notice]) == count
+
+
+def test_a_flag_replaces_no_size_of_the_stored_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = f"{BASE} --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2"
+    for flags in ("--tensor-model-parallel-size 4", "--num-attention-heads 5", "--hidden-size 2"):
+        with pytest.raises(SystemExit):
+            parse_args([*dumped(stored, tmp_path), *flags.split()])
+        assert flags in capsys.readouterr().err
 
 
 def test_alternatives_on_the_command_line_itself_are_still_refused(
@@ -78,17 +73,3 @@ def test_alternatives_on_the_command_line_itself_are_still_refused(
         with pytest.raises(SystemExit):
             parse_args([*dumped(BASE + FULL, tmp_path), *flags.split()])
         assert message in capsys.readouterr().err
-
-
-def test_the_tables_name_fields_that_flags_set() -> None:
-    fields = {action.dest for action in build_parser().actions}
-    named = {field for group in ALTERNATIVES for way in group for field in way}
-    for table in (BELONGS_TO, NEEDS_MORE_THAN_ONE):
-        named |= table.keys() | {field for names in table.values() for field in names}
-    named |= {
-        field
-        for values in BELONGS_TO_VALUE.values()
-        for names in values.values()
-        for field in names
-    }
-    assert named | BELONGS_TO_VALUE.keys() <= fields

@@ -244,7 +244,7 @@ def test_flash_attention_over_context_parallel_ranks_has_no_window(
     flags = [*COMMAND, "--context-parallel-size", "2", "--window-size", "5,0"]
     with pytest.raises(SystemExit):
         parse_args(flags)
-    assert "Give --attention-backend unfused" in capsys.readouterr().err
+    assert "give --attention-backend unfused" in capsys.readouterr().err
     assert parse_args([*flags, "--attention-backend", "unfused"]).config.model.window_size == (5, 0)
     assert parse_args(
         [*COMMAND, "--context-parallel-size", "2", "--window-size", "15,0"]

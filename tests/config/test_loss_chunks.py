@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.notices import log_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 
 BASE = (
@@ -48,7 +48,7 @@ def test_a_float32_run_with_more_than_512_tokens_has_chunks(
     assert config.loss_in_one_pass == (chunk_size is not None)
     assert config.training.loss_chunk_size is None  # so a changed run has a default of its own
     world_size = config.parallel.model_ranks
-    assert len(log_notices(config, world_size=world_size)) == (chunk_size is not None)
+    assert len(notices(config, "log", world_size=world_size)) == (chunk_size is not None)
 
 
 @pytest.mark.parametrize("flags", [*TWO_PASSES, "--loss-chunk-size 0"])
@@ -61,5 +61,5 @@ def test_a_run_whose_chunks_would_cost_something_has_whole_logits(flags: str) ->
 def test_a_given_size_is_taken() -> None:
     config = config_of("--seq-length 1024 --micro-batch-size 1 --bf16 --loss-chunk-size 100")
     assert config.loss_chunk_size == 100
-    assert not log_notices(config, world_size=1)
+    assert not notices(config, "log", world_size=1)
     assert not config.loss_in_one_pass

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.notices import recompute_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.operators import GROUPS, Choice, OperatorEntry, parse_entry
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
@@ -105,17 +105,16 @@ def test_a_run_refuses_operators_whose_bytes_it_could_not_tell() -> None:
 def test_a_name_without_effect_is_a_warning(
     policy: str, tp_size: int, model: dict[str, object], warned: list[str]
 ) -> None:
-    warnings = recompute_notices(run_with(policy, tp_size=tp_size, **model))
+    warnings = notices(run_with(policy, tp_size=tp_size, **model), "recompute")
     assert [one.split("(")[1].split(")")[0] for one in warnings if "keeps nothing" in one] == warned
 
 
 def test_the_tail_flags_have_an_effect_on_kept_operators() -> None:
     run = run_with("*:ops(matmul)")
-    assert not recompute_notices(
-        replace(run, recompute=replace(run.recompute, recompute_tail_skip=False))
-    )
+    unskipped = replace(run, recompute=replace(run.recompute, recompute_tail_skip=False))
+    assert not notices(unskipped, "recompute")
     verified = replace(run, recompute=replace(run.recompute, recompute_verify=True))
-    assert any("turns the tail skip off" in one for one in recompute_notices(verified))
+    assert any("turns the tail skip off" in one for one in notices(verified, "recompute"))
 
 
 def test_operators_and_stores_combine() -> None:

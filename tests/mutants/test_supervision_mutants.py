@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.config import notices as config_notices
 from megatron_lite.supervision import verdict
 from megatron_lite.training import run_notices
 from tests.config import test_notices
@@ -14,19 +13,9 @@ from tests.support.mutants import Mutant, assert_seen, replaces
 Patch = pytest.MonkeyPatch
 
 
-@replaces("placement_notices", run_notices)
-def the_device_and_the_ranks_give_no_notice(_, config, **facts):
+@replaces("notices", run_notices)
+def the_device_and_the_ranks_give_no_notice(_, config, about, **facts):
     return []
-
-
-@replaces("log_notices", run_notices)
-def comparisons_with_nobody_give_no_notice(_, config, **facts):
-    return []
-
-
-@replaces("_dp_cp_size", config_notices)
-def context_parallel_ranks_are_forgotten(_, config, world_size):
-    return config.parallel.data_parallel_size(world_size)
 
 
 @replaces("LEFT", verdict)
@@ -42,11 +31,6 @@ def every_signal_is_left_to_the_training_loop(_, number):
 ALL = test_notices.test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_line
 MUTANTS = [
     Mutant(the_device_and_the_ranks_give_no_notice, ALL),
-    Mutant(comparisons_with_nobody_give_no_notice, ALL),
-    Mutant(
-        context_parallel_ranks_are_forgotten,
-        test_notices.test_context_parallel_ranks_share_the_work_too,
-    ),
     Mutant(
         a_rank_that_has_ended_counts_as_silent,
         test_verdict.test_a_rank_that_had_ended_before_is_not_silent,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from arguments import parse_args
-from megatron_lite.config.notices import recompute_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import MEGATRON_PARTS, PARTS
 from megatron_lite.memory.measure.meter import kept_for_backward
@@ -93,6 +93,6 @@ def test_a_notice_names_the_norms_that_a_layer_does_not_have(flags: list[str]) -
     for position in ("after", "before"):
         config = parse_args([*SMALL_RUN, *MOCK, *flags, "--norm-position", position]).config
         found.append(
-            [one.split()[0] for one in recompute_notices(config) if "in host memory" in one]
+            [one.split()[0] for one in notices(config, "recompute") if "in host memory" in one]
         )
     assert found == [["attn_norm", "mlp_norm"], []]

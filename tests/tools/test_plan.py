@@ -353,7 +353,7 @@ def test_the_planner_does_not_import_torch() -> None:
     ("words", "message"),
     [
         ("--seq-length 0", "--seq-length must be at least 1 (got 0)"),
-        ("--fix seq-length=nan", "argument --seq-length: invalid int value: 'nan'"),
+        ("--fix seq-length=nan", "argument --seq-length: nan is no whole number"),
         ("--fix lr=high", "argument --lr: invalid float value: 'high'"),
         ("--fix tensor-model-parallel-size=0", "--tensor-model-parallel-size must be at least 1"),
         ("--fix micro-batch-size=-2", "--micro-batch-size must be at least 1 (got -2)"),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arguments import parse_args
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.notices import setting_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
@@ -412,7 +412,7 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> No
 
 def test_settings_without_effect_are_told() -> None:
     def told(flags: str) -> str:
-        return "\n".join(setting_notices(config_of(flags)))
+        return "\n".join(notices(config_of(flags), "settings"))
 
     assert "--calculate-per-token-loss has no effect without --eod-mask-loss" in told(
         "--calculate-per-token-loss"

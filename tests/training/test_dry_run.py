@@ -9,7 +9,7 @@ from arguments import parse_args
 from megatron_lite.cli.explanation import print_dry_run_memory
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
-from megatron_lite.config.notices import setting_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES, StepMeter
@@ -243,7 +243,7 @@ def test_a_run_whose_last_batch_is_smaller_needs_the_memory_of_its_largest() -> 
         f"{PP} --step-batch-size-schedule 0:12,192:3 --recompute-policy *:full "
         "--num-microbatches-with-partial-activation-checkpoints 1"
     )
-    assert not [notice for notice in setting_notices(kept) if "nothing is recomputed" in notice]
+    assert not [notice for notice in notices(kept, "settings") if "nothing is recomputed" in notice]
 
 
 def test_a_simulated_rank_has_the_place_and_the_groups_of_a_real_one() -> None:
@@ -277,7 +277,7 @@ def test_the_default_ranks_are_the_first_of_each_kind() -> None:
         (
             "--dry-run-memory --dry-run-ranks 0,a",
             "--dry-run-ranks must be ranks with commas between them, such as 0,8,1023 "
-            "(got '0,a'): invalid literal for int() with base 10: 'a'",
+            "(got '0,a'): a is no whole number of at most 64 bits",
         ),
         (
             "--dry-run-memory --dry-run-ranks 0,0",

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_lite.config.logging_settings import ProfilingConfig
-from megatron_lite.config.notices import placement_notices, setting_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import profiler
 from megatron_lite.training.profiler import Profiler
@@ -125,15 +125,15 @@ def test_allocations_are_written_at_each_log_interval(
 
 def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
     config = _config(tmp_path, "m", profile=True, record_memory_history=True)
-    notices = placement_notices(config, device="cpu", world_size=1)
-    assert [notice.partition(" has")[0] for notice in notices] == [
+    found = notices(config, "placement")
+    assert [notice.partition(" has")[0] for notice in found] == [
         "--profile",
         "--record-memory-history",
     ]
-    assert placement_notices(config, device="cuda", world_size=1) == []
+    assert notices(config, "placement", device="cuda") == []
     without = replace(config, profiling=ProfilingConfig())
-    assert setting_notices(without, ["profile_step_end", "wandb_entity"]) == [
+    assert notices(without, "settings", given=["profile_step_end", "wandb_entity"]) == [
         "--profile-step-end has no effect without --profile",
         "--wandb-entity has no effect without --wandb-project",
     ]
-    assert setting_notices(config, ["profile_step_end"]) == []
+    assert notices(config, "settings", given=["profile_step_end"]) == []

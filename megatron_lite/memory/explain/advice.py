@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megatron_lite.config.notices import recompute_notices
+from megatron_lite.config.notices import notices
 from megatron_lite.config.regions import without_effect
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import percent, size
@@ -36,7 +36,7 @@ def notes(
     policies: the settings of the flags that the report compares.
     head_bytes, layers_bytes: the kept bytes of the head, and of all layers together.
     """
-    for warning in recompute_notices(config):
+    for warning in notices(config, "recompute"):
         yield f"{warning}."
     held, most = own.memory.peak_bytes, without.memory.peak_bytes
     if own.plan.segments == without.plan.segments:
@@ -101,7 +101,7 @@ def _regions(config: RunConfig, sizes: Sizes, own: Priced) -> Iterator[str]:
         yield f"Freed in a layer, less what is kept to rebuild it: {', '.join(freed)}."
     named = frozenset().union(*treated)
     for region in without_effect(named, builds_scores=config.model.builds_scores(sizes.device)):
-        if not any(region in warning for warning in recompute_notices(config)):
+        if not any(region in warning for warning in notices(config, "recompute")):
             yield (
                 f"{region} is moot: flash attention keeps no scores, and rebuilds them in backward "
                 "anyway."
