@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron_lite.optim.pieces import Piece, gather_parts, new_piece
+from megatron_lite.optim.layouts import Piece, gather_parts
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import address_of, foreach_copy_
@@ -46,15 +46,13 @@ class FullySharded:
             rows = self._rows(name)
             start = sum(self._lengths(name)[: parallel.dp_cp_rank])
             if rows.numel():
-                self.pieces.append(
-                    new_piece(name, parameter, rows, start=start, stop=start + rows.numel())
-                )
+                self.pieces.append(Piece.of(name, parameter, rows, start=start))
 
     def measure_own_norm(self) -> None:
         """Does nothing: FSDP2 sums the gradients before anyone can read them."""
 
     def forget(self) -> None:
-        """Implements Gradients.forget. Frees the rows' gradients, those of FSDP2 and those of
+        """Implements GradBuffer.forget. Frees the rows' gradients, those of FSDP2 and those of
         the optimizer."""
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -65,7 +63,7 @@ class FullySharded:
         """Does nothing: FSDP2 reduces in every backward."""
 
     def reduce_(self) -> None:
-        """Implements Gradients.reduce_. Issues one all-reduce over TP for all partial gradients
+        """Implements GradBuffer.reduce_. Issues one all-reduce over TP for all partial gradients
         together.
 
         A tied weight's gradient needs another all-reduce, over the first and last stage.
@@ -97,18 +95,18 @@ class FullySharded:
         """Does nothing, because `publish` starts no collective."""
 
     def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """Implements Layout.whole. Issues one all-gather."""
+        """Implements Replicated.whole. Issues one all-gather."""
         parameter = self._parameters[name]
         return gather_parts(value, self._lengths(name), self.shard_group, like=parameter).view(
             parameter.shape
         )
 
     def weight(self, name: str) -> Tensor:
-        """Implements Layout.weight. Issues one all-gather."""
+        """Implements Replicated.weight. Issues one all-gather."""
         return self.whole(name, self._rows(name)).to(gathered_dtype(self._parameters[name]))
 
     def set_weight(self, name: str, values: Tensor) -> None:
-        """Implements Layout.set_weight."""
+        """Implements Replicated.set_weight."""
         for piece in self.pieces:
             if piece.name == name:
                 piece.take_(piece.master, values)

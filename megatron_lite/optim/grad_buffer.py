@@ -38,7 +38,7 @@ from megatron_lite.parallel.state import ParallelState
 class Bucket:
     """Gradients that are reduced together.
 
-    layout: the places of the gradients in `flat`.
+    layout: the places of the gradients in `flat`; `places` has them by parameter.
     own: the elements of which this rank holds the sum: all of them, or 1/shards.
     tied: whether it holds the gradient that the first and the last pipeline stage add.
     awaited: the parameters whose last gradient of the step has not arrived.
@@ -54,15 +54,10 @@ class Bucket:
         tied: bool,
     ) -> None:
         self._rank, self.layout, self.tied = rank, layout, tied
+        self.places, self.own = layout.places, layout.own(rank)
         self.flat = torch.zeros(layout.num_elements, dtype=dtype, device=device)
-        self.own = layout.own(rank)
         self.awaited = set(layout.places)
         self.started: Started | None = None
-
-    @property
-    def places(self) -> dict[str, slice]:
-        """The elements of `flat` that belong to each parameter."""
-        return self.layout.places
 
     def own_part(self, name: str, rank: int | None = None) -> slice:
         """Implements BucketLayout.own_part. rank: None for this rank."""
@@ -70,11 +65,12 @@ class Bucket:
 
 
 class GradBuffer:
-    """The owner of the gradients of the given parameters.
+    """The owner of the gradients of the given parameters. Every rank must make every call.
 
     grads[name]: the float32 view of a parameter's gradient. With a distributed optimizer only this
         rank's part of each bucket (`Bucket.own`) is valid after `reduce_`.
-    own_norm: see Gradients. It costs another pass over the gradients.
+    own_norm: the 2-norm, 0-d, of this rank's gradients before the sum over data-parallel ranks. It
+        is None without `measure_own_norm`.
     """
 
     def __init__(
@@ -83,24 +79,34 @@ class GradBuffer:
         parallel: ParallelState,
         config: DataParallelConfig | None = None,
     ) -> None:
-        self._parallel, self._config = parallel, config or DataParallelConfig()
-        self._overlaps = self._config.overlap_grad_reduce and parallel.dp_cp_group is not None
-        self.shards = parallel.dp_cp_size if self._config.use_distributed_optimizer else 1
-        size = self._config.bucket_size(parallel.dp_cp_size) if self._overlaps else None
-        gradients = [_gradient(name, one) for name, one in parameters.items()]
+        config = config or DataParallelConfig()
+        self._parallel, self._group = parallel, parallel.dp_cp_group
+        self._overlaps = config.overlap_grad_reduce and self._group is not None
+        self._in_bf16 = config.grad_reduce_in_bf16
+        self.shards = parallel.dp_cp_size if config.use_distributed_optimizer else 1
+        specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
+        gradients = [
+            Gradient(name, parameters[name].numel(), spec.sum_grad_over_tp, spec.tied)
+            for name, spec in specs.items()
+        ]
+        size = config.bucket_size(parallel.dp_cp_size) if self._overlaps else None
         self.buckets = [
             Bucket(
                 layout,
-                dtype=_sum_dtype(parameters[name] for name in layout.places),
+                dtype=torch.promote_types(
+                    torch.float32, parameters[next(iter(layout.places))].dtype
+                ),
                 device=parallel.device,
                 rank=parallel.dp_cp_rank if self.shards > 1 else 0,
-                tied=any(spec_of(parameters[name]).tied for name in layout.places),
+                tied=any(specs[name].tied for name in layout.places),
             )
             for layout in bucket_layouts(gradients, bucket_size=size, shards=self.shards)
         ]
         self._parameters = dict(parameters)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
         self.grads: dict[str, Tensor] = {}
+        # `.grad` may be the view, except for 16-bit parameters in a torch without `grad_dtype`.
+        self._added_by_hooks: dict[str, Tensor] = {}
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._last: set[str] = set()  # the parameters whose next gradient is the last of this step
         self._num_started = 0
@@ -113,29 +119,28 @@ class GradBuffer:
             self._accumulate(name, parameter, self.grads[name])
 
     def measure_own_norm(self) -> None:
-        """Implements Gradients.measure_own_norm."""
-        self._measures_own_norm = self._parallel.dp_cp_group is not None
+        """Makes each `reduce_` set `own_norm`, at the cost of a pass over the gradients.
+
+        It has no effect without other data-parallel ranks.
+        """
+        self._measures_own_norm = self._group is not None
 
     def forget(self) -> None:
         """Begins a step: drops the gradients that the buffer holds."""
-        for name, parameter in self._parameters.items():
+        for parameter in self._parameters.values():
             parameter.grad = None
-            # Here the hook adds to the view from the first gradient on, so the view begins at 0.
-            if not _autograd_sums_into(parameter, self.grads[name]):
-                self.grads[name].zero_()
+        for view in self._added_by_hooks.values():  # a hook adds from the first gradient on
+            view.zero_()
 
     def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Declares that the next gradient of these parameters is the last of this step.
 
-        With overlap a bucket is sent once all of its last gradients have arrived.
-        parameters: None for all.
+        With overlap a bucket is sent once all of its last gradients have arrived. Without this call
+        `reduce_` begins the reductions. parameters: None for all.
         """
         if self._overlaps:
-            self._last.update(
-                self._names.values()
-                if parameters is None
-                else (self._names[one] for one in parameters)
-            )
+            chosen = self._names if parameters is None else parameters
+            self._last.update(self._names[one] for one in chosen)
 
     def reduce_(self) -> None:
         """Completes the gradients after the last backward.
@@ -145,17 +150,19 @@ class GradBuffer:
         """
         # The view of a parameter without a gradient in this step still holds older values.
         for name, parameter in self._parameters.items():
-            if parameter.grad is None and _autograd_sums_into(parameter, self.grads[name]):
+            if parameter.grad is None and name not in self._added_by_hooks:
                 parameter.grad = self.grads[name].zero_()
+        remaining = self.buckets[self._num_started :]
         # The own norms are taken before any sum over ranks overwrites the buckets.
-        for bucket in self.buckets[self._num_started :]:
-            self._add_own_norm(bucket)
+        if self._measures_own_norm:
+            self._own_norms += [bucket.flat.norm() for bucket in remaining]
         if not self._overlaps:
             self._sum_over_model(slice(None))
-        for bucket in self.buckets[self._num_started :]:
-            self._start(bucket)
-        for bucket in self.buckets:
-            self._finish(bucket)
+        if self._group is not None:
+            for bucket in remaining:
+                self._start(bucket)
+            for bucket in self.buckets:
+                self._finish(bucket)
         if self._overlaps:
             self._sum_over_model(None)
         self._num_started = 0
@@ -189,7 +196,8 @@ class GradBuffer:
             assert owner.grad is not None
             view.add_(owner.grad)
             owner.grad = None
-            self._arrived(name)
+            if self._overlaps:
+                self._arrived(name)
 
         # The first gradient of a step is a tensor of autograd's own. The hook copies it and makes
         # `.grad` the view, so autograd adds later gradients in place and nothing needs zeroing.
@@ -198,9 +206,11 @@ class GradBuffer:
             if owner.grad is not view:
                 view.copy_(owner.grad)
                 owner.grad = view
-            self._arrived(name)
+            if self._overlaps:
+                self._arrived(name)
 
-        if not _autograd_sums_into(parameter, view):
+        if parameter.dtype != view.dtype and not hasattr(parameter, "grad_dtype"):
+            self._added_by_hooks[name] = view
             parameter.register_post_accumulate_grad_hook(add_and_drop)
             return
         if parameter.dtype != view.dtype:
@@ -212,42 +222,34 @@ class GradBuffer:
 
         The order is the same on every rank; otherwise the ranks' collectives would not match.
         """
-        bucket = self.bucket_of[name]
-        if bucket.started is not None:
+        if self.bucket_of[name].started is not None:
             raise RuntimeError(
                 f"--overlap-grad-reduce: another gradient of {name} came after its bucket was "
                 "sent: a parameter must get all of its gradient at once in the last micro-batch of "
                 "a step"
             )
-        if name in self._last:
-            bucket.awaited.discard(name)
-            while (
-                self._num_started < len(self.buckets)
-                and not self.buckets[self._num_started].awaited
-            ):
-                self._add_own_norm(self.buckets[self._num_started])
-                self._start(self.buckets[self._num_started])
-                self._num_started += 1
-
-    def _add_own_norm(self, bucket: Bucket) -> None:
-        if self._measures_own_norm:
-            self._own_norms.append(bucket.flat.norm())
+        if name not in self._last:
+            return
+        self.bucket_of[name].awaited.discard(name)
+        while self._num_started < len(self.buckets):
+            bucket = self.buckets[self._num_started]
+            if bucket.awaited:
+                break
+            if self._measures_own_norm:
+                self._own_norms.append(bucket.flat.norm())
+            self._start(bucket)
+            self._num_started += 1
 
     def _start(self, bucket: Bucket) -> None:
         """Begins the sum over the data-parallel ranks.
 
         It is a reduce-scatter with a distributed optimizer, else an all-reduce.
         """
-        group = self._parallel.dp_cp_group
-        sent = (
-            bucket.flat.bfloat16()
-            if self._config.grad_reduce_in_bf16 and group is not None
-            else bucket.flat
-        )
-        if group is not None and self.shards > 1:
-            bucket.started = start_reduce_scatter_own_part_(sent, group)
+        sent = bucket.flat.bfloat16() if self._in_bf16 else bucket.flat
+        if self._group is not None and self.shards > 1:
+            bucket.started = start_reduce_scatter_own_part_(sent, self._group)
         else:
-            bucket.started = start_all_reduce_(sent, group)
+            bucket.started = start_all_reduce_(sent, self._group)
 
     def _finish(self, bucket: Bucket) -> None:
         assert bucket.started is not None
@@ -255,20 +257,3 @@ class GradBuffer:
         if reduced.dtype != bucket.flat.dtype:  # it was sent in bf16
             bucket.flat[bucket.own].copy_(reduced)
         bucket.started, bucket.awaited = None, set(bucket.places)
-
-
-def _gradient(name: str, parameter: nn.Parameter) -> Gradient:
-    spec = spec_of(parameter)
-    return Gradient(name, parameter.numel(), spec.sum_grad_over_tp, spec.tied)
-
-
-def _sum_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
-    return torch.promote_types(torch.float32, next(iter(parameters)).dtype)
-
-
-def _autograd_sums_into(parameter: nn.Parameter, view: Tensor) -> bool:
-    """Returns whether `.grad` may be the view.
-
-    It may not for a 16-bit parameter in a torch without `grad_dtype`.
-    """
-    return parameter.dtype == view.dtype or hasattr(parameter, "grad_dtype")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_lite.optim.pieces import Piece
+from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
@@ -47,16 +47,10 @@ def global_norms(
     number over this group, over the TP group and over the pipeline each.
     """
     norms = foreach_norm(list(values)) if values else ()
-    counted = [
-        norm
-        for piece, norm in zip(pieces, norms, strict=True)
-        if _counts_here(piece.spec, parallel)
-    ]
-    others = [
-        norm
-        for piece, norm in zip(pieces, norms, strict=True)
-        if not _counts_here(piece.spec, parallel)
-    ]
+    counted: list[Tensor] = []
+    others: list[Tensor] = []
+    for piece, norm in zip(pieces, norms, strict=True):
+        (counted if _counts_here(piece.spec, parallel) else others).append(norm)
     empty = torch.zeros(1, device=parallel.device)
     total = (torch.stack(counted) if counted else empty).square().sum()
     if others:

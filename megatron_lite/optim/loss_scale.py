@@ -10,7 +10,7 @@ the same global gradient norm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,24 +45,21 @@ class LossScaleState:
     good_steps: int
     patience: int
 
+    def __post_init__(self) -> None:
+        if not 0.0 < self.scale <= torch.finfo(torch.float32).max:
+            raise ValueError(
+                f"loss_scale.scale must be above 0 and within float32 (got {self.scale})"
+            )
+        if not 0 <= self.good_steps <= MOST_STEPS or abs(self.patience) > MOST_STEPS:
+            raise ValueError(
+                f"loss_scale.good_steps must be in [0, {MOST_STEPS}] and patience within it (got "
+                f"{self.good_steps} and {self.patience})"
+            )
+
     @classmethod
     def from_plain(cls, values: object) -> LossScaleState | None:
         """Reads a JSON object; None for null. ValueError: it has numbers that no run has."""
-        if values is None:
-            return None
-        try:
-            found = plain.as_object(values, "loss_scale")
-            plain.check_names(found, [field.name for field in fields(cls)], "loss_scale")
-            scale = plain.finite(found, "scale")
-            if not 0.0 < scale <= torch.finfo(torch.float32).max:
-                raise ValueError(f"scale must be above 0 and within float32 (got {scale})")
-            return cls(
-                scale=scale,
-                good_steps=plain.whole(found, "good_steps", 0, MOST_STEPS),
-                patience=plain.whole(found, "patience", -MOST_STEPS, MOST_STEPS),
-            )
-        except ValueError as error:
-            raise ValueError(f"no state of a loss scale: {error}") from error
+        return None if values is None else plain.from_plain(cls, values, "loss_scale")
 
 
 class LossScale:

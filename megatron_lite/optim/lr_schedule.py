@@ -98,30 +98,25 @@ class LrSchedule:
             else config.decoupled_min_lr,
         )
 
+    def __post_init__(self) -> None:
+        styles = {"style": LR_DECAY_STYLES, "wsd_style": WSD_DECAY_STYLES}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in styles:
+                if value not in styles[field.name]:
+                    known = ", ".join(styles[field.name])
+                    raise ValueError(
+                        f"schedule.{field.name} must be one of {known} (got {value!r})"
+                    )
+            elif value is not None and not 0.0 <= value < math.inf:
+                raise ValueError(
+                    f"schedule.{field.name} must be at least 0 and finite (got {value})"
+                )
+
     @classmethod
     def from_plain(cls, values: object) -> LrSchedule | None:
         """Reads a JSON object; None for null. ValueError: it is not a schedule."""
-        if values is None:
-            return None
-        try:
-            # The schedule of an older version has no skipped samples.
-            found = {"skipped_samples": 0, **plain.as_object(values, "schedule")}
-            plain.check_names(found, [field.name for field in fields(cls)], "schedule")
-            styles = {"style": LR_DECAY_STYLES, "wsd_style": WSD_DECAY_STYLES}
-            for name, known in styles.items():
-                if plain.field(found, name) not in known:
-                    raise ValueError(f"{name} must be one of {', '.join(known)}")
-            numbers = {
-                field.name: None
-                if field.name.startswith("decoupled") and found.get(field.name) is None
-                else _rate(found, field.name)
-                for field in fields(cls)
-                if field.name not in styles
-            }
-            texts = {name: found[name] for name in styles}
-            return cls(**texts, **numbers)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"no learning-rate schedule: {error}") from error
+        return None if values is None else plain.from_plain(cls, values, "schedule")
 
     def taken_from(self, saved: LrSchedule) -> LrSchedule:
         """Returns the schedule of a run that continues with the schedule of its checkpoint.
@@ -178,38 +173,20 @@ class LrSchedule:
                 self.min_lr,
                 self.max_lr * math.sqrt(max(self.warmup_samples, 1) / max(consumed_samples, 1)),
             )
-        return self.min_lr + self._remaining(consumed_samples) * (self.max_lr - self.min_lr)
-
-    def _remaining(self, consumed_samples: int) -> float:
-        """Returns the share of (max_lr - min_lr) that is left. It goes from 1 to 0."""
-        if self.style == "WSD":
-            stable_until = self.decay_samples - self.wsd_samples
-            if consumed_samples <= stable_until:
-                return 1.0
-            return _decay(self.wsd_style, (consumed_samples - stable_until) / self.wsd_samples)
-        return _decay(
-            self.style,
-            (consumed_samples - self.warmup_samples) / (self.decay_samples - self.warmup_samples),
-        )
+        # The share of (max_lr - min_lr) that is left goes from 1 to 0.
+        start: float = self.warmup_samples
+        length, style = self.decay_samples - start, self.style
+        if style == "WSD":
+            start, length = self.decay_samples - self.wsd_samples, self.wsd_samples
+            style = self.wsd_style
+        progress = max(consumed_samples - start, 0.0) / length if length else 0.0
+        left = chosen("the decay style", style, DECAYS)(progress)
+        return self.min_lr + left * (self.max_lr - self.min_lr)
 
 
 def _shown(value: object) -> str:
     """Returns a value for a message. 4.800000000000001 samples of a warm-up are shown as 4.8."""
     return f"{value:.15g}" if isinstance(value, float) else str(value)
-
-
-def _rate(values: dict[str, object], name: str) -> float:
-    """Returns a learning rate or a length. ValueError: it is negative or no number.
-
-    A whole number stays one, since a length that was a whole number is printed as one.
-    """
-    if plain.finite(values, name) < 0.0:
-        raise ValueError(f"{name} must be at least 0 (got {values[name]})")
-    return values[name]  # type: ignore[return-value]
-
-
-def _decay(style: str, progress: float) -> float:
-    return chosen("the decay style", style, DECAYS)(progress)
 
 
 DECAYS: dict[str, Callable[[float], float]] = {

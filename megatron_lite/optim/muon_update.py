@@ -14,11 +14,21 @@ Orthogonalizing needs a whole matrix, and a rank may hold a piece of one:
                     A rank orthogonalizes the matrices of which it holds a piece.
     TP              rows or columns are gathered over the TP ranks. Each orthogonalizes the whole
                     matrix and keeps its shard.
+
+Orthogonalizing is a Newton-Schulz iteration, without an SVD:
+
+    X <- a X + b (X X^T) X + c (X X^T)^2 X        from X = M / |M|, the Frobenius norm
+
+Each step maps every singular value s of X to a s + b s^3 + c s^5 and leaves the singular vectors as
+they are. A few steps bring all singular values near 1 (within about 0.3), which Muon is content
+with. The norm counts as EPSILON if it is less, so that a matrix of zeros stays one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,19 +36,78 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.adam_update import AdamW
-from megatron_lite.optim.newton_schulz import SCALES, STEPS, orthogonalize
-from megatron_lite.optim.pieces import Layout, Piece
-from megatron_lite.optim.update_rule import LearningRates
+from megatron_lite.optim.adam_update import adam_of
+from megatron_lite.optim.layouts import Layout, Piece
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
 
 MOMENTUM = "momentum_buffer"
+EPSILON = 1e-7
+
+
+class Coefficients(NamedTuple):
+    """a, b and c of one step."""
+
+    a: float
+    b: float
+    c: float
+
+
+# Keller Jordan, kellerjordan.github.io/posts/muon: the steepest polynomial at 0, in every step.
+SIMPLE = (Coefficients(3.4445, -4.7750, 2.0315),)
+# leloykun.github.io/ponder/muon-opt-coeffs: five steps to a narrow band of singular values.
+QUINTIC = (
+    Coefficients(4.0848, -6.8946, 2.9270),
+    Coefficients(3.9505, -6.3029, 2.6377),
+    Coefficients(3.7418, -5.5913, 2.3037),
+    Coefficients(2.8769, -3.1427, 1.2046),
+    Coefficients(2.8366, -3.0525, 1.2012),
+)
+# arXiv 2505.16932, with its safety factor of 1.01: the last step repeats.
+POLAR_EXPRESS = (
+    Coefficients(8.2051, -22.9019, 16.4607),
+    Coefficients(4.0664, -2.8612, 0.5184),
+    Coefficients(3.9096, -2.8234, 0.5250),
+    Coefficients(3.2856, -2.4153, 0.4853),
+    Coefficients(2.2779, -1.6198, 0.3985),
+    Coefficients(1.8726, -1.2307, 0.3585),
+    Coefficients(1.8564, -1.2132, 0.3568),
+    Coefficients(1.8750, -1.2500, 0.3750),
+)
+# By the name of --muon-coefficient-type: the coefficients of the first so many steps.
+STEPS: Mapping[str, Callable[[int], tuple[Coefficients, ...]]] = {
+    "simple": lambda number: SIMPLE * number,
+    "quintic": lambda number: (QUINTIC * number)[:number],
+    "polar_express": lambda number: (POLAR_EXPRESS + POLAR_EXPRESS[-1:] * number)[:number],
+}
+# By the name of --muon-scale-mode: what an update of m rows and n columns is multiplied by.
+SCALES: Mapping[str, Callable[[int, int], float]] = {
+    "spectral": lambda m, n: math.sqrt(max(m, n)),
+    "unit_rms_norm": lambda m, n: math.sqrt(m / n),
+    "shape_scaling": lambda m, n: math.sqrt(max(1, m / n)),
+}
+
+
+def orthogonalize(matrix: Tensor, steps: Sequence[Coefficients]) -> Tensor:
+    """Returns about the nearest orthogonal matrix: [m, n] -> [m, n], a new tensor of that dtype.
+
+    The Gram matrix is that of the shorter side, l = min(m, n): a step costs 4 l m n + 2 l^3 FLOPs.
+    """
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    iterate = matrix.T if is_tall else matrix
+    iterate = iterate / iterate.norm().clamp(min=EPSILON)
+    # With G = X X^T, [l, l], one step is a X + (b G + c G G) X.
+    for a, b, c in steps:
+        gram = torch.mm(iterate, iterate.T)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        iterate = torch.addmm(iterate, polynomial, iterate, beta=a)
+    return iterate.T if is_tall else iterate
 
 
 class Muon:
-    """An UpdateRule. Keeps the momentum of matrices, and AdamW's states of all other weights.
+    """An update rule with the methods of AdamW. Keeps the momentum of matrices, and AdamW's states
+    of all other weights.
 
     Under ZeRO-1 and FSDP2 a step issues one all-gather of float32 for each parameter with matrices
     over the data-parallel ranks. Under `--muon-tp-mode duplicated` it issues one for each matrix
@@ -62,11 +131,8 @@ class Muon:
         self._pieces = {
             piece.name: piece for piece in layout.pieces if piece.name in self._matrices
         }
-        self._adam = AdamW(
-            (piece for piece in layout.pieces if piece.name not in self._matrices),
-            config,
-            parallel.device,
-        )
+        others = [piece for piece in layout.pieces if piece.name not in self._matrices]
+        self._adam = adam_of(others, config, parallel.device)
         self.states: dict[str, dict[str, Tensor]] = {
             piece.name: {MOMENTUM: torch.zeros_like(piece.master)}
             if piece.name in self._matrices
@@ -75,20 +141,19 @@ class Muon:
         }
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
-        """Implements UpdateRule.state_names."""
+        """Implements AdamW.state_names."""
         return (MOMENTUM,) if parameter in self._matrices else self._adam.state_names(parameter)
 
     @torch.no_grad()
-    def step(self, rates: LearningRates, skipped: Tensor) -> None:
-        """Implements UpdateRule.step. The matrices are those of layers, so they have the rate of
-        all."""
-        self._adam.step(rates, skipped)
+    def step(self, rate: float, rate_at_the_ends: float, skipped: Tensor) -> None:
+        """Implements AdamW.step. The matrices are those of layers, so they have the rate of all."""
+        self._adam.step(rate, rate_at_the_ends, skipped)
         stays = skipped.bool()
         for name in self._matrices:
-            self._move(name, rates.every, stays)
+            self._move(name, rate, stays)
 
     def set_num_updates(self, number: int) -> None:
-        """Implements UpdateRule.set_num_updates. The number matters to AdamW alone."""
+        """Implements AdamW.set_num_updates. The number matters to AdamW alone."""
         self._adam.set_num_updates(number)
 
     def _move(self, name: str, learning_rate: float, stays: Tensor) -> None:

@@ -1,16 +1,16 @@
 """The optimizer: reduces and clips gradients, updates the masters by a rule, publishes the weights.
 
-The rule (update_rule.py) works on pieces of parameters. Masters are float32 even if the model is
-bf16 or fp16. A step whose gradient norm or loss is not finite changes nothing. Every rank decides
-that alike from the same global norm, on the device, without waiting for it. Such a step lowers the
-loss scale, if the run has one. A step whose loss is a spike changes nothing either, if the run
-looks for spikes (spike.py). The layout decides what a piece is and which collectives run: see
-pieces.py.
+The rule (adam_update.py or muon_update.py) works on pieces of parameters. Masters are float32 even
+if the model is bf16 or fp16. A step whose gradient norm or loss is not finite changes nothing.
+Every rank decides that alike from the same global norm, on the device, without waiting for it. Such
+a step lowers the loss scale, if the run has one. A step whose loss is a spike changes nothing
+either, if the run looks for spikes (spike.py). The layout decides what a piece is and which
+collectives run: see layouts.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -20,28 +20,25 @@ from torch import Tensor, nn
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim.adam_update import AdamW
+from megatron_lite.optim.adam_update import AdamW, adam_of
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.grad_norms import count_zeros, global_norms
+from megatron_lite.optim.layouts import Layout, Replicated, Zero1
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.muon_update import Muon
-from megatron_lite.optim.pieces import Layout, Piece
-from megatron_lite.optim.replicated import Replicated
 from megatron_lite.optim.spike import SpikeGuard
-from megatron_lite.optim.update_rule import LearningRates, UpdateRule
-from megatron_lite.optim.zero1 import Zero1
 from megatron_lite.parallel.collectives import all_reduce
-from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.parallel.torch_internals import foreach_mul_
 
-# By the name of --optimizer. The specs cover all parameters of this rank's stages, also those of
-# which the rank has no piece.
-NewRule = Callable[
-    [Layout, Mapping[str, ParameterSpec], OptimizerConfig, ParallelState], UpdateRule
-]
-RULES: Mapping[str, NewRule] = {"adam": AdamW.of, "muon": Muon}
+# By the name of --optimizer, a function of (layout, specs, config, parallel). The specs cover all
+# parameters of this rank's stages, also those of which the rank has no piece.
+RULES: Mapping[str, Callable[..., AdamW | Muon]] = {
+    "adam": lambda layout, _, config, parallel: adam_of(layout.pieces, config, parallel.device),
+    "muon": Muon,
+}
 
 
 class OptimizerStep(NamedTuple):
@@ -68,6 +65,11 @@ class Optimizer:
     loss_scale: the factor by which backward multiplied the gradients; `step` divides them by it.
     spikes: decides whether a loss is a spike; None: no loss is one.
     timed: times the parts of `step`, by the names of training/timers.py.
+
+    These methods are those of its parts:
+        zero_grad, sync_next_backward, measure_own_grad_norm    GradBuffer
+        weight, set_weight, finish                              layouts.Replicated
+        state_names                                             AdamW
     """
 
     def __init__(
@@ -85,37 +87,29 @@ class Optimizer:
         self.loss_scale, self.spikes = loss_scale, spikes
         self.timed: Timed = not_timed
         self.layout: Layout = choose_layout(model, parallel, data_parallel or DataParallelConfig())
-        self._pieces = list(self.layout.pieces)
-        new_rule = chosen("--optimizer", config.optimizer, RULES)
+        self._pieces = self.layout.pieces
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
+        new_rule = chosen("--optimizer", config.optimizer, RULES)
         self._rule = new_rule(self.layout, specs, config, parallel)
         self._updates = torch.zeros((), dtype=torch.float32, device=parallel.device)
-        self.states = {piece.name: self._states_of(piece) for piece in self._pieces}
+        self.states = {
+            piece.name: {
+                **self._rule.states[piece.name],
+                **({"master": piece.master} if self.layout.keeps_masters else {}),
+            }
+            for piece in self._pieces
+        }
+        gradients = self.layout.gradients
+        self.zero_grad, self.sync_next_backward = gradients.forget, gradients.sync_next_backward
+        self.measure_own_grad_norm = gradients.measure_own_norm
+        self.weight, self.set_weight = self.layout.weight, self.layout.set_weight
+        self.finish, self.state_names = self.layout.finish, self._rule.state_names
 
     @property
     def buffer(self) -> GradBuffer:
         """The buffer in which gradients accumulate. Every layout except FSDP2's has one."""
         assert isinstance(self.layout.gradients, GradBuffer)
         return self.layout.gradients
-
-    def measure_own_grad_norm(self) -> None:
-        """Makes each `step` return `own_grad_norm`, at the cost of a pass over the gradients.
-
-        It has no effect without other data-parallel ranks, or under FSDP2.
-        """
-        self.layout.gradients.measure_own_norm()
-
-    def zero_grad(self) -> None:
-        """Forgets all gradients."""
-        self.layout.gradients.forget()
-
-    def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Declares that the next gradient of these parameters is the last one before `step`.
-
-        Its reduction may then begin while backward runs. Without this call `step` begins the
-        reductions. parameters: None for all.
-        """
-        self.layout.gradients.sync_next_backward(parameters)
 
     def step(
         self,
@@ -156,19 +150,15 @@ class Optimizer:
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_
                 foreach_mul_(grads, (self._clip_grad / (grad_norm + 1e-6)).clamp(max=1.0))
         with self.timed("optimizer-inner-step"):
-            self._rule.step(LearningRates(learning_rate, decoupled_learning_rate), skipped)
+            at_the_ends = decoupled_learning_rate
+            self._rule.step(
+                learning_rate, learning_rate if at_the_ends is None else at_the_ends, skipped
+            )
         self._updates += 1.0 - skipped
         sharded = self.layout.shard_group is not None
         with self.timed("params-all-gather" if sharded else "optimizer-copy-main-to-model-params"):
             self.layout.publish()
         return OptimizerStep(grad_norm, skipped, piece_norms, self.layout.gradients.own_norm)
-
-    def finish(self) -> None:
-        """Waits until every parameter of the model has its new weights.
-
-        A module's forward waits for the weights of that module by itself.
-        """
-        self.layout.finish()
 
     @property
     def num_updates(self) -> int:
@@ -192,17 +182,6 @@ class Optimizer:
             self._parallel,
             self.layout.shard_group,
         )
-
-    def weight(self, name: str) -> Tensor:
-        """Returns a whole parameter in the model's dtype, as a checkpoint holds it.
-
-        Every data-parallel rank must call this.
-        """
-        return self.layout.weight(name)
-
-    def state_names(self, name: str) -> tuple[str, ...]:
-        """Returns the names of a parameter's states in a checkpoint, without "master"."""
-        return self._rule.state_names(name)
 
     def whole_states(self, name: str) -> dict[str, Tensor]:
         """Returns the states of a whole parameter, in its shape.
@@ -231,14 +210,6 @@ class Optimizer:
                 piece.take_(piece.master, states[piece.name]["master"])
         self._rule.set_num_updates(num_updates)
         self._updates.fill_(float(num_updates))
-
-    def set_weight(self, name: str, values: Tensor) -> None:
-        """Overwrites a whole parameter, and its master without rounding."""
-        self.layout.set_weight(name, values)
-
-    def _states_of(self, piece: Piece) -> dict[str, Tensor]:
-        states = dict(self._rule.states[piece.name])
-        return {**states, "master": piece.master} if self.layout.keeps_masters else states
 
 
 def choose_layout(model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> Layout:

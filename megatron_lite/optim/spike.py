@@ -11,7 +11,8 @@ waits for it. Every rank decides alike, from the same loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,19 +30,17 @@ class MeanLossState:
     mean: float
     count: int
 
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.mean) or not 0 <= self.count <= WINDOW:
+            raise ValueError(
+                f"mean_loss.mean must be finite and count in [0, {WINDOW}] (got {self.mean} and "
+                f"{self.count})"
+            )
+
     @classmethod
     def from_plain(cls, values: object) -> MeanLossState | None:
         """Reads a JSON object; None for null. ValueError: it has numbers that no run has."""
-        if values is None:
-            return None
-        try:
-            found = plain.as_object(values, "mean_loss")
-            plain.check_names(found, [field.name for field in fields(cls)], "mean_loss")
-            return cls(
-                mean=plain.finite(found, "mean"), count=plain.whole(found, "count", 0, WINDOW)
-            )
-        except ValueError as error:
-            raise ValueError(f"no running mean of a loss: {error}") from error
+        return None if values is None else plain.from_plain(cls, values, "mean_loss")
 
 
 class SpikeGuard:

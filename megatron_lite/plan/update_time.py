@@ -144,7 +144,7 @@ def _muon(
 
 
 def _newton_schulz_step(clock: Clock, rows: int, columns: int, element_bytes: int) -> float:
-    """Returns the seconds of X X^T, its square, and the product with X (optim/newton_schulz.py)."""
+    """Returns the seconds of X X^T, its square, and the product with X (optim/muon_update.py)."""
     short, long = sorted((rows, columns))
     products = (
         Matmul("X X^T", short, short, long),

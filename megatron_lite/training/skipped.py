@@ -21,7 +21,7 @@ from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.blend import Dataset
 from megatron_lite.data.samplers import microbatch_indices
-from megatron_lite.optim.pieces import Piece
+from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.sample_order import SampleOrder

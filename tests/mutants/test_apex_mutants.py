@@ -16,9 +16,8 @@ from megatron_lite.description import norm_statistics, query_key_norms, transfor
 from megatron_lite.model import norm
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.optim import adam_update
-from megatron_lite.optim.adam_update import ApexFusedAdam
+from megatron_lite.optim.adam_update import ApexAdamW
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.tensor_parallel import cross_entropy, linear
 from megatron_lite.training import apex_kernels as kernels
@@ -102,47 +101,10 @@ def fused_adam_is_not_told_to_skip(_, self, optimizer):
     return {self._skipped.device: torch.zeros_like(self._skipped)}
 
 
-@replaces("set_num_updates", ApexFusedAdam)
-def a_skipped_step_is_taken_back_from_what_was_loaded(
-    _: Any, self: ApexFusedAdam, number: int
-) -> None:
+@replaces("set_num_updates", ApexAdamW)
+def a_skipped_step_is_taken_back_from_what_was_loaded(_: Any, self: ApexAdamW, number: int) -> None:
     for adam in self._adams:
         adam.param_groups[0]["step"] = torch.full((1,), number, dtype=torch.int32)
-
-
-def all_groups_share_one_fused_adam(patch: Patch) -> None:
-    """Which counts skipped steps of the first group in another way than those of the second."""
-
-    @replaces("__init__", ApexFusedAdam)
-    def shared(init: Any, self: ApexFusedAdam, groups: Any, config: Any, device: Any) -> None:
-        init(self, groups, config, device)
-        first, *others = self._adams
-        for other in others:
-            first.param_groups += other.param_groups
-            first.state.update(other.state)
-            other.param_groups = []
-        self._adams = [first]
-        self._of = dict.fromkeys(self._of, first)
-
-    @replaces("set_num_updates", ApexFusedAdam)
-    def set_num_updates(_: Any, self: ApexFusedAdam, number: int) -> None:
-        for group in [group for adam in self._adams for group in adam.param_groups]:
-            group["step"] = self._last_skipped + number
-
-    @replaces("step", ApexFusedAdam)
-    def step(_: Any, self: ApexFusedAdam, rates: LearningRates, skipped: Tensor) -> None:
-        for group in self._adams[0].param_groups:
-            group["lr"].fill_(rates.every)
-        self._adams[0].step(grad_scaler=adam_update._Skipping(skipped))
-        self._last_skipped.copy_(skipped)
-
-    for part in (shared, set_num_updates, step):
-        part(patch)
-
-
-@replaces("step", ApexFusedAdam)
-def the_learning_rate_stays_at_zero(real, self, rates, skipped):
-    return real(self, LearningRates(0.0), skipped)
 
 
 @replaces("norm_statistics", norm_statistics, query_key_norms)
@@ -224,12 +186,6 @@ MUTANTS = [
     ),
     Mutant(fused_adam_is_not_told_to_skip, *SKIPS),
     Mutant(a_skipped_step_is_taken_back_from_what_was_loaded, *LOADS),
-    Mutant(all_groups_share_one_fused_adam, *LOADS),
-    Mutant(
-        the_learning_rate_stays_at_zero,
-        test_adam_update.test_weights_masters_and_moments_are_torchs_up_to_rounding,
-        dict(dtype=torch.float32),
-    ),
     Mutant(statistics_are_priced_in_the_rows_dtype, *BYTES),
     Mutant(contiguous_copies_of_query_and_key_are_not_priced, *BYTES),
     Mutant(value_holds_the_whole_of_qkv, *BYTES),

@@ -175,9 +175,11 @@ def test_a_schedule_is_stored_as_json_and_read_again_without_rounding():
     ("changes", "message"),
     [
         ({"max_lr": -1.0}, "max_lr must be at least 0"),
-        ({"max_lr": None}, "max_lr must be a finite number"),
-        ({"style": ["WSD"]}, "style must be one of constant, linear"),
-        ({"more": 1}, "has no field 'more'"),
+        ({"max_lr": None}, "schedule.max_lr: expected"),
+        ({"style": ["WSD"]}, "schedule.style: expected"),
+        ({"style": "zigzag"}, "schedule.style must be one of constant, linear"),
+        ({"max_lr": float("inf")}, "schedule.max_lr must be at least 0 and finite"),
+        ({"more": 1}, "schedule: unknown field more"),
     ],
 )
 def test_a_damaged_schedule_is_refused(changes, message):

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.newton_schulz import SCALES, STEPS, orthogonalize
+from megatron_lite.optim.muon_update import SCALES, STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.optim.update_rule import LearningRates
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from tests.support.equality import difference, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
@@ -271,12 +270,12 @@ def test_a_skipped_finite_step_changes_nothing_and_nothing_waits_for_the_device(
         optimizer.zero_grad()
         model.loss(1).backward()
         with _Reads():
-            optimizer._rule.step(LearningRates(0.1), torch.ones(()))
+            optimizer._rule.step(0.1, 0.1, torch.ones(()))
         assert all(
             torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
         )
         with _Reads():
-            optimizer._rule.step(LearningRates(0.1), torch.zeros(()))
+            optimizer._rule.step(0.1, 0.1, torch.zeros(()))
         assert not any(
             torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
         )

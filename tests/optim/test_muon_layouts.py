@@ -16,7 +16,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.optim.newton_schulz import STEPS, orthogonalize
+from megatron_lite.optim.muon_update import STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import ParallelState

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.optim.newton_schulz import STEPS, orthogonalize
+from megatron_lite.optim.muon_update import STEPS, orthogonalize
 
 SHAPES = [(7, 7), (5, 9), (9, 5), (12, 1)]
 

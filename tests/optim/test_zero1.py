@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim import zero1
+from megatron_lite.optim import layouts
 from megatron_lite.parallel.collectives import start_all_gather_parts_
 from tests.support.layouts import LAYOUTS, backward, build, differing, train
 from tests.support.models import tp_state
@@ -36,7 +36,7 @@ class LateGather(NamedTuple):
 
 
 def gather_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero1, "start_all_gather_parts_", LateGather)
+    monkeypatch.setattr(layouts, "start_all_gather_parts_", LateGather)
 
 
 @pytest.mark.parametrize(

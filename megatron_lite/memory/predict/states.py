@@ -111,7 +111,7 @@ def state_tensors(
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
         shards=shards,
     )
-    # ZeRO-1's weights are views of buckets (optim/zero1.py), so their padding counts too.
+    # ZeRO-1's weights are views of buckets (optim/layouts.py), so their padding counts too.
     in_buckets = [bucket.num_elements for bucket in buckets]
     weights = in_buckets if zero1 else [one.num_elements for one in held]
     rank = dp_cp_rank if zero1 else 0
