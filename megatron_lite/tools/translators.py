@@ -54,6 +54,7 @@ TORCHTUNE = {
     "memory_efficient_wrapping": ConfigKey(),
     "memory_efficient_fsdp_wrap": ConfigKey(),
 }
+OF_ACTIVATIONS = re.compile(r"(\w+_)?(ac|activations?)(_\w+)?$")
 EMBEDDING_AND_OUTPUT = ("tok_embeddings", "output")  # names in torchtune, maybe after "decoder."
 TITAN_TABLE, MM_SHAPES = "activation_checkpoint", "per_op_sac_force_recompute_mm_shapes_by_fqns"
 TORCHTITAN = {
@@ -133,6 +134,7 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
         place: (key, value)
         for place, value in everything(recipe)
         if (key := re.sub(r"^(training\.)?(fsdp\.)?", "", place)) in TORCHTUNE
+        or OF_ACTIVATIONS.match(key)  # a key that torchtune does not know is an error
     }
     given = reader.values(dict(places.values()), TORCHTUNE)
     enabled, mode = given.get("enable_activation_checkpointing", False), given.get("ac_mode")
@@ -287,7 +289,7 @@ def from_section(
     )
     reader.require(
         not split or 1 not in sizes.values(),
-        f"{theirs['split']} needs a tensor-parallel size > 1 (got {shown(sizes)}): set it to "
+        f"{theirs['split']} needs a tensor-parallel size > 1 (got 1): set it to "
         "false, since one rank has nobody to share an input with",
     )
     stores = ["split"] * split + ["host"] * given.get("host", False)
