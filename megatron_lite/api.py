@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron_lite.model.stage_models import ModelStages
-    from megatron_lite.plan.fit_verdict import FitVerdict
+    from megatron_lite.plan.verdict import FitVerdict
     from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 __all__ = [
@@ -174,15 +174,15 @@ def plan(
     Raises InputError if training would refuse every layout.
     """
     from megatron_lite.plan.auto_policy import Budget, default_reserve
-    from megatron_lite.plan.fit_verdict import verdict
     from megatron_lite.plan.hardware import load_hardware
-    from megatron_lite.tools.plan import problem_of
+    from megatron_lite.plan.problem import problem_of
+    from megatron_lite.plan.verdict import verdict
 
     hardware = load_hardware(gpu)
     num_bytes = hardware.memory_bytes if memory is None else parse_bytes("memory", memory)
-    problem = problem_of(dataclasses.asdict(config), dict(fixed or {}), [])
+    problem = problem_of(dataclasses.asdict(config), dict(fixed or {}), hardware, notes=[])
     budget = Budget(num_bytes, default_reserve(num_bytes))
-    return verdict(problem._replace(hardware=hardware), num_gpus, budget)
+    return verdict(problem, num_gpus, budget)
 
 
 def apply_policy_(

@@ -21,7 +21,7 @@ from megatron_lite.memory.explain.recompute_report import of_one_replica
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.plan.auto_policy import choose_policy
 from megatron_lite.plan.hardware import CPU_MACHINE, Hardware, load_hardware, machine_for_policy
-from megatron_lite.plan.layouts import KEPT_RECOMPUTE, SEARCHED
+from megatron_lite.plan.problem import KEPT_RECOMPUTE, SEARCHED
 
 WIDTH = 100
 KEPT_SHARDING = ("grad_reduce_in_bf16",)

@@ -26,14 +26,6 @@ STYLE: Any = {
     "text.parse_math": False,  # a name from outside is no formula
     "path.simplify_threshold": 0.5,  # of a pixel: a long curve stays a small file
 }
-# What is dark on a light page is light on a dark one.
-DARK = """<style>@media (prefers-color-scheme: dark) {
-text { fill: #d1d7e0 !important } g[id="grid"] path { stroke: #3d444d !important }
-path[style*="stroke: #000000"], path[style*="stroke: #333333"], use[style*="stroke: #000000"]
-{ stroke: #d1d7e0 !important } use[style*="stroke: #000000"] { fill: #d1d7e0 }
-[style*="fill: #bbbbbb"] { fill: #6e7681 !important; stroke: #6e7681 !important }
-[style*="fill: #dddddd"] { fill: #57606a !important; stroke: #57606a !important }
-}</style>"""
 
 
 class Table(NamedTuple):
@@ -84,17 +76,14 @@ def picture(draw: Callable[..., Any], *values: Any) -> Any:
 
 
 def svg_text(figure: Any) -> str:
-    """Returns the figure as an SVG without a background, for light and dark pages."""
+    """Returns the figure as an SVG, the same text from the same figures."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    start, tag, rest = text.getvalue().partition("<defs>")
-    lines: list[str] = []
-    for line in f"{start}{DARK}\n {tag}{rest}".splitlines():
-        # Points of a path: a tenth of a pixel is enough.
-        short = re.sub(r"(\d+\.\d)\d+", r"\1", line) if line.startswith("L ") else line
-        if not (short.startswith("L ") and lines and lines[-1] == short.rstrip()):
-            lines.append(short.rstrip())
-    return "\n".join(lines) + "\n"
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    lines = text.getvalue().splitlines()
+    # Points of a path: a tenth of a pixel is enough.
+    return "".join(
+        re.sub(r"^(L \d+\.\d)\d* (\d+\.\d)\d*", r"\1 \2", line).rstrip() + "\n" for line in lines
+    )
 
 
 def printable(text: str) -> str:

@@ -20,10 +20,10 @@ from typing import NamedTuple
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
+from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.operation_time import Memo
 from megatron_lite.plan.planned_run import Chosen, Run, with_policy
-from megatron_lite.plan.rank_mixes import RankSearch
+from megatron_lite.plan.rank_mixes import RankMixes
 
 ROUNDS = 6  # corrections of the space; two are usual
 # Assumptions, stated in docs/planning.md. 1 GiB for the context, cuBLAS and NCCL; 3 % of the card
@@ -65,7 +65,7 @@ def choose_policy(
     Raises InputError with the smallest reachable peak if no policy fits. Raises ValueError if the
     ranks or the batch do not divide.
     """
-    found = fitted(Run(config, hardware, num_ranks, Memo(), host_bytes), budget_bytes)
+    found = fitted(Run(config, hardware, num_ranks, host_bytes), budget_bytes)
     if isinstance(found, Unreachable):
         peak = found.smallest.peak
         largest = max(peak.terms, key=lambda term: term.num_bytes)
@@ -80,36 +80,31 @@ def choose_policy(
 
 def fitted(run: Run, budget_bytes: int) -> Chosen | Unreachable:
     """Returns the run with the fastest policy that fits the budget, or that no policy fits."""
-    whole = with_policy(run.config, None)
-    peak = run.peak(whole)
-    if peak.num_bytes <= budget_bytes:
-        return Chosen(whole, peak)
-    search = RankSearch(run)
-    spaces = search.spaces(search.full_mixes(), budget_bytes)
+    whole = run.chosen(with_policy(run.config, None))
+    if whole.peak.num_bytes <= budget_bytes:
+        return whole
+    search = RankMixes(run)
+    spaces = search.spaces(search.least(), budget_bytes)
     best: Chosen | None = None
-    tried: set[str] = set()
+    low = high = None  # the largest spaces that are known to fit, and the smallest that do not
     for _ in range(ROUNDS):
         mixes = search.mixes(spaces)
-        config = None if mixes is None else search.config(mixes)
-        if mixes is None or config is None or str(config.recompute.policy) in tried:
+        if mixes is None or spaces in (low, high):
             break
-        tried.add(str(config.recompute.policy))
-        peak = run.peak(config)
+        found = run.chosen(search.config(mixes))
+        lacks = found.peak.num_bytes - budget_bytes
         corrected = search.spaces(mixes, budget_bytes)
-        if peak.num_bytes <= budget_bytes:
-            best = Chosen(config, peak)
-            # One more round if this mix leaves more space than the one before.
-            if any(corrected[rank] <= space for rank, space in spaces.items()):
-                break
-            spaces = corrected
-        elif best is not None:
-            break
+        if lacks <= 0:
+            best, low = found, spaces
         else:
-            shrunk = {rank: min(space, corrected[rank]) for rank, space in spaces.items()}
-            # Without a change the next round would choose the same mixes.
-            if shrunk == spaces:
-                shrunk[search.alike(peak.rank)] -= peak.num_bytes - budget_bytes
-            spaces = shrunk
+            high = spaces
+        if low and high:
+            spaces = {rank: (low[rank] + high[rank]) // 2 for rank in spaces}
+        else:
+            nearer = max if low else min
+            spaces = {rank: nearer(space, corrected[rank]) for rank, space in spaces.items()}
+            if high and found.peak.rank not in spaces:  # the correction has not seen this rank
+                spaces[search.alike(found.peak.rank)] -= lacks
     if best is not None:
         return best
     smallest = search.smallest()
@@ -122,27 +117,15 @@ def quickly_fitted(run: Run, budget_bytes: int) -> RunConfig | None:
     Only the weights, gradients and optimizer states count besides the activations, so the policy
     may need more than the budget.
     """
-    search = RankSearch(run)
+    search, fsdp = RankMixes(run), run.config.data_parallel.use_torch_fsdp2
     spaces = {}
-    for rank in search.samples():
-        states = search.states(rank)
-        # Under FSDP2 no gradients exist before the first backward.
-        fsdp = run.config.data_parallel.use_torch_fsdp2
-        spaces[rank] = budget_bytes - states.total + (states.gradients if fsdp else 0)
+    for rank in range(search.size):
+        if rank == search.alike(rank):
+            states = rank_states(run.config, rank, dp_cp_size=run.dp_cp_size, dp_cp_rank=0)
+            # Under FSDP2 no gradients exist before the first backward.
+            spaces[rank] = budget_bytes - states.total + (states.gradients if fsdp else 0)
     mixes = search.mixes(spaces)
     return None if mixes is None else search.config(mixes)
-
-
-def least_bytes(run: Run) -> int:
-    """Returns about the smallest peak: that of the states and of rebuilding every layer whole."""
-    search = RankSearch(run)
-    return search.bytes_of(search.full_mixes())
-
-
-def whole_bytes(run: Run) -> int:
-    """Returns about the peak without recomputation, as `least_bytes` does."""
-    search = RankSearch(run)
-    return search.bytes_of(search.keeping_mixes())
 
 
 class ChosenPolicy(NamedTuple):

@@ -105,7 +105,7 @@ class Hardware:
     between: Link
     host_bandwidth: float
     shares_cores: bool
-    sources: Mapping[str, str]
+    sources: Mapping[str, str] = dataclasses.field(hash=False)
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:

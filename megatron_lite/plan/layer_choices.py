@@ -1,75 +1,94 @@
 """The actions that a layer can have under a recompute policy, with the price of each.
 
-Kept bytes and those of a replay come from memory/predict/, for a stage of one layer; seconds come
-from the time model. Standard library only.
+Bytes come from memory/predict/, for a stage of one layer; seconds come from the time model.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.regions import REGIONS, nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes, residual_bytes
-from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.peak import moments
 from megatron_lite.plan.operation_time import Clock
 from megatron_lite.plan.policies import LayerPrice
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, Store
+
+KEEP = LayerAction()
 
 
 class LayerChoice(NamedTuple):
     """An action, a store, and what a layer costs with them.
 
     moved: the bytes that a layer moves to host memory and back.
-    tables: the bytes of tables that all layers of a stage share.
     """
 
     action: LayerAction
     store: Store
     price: LayerPrice
     moved: int = 0
-    tables: int = 0
+
+    @property
+    def on_host(self) -> bool:
+        """Tells whether what the layer keeps goes to host memory."""
+        return self.store.endswith("host")
 
 
-def layer_choices(config: RunConfig, clock: Clock, *, host: bool = True) -> tuple[LayerChoice, ...]:
+def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[LayerChoice, ...]:
     """Returns the choices of a layer that can be the best of some mix.
 
     A choice is left out if another one keeps no more, rebuilds no more and is no slower. If layers
     differ (windows, rotary embeddings), the first layer stands for all.
     host: whether kept tensors may go to host memory.
     """
-    sizes = layer_sizes(config, Sizes.of(config, device=clock.hardware.device))
-    return clock.memo.once(
-        ("choices", sizes, host), lambda: _useful(list(_priced(config, clock, sizes, host)))
-    )
+    sizes = layer_sizes(config.model, Sizes.of(config, device=clock.hardware.device))
+    recompute = config.recompute
+    skip_tail = recompute.recompute_tail_skip and not recompute.recompute_verify
+    return _useful_choices(config.model, sizes, clock, skip_tail, host)
 
 
-def _priced(config: RunConfig, clock: Clock, sizes: Sizes, host: bool) -> Iterator[LayerChoice]:
-    splits = config.parallel.tensor_model_parallel_size > 1 and not sizes.sequence_parallel
-    for action in _actions(config, clock.hardware.device):
-        stores: list[Store] = ["device"]
-        if host and clock.hardware.device != "cpu":
-            stores.append("host")
-        if splits and action.unit:
-            stores += ["split", "split+host"] if host else ["split"]
-        for store in stores:
-            yield _price(config, clock, sizes, action, store)
+@lru_cache(1024)
+def _useful_choices(
+    model: ModelConfig, sizes: Sizes, clock: Clock, skip_tail: bool, host: bool
+) -> tuple[LayerChoice, ...]:
+    on_device = sizes.device != "cpu"
+    stores: list[Store] = ["device", "host"] if host and on_device else ["device"]
+    priced = [
+        _priced(model, sizes, clock, skip_tail, action, store)
+        for action in _actions(model, sizes)
+        for store in [*stores, *(_split_stores(sizes, host) if action.unit else ())]
+    ]
+    found: list[LayerChoice] = []
+    # The cheapest first, so that of two equal choices the simpler one stays.
+    for one in sorted(priced, key=lambda choice: (*choice.price, choice.moved)):
+        if not any(_serves(other, one) for other in found):
+            found = [other for other in found if not _serves(one, other)] + [one]
+    return tuple(found)
 
 
-def _actions(config: RunConfig, device: str) -> Iterator[LayerAction]:
+def _split_stores(sizes: Sizes, host: bool) -> list[Store]:
+    """Returns the stores in which each tensor-parallel rank keeps a part of a unit's input."""
+    if sizes.tp_size == 1 or sizes.sequence_parallel:
+        return []
+    return ["split", "split+host"] if host else ["split"]
+
+
+def _actions(model: ModelConfig, sizes: Sizes) -> Iterator[LayerAction]:
     """Yields every combination of the regions that free memory, and the whole layer."""
     useful = [
         name
         for name, facts in REGIONS.items()
-        if (not facts.needs_scores or config.model.builds_scores(device))
-        and (not facts.needs_hidden_dropout or config.model.hidden_dropout > 0.0)
-        and (not facts.needs_norms_before or not config.model.norms_after)
+        if (not facts.needs_scores or model.builds_scores(sizes.device))
+        and (not facts.needs_hidden_dropout or model.hidden_dropout > 0.0)
+        and (not facts.needs_norms_before or not model.norms_after)
     ]
     for number in range(len(useful) + 1):
         for regions in itertools.combinations(useful, number):
@@ -78,61 +97,51 @@ def _actions(config: RunConfig, device: str) -> Iterator[LayerAction]:
     yield LayerAction(unit=1)
 
 
-def _price(
-    config: RunConfig, clock: Clock, sizes: Sizes, action: LayerAction, store: Store
+def _priced(
+    model: ModelConfig,
+    sizes: Sizes,
+    clock: Clock,
+    skip_tail: bool,
+    action: LayerAction,
+    store: Store,
 ) -> LayerChoice:
-    segment = Segment(
+    kept, moved = _kept(model, sizes, action, store)
+    rebuilt = 2 * moved  # the tensors of this layer and of the one before come back
+    if action.unit:
+        rebuilt += _kept(model, sizes)[0]
+    if action.regions:  # they are rebuilt one at a time
+        rebuilt += _kept(model, sizes)[0] - min(
+            _kept(model, sizes, LayerAction(regions=(region,)))[0] for region in action.regions
+        )
+    segment = _segment(action, store)
+    if segment.split:  # the gather of the split unit before runs at the same time
+        rebuilt += residual_bytes(model, sizes)
+    seconds = 0.0
+    if action != KEEP:
+        seconds = replay_time(model, segment, skip_tail, clock, sizes).total()
+    return LayerChoice(action, store, LayerPrice(kept, rebuilt, seconds), moved)
+
+
+@lru_cache(1024)
+def _kept(
+    model: ModelConfig, sizes: Sizes, action: LayerAction = KEEP, store: Store = "device"
+) -> tuple[int, int]:
+    """Returns the bytes that a layer keeps on the device and in host memory, without tables that
+    all layers share."""
+    terms = activation_terms(model, RecomputePlan((_segment(action, store),)), sizes)
+    own = [term for term in terms if not term.tensor.shared]
+    on_host = sum(term.num_bytes for term in own if term.on_host)
+    return sum(term.num_bytes for term in own) - on_host, on_host
+
+
+def _segment(action: LayerAction, store: Store) -> Segment:
+    return Segment(
         first_layer=0, unit=bool(action.unit), regions=frozenset(action.regions), store=store
     )
-    verify = config.recompute.recompute_verify
-    plan = RecomputePlan(
-        (segment,), verify=verify, skip_tail=config.recompute.recompute_tail_skip and not verify
-    )
-    kept = moved = 0
-    whole = sum(describe_layer(config.model, sizes).tables().values())
-    for term in activation_terms(config.model, plan, sizes):
-        if term.tensor.shared:
-            whole += term.num_bytes if term.tensor.given else 0
-            continue
-        if term.on_host:
-            moved += term.num_bytes
-        else:
-            kept += term.num_bytes
-    # Without a unit or regions there is no moment but the end of the forward.
-    fullest = max(
-        (
-            moment.held_bytes - whole
-            for moment in moments(config.model, plan, sizes)
-            if moment.first_layer is not None
-        ),
-        default=kept,
-    )
-    seconds = replay_time(config, segment, plan, clock, sizes).total()
-    if segment.split:
-        # The gather of the split unit before runs at the same time.
-        fullest += residual_bytes(config.model, sizes)
-    return LayerChoice(
-        action, store, LayerPrice(kept, max(0, fullest - kept), seconds), moved, whole
-    )
-
-
-def _useful(choices: list[LayerChoice]) -> tuple[LayerChoice, ...]:
-    """Returns the choices without those that another one makes useless."""
-    found: list[LayerChoice] = []
-    # The cheapest first, so that of two equal choices the simpler one stays.
-    for one in sorted(choices, key=lambda choice: (*choice.price, choice.moved)):
-        if not any(_serves(other, one) for other in found):
-            found = [other for other in found if not _serves(one, other)] + [one]
-    return tuple(found)
 
 
 def _serves(one: LayerChoice, other: LayerChoice) -> bool:
     """Returns whether a layer can have the one choice wherever it has the other."""
-    price, replaced = one.price, other.price
-    return (
-        price.kept <= replaced.kept
-        and price.kept + price.rebuilt <= replaced.kept + replaced.rebuilt
-        and price.rebuilt <= replaced.rebuilt
-        and price.seconds <= replaced.seconds
-        and one.moved <= other.moved
+    return one.moved <= other.moved and all(
+        own <= replaced for own, replaced in zip(one.price, other.price, strict=True)
     )

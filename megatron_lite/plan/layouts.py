@@ -12,28 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
-from megatron_lite.plan.hardware import Hardware
+from megatron_lite.plan.problem import (
+    CONTEXT,
+    DATA_PARALLEL,
+    LOSS_CHUNK,
+    MICRO_BATCH,
+    PIPELINE,
+    SEQUENCE,
+    TENSOR,
+    VIRTUAL,
+    Problem,
+)
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 CONTEXT_SIZES = (1, 2, 4, 8, 16)
 LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
 LOSS_CHUNKS = (None, 1024)
 MOST_VIRTUAL_STAGES = 8
-TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-CONTEXT, MICRO_BATCH = "context_parallel_size", "micro_batch_size"
-LOSS_CHUNK, SEQUENCE = "loss_chunk_size", "sequence_parallel"
-VIRTUAL = (
-    "num_virtual_stages_per_pipeline_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "decoder_first_pipeline_num_layers",
-    "decoder_last_pipeline_num_layers",
-)
 REPLICATED, ZERO1, FSDP2 = "replicated", "ZeRO-1", "FSDP2"
 # The flags of each kind of data parallelism. Overlap costs no memory.
 KINDS: Mapping[str, Mapping[str, bool]] = {
@@ -43,27 +43,6 @@ KINDS: Mapping[str, Mapping[str, bool]] = {
     ),
     FSDP2: dict(use_torch_fsdp2=True),
 }
-DATA_PARALLEL = frozenset(("use_distributed_optimizer", "use_torch_fsdp2"))
-# The fields that a layout sets. A value that the user gives fixes the dimension.
-SEARCHED = frozenset((TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, *VIRTUAL))
-# The recompute settings that the search leaves as they are. Any other one fixes the policy.
-KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
-
-
-class Problem(NamedTuple):
-    """The subject of a plan: a run, a machine, and the settings that the user has fixed.
-
-    base: the run with the user's settings, and with the defaults of all searched dimensions.
-    fixed: the values of the dimensions that the user has fixed, by the names of their fields.
-    recompute: the recompute settings, if they are fixed too.
-    host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
-    """
-
-    base: RunConfig
-    hardware: Hardware
-    fixed: Mapping[str, Any] = {}
-    recompute: RecomputeConfig | None = None
-    host_bytes: int = 0
 
 
 def kind_of(config: RunConfig) -> str:

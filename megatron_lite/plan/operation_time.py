@@ -1,4 +1,4 @@
-"""The time of one operation of the description, forward, backward and replayed.
+"""The time of one operation of the description: forward, backward, and calls that a replay repeats.
 
 A time is a number of seconds for each term. Terms add up: what runs beside something else counts
 only with the seconds by which it takes longer. Standard library only.
@@ -6,8 +6,8 @@ only with the seconds by which it takes longer. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import NamedTuple, TypeVar, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
@@ -15,6 +15,14 @@ from megatron_lite.description.operations import SHIFT, Collective, Matmul, Oper
 from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import ELEMENT_BYTES
 from megatron_lite.plan.hardware import Group, Hardware
+
+FORWARD_MATMULS = "forward matmuls"
+BACKWARD_MATMULS = "backward matmuls"
+REPLAYED_MATMULS = "replayed matmuls"
+MEMORY_BOUND = "memory-bound operations"
+REPLAYED_MEMORY_BOUND = "replayed memory-bound operations"
+TENSOR_PARALLEL = "tensor-parallel collectives"
+CONTEXT_PARALLEL = "context-parallel collectives"
 
 
 class Seconds(dict[str, float]):
@@ -38,55 +46,25 @@ class Seconds(dict[str, float]):
         return sum(self.values())
 
 
-FORWARD_MATMULS = "forward matmuls"
-BACKWARD_MATMULS = "backward matmuls"
-REPLAYED_MATMULS = "replayed matmuls"
-MEMORY_BOUND = "memory-bound operations"
-REPLAYED_MEMORY_BOUND = "replayed memory-bound operations"
-TENSOR_PARALLEL = "tensor-parallel collectives"
-CONTEXT_PARALLEL = "context-parallel collectives"
-
-
-Result = TypeVar("Result")
-
-
-class Memo:
-    """The results of computations that a search repeats, by key, each computed once.
-
-    A memo belongs to one model on one machine: keys name neither. A key must name everything else
-    that decides the result.
-    """
-
-    def __init__(self) -> None:
-        self._results: dict[Hashable, object] = {}
-
-    def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
-        """Returns the result for the key, computed at the first call."""
-        if key not in self._results:
-            self._results[key] = compute()
-        return cast(Result, self._results[key])
-
-
 class Clock(NamedTuple):
     """The machine and the groups of ranks that decide the time of an operation.
 
     element_bytes: the bytes of an element of weights and activations.
-    memo: results for this model on this machine, which other runs share.
     """
 
     hardware: Hardware
     element_bytes: int
     tp: Group
     cp: Group
-    memo: Memo
 
     @classmethod
-    def of(cls, config: RunConfig, hardware: Hardware, memo: Memo) -> Clock:
+    def of(cls, config: RunConfig, hardware: Hardware) -> Clock:
         """Returns the clock of a run."""
         t = config.parallel.tensor_model_parallel_size
         element_bytes = chosen("the precision", config.training.precision, ELEMENT_BYTES)
-        cp = Group(config.parallel.context_parallel_size, t)
-        return cls(hardware, element_bytes, Group(t), cp, memo)
+        return cls(
+            hardware, element_bytes, Group(t), Group(config.parallel.context_parallel_size, t)
+        )
 
     def forward(self, operation: Operation) -> Seconds:
         """Returns the time of the forward of an operation."""
@@ -94,7 +72,8 @@ class Clock(NamedTuple):
         for call in operation.calls:
             seconds += self.call(operation, call, FORWARD_MATMULS)
         if operation.gradients_in_forward:
-            seconds += Seconds({BACKWARD_MATMULS: self._matmuls(_gradients(operation))})
+            seconds[BACKWARD_MATMULS] += self._input_gradients(operation)
+            seconds[BACKWARD_MATMULS] += self._weight_gradients(operation)
         return seconds
 
     def call(self, operation: Operation, call: OperatorCall, term: str) -> Seconds:
@@ -103,25 +82,24 @@ class Clock(NamedTuple):
         term: the term that the matmuls count in.
         """
         matmuls = self._matmuls(call.matmuls)
-        return Seconds({term: matmuls}) + self._collectives(
-            operation, call.collectives, beside=matmuls
-        )
+        return Seconds({term: matmuls}) + self._collectives(operation, call.collectives, matmuls)
 
     def backward(self, operation: Operation) -> Seconds:
         """Returns the time of the backward of an operation, without a replay."""
-        gradients = [] if operation.gradients_in_forward else _gradients(operation)
-        matmuls = self._matmuls([*gradients, *operation.rebuilds])
         seconds = self.memory_bound(MEMORY_BOUND, operation.moved.backward)
-        seconds += Seconds({BACKWARD_MATMULS: matmuls})
+        seconds[BACKWARD_MATMULS] = self._matmuls(operation.rebuilds)
+        halves = {"": 0.0}
+        if not operation.gradients_in_forward:
+            halves["input"] = self._input_gradients(operation)
+            halves["weight"] = self._weight_gradients(operation)
+        seconds[BACKWARD_MATMULS] += sum(halves.values())
         if not operation.beside:
-            return seconds + self._collectives(operation, operation.backward, beside=matmuls)
-        halves = {"": 0.0, "input": 0.0, "weight": 0.0}
-        for call in operation.calls:
-            halves["input"] += self._matmuls(map(input_gradient, call.matmuls))
-            halves["weight"] += self._matmuls(map(weight_gradient, call.matmuls))
-        for collective, beside in zip(operation.backward, operation.beside, strict=True):
+            return seconds + self._collectives(
+                operation, operation.backward, seconds[BACKWARD_MATMULS]
+            )
+        for collective, half in zip(operation.backward, operation.beside, strict=True):
             seconds[TENSOR_PARALLEL] += self.exposed(
-                self.hardware.collective_seconds(collective, self.tp), halves[beside]
+                self.hardware.collective_seconds(collective, self.tp), halves[half]
             )
         return seconds
 
@@ -129,8 +107,7 @@ class Clock(NamedTuple):
         """Returns the time of kernels that read and write so many bytes."""
         if not num_bytes:
             return Seconds()
-        hardware = self.hardware
-        return Seconds({term: hardware.memory_seconds(num_bytes) + hardware.kernel_s})
+        return Seconds({term: self.hardware.memory_seconds(num_bytes) + self.hardware.kernel_s})
 
     def exposed(self, seconds: float, beside: float) -> float:
         """Returns by how much a transfer delays the computation that runs beside it."""
@@ -139,10 +116,18 @@ class Clock(NamedTuple):
     def _matmuls(self, matmuls: Iterable[Matmul]) -> float:
         return sum(self.hardware.matmul_seconds(one, self.element_bytes) for one in matmuls)
 
+    def _input_gradients(self, operation: Operation) -> float:
+        """Returns the time of dx = dy W^T for each y = x W of the forward."""
+        return self._matmuls(one._replace(n=one.k, k=one.n) for one in _matmuls(operation))
+
+    def _weight_gradients(self, operation: Operation) -> float:
+        """Returns the time of dW = x^T dy for each y = x W of the forward."""
+        return self._matmuls(one._replace(m=one.k, k=one.m) for one in _matmuls(operation))
+
     def _collectives(
-        self, operation: Operation, collectives: Iterable[Collective], *, beside: float
+        self, operation: Operation, collectives: Iterable[Collective], matmuls: float
     ) -> Seconds:
-        """Returns the time of collectives of which only ring shifts run beside the matmuls.
+        """Returns the time of collectives, of which only ring shifts run beside the matmuls.
 
         Core attention exchanges keys and values over context-parallel ranks. All other operations
         communicate with tensor-parallel ranks.
@@ -156,24 +141,9 @@ class Clock(NamedTuple):
                 shifts += seconds
             else:
                 waits += seconds
-        return Seconds({term: waits + self.exposed(shifts, beside)})
+        return Seconds({term: waits + self.exposed(shifts, matmuls)})
 
 
-def _gradients(operation: Operation) -> list[Matmul]:
-    """Returns the matmuls of the gradients of an operation's matmuls."""
-    return [
-        gradient
-        for call in operation.calls
-        for matmul in call.matmuls
-        for gradient in (input_gradient(matmul), weight_gradient(matmul))
-    ]
-
-
-def input_gradient(matmul: Matmul) -> Matmul:
-    """Returns the matmul dx = dy W^T of y = x W."""
-    return matmul._replace(n=matmul.k, k=matmul.n)
-
-
-def weight_gradient(matmul: Matmul) -> Matmul:
-    """Returns the matmul dW = x^T dy of y = x W."""
-    return matmul._replace(m=matmul.k, k=matmul.m)
+def _matmuls(operation: Operation) -> Iterator[Matmul]:
+    for call in operation.calls:
+        yield from call.matmuls

@@ -9,20 +9,17 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.operation_time import Memo
 
 
 class Run(NamedTuple):
     """A run without a policy, and the machine that it is planned for.
 
-    memo: results for this model on this machine.
     host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
     """
 
     config: RunConfig
     hardware: Hardware
     num_ranks: int
-    memo: Memo
     host_bytes: int = 0
 
     @property
@@ -30,12 +27,6 @@ class Run(NamedTuple):
         """The ranks that share out the states, over data and context parallelism together."""
         parallel = self.config.parallel
         return parallel.data_parallel_size(self.num_ranks) * parallel.context_parallel_size
-
-    @property
-    def num_microbatches(self) -> int:
-        """The micro-batches of a step on one rank."""
-        size = self.config.parallel.data_parallel_size(self.num_ranks)
-        return self.config.training.num_microbatches(size)
 
     @property
     def most_microbatches(self) -> int:
@@ -53,14 +44,15 @@ class Run(NamedTuple):
             num_microbatches=self.most_microbatches,
         )
 
-    def peak(self, config: RunConfig) -> StepPeak:
-        """Returns the peak of the fullest pipeline rank. config: this run with a policy."""
-        return fullest_step_peak(
+    def chosen(self, config: RunConfig) -> Chosen:
+        """Returns the run with a policy and the peak of its fullest rank."""
+        peak = fullest_step_peak(
             config,
             device=self.hardware.device,
             dp_cp_size=self.dp_cp_size,
             num_microbatches=self.most_microbatches,
         )
+        return Chosen(config, peak)
 
 
 class Chosen(NamedTuple):
@@ -72,8 +64,10 @@ class Chosen(NamedTuple):
 
 def with_policy(config: RunConfig, text: str | None) -> RunConfig:
     """Returns the run with another policy, or with none. Other recompute settings stay."""
-    kept = {
-        name: getattr(config.recompute, name)
-        for name in ("recompute_tail_skip", "recompute_verify")
-    }
-    return replace(config, recompute=RecomputeConfig(recompute_policy=text, **kept))
+    own = config.recompute
+    recompute = RecomputeConfig(
+        recompute_policy=text,
+        recompute_tail_skip=own.recompute_tail_skip,
+        recompute_verify=own.recompute_verify,
+    )
+    return replace(config, recompute=recompute)

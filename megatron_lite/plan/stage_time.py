@@ -4,26 +4,24 @@
     backward    the operations backward, what the recompute plan runs again, and the addition of the
                 micro-batch's gradients to their sum
 
-Copies to host memory and the gathers of FSDP2 run beside both. Standard library only.
+Copies to host memory and the gathers of FSDP2 run beside both. A search asks for the same layers
+again and again, so their times are cached. Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.linears import hidden_collective
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    Collective,
-    LayerDescription,
-    Operation,
-)
+from megatron_lite.description.operations import ALL_GATHER, REDUCE_SCATTER, Collective, Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms
@@ -35,7 +33,6 @@ from megatron_lite.plan.operation_time import (
     REPLAYED_MEMORY_BOUND,
     TENSOR_PARALLEL,
     Clock,
-    Memo,
     Seconds,
 )
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
@@ -44,9 +41,10 @@ HOST_COPIES = "copies to and from the host"
 FSDP = "gathers and reductions of FSDP2"
 GRADIENT_SUMS = "sums of gradients"
 FLOAT32 = 4
-# The time in which Python starts one replay: 0.13 ms were seen, and 0.3 ms where generators are set
-# back. On a GPU it runs beside the kernels.
+# The time in which Python starts the replay of a unit or region on a CPU: 0.13 ms were seen, and
+# 0.3 ms where generators are set back. On a GPU it runs beside the kernels.
 REPLAY_S = 2e-4
+CACHED = 4096
 
 
 class StageTime(NamedTuple):
@@ -56,76 +54,45 @@ class StageTime(NamedTuple):
     backward: Seconds
 
 
-def stage_time(
-    config: RunConfig,
-    stage: Stage,
-    plan: RecomputePlan,
-    clock: Clock,
-    *,
-    data_parallel: Group,
-    fused_accumulation: bool,
-) -> StageTime:
-    """Returns the time of one micro-batch in a stage.
+class TimedRun(NamedTuple):
+    """A run, and what decides the time of its operations.
 
-    fused_accumulation: whether a kernel adds each weight gradient to its sum as it computes it.
+    data_parallel: the ranks that share out or replicate the states.
+    fused: whether a kernel adds each weight gradient to its sum as it computes it.
     """
-    sizes = Sizes.of(config, device=clock.hardware.device, stage=stage)
-    if not _layers_differ(config):
-        sizes = replace(sizes, first_layer=0)
-    group = data_parallel if config.data_parallel.use_torch_fsdp2 else None
-    alike = (sizes, stage.num_layers, plan, config.data_parallel, group, fused_accumulation)
-    return clock.memo.once(
-        ("stage", *alike),
-        lambda: _stage_time(config, stage, plan, clock, sizes, data_parallel, fused_accumulation),
-    )
+
+    config: RunConfig
+    clock: Clock
+    data_parallel: Group = Group(1)
+    fused: bool = False
 
 
-def _stage_time(
-    config: RunConfig,
-    stage: Stage,
-    plan: RecomputePlan,
-    clock: Clock,
-    sizes: Sizes,
-    data_parallel: Group,
-    fused_accumulation: bool,
-) -> StageTime:
-    inner, differ = layer_sizes(config, sizes), _layers_differ(config)
-    forward, backward = clock.memo.once(
-        ("ends", replace(sizes, first_layer=0)),
-        lambda: _operations_time(
-            [
-                *(embedding_operations(config.model, sizes) if sizes.has_embedding else ()),
-                *(head_operations(config.model, sizes) if sizes.has_head else ()),
-            ],
-            clock,
-        ),
-    )
-    described = stage.num_layers if differ else 1
-    for one, count in clock.memo.once(
-        ("layers", inner, described),
-        lambda: [
-            (_operations_time(layer.operations, clock), number)
-            for layer, number in describe_kinds(config.model, inner, described)
-        ],
-    ):
-        times = count if differ else stage.num_layers
-        forward, backward = forward + one.forward.times(times), backward + one.backward.times(times)
+def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
+    """Returns the time of one micro-batch in a stage."""
+    model, clock = run.config.model, run.clock
+    sizes = Sizes.of(run.config, device=clock.hardware.device, stage=stage)
+    forward, backward = _ends(model, replace(sizes, first_layer=0), clock)
+    inner = layer_sizes(model, sizes)
+    for one, count in _layers(model, inner, stage.num_layers, clock):
+        forward += one.forward.times(count)
+        backward += one.backward.times(count)
     for segment in plan.segments:
-        if not (segment.unit or segment.regions or segment.ops):
-            continue
-        backward += replay_time(config, segment, plan, clock, inner)
-    parameters = stage_parameters(config, stage, clock.memo)
-    backward += _gradient_sums(config, parameters, clock, fused_accumulation)
-    copies = _host_copies(config, plan, clock, sizes, forward.total(), backward.total())
-    gathers = _fsdp(
-        config, stage, parameters, clock, data_parallel, forward.total(), backward.total()
-    )
-    return StageTime(
-        forward + copies.forward + gathers.forward, backward + copies.backward + gathers.backward
-    )
+        if segment.unit or segment.regions or segment.ops:
+            backward += replay_time(model, segment, plan.skip_tail, clock, inner)
+    parameters = stage_parameters(run.config, stage)
+    backward += clock.memory_bound(GRADIENT_SUMS, _summed_bytes(run) * parameters)
+    computed = StageTime(forward, backward)
+    for beside in (_host_copies(run, plan, sizes, computed), _fsdp(run, stage, computed)):
+        forward, backward = forward + beside.forward, backward + beside.backward
+    return StageTime(forward, backward)
 
 
-def layer_sizes(config: RunConfig, sizes: Sizes) -> Sizes:
+def layers_differ(model: ModelConfig) -> bool:
+    """Tells whether a layer's number decides what it computes."""
+    return model.window_size is not None or model.no_rope_freq is not None
+
+
+def layer_sizes(model: ModelConfig, sizes: Sizes) -> Sizes:
     """Returns the sizes that decide the time of layers: without what only the ends of the model
     read, and without the number of the first layer if all layers are alike."""
     return replace(
@@ -134,12 +101,39 @@ def layer_sizes(config: RunConfig, sizes: Sizes) -> Sizes:
         has_head=False,
         loss_chunk_size=None,
         loss_in_one_pass=False,
-        first_layer=sizes.first_layer if _layers_differ(config) else 0,
+        first_layer=sizes.first_layer if layers_differ(model) else 0,
     )
 
 
-def _layers_differ(config: RunConfig) -> bool:
-    return config.model.window_size is not None or config.model.no_rope_freq is not None
+@lru_cache(CACHED)
+def _ends(model: ModelConfig, sizes: Sizes, clock: Clock) -> StageTime:
+    """Returns the time of the embedding and of the head, as far as the stage holds them."""
+    return _operations_time(
+        [
+            *(embedding_operations(model, sizes) if sizes.has_embedding else ()),
+            *(head_operations(model, sizes) if sizes.has_head else ()),
+        ],
+        clock,
+    )
+
+
+def _layers(
+    model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock
+) -> list[tuple[StageTime, int]]:
+    """Returns the time of each kind of layer, and how many there are."""
+    if layers_differ(model):
+        return _kinds(model, sizes, num_layers, clock)
+    return [(one, num_layers) for one, _ in _kinds(model, sizes, 1, clock)]
+
+
+@lru_cache(CACHED)
+def _kinds(
+    model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock
+) -> list[tuple[StageTime, int]]:
+    return [
+        (_operations_time(layer.operations, clock), count)
+        for layer, count in describe_kinds(model, sizes, num_layers)
+    ]
 
 
 def _operations_time(operations: Iterable[Operation], clock: Clock) -> StageTime:
@@ -150,135 +144,107 @@ def _operations_time(operations: Iterable[Operation], clock: Clock) -> StageTime
 
 
 def replay_time(
-    config: RunConfig, segment: Segment, plan: RecomputePlan, clock: Clock, sizes: Sizes
+    model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
 ) -> Seconds:
     """Returns the time of what backward runs again of a segment."""
-    # Alike layers are replayed in the same time wherever they lie.
-    place = segment.first_layer if _layers_differ(config) else 0
-    alike = (place, segment.num_layers, segment.action, segment.split, plan.skip_tail)
-    return clock.memo.once(
-        ("replay", sizes, *alike),
-        lambda: _replay(config, replace(segment, first_layer=place), plan, clock, sizes),
-    )
+    if not layers_differ(model):  # alike layers are replayed in the same time wherever they lie
+        segment = replace(segment, first_layer=0)
+    return _replay(model, segment, skip_tail, clock, sizes)
 
 
+@lru_cache(CACHED)
 def _replay(
-    config: RunConfig, segment: Segment, plan: RecomputePlan, clock: Clock, sizes: Sizes
+    model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
 ) -> Seconds:
     stop = segment.first_layer + segment.num_layers
-    layers = describe_layers(config.model, sizes, stop)[segment.first_layer :]
-    seconds = clock.memory_bound(
-        REPLAYED_MEMORY_BOUND, replayed_bytes(layers, segment, skip_tail=plan.skip_tail)
-    )
-    for _, operation, call in replayed_calls(layers, segment, skip_tail=plan.skip_tail):
+    layers = describe_layers(model, sizes, stop)[segment.first_layer :]
+    moved = replayed_bytes(layers, segment, skip_tail=skip_tail)
+    seconds = clock.memory_bound(REPLAYED_MEMORY_BOUND, moved)
+    for _, operation, call in replayed_calls(layers, segment, skip_tail=skip_tail):
         seconds += clock.call(operation, call, REPLAYED_MATMULS)
     if clock.hardware.device == "cpu":
-        seconds[REPLAYED_MEMORY_BOUND] += REPLAY_S * _passages(layers, segment)
+        starts = segment.num_layers * len(segment.regions) or 1
+        seconds[REPLAYED_MEMORY_BOUND] += REPLAY_S * starts
     if segment.split:
         # The gather of a unit's input runs beside the backward of the unit after it.
-        gather = hidden_collective(ALL_GATHER, config.model, sizes)
+        gather = hidden_collective(ALL_GATHER, model, sizes)
         seconds[TENSOR_PARALLEL] += clock.exposed(
             clock.hardware.collective_seconds(gather, clock.tp), seconds.total()
         )
     return seconds
 
 
-def _passages(layers: Sequence[LayerDescription], segment: Segment) -> int:
-    """Returns how many replays a segment runs: one of a unit, one of each passage of a region."""
-    if segment.unit or segment.ops:
-        return 1
-    return sum(
-        entry.region in segment.regions
-        for layer in layers
-        for operation in layer.operations
-        for entry in operation.enters
-    )
-
-
-def _gradient_sums(config: RunConfig, parameters: int, clock: Clock, fused: bool) -> Seconds:
-    """Returns the time to add a micro-batch's gradients to their float32 sums.
+def _summed_bytes(run: TimedRun) -> int:
+    """Returns the bytes that are moved to add the gradient of a parameter to its float32 sum.
 
     The sum is read and written, and the gradient is read. A fused kernel writes the sum where the
     matmul would have written the gradient. FSDP2 casts gradients to float32 to send them.
     """
-    element = clock.element_bytes
-    if config.data_parallel.use_torch_fsdp2:
-        moved = element + FLOAT32
-    else:
-        moved = 2 * FLOAT32 - element if fused else 2 * FLOAT32 + element
-    return clock.memory_bound(GRADIENT_SUMS, moved * parameters)
+    element = run.clock.element_bytes
+    if run.config.data_parallel.use_torch_fsdp2:
+        return element + FLOAT32
+    return 2 * FLOAT32 - element if run.fused else 2 * FLOAT32 + element
 
 
-def stage_parameters(config: RunConfig, stage: Stage, memo: Memo) -> int:
+def stage_parameters(config: RunConfig, stage: Stage) -> int:
     """Returns how many parameters one tensor-parallel rank of a stage holds."""
     tp_size = config.parallel.tensor_model_parallel_size
-    key: Hashable = ("parameters", tp_size, stage.is_first, stage.is_last, stage.num_layers)
-    return memo.once(
-        key,
-        lambda: parameter_count(
-            config.model, config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size, stage=stage
-        ),
-    )
+    vocab_size = config.tokenizer.padded_vocab_size(tp_size)
+    return _parameter_count(config.model, vocab_size, tp_size=tp_size, stage=stage)
+
+
+_parameter_count = lru_cache(CACHED)(parameter_count)
 
 
 def _host_copies(
-    config: RunConfig,
-    plan: RecomputePlan,
-    clock: Clock,
-    sizes: Sizes,
-    forward: float,
-    backward: float,
+    run: TimedRun, plan: RecomputePlan, sizes: Sizes, computed: StageTime
 ) -> StageTime:
-    """Returns by how much copies to the host delay forward, and copies back delay backward.
-
-    Backward waits for the copies of the segment that it begins with. On a CPU copies are ordinary
-    operations, beside which nothing runs.
-    """
-    if not any(segment.on_host for segment in plan.segments):
-        return StageTime(Seconds(), Seconds())
-    layers: dict[int, float] = {}
-    for term in activation_terms(config.model, plan, sizes):
-        if term.on_host and term.layer is not None:
-            layers[term.layer] = layers.get(term.layer, 0.0) + term.num_bytes
-    bandwidth = clock.hardware.host_bandwidth
-    total = sum(layers.values()) / bandwidth
+    """Returns by how much copies to the host delay forward, and copies back delay backward."""
+    hardware, layers = run.clock.hardware, Counter[int]()
+    if any(segment.on_host for segment in plan.segments):
+        for term in activation_terms(run.config.model, plan, sizes):
+            if term.on_host and term.layer is not None:
+                layers[term.layer] += term.num_bytes
+    total = layers.total() / hardware.host_bandwidth
     # Backward begins with the last layer, and nothing runs beside the copies of that one.
-    first = layers[max(layers)] / bandwidth if layers else 0.0
-    if clock.hardware.shares_cores:
-        return StageTime(Seconds({HOST_COPIES: total}), Seconds({HOST_COPIES: total}))
-    return StageTime(
-        Seconds({HOST_COPIES: clock.exposed(total, forward)}),
-        Seconds({HOST_COPIES: first + clock.exposed(total - first, backward)}),
-    )
+    first = layers[max(layers, default=0)] / hardware.host_bandwidth
+    return _beside(run.clock, HOST_COPIES, computed, (0.0, total), (first, total - first))
 
 
-def _fsdp(
-    config: RunConfig,
-    stage: Stage,
-    parameters: int,
-    clock: Clock,
-    group: Group,
-    forward: float,
-    backward: float,
-) -> StageTime:
+def _fsdp(run: TimedRun, stage: Stage, computed: StageTime) -> StageTime:
     """Returns by how much the collectives of FSDP2 delay forward and backward.
 
     Each layer is gathered while the layer before it computes. Nothing runs beside the first gather
     and the last reduction.
     """
-    if not config.data_parallel.use_torch_fsdp2 or group.size == 1:
+    options, element = run.config.data_parallel, run.clock.element_bytes
+    if not options.use_torch_fsdp2:
         return StageTime(Seconds(), Seconds())
     units = max(stage.num_layers, 1)
-    gather = clock.hardware.collective_seconds(
-        Collective(ALL_GATHER, round(parameters / units * clock.element_bytes)), group
-    )
-    sent = clock.element_bytes if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
-    reduction = clock.hardware.collective_seconds(
-        Collective(REDUCE_SCATTER, round(parameters / units * sent)), group
-    )
-    again = gather if config.data_parallel.torch_fsdp2_reshard_after_forward else 0.0
+    each = stage_parameters(run.config, stage) / units
+
+    def seconds(kind: str, element_bytes: int) -> float:
+        collective = Collective(kind, round(each * element_bytes))
+        return run.clock.hardware.collective_seconds(collective, run.data_parallel)
+
+    gather = seconds(ALL_GATHER, element)
+    reduction = seconds(REDUCE_SCATTER, element if options.grad_reduce_in_bf16 else FLOAT32)
+    again = reduction + (gather if options.torch_fsdp2_reshard_after_forward else 0.0)
     rest = units - 1
+    return _beside(run.clock, FSDP, computed, (gather, rest * gather), (again, rest * again))
+
+
+def _beside(
+    clock: Clock,
+    term: str,
+    computed: StageTime,
+    forward: tuple[float, float],
+    backward: tuple[float, float],
+) -> StageTime:
+    """Returns the delay by transfers, each given as (seconds alone, seconds beside computation)."""
     return StageTime(
-        Seconds({FSDP: gather + clock.exposed(rest * gather, forward)}),
-        Seconds({FSDP: again + reduction + clock.exposed(rest * (again + reduction), backward)}),
+        *(
+            Seconds({term: alone + clock.exposed(hidden, seconds.total())})
+            for (alone, hidden), seconds in zip((forward, backward), computed, strict=True)
+        )
     )

@@ -20,7 +20,7 @@ def exhaustive(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> fl
         for choice in assigned:
             kept += choice.kept
             fullest = max(fullest, kept + choice.rebuilt)
-        if room.peak(kept, fullest) <= room.limit:
+        if (room.in_flight - 1) * kept + fullest <= room.limit:
             seconds = sum(choice.seconds for choice in assigned)
             best = seconds if best is None else min(best, seconds)
     return best
@@ -35,7 +35,7 @@ def drawn(rng: random.Random) -> tuple[list[LayerPrice], int, Room]:
         )
         for _ in range(rng.randint(1, 4))
     ]
-    room = Room(rng.randint(1, 4), rng.randint(0, 200), rng.randint(0, 4), rng.randint(0, 4))
+    room = Room(rng.randint(1, 4), rng.randint(0, 200))
     return choices, rng.randint(1, 5), room
 
 
@@ -47,26 +47,5 @@ def test_no_assignment_to_layers_is_faster_than_the_best_mix(seed: int) -> None:
         assert expected is None
         return
     assert sum(mix.counts) == num_layers
-    assert mix_peak(choices, mix.counts, room) <= room.limit
+    assert mix_peak(choices, mix.counts, room.in_flight) <= room.limit
     assert mix.seconds == pytest.approx(expected, abs=1e-9)
-
-
-@in_one_test("seed", range(100))
-def test_a_fixed_choice_has_exactly_its_number_of_layers(seed: int) -> None:
-    rng = random.Random(1000 + seed)
-    choices, num_layers, room = drawn(rng)
-    place, count = rng.randrange(len(choices)), rng.randint(0, num_layers)
-    mix = best_mix(choices, num_layers, room, fixed=(place, count))
-    every = (
-        counts
-        for counts in itertools.product(range(num_layers + 1), repeat=len(choices))
-        if sum(counts) == num_layers and counts[place] == count
-    )
-    seconds = [
-        sum(number * choice.seconds for number, choice in zip(counts, choices, strict=True))
-        for counts in every
-        if mix_peak(choices, counts, room) <= room.limit
-    ]
-    assert (mix is None) == (not seconds)
-    if mix is not None:
-        assert mix.counts[place] == count and mix.seconds == pytest.approx(min(seconds), abs=1e-9)

@@ -18,6 +18,7 @@ from megatron_lite.tools import plan
 from tests.config.test_hf_config import LLAMA_3_8B
 from tests.plan.runs import small_run
 from tests.support.limits import HANG_S
+from tests.support.parsed_page import ParsedPage
 
 ERROR = "python -m megatron_lite.tools.plan: error: "
 
@@ -57,18 +58,8 @@ def test_llama_3_8b_on_8_h100_gets_a_plan_within_80_gb(capsys: pytest.CaptureFix
     assert "8 x h100-80gb: fits" in text
     for heading in ("What holds the peak", "Largest micro-batch", "One step away", "To run plan 1"):
         assert heading in text
-    rows = re.findall(r"^\d +\d+ .*?(\d+\.\d\d) +(\d+\.\d) ", text, re.MULTILINE)
+    rows = re.findall(r"^\d  t .*? (\d+\.\d\d) +(\d+\.\d) ", text, re.MULTILINE)
     assert len(rows) >= 3 and all(float(peak) <= 80 - 3.4 for peak, _ in rows)
-
-
-@pytest.mark.parametrize("columns", [80, 100])
-def test_no_line_is_longer_than_the_terminal(
-    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", f"{columns}")
-    text = printed([*LLAMA, "--gpus", "16,1", *BATCH, "--fix", "context-parallel-size=1"], capsys)
-    policy_rows = [line for line in text.splitlines() if "--recompute-policy" not in line]
-    assert max(map(len, policy_rows)) <= columns
 
 
 @pytest.mark.slow
@@ -96,12 +87,18 @@ def test_the_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert one["peak_bytes"] <= verdict["memory_bytes"] - verdict["reserve_bytes"]
 
 
-def test_json_goes_to_a_file_beside_the_text(
+def test_json_and_a_page_go_to_files_beside_the_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "plan.json"
-    assert "To run plan 1" in printed([*SMALL, "--gpus", "1", "--json", str(path)], capsys)
-    assert json.loads(path.read_text())["machine"] == "h100-80gb"
+    data, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    arguments = [*SMALL, "--gpus", "1,2", "--json", str(data), "--html", str(page)]
+    assert printed(arguments, capsys).count("To run plan 1") == 2
+    found, parsed = json.loads(data.read_text()), ParsedPage(page.read_text())
+    assert found["machine"] == "h100-80gb" and parsed.faults == []
+    for verdict in found["verdicts"]:
+        for term in verdict["plans"][0]["peak_terms"]:
+            size = f"{term['bytes'] / 2**30:,.2f}"
+            assert ["0", term["name"], size, term["tag"]] in parsed.rows
 
 
 def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak(
@@ -249,6 +246,7 @@ def test_the_flags_of_a_model_are_planned(capsys: pytest.CaptureFixture[str]) ->
         ([*SMALL, "--hf-config", "nowhere.json"], "each describe the run: give one"),
         (["--hf-config", "nowhere.json", "--gpu", "h100"], "nowhere.json"),
         (["--model", "gpt2", "--machine", "here.txt"], "ends in .json"),
+        ([*SMALL, "--gpus", "1", "--html", "plan.txt"], "ends in .html"),
         (
             [*SMALL, "--gpus", "2", "--micro-batch-size", "2", "--fix", "micro-batch-size=4"],
             "contradicts the flag",

@@ -19,7 +19,6 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.pipeline.links import Links
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.plan.operation_time import Memo
 from megatron_lite.plan.planned_run import Run
 from megatron_lite.training import dry_run_smaller
 from megatron_lite.training.dry_run import (
@@ -236,7 +235,7 @@ def test_a_run_whose_last_batch_is_smaller_needs_the_memory_of_its_largest() -> 
     assert peaks[0] == peaks[1]
     assert peaks[0][1] > dry_run(config_of(f"{PP} --num-layers 2"), 0, world_size=2).predicted_peak
     planned = [
-        Run(config, load_hardware("cpu"), 2, Memo()).peak(config) for config in (shrinking, largest)
+        Run(config, load_hardware("cpu"), 2).chosen(config).peak for config in (shrinking, largest)
     ]
     assert planned[0] == planned[1]
     kept = config_of(

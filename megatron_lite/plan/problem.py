@@ -1,0 +1,127 @@
+"""The subject of a plan, made of the settings that a user gives. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.known_models import PRESETS
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import build_run, flag_of, run_fields
+from megatron_lite.plan.hardware import Hardware
+
+TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+CONTEXT, MICRO_BATCH = "context_parallel_size", "micro_batch_size"
+LOSS_CHUNK, SEQUENCE = "loss_chunk_size", "sequence_parallel"
+VIRTUAL = (
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+)
+# The fields that a layout sets. A value that the user gives fixes the dimension.
+SEARCHED = frozenset((TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, *VIRTUAL))
+DATA_PARALLEL = frozenset(("use_distributed_optimizer", "use_torch_fsdp2"))
+# The recompute settings that the search leaves as they are. Any other one fixes the policy.
+KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
+USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
+USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
+
+Values = dict[str, dict[str, Any]]  # by topic and field
+
+
+class Problem(NamedTuple):
+    """The subject of a plan: a run, a machine, and the settings that the user has fixed.
+
+    base: the run with the user's settings, and with the defaults of all searched dimensions.
+    fixed: the values of the dimensions that the user has fixed, by the names of their fields.
+    recompute: the recompute settings, if they are fixed too.
+    host_bytes: the host memory of a rank in which a policy may keep tensors. 0: none.
+    """
+
+    base: RunConfig
+    hardware: Hardware
+    fixed: Mapping[str, Any] = {}
+    recompute: RecomputeConfig | None = None
+    host_bytes: int = 0
+
+
+def problem_of(
+    values: Values,
+    chosen: Mapping[str, Any],
+    hardware: Hardware,
+    *,
+    host_bytes: int = 0,
+    notes: list[str],
+) -> Problem:
+    """Returns the problem.
+
+    values: those of the model or of a whole run. Its layout and its policy do not count.
+    chosen: those of flags and --fix by field, which override them.
+    Adds the assumptions to `notes`. Raises InputError if something is missing or wrong.
+    """
+    topics = {name: field.topic for name, field in run_fields().items()}
+
+    def fixes_policy(name: str) -> bool:
+        return topics[name] == "recompute" and name not in KEPT_RECOMPUTE
+
+    for name, topic in topics.items():
+        if name in SEARCHED or fixes_policy(name):
+            values.get(topic, {}).pop(name, None)
+        elif name in chosen:
+            values.setdefault(topic, {})[name] = chosen[name]
+    _complete(values, chosen, notes)
+    base = build_run(values)
+    if base.tokenizer.vocab_size is None:
+        raise InputError(
+            f"missing --vocab-size: give the number of ids of the {base.tokenizer.tokenizer_type}, "
+            "since a plan reads no file of a tokenizer"
+        )
+    policy = {name: value for name, value in chosen.items() if fixes_policy(name)}
+    recompute = None
+    if policy or base.training.torch_compile:
+        kept = {name: getattr(base.recompute, name) for name in KEPT_RECOMPUTE}
+        try:
+            recompute = RecomputeConfig(**{**kept, **policy})
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    fixed = {name: value for name, value in chosen.items() if name in SEARCHED | DATA_PARALLEL}
+    return Problem(base, hardware, fixed, recompute, host_bytes)
+
+
+def _complete(values: Values, chosen: Mapping[str, Any], notes: list[str]) -> None:
+    """Adds the values that a plan needs and that were not given, with a note for each."""
+    model, training = values.setdefault("model", {}), values.setdefault("training", {})
+    data = values.setdefault("data", {})
+    training.setdefault("micro_batch_size", 1)
+    if not training.get("fp16") and "bf16" not in training:
+        training["bf16"] = True
+        notes.append("--bf16 is assumed (--fix bf16=false plans in float32)")
+    positions = model.get("max_position_embeddings")
+    if "seq_length" not in data and positions is not None:
+        data["seq_length"] = min(positions, USUAL_LENGTH)
+        notes.append(f"--seq-length {data['seq_length']} is assumed")
+    length = data.get("seq_length")
+    if length is None:
+        raise InputError("missing --seq-length: give it, or a model with --model or --hf-config")
+    if length < 1:
+        raise InputError(f"--seq-length must be at least 1 (got {length})")
+    rotary = model.get("position_embedding_type") == "rope"
+    too_short = length > (positions or 0) and "max_position_embeddings" not in chosen
+    if positions is None or (rotary and too_short):
+        model["max_position_embeddings"] = length
+        notes.append(f"--max-position-embeddings {length} is assumed, as --seq-length")
+    if training.get("global_batch_size") is None:
+        training["global_batch_size"] = max(1, USUAL_TOKENS // length)
+        notes.append(
+            f"--global-batch-size {training['global_batch_size']} is assumed, about 4 million "
+            "tokens a step"
+        )
+    sizes = ("num_layers", "hidden_size", "num_attention_heads")
+    if missing := [flag_of(name) for name in sizes if name not in model]:
+        raise InputError(
+            f"missing {', '.join(missing)}: give a model with --model ({', '.join(PRESETS)}), "
+            "--hf-config FILE or --config-json FILE, or give its flags"
+        )

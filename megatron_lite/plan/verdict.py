@@ -1,0 +1,189 @@
+"""The verdict on a run: does it fit, with which plan, and what would change it.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.parameter_counts import parameter_count
+from megatron_lite.plan.auto_policy import Budget, Unreachable
+from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal
+from megatron_lite.plan.planned_run import with_policy
+from megatron_lite.plan.problem import Problem
+from megatron_lite.plan.search import Plan, Search, SearchResult
+
+FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"
+EXIT_STATUS = {FITS: 0, TIGHT: 1, DOES_NOT_FIT: 2}
+MOST_RANKS = 16384
+MOST_TRIED = 6  # numbers of ranks, in the search for the fewest that are enough
+LEAST_STATES = 16  # bytes of a parameter under FSDP2: weight, gradient and two moments in float32
+LARGEST_MICRO_BATCH = 4096
+
+
+class Neighbour(NamedTuple):
+    """A plan one step away. fits: whether it does; if not, it has the smallest peak found."""
+
+    change: str
+    plan: Plan
+    fits: bool
+
+
+class FitVerdict(NamedTuple):
+    """The answer for one number of ranks.
+
+    word: FITS; TIGHT, if the best plan takes a part of the reserve; or DOES_NOT_FIT.
+    found: the plans. largest_micro_batch, neighbours: what is one step away from the first.
+    """
+
+    word: str
+    num_ranks: int
+    budget: Budget
+    found: SearchResult
+    largest_micro_batch: Plan | None = None
+    neighbours: tuple[Neighbour, ...] = ()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The fastest plan that fits, or the plan with the smallest peak."""
+        return self.found.plans[0] if self.found.plans else self.found.smallest
+
+
+def verdict(problem: Problem, num_ranks: int, budget: Budget) -> FitVerdict:
+    """Returns the verdict for so many ranks.
+
+    Raises InputError if training would refuse every layout.
+    """
+    search = Search(problem)
+    if next(layouts(problem, num_ranks), None) is None:
+        raise InputError(f"{num_ranks} GPUs: {refusal(problem, num_ranks)}")
+    for word, num_bytes in ((FITS, budget.plan_bytes), (TIGHT, budget.memory_bytes)):
+        found = search.find(num_ranks, num_bytes)
+        if found.plans:
+            best = found.plans[0]
+            largest = largest_micro_batch(search, best, num_bytes)
+            near = tuple(_neighbours(search, best, num_bytes))
+            return FitVerdict(word, num_ranks, budget, found, largest, near)
+        # The next round has a chance only if the smallest peak is within its budget.
+        if found.smallest is None or found.smallest.peak.num_bytes > budget.memory_bytes:
+            break
+    return FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)
+
+
+def fewest_ranks(problem: Problem, budget: Budget, *, above: int = 0) -> int | None:
+    """Returns the fewest of 1, 2, 4, ... ranks, and more than `above`, on which a plan fits.
+
+    Returns None if none of the MOST_TRIED smallest possible numbers is enough: then more ranks do
+    not help, because the memory goes to tensors that are not shared out over ranks.
+    """
+    search, base = Search(problem), problem.base
+    parameters = parameter_count(base.model, base.tokenizer.true_vocab_size)
+    count, tried = (1 << above.bit_length() if above else 1), 0
+    while count <= MOST_RANKS and tried < MOST_TRIED:
+        # No layout takes less than all states shared out over all ranks.
+        states = LEAST_STATES * parameters / count
+        if states <= budget.memory_bytes and next(layouts(problem, count), None) is not None:
+            tried += 1
+            if search.find(count, budget.memory_bytes, most=1).plans:
+                return count
+        count *= 2
+    return None
+
+
+def smallest_machine(problem: Problem, budget: Budget) -> FitVerdict:
+    """Returns the verdict for the fewest ranks on which the run fits: 1, 2, 4, ... of them.
+
+    Raises InputError if more ranks do not help.
+    """
+    count = fewest_ranks(problem, budget)
+    if count is None:
+        raise InputError(
+            f"no number of GPUs up to {MOST_RANKS} was found to be enough for this run: its "
+            "layouts are refused, or it needs more memory; give --gpus N for the reason"
+        )
+    return verdict(problem, count, budget)
+
+
+def status(verdicts: Sequence[FitVerdict]) -> int:
+    """Returns the exit status: that of the best of the verdicts."""
+    return min(EXIT_STATUS[one.word] for one in verdicts)
+
+
+def largest_micro_batch(search: Search, plan: Plan, budget_bytes: int) -> Plan:
+    """Returns the plan with the largest micro-batch that fits in the same layout.
+
+    Sizes are tried in steps of a factor of two, as far as they divide the batch.
+    """
+    largest = plan
+    while (size := 2 * largest.config.training.micro_batch_size) <= LARGEST_MICRO_BATCH:
+        change = _Change("", plan.num_ranks, training={"micro_batch_size": size})
+        found = _neighbour(search, plan.config, change, budget_bytes)
+        if found is None or not found.fits:
+            break
+        largest = found.plan
+    return largest
+
+
+class _Change(NamedTuple):
+    """A change of a run: its words, the ranks, and the fields of two topics that get new values."""
+
+    words: str
+    num_ranks: int
+    training: Mapping[str, Any] = {}
+    data_parallel: Mapping[str, Any] = {}
+
+
+def _neighbours(search: Search, plan: Plan, budget_bytes: int) -> Iterator[Neighbour]:
+    """Yields the plans one step away that are legal, each with its own best policy."""
+    base = plan.config if search.fixed_policy else with_policy(plan.config, None)
+    for change in _changes(search, base, plan.num_ranks):
+        if (found := _neighbour(search, base, change, budget_bytes)) is not None:
+            yield found
+
+
+def _neighbour(
+    search: Search, base: RunConfig, change: _Change, budget_bytes: int
+) -> Neighbour | None:
+    """Returns a changed run with its best policy, or None if training would refuse it."""
+    try:
+        config = replace(
+            base,
+            training=replace(base.training, **change.training),
+            data_parallel=replace(base.data_parallel, **change.data_parallel),
+        )
+        found = search.fit(config, change.num_ranks, budget_bytes)
+        fits = not isinstance(found, Unreachable)
+        chosen = found.smallest if isinstance(found, Unreachable) else found
+        return Neighbour(change.words, search.plan(chosen, change.num_ranks), fits)
+    except ValueError:
+        return None
+
+
+def _changes(search: Search, base: RunConfig, ranks: int) -> Iterator[_Change]:
+    size, chunk = base.training.micro_batch_size, base.loss_chunk_size
+    yield _Change("double the micro-batch", ranks, {"micro_batch_size": 2 * size})
+    if size % 2 == 0:
+        yield _Change("halve the micro-batch", ranks, {"micro_batch_size": size // 2})
+    if base.training.loss_chunk_size is not None:
+        yield _Change("no --loss-chunk-size", ranks, {"loss_chunk_size": None})
+    smaller = LOSS_CHUNKS[-1] if chunk is None else chunk // 2
+    if smaller:
+        yield _Change(f"--loss-chunk-size {smaller}", ranks, {"loss_chunk_size": smaller})
+    if search.run(base, ranks).dp_cp_size > 1:
+        off = {name: False for flags in KINDS.values() for name in flags}
+        for kind, flags in KINDS.items():
+            if kind != kind_of(base):
+                yield _Change(kind, ranks, data_parallel={**off, **flags})
+    node = search.problem.hardware.ranks_per_node
+    more = ranks + node if ranks >= node else 2 * ranks
+    for count in (more, 2 * ranks):
+        with suppress(ValueError):  # the batch does not divide over so many
+            base.training.num_microbatches(base.parallel.data_parallel_size(count))
+            yield _Change(f"{count} GPUs", count)
+            break
