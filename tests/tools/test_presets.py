@@ -10,8 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.policy import parse_policy
-from megatron_lite.config.policy_reach import check_policy_reaches
+from megatron_lite.config.policy import check_policy_reaches, parse_policy
 from megatron_lite.recompute.schedule import segments
 from megatron_lite.tools.translate_recompute import translated
 from megatron_lite.tools.translation import Translation
