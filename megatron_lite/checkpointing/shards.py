@@ -219,7 +219,7 @@ class ShardReader:
                 f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
                 f"model has {ours}"
             )
-        dtype = self._check_files(key, saved)
+        dtype = self.dtype_of(key, saved)
         if wanted.tp_dim is None:
             return self._slice(self._path(saved, 0), key, None)
         dim = wanted.tp_dim
@@ -244,7 +244,7 @@ class ShardReader:
                 position += span.length
         return local
 
-    def _check_files(self, key: str, saved: SavedLayout) -> torch.dtype:
+    def dtype_of(self, key: str, saved: SavedLayout) -> torch.dtype:
         """Returns the dtype of a tensor.
 
         Raises InputError unless every file holds its part in the right shape, in floating point,

@@ -108,7 +108,7 @@ class Only(NamedTuple):
 class TensorNames(NamedTuple):
     """Modules that hold the parts of one module here, and the layout of their tensors.
 
-    layout: a key of `LAYOUTS` in convert/hf_layouts.py.
+    layout: a key of `LAYOUTS` in convert/hf_tensors.py.
     """
 
     theirs: tuple[str, ...]

@@ -1,13 +1,24 @@
-"""The names of tensors in Hugging Face checkpoints, from the table of families.
+"""The tensors of Hugging Face checkpoints: their names, and how they lie, for both directions.
 
-A row of the table (config/hf_families.py) maps a module of this project to the modules there that
-hold its weight and bias, and names the layout (hf_layouts.py). It serves both directions.
+A row of the table of families (config/hf_families.py) maps a module of this project to the modules
+there that hold its weight and bias, and names the layout. A layout is a pair of functions that are
+inverse to each other and linear: they map weights to weights and gradients to gradients, bit for
+bit.
+
+    layout       there                                       here
+    same         one tensor                                  the same tensor
+    stacked      gate and up                                 [gate; up]
+    by group     q, k and v                                  group by group: [q .. q k v]
+    fused        [all q; all k; all v]                       group by group
+    transposed   [in, out], as GPT-2's Conv1D holds it       [out, in]
+    fused transposed                                         both of the last two
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,11 +27,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_families import FAMILIES
 from megatron_lite.config.hf_rules import TensorNames
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.hf_layouts import LAYOUTS
+from megatron_lite.convert.weights import layer_of
 
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-OUTPUT = "output_layer"
-EMBEDDING = "embedding.word_embeddings.weight"
 # Buffers that old versions of transformers saved: masks and frequencies, which are no weights.
 BUFFERS = re.compile(
     r"\.(attn|attention)\.(bias|masked_bias)"
@@ -31,14 +39,59 @@ BUFFERS = re.compile(
 RENAMED = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}
 
 
+class TensorLayout(NamedTuple):
+    """A layout. join: theirs -> ours. split: ours -> theirs, contiguous.
+
+    The shapes of theirs are those of `split` applied to a tensor without values.
+    """
+
+    join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+    split: Callable[[Tensor, ModelConfig], list[Tensor]]
+
+
+def _by_group(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    """[a d, ..], [g d, ..], [g d, ..] -> [g (a/g + 2) d, ..]."""
+    groups = zip(*(tensor.chunk(model.query_groups) for tensor in parts), strict=True)
+    return torch.cat([part for group in groups for part in group])
+
+
+def _from_groups(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
+    """[g (a/g + 2) d, ..] -> [a d, ..], [g d, ..], [g d, ..]."""
+    a, g, d = model.num_attention_heads, model.query_groups, model.head_dim
+    by_group = [group.split([a // g * d, d, d]) for group in tensor.chunk(g)]
+    return [torch.cat(parts) for parts in zip(*by_group, strict=True)]
+
+
+def _fused(whole: Tensor, model: ModelConfig) -> Tensor:
+    """[(a + 2 g) d, ..] -> [g (a/g + 2) d, ..]."""
+    keys = model.query_groups * model.head_dim
+    return _by_group(whole.split([whole.shape[0] - 2 * keys, keys, keys]), model)
+
+
+# .t() leaves a bias unchanged, which has one dim.
+LAYOUTS: dict[str, TensorLayout] = {
+    "same": TensorLayout(lambda parts, _: parts[0], lambda tensor, _: [tensor]),
+    "stacked": TensorLayout(
+        lambda parts, _: torch.cat(list(parts)), lambda tensor, _: list(tensor.chunk(2))
+    ),
+    "by group": TensorLayout(_by_group, _from_groups),
+    "fused": TensorLayout(
+        lambda parts, model: _fused(parts[0], model),
+        lambda tensor, model: [torch.cat(_from_groups(tensor, model))],
+    ),
+    "transposed": TensorLayout(
+        lambda parts, _: parts[0].t().contiguous(), lambda tensor, _: [tensor.t().contiguous()]
+    ),
+    "fused transposed": TensorLayout(
+        lambda parts, model: _fused(parts[0].t(), model),
+        lambda tensor, model: [torch.cat(_from_groups(tensor, model)).t().contiguous()],
+    ),
+}
+
+
 def head_of(family: str) -> str:
     """Returns the name of the untied output weight."""
     return f"{FAMILIES[family].tensors.head}.weight"
-
-
-def base_of(family: str) -> str:
-    """Returns the prefix of the names of all other tensors."""
-    return f"{FAMILIES[family].tensors.base}."
 
 
 def row_of(family: str, name: str) -> TensorNames:
@@ -48,12 +101,13 @@ def row_of(family: str, name: str) -> TensorNames:
     """
     module, _, kind = name.rpartition(".")
     tensors = FAMILIES[family].tensors
-    if module == OUTPUT:
+    if module == "output_layer":
         return TensorNames((head_of(family),))
     prefix, modules = tensors.base, tensors.outer
-    if (layer := LAYER.fullmatch(module)) is not None:
+    layer, module = layer_of(module)
+    if layer is not None:
         place, modules = tensors.layer
-        prefix, module = f"{prefix}.{place}.{layer[1]}", layer[2]
+        prefix = f"{prefix}.{place}.{layer}"
     found = modules.get(module)
     if found is None:
         raise InputError(
@@ -65,10 +119,10 @@ def row_of(family: str, name: str) -> TensorNames:
 
 def their_shapes(
     family: str, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
-) -> dict[str, tuple[int, ...]]:
-    """Returns the shape of each tensor there. Layers are alike, so few splits are computed.
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shapes of the tensors there that hold each parameter here, by both names.
 
-    shapes: those of the parameters here.
+    shapes: those of the parameters here. Layers are alike, so few splits are computed.
     """
     known: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
     found = {}
@@ -77,8 +131,8 @@ def their_shapes(
         case = (row.layout, shape)
         if case not in known:
             known[case] = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), model)
-        for part, tensor in zip(row.theirs, known[case], strict=True):
-            found[part] = tuple(tensor.shape)
+        parts = zip(row.theirs, known[case], strict=True)
+        found[name] = {part: tuple(tensor.shape) for part, tensor in parts}
     return found
 
 
@@ -88,19 +142,21 @@ def known_name(family: str, name: str, *, has_base: bool) -> str:
     has_base: whether the names in the files begin with the family's base, but for the head.
     """
     name = RENAMED.get((family, name), name)
-    return name if has_base or name == head_of(family) else f"{base_of(family)}{name}"
+    return (
+        name if has_base or name == head_of(family) else f"{FAMILIES[family].tensors.base}.{name}"
+    )
 
 
 def to_ours(
-    family: str, theirs: Mapping[str, Tensor], names: Mapping[str, object], model: ModelConfig
+    family: str, theirs: Mapping[str, Tensor], names: Iterable[str], model: ModelConfig
 ) -> dict[str, Tensor]:
     """Returns weights, or gradients, of a model of transformers under the names here.
 
     names: the parameters of the model here.
     """
     known = {known_name(family, name, has_base=True): tensor for name, tensor in theirs.items()}
-    found = {}
-    for name in names:
-        row = row_of(family, name)
-        found[name] = LAYOUTS[row.layout].join([known[part] for part in row.theirs], model)
-    return found
+    rows = {name: row_of(family, name) for name in names}
+    return {
+        name: LAYOUTS[row.layout].join([known[part] for part in row.theirs], model)
+        for name, row in rows.items()
+    }

@@ -6,7 +6,7 @@ import json
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.weight_formats import Described
+from megatron_lite.convert.weights import Described
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, contents_of
 from megatron_lite.data.tokenizers import MissingPackage, build_tokenizer
 

@@ -17,13 +17,18 @@ from pathlib import Path
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.parser import Parser
-from megatron_lite.convert.format_names import FORMAT_HELP, HF, NATIVE
 from megatron_lite.parallel.signals import postponed
 from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.convert"
 
 SECONDS_A_LINE = 5.0  # for progress in a log
+FORMAT_HELP = {
+    "hf": "a folder of Hugging Face: config.json, safetensors, tokenizer",
+    "megatron-lite": "a checkpoint directory, the --save of a training run",
+    "megatron": "a checkpoint of Megatron-LM with --ckpt-format torch",
+    "megatron-dist": "a checkpoint of Megatron-LM with --ckpt-format torch_dist",
+}
 
 
 def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
@@ -39,51 +44,52 @@ def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
 
 def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) -> None:
     # Imported late: the modules import torch, which --help does not need.
-    from megatron_lite.convert.checked_source import CheckedSource
-    from megatron_lite.convert.formats import FORMATS, TargetOptions
+    from megatron_lite.convert.formats import FORMATS
     from megatron_lite.convert.next_commands import next_lines
+    from megatron_lite.convert.staging import check_absent
 
-    target_format = FORMATS[args.target]
-    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-    for name, size in zip(("tensor", "pipeline"), sizes, strict=True):
-        if size < 1:
-            raise InputError(f"--{name}-model-parallel-size must be at least 1 (got {size})")
-        if size > 1 and not target_format.is_split:
-            raise InputError(
-                f"--{name}-model-parallel-size {size} does not apply to --to {args.target}, whose "
-                "files are not split over ranks: leave it out"
-            )
-    if args.hf_family is not None and args.target != HF:
-        raise InputError("--hf-family names the family of --to hf: leave it out")
-    options = TargetOptions(tp_size=sizes[0], pp_size=sizes[1], hf_family=args.hf_family)
-    target = target_format.target(Path(args.save), options)
-    with crafted(f"--load {args.load}"):
-        source = CheckedSource(FORMATS[args.source].source(Path(args.load)))
+    target = FORMATS[args.target]
+    options = {}
+    for flag, name, value, default in (
+        ("--tensor-model-parallel-size", "tp_size", args.tensor_model_parallel_size, 1),
+        ("--pipeline-model-parallel-size", "pp_size", args.pipeline_model_parallel_size, 1),
+        ("--hf-family", "family", args.hf_family, None),
+    ):
+        if default == 1 and value < 1:
+            raise InputError(f"{flag} must be at least 1 (got {value})")
+        if name in target.options:
+            options[name] = value
+        elif value != default:
+            raise InputError(f"{flag} {value} does not apply to --to {args.target}: leave it out")
+    load, save = Path(args.load), Path(args.save)
+    check_absent(save)
+    with crafted(f"--load {load}"):
+        source = FORMATS[args.source].source(load)
+        check()
+        for note in source.described.notes:
+            print(f"note: {note}", file=sys.stderr, flush=True)
+        with progress_bar(source.described.num_bytes) as advance:
+
+            def written(num_bytes: int) -> None:
+                check()
+                advance(num_bytes)
+
+            target.write(source, save, written, **options)
     check()
-    for note in source.described.notes:
-        print(f"note: {note}", file=sys.stderr, flush=True)
-    with crafted(f"--load {args.load}"), progress_bar(source.described.num_bytes) as advance:
-
-        def written(num_bytes: int) -> None:
-            check()
-            advance(num_bytes)
-
-        target.write(source, written)
-    check()
-    print(f"{args.save}: converted from {args.load} ({args.source} -> {args.target})", flush=True)
-    if args.target == NATIVE:
-        print(*next_lines(Path(args.save), program), sep="\n", flush=True)
+    print(f"{save}: converted from {load} ({args.source} -> {args.target})", flush=True)
+    if args.target == "megatron-lite":
+        print(*next_lines(save, program), sep="\n", flush=True)
 
 
 @contextlib.contextmanager
 def progress_bar(
-    total: int | None, clock: Callable[[], float] = time.monotonic
+    total: int, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the number of bytes after each tensor.
 
     A terminal gets a bar on stderr, any other stderr a line every few seconds.
 
-    total: all bytes; None if they are not known.
+    total: all bytes.
     clock: returns seconds, for the lines.
     """
     if not sys.stderr.isatty():
@@ -111,7 +117,7 @@ def progress_bar(
         yield lambda num_bytes: bar.update(task, advance=num_bytes)
 
 
-def _lines(total: int | None, clock: Callable[[], float]) -> Callable[[int], None]:
+def _lines(total: int, clock: Callable[[], float]) -> Callable[[int], None]:
     """Returns a function that prints a line now and then, and never two in a short time."""
     started = told = clock()
     done = 0
@@ -124,10 +130,8 @@ def _lines(total: int | None, clock: Callable[[], float]) -> Callable[[int], Non
             return
         told = now
         rate = done / 1e6 / (now - started)
-        of_all = "" if total is None else f" of {total / 1e6:.1f}"
-        print(
-            f"converted {done / 1e6:.1f}{of_all} MB ({rate:.0f} MB/s)", file=sys.stderr, flush=True
-        )
+        text = f"converted {done / 1e6:.1f} of {total / 1e6:.1f} MB ({rate:.0f} MB/s)"
+        print(text, file=sys.stderr, flush=True)
 
     return advance
 

@@ -12,9 +12,8 @@ import torch
 from megatron_lite.config.hf_config import from_hf, meaning_of
 from megatron_lite.config.hf_families import FAMILIES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.hf_layouts import LAYOUTS
-from megatron_lite.convert.hf_tensors import row_of
-from megatron_lite.convert.parameters import parameter_specs
+from megatron_lite.convert.hf_tensors import LAYOUTS, row_of
+from megatron_lite.convert.weights import parameter_specs
 from tests.support.conversions import (
     converted,
     same_weights,
@@ -106,13 +105,11 @@ def test_weights_keep_their_dtype_and_their_tokenizer(tmp_path: Path) -> None:
 
 
 def test_shards_have_at_most_the_size_and_an_index(tmp_path: Path) -> None:
-    from megatron_lite.convert.hf_source import HfSource
-    from megatron_lite.convert.hf_target import HfTarget
+    from megatron_lite.convert.hf import HfSource, write_hf
 
     model = saved_peer("qwen3", tmp_path / "theirs")
-    HfTarget(tmp_path / "again", shard_bytes=10_000).write(
-        HfSource(tmp_path / "theirs"), lambda _: None
-    )
+    source = HfSource(tmp_path / "theirs")
+    write_hf(source, tmp_path / "again", lambda _: None, shard_bytes=10_000)
     files = sorted((tmp_path / "again").glob("*.safetensors"))
     assert (
         len(files) > 3

@@ -77,7 +77,7 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
     saved_peer("llama", tmp_path / "theirs")
 
     def convert() -> None:
-        from megatron_lite.convert.formats import FORMATS, TargetOptions
+        from megatron_lite.convert.formats import FORMATS
 
         seen: list[int] = []
 
@@ -86,9 +86,8 @@ def test_a_killed_conversion_is_simply_run_again(tmp_path: Path) -> None:
             if len(seen) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        FORMATS["megatron-lite"].target(tmp_path / "ours", TargetOptions()).write(
-            FORMATS["hf"].source(tmp_path / "theirs"), advance
-        )
+        source = FORMATS["hf"].source(tmp_path / "theirs")
+        FORMATS["megatron-lite"].write(source, tmp_path / "ours", advance)
 
     assert status_of_fork(convert) == -signal.SIGKILL
     left, theirs = sorted(tmp_path.iterdir())
@@ -149,15 +148,15 @@ def test_a_signal_ends_a_conversion_in_one_line(
     saved_peer("llama", tmp_path / "theirs")
 
     def convert() -> None:
-        from megatron_lite.convert.checked_source import CheckedSource
+        from megatron_lite.convert.hf import HfSource
 
-        read = CheckedSource.read
+        read = HfSource.read
 
-        def interrupted(self: CheckedSource, name: str) -> Tensor:
+        def interrupted(self: HfSource, name: str, key: str = "") -> Tensor:
             os.kill(os.getpid(), number)
-            return read(self, name)
+            return read(self, name, key)
 
-        CheckedSource.read = interrupted  # type: ignore[method-assign]
+        HfSource.read = interrupted  # type: ignore[method-assign]
         converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite")
 
     capfd.readouterr()

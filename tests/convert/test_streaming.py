@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.hf_source import HfSource
-from megatron_lite.convert.hf_target import HfTarget
-from megatron_lite.convert.native_source import NativeSource
-from megatron_lite.convert.native_target import NativeTarget
-from megatron_lite.convert.parameters import parameter_specs
-from megatron_lite.convert.weight_formats import Described, WeightSource, WeightTarget
+from megatron_lite.convert.hf import HfSource, write_hf
+from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
+from megatron_lite.convert.native import NativeSource, write_native
+from megatron_lite.convert.weights import Described, WeightSource, parameter_specs
 
 MIB = 2**20
 MODEL = ModelConfig(
@@ -36,14 +35,11 @@ class Ones:
     """A source of 60 MiB, whose largest tensor has 1 MiB."""
 
     def __init__(self, model: ModelConfig = MODEL) -> None:
-        self._specs = parameter_specs(model, 512)
-        self.described = Described(model=model, true_vocab_size=512)
+        dtypes = dict.fromkeys(parameter_specs(model, 512), torch.float32)
+        self.described = Described(model=model, true_vocab_size=512, dtypes=dtypes)
 
-    def read(self, name: str) -> Tensor:
-        return torch.ones(self._specs[name].global_shape)
-
-    def read_state(self, name: str, key: str) -> Tensor:
-        raise AssertionError
+    def read(self, name: str, key: str = "") -> Tensor:
+        return torch.ones(self.described.specs[name].global_shape)
 
 
 def anonymous_bytes() -> int:
@@ -53,7 +49,7 @@ def anonymous_bytes() -> int:
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-def peak_bytes(source: Callable[[], WeightSource], target: WeightTarget) -> int:
+def peak_bytes(source: Callable[[], WeightSource], write: Callable[..., None], path: Path) -> int:
     """Returns by how much the process grew while it converted."""
     before, most = anonymous_bytes(), 0
 
@@ -61,19 +57,23 @@ def peak_bytes(source: Callable[[], WeightSource], target: WeightTarget) -> int:
         nonlocal most
         most = max(most, anonymous_bytes())
 
-    target.write(source(), advance)
+    write(source(), path, advance)
     return most - before
 
 
 def test_the_peak_is_a_few_tensors_and_not_the_model(tmp_path: Path) -> None:
     """The tensor as it was read, its parts, and their copies: less than 8 times 1 MiB."""
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    theirs, ours, megatron = (tmp_path / name for name in ("theirs", "ours", "megatron"))
     # The first conversion of a process loads parts of torch, which stay.
-    HfTarget(tmp_path / "first").write(Ones(replace(MODEL, num_layers=1)), lambda _: None)
+    one_layer = Ones(replace(MODEL, num_layers=1))
+    write_hf(one_layer, tmp_path / "first", lambda _: None)
+    write_legacy(one_layer, tmp_path / "second", lambda _: None)
+    split = dict(tp_size=2, pp_size=2)
     peaks = [
-        peak_bytes(Ones, HfTarget(theirs)),
-        peak_bytes(lambda: HfSource(theirs), NativeTarget(ours, tp_size=2, pp_size=2)),
-        peak_bytes(lambda: NativeSource(ours), HfTarget(tmp_path / "again")),
+        peak_bytes(Ones, write_hf, theirs),
+        peak_bytes(lambda: HfSource(theirs), partial(write_native, **split), ours),
+        peak_bytes(lambda: NativeSource(ours), partial(write_legacy, **split), megatron),
+        peak_bytes(lambda: legacy_source(megatron), write_hf, tmp_path / "again"),
     ]
     written = sum(path.stat().st_size for path in theirs.glob("*.safetensors"))
     assert written > 60 * MIB, written

@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.convert.megatron import (
-    dist_source,
-    legacy_source,
-    legacy_states,
-    pickles,
-    source,
-)
+from megatron_lite.convert.megatron import dist, legacy, legacy_states, pickles, source
 from megatron_lite.convert.megatron.pickles import Name
-from tests.convert.megatron import test_dist_layouts as dist
-from tests.convert.megatron import test_legacy_layouts as legacy
-from tests.convert.megatron import test_pickles
+from tests.convert.megatron import test_dist_layouts, test_legacy_layouts, test_pickles
 from tests.support.mutants import Mutant, assert_seen, replaces
 
 
@@ -27,23 +19,13 @@ def gate_and_up_are_one_block(parameter_specs, *args, **kwargs):
     return {name: replace(spec, tp_blocks=1) for name, spec in found.items()}
 
 
-@replaces("_chunks", legacy_source)
+@replaces("_chunks", legacy)
 def chunks_of_a_rank_are_in_another_order(chunks, where, value):
     return chunks(where, value)[::-1]
 
 
-@replaces("_ordered", source.MegatronSource)
-def old_rows_of_attention_stay_as_they_are(_, self, name, part):
-    return part
-
-
 @replaces("_is_master", legacy_states)
 def the_float32_weights_are_not_compared(_, master, weight):
-    return True
-
-
-@replaces("_fits", legacy_states)
-def any_place_in_the_buffer_fits(_, masters, weight, start):
     return True
 
 
@@ -57,33 +39,25 @@ def anything_is_a_key(_, value):
     return value if not isinstance(value, tuple) else str(len(value))
 
 
-@replaces("read", dist_source.LayerOfStack)
-def every_layer_is_the_first_row(_, self):
-    return self.tensor.read(self.layer and 0)
+@replaces("read", dist.DistTensor)
+def every_layer_is_the_first_row(read, self):
+    return read(self._replace(layer=self.layer and 0))
 
 
 MUTANTS = [
     Mutant(
         gate_and_up_are_one_block,
-        legacy.test_every_layout_gives_the_whole_weights,
+        test_legacy_layouts.test_every_layout_gives_the_whole_weights,
         dict(layout="one file", tp=2, tied=True),
     ),
     Mutant(
         chunks_of_a_rank_are_in_another_order,
-        legacy.test_every_layout_gives_the_whole_weights,
+        test_legacy_layouts.test_every_layout_gives_the_whole_weights,
         dict(layout="interleaved stages", tp=1, tied=True),
     ),
     Mutant(
-        old_rows_of_attention_stay_as_they_are,
-        legacy.test_rows_of_old_attention_are_put_in_order,
-        dict(version=0),
-    ),
-    Mutant(
         the_float32_weights_are_not_compared,
-        legacy.test_states_that_cannot_be_mapped_leave_the_weights,
-    ),
-    Mutant(
-        any_place_in_the_buffer_fits, legacy.test_states_that_cannot_be_mapped_leave_the_weights
+        test_legacy_layouts.test_states_that_cannot_be_mapped_leave_the_weights,
     ),
     Mutant(
         any_name_is_allowed,
@@ -97,7 +71,7 @@ MUTANTS = [
     ),
     Mutant(
         every_layer_is_the_first_row,
-        dist.test_stacked_and_numbered_layers_are_read,
+        test_dist_layouts.test_stacked_and_numbered_layers_are_read,
         dict(stacked=True),
     ),
 ]

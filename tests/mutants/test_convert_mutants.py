@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert import hf_layouts, safetensors_file
+from megatron_lite.convert import hf_tensors, safetensors_file
 from tests.convert import test_safetensors_file as files
 from tests.model import test_transformers_parity as parity
 from tests.support.changes import with_fields
@@ -26,7 +26,7 @@ def joined_by(name: str, join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     A round trip does not see such a fault if the other direction has it too.
     """
 
-    @replaces(name, hf_layouts.LAYOUTS)
+    @replaces(name, hf_tensors.LAYOUTS)
     def fault(layout: Any) -> Any:
         return with_fields(layout, join=join)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf_tensors import to_ours
-from megatron_lite.convert.parameters import parameter_specs
+from megatron_lite.convert.weights import parameter_specs
 
 # D = H / A: transformers' GPT-2 and GPT-NeoX know no other
 V, H, F, A, G, L, D, POSITIONS = 61, 32, 40, 4, 2, 2, 8, 17

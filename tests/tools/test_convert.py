@@ -27,9 +27,9 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("way", "flags", "message"),
     [
-        ("hf hf", ["--tensor-model-parallel-size", "2"], "does not apply to --to hf, whose files"),
+        ("hf hf", ["--tensor-model-parallel-size", "2"], "does not apply to --to hf: leave it out"),
         ("hf hf", ["--pipeline-model-parallel-size", "0"], "must be at least 1 (got 0)"),
-        ("hf megatron-lite", ["--hf-family", "llama"], "--hf-family names the family of --to hf"),
+        ("hf megatron-lite", ["--hf-family", "llama"], "--hf-family llama does not apply"),
         ("hf hf", ["--hf-family", "gpt2"], "--hf-family gpt2 does not express this model"),
         (
             "hf megatron-lite",

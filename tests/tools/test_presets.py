@@ -230,8 +230,8 @@ def test_for_a_number_of_layers_no_rule_names_nothing(step: int, num_layers: int
         ),
         (
             "torchtune",
-            "enable_ac: true, model: {use_recompute: 1}, datasets: [{offload_to: disk}]",
-            ["enable_ac", "model.use_recompute", "datasets.0.offload_to"],
+            "model: {use_recompute: 1}, datasets: [{offload_to: disk}]",
+            ["model.use_recompute", "datasets.0.offload_to"],
         ),
         (
             "torchtitan",
@@ -275,6 +275,7 @@ def test_a_file_of_nothing_but_such_keys_is_cut_short() -> None:
 # The system, its config, the tensor-parallel size, and what the error says
 REFUSED: list[tuple[str, str, int | None, str]] = [
     ("torchtune", "ac_mode: selectiv", None, "ac_mode must be one of none, full, selective (got"),
+    ("torchtune", "enable_ac: true", None, "unknown key 'enable_ac' (known: enable_activation"),
     ("torchtune", "ac_mode: selective", None, "ac_option of selective must be 'op', or it must be"),
     ("torchtune", "ac_mode: selective, ac_option: all", None, "(got 'all')"),
     ("torchtune", "ac_mode: selective, ac_option: 0", None, "(got 0)"),
@@ -329,7 +330,7 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
     ("deepspeed", "number_checkpoints: 0", 2, "must be at least 1 or null (got 0)"),
     ("deepspeed", "number_checkpoints: true", 2, "must be int or null (got True)"),
     ("deepspeed", "contiguous_memory_optimization: true", 2, "needs partition_activations true"),
-    ("deepspeed", "partition_activations: true", 1, "needs a tensor-parallel size > 1 (got {'--tp"),
+    ("deepspeed", "partition_activations: true", 1, "needs a tensor-parallel size > 1 (got 1)"),
     ("deepspeed", "", 0, "must be at least 1 (got 0)"),
     (
         "deepspeed",

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.formats import FORMATS, TargetOptions
-from megatron_lite.convert.megatron.checkpoint_args import MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
-from megatron_lite.convert.weight_formats import WeightSource
+from megatron_lite.convert.formats import FORMATS
+from megatron_lite.convert.megatron.args import MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
+from megatron_lite.convert.weights import WeightSource
 from megatron_lite.tools import convert
 from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save
 from tests.support.models import tiny_config
@@ -40,8 +40,7 @@ def test_the_answer_to_a_megatron_checkpoint_is_a_command_that_works(
     format_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = tmp_path / "a folder of theirs"
-    options = TargetOptions()
-    FORMATS[format_name].target(theirs, options).write(_ours(tmp_path), lambda _: None)
+    FORMATS[format_name].write(_ours(tmp_path), theirs, lambda _: None)
     for path in (theirs, theirs / "iter_0000002"):
         for fault in (
             lambda path=path: run_to_end(tiny_run(checkpoint=dict(load=str(path)))),
@@ -95,9 +94,8 @@ def test_a_model_that_does_not_divide_over_the_ranks_is_refused(
 ) -> None:
     save(tmp_path / "in", tiny_config(num_layers=5), LAYOUTS["one file"])
     source = FORMATS["megatron"].source(tmp_path / "in")
-    target = FORMATS["megatron"].target(tmp_path / "out", TargetOptions(**options))
     with pytest.raises(InputError, match=message):
-        target.write(source, lambda _: None)
+        FORMATS["megatron"].write(source, tmp_path / "out", lambda _: None, **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -121,10 +119,7 @@ def test_a_model_that_megatron_lacks_is_refused_by_name(
         read = source.read
 
     with pytest.raises(InputError, match=f"{next(iter(change))} = .*Megatron-LM"):
-        FORMATS[format_name].target(tmp_path / "out", TargetOptions()).write(
-            Other(),  # type: ignore[arg-type]
-            lambda _: None,
-        )
+        FORMATS[format_name].write(Other(), tmp_path / "out", lambda _: None)
 
 
 def test_every_field_of_the_model_is_an_argument_of_megatron_or_is_listed() -> None:
@@ -138,14 +133,9 @@ def test_other_optimizers_states_are_refused_with_the_reason(tmp_path: Path) -> 
     source = FORMATS["megatron"].source(tmp_path / "in")
 
     class Sgd:
-        described = source.described.__class__(
-            model=source.described.model, true_vocab_size=61, state_keys=("momentum",)
-        )
+        described = replace(source.described, state_keys=("momentum",))
         read = source.read
 
     for format_name in ("megatron", "megatron-dist"):
         with pytest.raises(InputError, match=r"momentum, and only those of Adam"):
-            FORMATS[format_name].target(tmp_path / "out", TargetOptions()).write(
-                Sgd(),  # type: ignore[arg-type]
-                lambda _: None,
-            )
+            FORMATS[format_name].write(Sgd(), tmp_path / "out", lambda _: None)

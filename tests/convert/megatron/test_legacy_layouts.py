@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.megatron.legacy_source import legacy_source
+from megatron_lite.convert.megatron.legacy import legacy_source
 from megatron_lite.convert.megatron.source import MegatronSource
-from megatron_lite.convert.parameters import parameter_specs
+from megatron_lite.convert.weights import parameter_specs
 from tests.support.models import tiny_config
 
 V, PADDED = 61, 64
@@ -283,7 +283,7 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
             legacy_source(tmp_path)
     for value, message in (
         ([1], "no state dict"),
-        ({"model": {}}, "does not hold|holds no"),
+        ({"model": {}}, "1 of 2 TP ranks hold"),
         ({"args": 1}, "no model"),
         ({"model": {WORDS: 1}}, "no plain tensor"),
     ):
@@ -335,8 +335,8 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
     ]
     for saved, message in (
         (optimizer(swapped), "float32 weights"),
-        (optimizer(order[:-1]), "another number"),
-        (optimizer(order, state={}), "no states exp_avg"),
+        (optimizer(order[:-1]), "other parameters than"),
+        (optimizer(order, state={}), "one optimizer"),
         (optimizer(order, param_groups=[]), "in no group"),
         ([{}, {}], "one optimizer"),
     ):

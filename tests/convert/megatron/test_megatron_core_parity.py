@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.formats import FORMATS, TargetOptions
-from megatron_lite.convert.parameters import parameter_specs
-from megatron_lite.convert.weight_formats import WeightSource
+from megatron_lite.convert.formats import FORMATS
+from megatron_lite.convert.weights import WeightSource, parameter_specs
 from tests.support.equality import difference
 from tests.support.models import build_tiny_model, load_whole_, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
@@ -135,7 +134,7 @@ def test_converted_optimizer_states_are_megatron_cores(
         assert source.read(name).dtype == dtype
         for key in described.state_keys:
             theirs = own[key][:61] if "word" in name or "output" in name else own[key]
-            assert torch.equal(source.read_state(name, key), theirs), (name, key)
+            assert torch.equal(source.read(name, key), theirs), (name, key)
 
 
 @pytest.mark.parametrize("target_name", SOURCES)
@@ -147,10 +146,10 @@ def test_a_round_trip_is_bitwise(
     root, _ = saved("llama", 1, dtype)
     first = FORMATS["megatron-dist"].source(root / "dist")
     ours = tmp_path / "ours"
-    FORMATS["megatron-lite"].target(ours, TargetOptions(tp_size=2)).write(first, lambda _: None)
+    FORMATS["megatron-lite"].write(first, ours, lambda _: None, tp_size=2)
     native = FORMATS["megatron-lite"].source(ours)
-    split = TargetOptions(tp_size=2, pp_size=3) if target_name == "megatron" else TargetOptions()
-    FORMATS[target_name].target(tmp_path / "theirs", split).write(native, lambda _: None)
+    split = dict(tp_size=2, pp_size=3) if target_name == "megatron" else {}
+    FORMATS[target_name].write(native, tmp_path / "theirs", lambda _: None, **split)
     last = FORMATS[target_name].source(tmp_path / "theirs")
     assert last.described.model == first.described.model
     assert last.described.state_keys == first.described.state_keys
@@ -159,7 +158,7 @@ def test_a_round_trip_is_bitwise(
     for name in parameter_specs(first.described.model, 61):
         assert torch.equal(first.read(name), last.read(name)), name
         for key in first.described.state_keys:
-            assert torch.equal(first.read_state(name, key), last.read_state(name, key)), (name, key)
+            assert torch.equal(first.read(name, key), last.read(name, key)), (name, key)
 
 
 def load(
@@ -194,8 +193,8 @@ def test_megatron_core_loads_an_exported_checkpoint_strictly(
 ) -> None:
     root, before = saved(name, tp_size)
     source = FORMATS["megatron"].source(root / "legacy")
-    options = TargetOptions(tp_size=tp_size if format_name == "megatron" else 1)
-    FORMATS[format_name].target(tmp_path / "out", options).write(source, lambda _: None)
+    options = dict(tp_size=tp_size) if format_name == "megatron" else {}
+    FORMATS[format_name].write(source, tmp_path / "out", lambda _: None, **options)
     ranks = run_ranks(load, tp_size, tmp_path / "out", name, format_name)
     for (results, states, steps), (expected, own) in zip(ranks, before, strict=True):
         assert torch.equal(results["logits"], expected["logits"])
@@ -226,7 +225,7 @@ def test_states_of_the_distributed_optimizer_are_found_by_the_float32_weights(
     checked = 0
     for name, spec in parameter_specs(described.model, 61).items():
         for key in described.state_keys:
-            whole = source.read_state(name, key).flatten()
+            whole = source.read(name, key).flatten()
             for start, stop, states in (part for rank in ranks for part in rank.get(name, [])):
                 stop = min(stop, whole.numel())  # without padding
                 theirs = states["param" if key == "master" else key][: max(0, stop - start)]

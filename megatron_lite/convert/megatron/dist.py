@@ -1,0 +1,348 @@
+"""Reads and writes a torch_dist checkpoint of Megatron-LM, a distributed checkpoint of torch (DCP).
+
+iter_0000040/.metadata        a pickle: the shape of each tensor, its chunks, and where they are
+             __0_0.distcp     chunks, each as a file of torch.save at some byte of this one
+             common.pt        what is no tensor: the arguments, the iteration, step counts
+             metadata.json    the name of the format
+
+torch's own reader unpickles .metadata, which can run any code. This one runs none. Any layer spec
+and layout loads what is written: a parameter of all layers is one tensor with the layers as its
+first dim, in one chunk a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_lite.checkpointing.other_systems import DIST_METADATA
+from megatron_lite.checkpointing.shards import MOST_DIMS, MOST_ELEMENTS
+from megatron_lite.checkpointing.step_files import LATEST
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import crafted, input_size, read_input
+from megatron_lite.convert.megatron import args as megatron_args
+from megatron_lite.convert.megatron.names import (
+    EXTRA_STATE,
+    FUSED_NORMS,
+    LINEARS,
+    layers_in,
+    our_name,
+)
+from megatron_lite.convert.megatron.pickles import LONGEST_NAME, MOST_BYTES, read_pickle
+from megatron_lite.convert.megatron.source import (
+    MegatronSource,
+    Unmapped,
+    iteration_folder,
+    need,
+    updates_of,
+)
+from megatron_lite.convert.megatron.torch_file import DTYPES, TORCH_NAMES, Window, read_torch_file
+from megatron_lite.convert.staging import complete_folder
+from megatron_lite.convert.weights import (
+    LAYERS,
+    OUTPUT,
+    WEIGHT,
+    WORDS,
+    Advance,
+    WeightSource,
+    check_layers,
+    copy_tensors,
+    layer_of,
+)
+from megatron_lite.parallel.torch_internals import storage_info
+
+COMMON, SHARDS = "common.pt", "__0_0.distcp"
+FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# The names of weights and optimizer states in the checkpoint, by their keys here.
+STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
+KEYS = {None: WEIGHT, "param": "master"} | {theirs: key for key, theirs in STATES.items()}
+NAME = re.compile(r"(?:(?:chained_0\.)?optimizer\.state\.(\w+)\.)?(?:model\d{0,3}\.)?(.+)")
+NO_PARAMETERS = ("rng_state", "rerun_state", "opt_param_scheduler", "optimizer.distributed")
+
+
+class Chunk(NamedTuple):
+    """A block of a tensor. offsets, sizes: its place along each dim. window: its bytes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    window: Window
+
+
+class DistTensor(NamedTuple):
+    """One tensor of the checkpoint, in chunks in the order of their first rows."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+    layer: int | None = None  # the only index of the first dim that counts, in a stack of layers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.full_shape if self.layer is None else self.full_shape[1:]
+
+    def read(self) -> Tensor:
+        """Returns the tensor. Raises InputError if a chunk has another shape.
+
+        Numbers that no chunk holds are NaN.
+        """
+        # Rows [first, last) of the first dim are wanted. A tensor without dims is one row.
+        shape = self.full_shape or (1,)
+        first, last = (0, shape[0]) if self.layer is None else (self.layer, self.layer + 1)
+        whole = torch.full((last - first, *shape[1:]), math.nan, dtype=self.dtype)
+        longest = max(chunk.sizes[0] for chunk in self.chunks)
+        begin, end = (
+            bisect_left(self.chunks, row, key=lambda chunk: chunk.offsets[0])
+            for row in (first - longest + 1, last)
+        )
+        for chunk in self.chunks[begin:end]:
+            start = max(first, chunk.offsets[0])
+            stop = min(last, chunk.offsets[0] + chunk.sizes[0])
+            place = whole[start - first : max(start, stop) - first]
+            for dim in range(1, len(shape)):
+                place = place.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
+            if place.numel():
+                rows = self._values(chunk)[start - chunk.offsets[0] : stop - chunk.offsets[0]]
+                place.copy_(rows)
+        return whole.reshape(self.shape)
+
+    def _values(self, chunk: Chunk) -> Tensor:
+        value = read_torch_file(chunk.window)
+        is_tensor = isinstance(value, Tensor) and value.dtype == self.dtype
+        if not is_tensor or (value.shape or (1,)) != chunk.sizes:
+            raise InputError(
+                f"{chunk.window}: must hold a chunk {chunk.sizes} of {self.name}: the checkpoint "
+                "is damaged"
+            )
+        return value.reshape(chunk.sizes)
+
+
+def dist_source(path: Path) -> MegatronSource:
+    """Opens a directory of `--save` with `--ckpt-format torch_dist`, or one iteration of it.
+
+    Raises InputError if it is missing, damaged, or of another kind.
+    """
+    folder = iteration_folder(path)
+    with crafted(str(folder)):
+        return _opened(folder)
+
+
+def _opened(folder: Path) -> MegatronSource:
+    where, tensors = str(folder), _tensors_of(folder)
+    common = read_torch_file(Window(folder / COMMON))
+    args = megatron_args.arguments_of(common, folder / COMMON)
+    model = megatron_args.model_of(args, where)
+    # Layers may be stacked in one tensor, but each has at least one number.
+    numbers = sum(math.prod(tensor.full_shape) for tensor in tensors.values())
+    check_layers(model.num_layers, numbers, where)
+    found: dict[str, dict[str, list[DistTensor]]] = defaultdict(dict)
+    for full, tensor in tensors.items():
+        state, name = NAME.fullmatch(full).groups()  # type: ignore[union-attr]
+        ours = our_name(name)
+        if ours is None or state not in KEYS or full.startswith(NO_PARAMETERS):
+            continue
+        for layer, own in layers_in(ours, model.num_layers):
+            if layer is not None and tensor.full_shape[:1] != (model.num_layers,):
+                raise InputError(
+                    f"{where}: {full} has the shape {tensor.full_shape}, and the first dim must be "
+                    f"the {model.num_layers} layers of the model"
+                )
+            found[KEYS[state]][own] = [tensor._replace(layer=layer)]
+    weights = found[WEIGHT]
+    states = {
+        key: found[key]
+        for key in STATES
+        if all(
+            name in found[key] and found[key][name][0].shape == own.shape
+            for name, (own,) in weights.items()
+        )
+    }
+    updates: int | str
+    try:
+        updates = _updates(states, common.get("optimizer"))
+    except Unmapped as reason:
+        updates = f"the optimizer states are left out ({reason})"
+    return MegatronSource(where, common, args, model, {WEIGHT: weights, **states}, updates)
+
+
+def _updates(states: Mapping[str, object], optimizer: Any) -> int:
+    """Returns how many updates were made. Raises Unmapped if the states cannot be converted."""
+    need(
+        states.keys() >= {*megatron_args.ADAM},
+        "the checkpoint holds no optimizer states that are kept by parameter, as those of the "
+        "distributed optimizer are with --dist-ckpt-optim-fully-reshardable",
+    )
+    while isinstance(optimizer, dict) and "param_groups" not in optimizer:
+        optimizer = optimizer.get("optimizer")  # the values of some optimizers are nested
+    need(isinstance(optimizer, dict), "the checkpoint does not say how many updates were made")
+    state = optimizer.get("state")
+    return updates_of(optimizer["param_groups"], state if isinstance(state, dict) else {})
+
+
+def _tensors_of(folder: Path) -> dict[str, DistTensor]:
+    """Returns all tensors by name, from .metadata alone."""
+    path = folder / DIST_METADATA
+    if not path.exists():
+        legacy = any(folder.glob("mp_rank_*"))
+        hint = "; its mp_rank_* folders have the format --from megatron" if legacy else ""
+        raise InputError(
+            f"{folder}: holds no {DIST_METADATA}: it is no torch_dist checkpoint{hint}"
+        )
+    value = read_pickle(read_input(path, MOST_BYTES), str(path), names=TORCH_NAMES)
+    with crafted(f"{path}: its description of tensors"):
+        windows = {
+            _place(key.fields["fqn"], key.fields.get("offset")): _window(folder, place.fields)
+            for key, place in value.fields["storage_data"].items()
+        }
+        # Chunks that share bytes would let a small file hold very many of them.
+        lengths: Counter[Path] = Counter()
+        for window in windows.values():
+            lengths[window.path] += window.length or 0
+        for shard, length in lengths.items():
+            if length > input_size(shard):
+                raise ValueError(f"the chunks in {shard.name} have more bytes than the file")
+        return {
+            name: _tensor(name, found.fields, windows)
+            for name, found in value.fields["state_dict_metadata"].items()
+            if found.kind.endswith(".TensorStorageMetadata")
+        }
+
+
+def _place(name: Any, offsets: Any) -> str:
+    """Returns a key for a chunk: a text, since a file can choose numbers whose hashes collide."""
+    if type(name) is not str or len(name) > LONGEST_NAME:
+        raise ValueError("a tensor has no name")
+    return f"{None if offsets is None else _sizes(offsets)} of {name}"
+
+
+def _window(folder: Path, place: Mapping[str, Any]) -> Window:
+    name, start, length = (place[key] for key in ("relative_path", "offset", "length"))
+    # A name with folders could point at any file of this machine.
+    if type(name) is not str or name != Path(name).name or name in ("", ".", ".."):
+        raise ValueError("a chunk is outside of the folder")
+    if type(start) is not int or type(length) is not int or min(start, length) < 0:
+        raise ValueError(f"a chunk of {name} has no place")
+    if place.get("transform_descriptors"):
+        raise ValueError("its chunks are compressed or encrypted")
+    return Window(folder / name, start, length)
+
+
+def _tensor(name: str, found: Mapping[str, Any], windows: Mapping[str, Window]) -> DistTensor:
+    shape, properties = _sizes(found["size"]), found["properties"]
+    # The state of TensorProperties is a tuple or a dict.
+    dtype = DTYPES[(properties.fields.get("dtype") or properties.state[0]).text]
+    chunks = []
+    for one in found["chunks"]:
+        offsets, sizes = _sizes(one.fields["offsets"]), _sizes(one.fields["sizes"])
+        if any(
+            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise ValueError(f"a chunk of {name} lies outside of the tensor")
+        window = windows.get(_place(name, offsets))
+        if window is None or math.prod(sizes) * dtype.itemsize > (window.length or 0):
+            raise ValueError(f"a chunk of {name} is in no file")
+        chunks.append(Chunk(offsets or (0,), sizes or (1,), window))
+    covered, numel = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(shape)
+    if covered != numel:
+        raise ValueError(f"the chunks of {name} hold {covered} of its {numel} numbers")
+    return DistTensor(name, shape, dtype, tuple(sorted(chunks, key=lambda one: one.offsets)))
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or len(value) > MOST_DIMS:
+        raise ValueError("a shape is no list of numbers")
+    if any(type(size) is not int or not 0 <= size <= MOST_ELEMENTS for size in value):
+        raise ValueError("a shape has sizes of no tensor")
+    return value
+
+
+# --- writing ---
+
+
+def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
+    """Writes all that the source has into a new directory, as Megatron-LM's `--save` does with
+    `--ckpt-format torch_dist`. The directory appears complete, or not at all."""
+    described = source.described
+    megatron_args.check_exact(described, "megatron-dist")
+    num_layers = described.model.num_layers
+    padding = megatron_args.padded_vocab_size(described, 1) - described.true_vocab_size
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    newest, folder_name = megatron_args.newest(described)
+    with complete_folder(path) as folder:
+        step = folder / folder_name
+        step.mkdir()
+        with (step / SHARDS).open("wb") as file:
+
+            def save(index: MetadataIndex, value: Any) -> None:
+                start = file.tell()
+                torch.save(value, file)
+                places[index] = storage_info()(SHARDS, start, file.tell() - start)
+
+            def put(name: str, key: str, values: Tensor) -> None:
+                if name in (WORDS, OUTPUT):
+                    values = torch.cat((values, values.new_zeros(padding, *values.shape[1:])))
+                layer, base = layer_of(name)
+                offsets: tuple[int, ...] = (0,) * values.dim()
+                shape: tuple[int, ...] = tuple(values.shape)
+                if layer is not None:  # all layers are one tensor, and this one is a chunk of it
+                    # Megatron's local spec and TE's keep the norms under the names of TE's layers.
+                    base = f".{base}"
+                    for theirs, ours in FUSED_NORMS:
+                        base = base.replace(ours, theirs)
+                    base = LAYERS + base.removeprefix(".")
+                    values, offsets = values.unsqueeze(0), (layer, *offsets)
+                    shape = (num_layers, *shape)
+                full = f"optimizer.state.{STATES[key]}.{base}" if key else base
+                entry = tensors.setdefault(
+                    full,
+                    TensorStorageMetadata(
+                        TensorProperties(dtype=values.dtype), torch.Size(shape), chunks=[]
+                    ),
+                )
+                entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.shape))
+                if values.untyped_storage().nbytes() > values.nbytes:
+                    values = values.clone()  # torch.save writes the whole storage of a view
+                save(MetadataIndex(full, torch.Size(offsets), len(entry.chunks) - 1), values)
+
+            copy_tensors(source, put, advance)
+            # The empty `_extra_state` of each linear layer, which Megatron-LM asks for.
+            for linear in LINEARS:
+                for layer in range(num_layers):
+                    name = f"{LAYERS}{linear}.{EXTRA_STATE}/shard_{layer}_{num_layers}"
+                    tensors[name] = BytesStorageMetadata()
+                    save(MetadataIndex(name), [None])
+        metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+        (step / DIST_METADATA).write_bytes(pickle.dumps(metadata))
+        common = megatron_args.common_values(described, tp_size=1, pp_size=1)
+        if described.state_keys:
+            optimizer = {"state": {}, "param_groups": megatron_args.groups(described)}
+            nested = megatron_args.MASTER in described.state_keys
+            common["optimizer"] = {"optimizer": optimizer} if nested else optimizer
+        torch.save(common, step / COMMON)
+        (step / "metadata.json").write_text(json.dumps(FORMAT))
+        (folder / LATEST).write_text(newest)
