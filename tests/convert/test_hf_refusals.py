@@ -163,7 +163,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a part of a head": (rotary(partial_rotary_factor=0.5), "the whole head is rotated"),
     "an infinite base": (rotary(rope_theta=float("inf")), "Infinity is no JSON number"),
-    "a base of 400 digits": (rotary(rope_theta=10**400), "beyond 64 bits"),
+    "a base of 400 digits": (rotary(rope_theta=10**400), "(401 characters)"),
     "NaN": (weight(float("nan")), "decoder.final_layernorm.weight holds NaN or infinity"),
     "infinity": (weight(float("-inf")), "decoder.final_layernorm.weight holds NaN or infinity"),
     "many layers": (sizes(num_hidden_layers=65536), "describes 65536 layers, and the files"),
