@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lite.data.blend_index import build_blend_index
-from megatron_lite.data.gpt_dataset import GPTDataset
+from megatron_lite.data.blend import build_blend_index
+from megatron_lite.data.data_paths import normalized
+from megatron_lite.data.gpt_dataset import GPTDataset, build_sample_index
 from megatron_lite.data.indexed import HEADER, MAGIC, IndexedDataset
-from megatron_lite.data.sample_index import build_sample_index
-from megatron_lite.data.splits import normalized
 from megatron_lite.tools import preprocess_data
 
 OURS, THEIRS = "megatron_lite", "megatron-core"

@@ -7,7 +7,6 @@ the run refuses it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -18,13 +17,13 @@ from typing import Any
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import input_size, open_input, read_input, retried
+from megatron_lite.config.input_file import input_size, read_input
+from megatron_lite.data.durable_files import checksum_of
 
 MANIFEST = "manifest.json"
 FORMAT = 3
 MOST_BYTES = 2**26  # the longest text that is parsed. A manifest has about 130 bytes per file.
 MOST_FILE_BYTES = 2**50
-BUFFER_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -104,23 +103,8 @@ def is_complete(step: Path) -> bool:
 
 
 def row_of(path: Path, *, limit: int | None = None) -> FileRow:
-    """Returns the size and checksum of a file. Raises as `open_input` does.
-
-    limit: stops shortly after this many bytes, so that a file that is too long costs no more time.
-    Other threads can run meanwhile: reading and hashing a buffer release Python's global lock.
-    """
-
-    def read() -> FileRow:
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES))
-        size = 0
-        with open_input(path) as file:
-            read_into = file.readinto  # type: ignore[attr-defined]
-            while (limit is None or size <= limit) and (count := read_into(buffer)):
-                digest.update(buffer[:count])
-                size += count
-        return FileRow(size, digest.hexdigest())
-
-    return retried(path, read)
+    """Returns the size and checksum of a file (durable_files.checksum_of)."""
+    return FileRow(*checksum_of(path, limit=limit))
 
 
 def rows_to_plain(rows: Mapping[str, FileRow]) -> dict[str, dict[str, object]]:

@@ -170,12 +170,12 @@ class StepWriter:
     def _while_held(self, action: Callable[[], bytes]) -> bytes:
         """Returns what the action returns.
 
-        After an OSError rank 0 checks the lock: if a later start has removed the files that the
+        After an error rank 0 checks the lock: if a later start has removed the files that the
         action needs, LockLost names that cause.
         """
         try:
             return action()
-        except (OSError, SafetensorError):
+        except Exception:
             if self._directory is not None:
                 self._directory.lock.check()
             raise

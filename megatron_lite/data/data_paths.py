@@ -1,89 +1,199 @@
-"""The prefixes and weights of a run's data: from flags, or from the files that two flags name."""
+"""The prefixes and weights of a run's data, and the shares of its splits, as the flags give them.
+
+`--data-path` has three forms:
+
+    PREFIX
+    WEIGHT PREFIX WEIGHT PREFIX ...
+    PREFIX PREFIX ...                  the datasets' sizes decide the shares
+
+The same words can come from a file, or for each split by itself from three flags or a JSON file.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
+import shlex
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.data_settings import PER_SPLIT_PATHS, DataConfig
 from megatron_lite.config.input_file import read_input_text
-from megatron_lite.config.plain import parse_json
-from megatron_lite.data.blend import DataPath, parse_data_path
-from megatron_lite.data.splits import Splits
+from megatron_lite.config.plain import parse_json, shown
 
 LARGEST_FILE = 1 << 24  # bytes of a file with the words of --data-path
+SPLITS = ("train", "valid", "test")
+PREFIX = (
+    "--data-path takes the prefix of a .bin and .idx pair, such as my-corpus_text_document for "
+    "my-corpus_text_document.bin"
+)
+JSON_LINES = (".json", ".jsonl", ".ndjson")
+DOCUMENT = "_text_document"  # what preprocess_data appends to its prefix
 
 
-class SplitPaths(NamedTuple):
-    """The data of each split, if the splits are given one by one. None: no data."""
+class DataPath(NamedTuple):
+    """The parsed `--data-path`. weights: one per prefix, with sum 1; None if none were given."""
 
-    train: DataPath
-    valid: DataPath | None
-    test: DataPath | None
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None
 
 
-def read_data_paths(data: DataConfig) -> DataPath | SplitPaths:
-    """Returns the data of all splits together, or of each split by itself.
+def read_data_paths(data: DataConfig) -> list[DataPath | None]:
+    """Returns the data of each split; None for a split without data.
 
-    Raises InputError if the config names no data, or if a file that it names cannot be read.
+    They are the same for all splits unless `data.is_per_split`. Raises InputError if the config
+    names no data, or if a file that it names cannot be read.
     """
     if data.per_split_data_args_path is not None:
         return _read_splits(data.per_split_data_args_path)
     if data.train_data_path:
         words = (data.train_data_path, data.valid_data_path, data.test_data_path)
-        train, valid, test = (
+        return [
             parse_data_path(some, flag(name)) if some else None
             for name, some in zip(PER_SPLIT_PATHS, words, strict=True)
-        )
-        assert train is not None, "DataConfig has checked it"
-        return SplitPaths(train, valid, test)
+        ]
     if data.data_args_path is not None:
         source = f"--data-args-path {data.data_args_path}"
         found = _content(data.data_args_path, source).split()
         if not found:
             raise InputError(f"{source} is empty: write the words of --data-path into it")
-        return parse_data_path(found, f"{source}:")
+        return [parse_data_path(found, f"{source}:")] * 3
     if data.data_path:
-        return parse_data_path(data.data_path)
+        return [parse_data_path(data.data_path)] * 3
     raise InputError("there is nothing to train on: give --data-path PREFIX or --mock-data")
 
 
-def _read_splits(path: str) -> SplitPaths:
+def parse_data_path(words: Sequence[str], source: str = "--data-path") -> DataPath:
+    """Parses the words of `--data-path`, or of another source of them.
+
+    Raises InputError if only some prefixes have weights, or if a weight is not a positive number.
+    """
+    numbers = [_number(word) for word in words]
+    if all(number is None for number in numbers):
+        return DataPath(tuple(words), None)
+    weights = [number for number in numbers[::2] if number is not None]
+    shares = normalized(weights)
+    if (
+        len(weights) * 2 != len(words)
+        or any(number is not None for number in numbers[1::2])
+        or not all(0.0 < weight < math.inf for weight in weights)
+        or not all(share > 0.0 for share in shares)
+    ):
+        raise InputError(
+            f"{source} {shown(' '.join(words))}: give prefixes only, or a weight before every "
+            "prefix, such as 0.3 first 0.7 second. Every weight must be above 0, also as a share "
+            "of their sum"
+        )
+    return DataPath(tuple(words[1::2]), shares)
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Returns the three shares of `--split '969, 30, 1'`, which add up to 1.
+
+    A share that is left out is 0. Raises InputError unless the text is 1 to 3 numbers >= 0, not all
+    0, with a finite sum.
+    """
+    weights = [_number(word) for word in split.split(",")]
+    found = [weight for weight in weights if weight is not None and weight >= 0.0]
+    if not 1 <= len(found) == len(weights) <= 3 or not 0.0 < sum(found) < math.inf:
+        raise InputError(
+            f"--split {split!r} must be 1 to 3 numbers >= 0, not all 0, of a finite sum, with "
+            "commas between them: train, validation, test, such as '969, 30, 1'"
+        )
+    train, valid, test = (*normalized(found), 0.0, 0.0)[:3]
+    return train, valid, test
+
+
+def split_documents(split: str, num_documents: int) -> list[tuple[int, int]]:
+    """Returns for each split the range of documents start <= n < stop, in the shares of `split`.
+
+    Each boundary is rounded to the nearest document.
+    """
+    shares = itertools.accumulate((0.0, *parse_split(split)))
+    return list(itertools.pairwise(round(share * num_documents) for share in shares))
+
+
+def normalized(weights: Sequence[float]) -> tuple[float, ...]:
+    """Returns the weights divided by their sum; all are 0 if the sum overflows.
+
+    The sum is numpy's, because Python's own sum rounds differently from Python 3.12 on.
+    """
+    values = np.array(weights, dtype=np.float64)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        return tuple((values / values.sum()).tolist())
+
+
+def prefix_advice(prefix: str) -> str:
+    """Returns what to do about a prefix without its files, as the end of a message."""
+    stem, ending = os.path.splitext(prefix)
+    if ending in (".bin", ".idx"):
+        return f"leave the ending out: --data-path {stem}"
+    if os.path.isfile(f"{prefix}{DOCUMENT}.idx"):
+        return f"did you mean --data-path {prefix}{DOCUMENT}?"
+    if not os.path.isfile(prefix):
+        return PREFIX
+    commands, lines = [], prefix
+    if ending not in JSON_LINES:
+        lines = f"{stem}.jsonl"
+        commands.append(paragraphs_command(prefix, lines))
+    tokenizer = shlex.quote(f"{stem}-tokenizer")
+    read = f"--input {shlex.quote(lines)}"
+    flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}/tokenizer.json"
+    commands += [
+        f"python -m megatron_lite.tools.train_tokenizer {read} --output {tokenizer}",
+        f"python -m megatron_lite.tools.preprocess_data {read} --output-prefix {shlex.quote(stem)} "
+        f"--append-eod {flags}",
+    ]
+    steps = "\n  ".join(commands)
+    return (
+        f"{prefix} is text, and training reads token files. Run (the first tool makes a tokenizer, "
+        f"if you have none)\n  {steps}\nand then train with\n"
+        f"  --data-path {shlex.quote(stem + DOCUMENT)} {flags}"
+    )
+
+
+def paragraphs_command(text: str, lines: str) -> str:
+    """Returns the command that writes each paragraph of the file `text` as a document to `lines`.
+
+    The whole file as one document would be in a single split, and has no limit of its length.
+    """
+    program = (
+        'import json, sys; [print(json.dumps({"text": one})) for one in '
+        'sys.stdin.read().split("\\n\\n") if one.strip()]'
+    )
+    return f"python -c '{program}' < {shlex.quote(text)} > {shlex.quote(lines)}"
+
+
+def _read_splits(path: str) -> list[DataPath | None]:
     source = f"--per-split-data-args-path {path}"
     expected = (
         'expected {"train": [..], "valid": [..], "test": [..]} with the words of --data-path in '
         "each list"
     )
+    text = _content(path, source)
     try:
-        value = parse_json(_content(path, source))
-    except InputError:
-        raise
+        value = parse_json(text)
     except ValueError as error:
         raise InputError(f"{source} is not JSON: {error}; {expected}") from error
-    if not isinstance(value, dict) or set(value) != set(Splits._fields):
+    if not isinstance(value, dict) or set(value) != set(SPLITS):
         found = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
-        raise InputError(f"{source}: found {found or 'no keys'}, {expected}")
-    train, valid, test = (
-        parse_data_path(words, f"{source}, {name}:") if words else None
-        for name in Splits._fields
-        for words in [_words(value[name], f"{source}, {name}", expected)]
-    )
-    if train is None:
+        raise InputError(f"{source}: found {found}, {expected}")
+    if not value["train"]:
         raise InputError(f"{source}: train names no data, {expected}")
-    return SplitPaths(train, valid, test)
-
-
-def _words(value: object, source: str, expected: str) -> list[str]:
-    """Returns the words of a split: a list of texts and numbers, one text of them, or null."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        return value.split()
-    if isinstance(value, list) and all(
-        isinstance(word, str | int | float) and not isinstance(word, bool) for word in value
-    ):
-        return [str(word) for word in value]
-    raise InputError(f"{source} is no list of texts and numbers; {expected}")
+    paths: list[DataPath | None] = []
+    for name in SPLITS:
+        # a list of texts and numbers, one text of them, or null
+        words = value[name] or []
+        words = words.split() if isinstance(words, str) else words
+        if not isinstance(words, list) or any(type(one) not in (str, int, float) for one in words):
+            raise InputError(f"{source}: {name} is no list of texts and numbers; {expected}")
+        where = f"{source}, {name}:"
+        paths.append(parse_data_path([str(word) for word in words], where) if words else None)
+    return paths
 
 
 def _content(path: str, source: str) -> str:
@@ -92,3 +202,10 @@ def _content(path: str, source: str) -> str:
     except (InputError, OSError) as error:
         reason = getattr(error, "strerror", None) or str(error).removeprefix(f"{path}: ")
         raise InputError(f"{source}: {reason}") from error
+
+
+def _number(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -1,26 +1,41 @@
-"""Builds the three datasets of a run from a DataConfig.
+"""Builds the three datasets of a run from a DataConfig, and their identity.
 
-Every rank builds them by itself. No rank waits for files of another rank.
+Every rank builds them by itself. Only the hashes of the .idx files can come from another rank.
+
+The identity is taken from the content of the files. Two runs have equal identities if they read the
+same documents and split, weight and cut them alike. It covers every byte of the .idx, the size of
+the .bin, and a sample of its bytes: a .bin can hold terabytes. Files that were moved or copied keep
+their identity. The seed and the length of a run are not part of it.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
+
+import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.blend import BlendedDataset, DataPath, Dataset, samples_to_request
-from megatron_lite.data.blend_index import kept_blend_index
-from megatron_lite.data.data_paths import read_data_paths
+from megatron_lite.data.blend import BlendedDataset, Dataset, kept_blend_index, samples_to_request
+from megatron_lite.data.data_paths import (
+    SPLITS,
+    DataPath,
+    normalized,
+    parse_split,
+    read_data_paths,
+    split_documents,
+)
 from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.identity import DataIdentity, identity_of_files, identity_of_mock
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.mock import MockDataset
-from megatron_lite.data.splits import Splits, normalized, split_documents
+
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a .bin, for its identity
+DataIdentity = dict[str, Any]  # plain values, as JSON holds them
 
 
 @dataclass(frozen=True)
@@ -37,61 +52,62 @@ class Datasets:
 
 
 def build_datasets(
-    data: DataConfig, *, vocab_size: int, seed: int, num_samples: tuple[int, int, int]
+    data: DataConfig,
+    *,
+    vocab_size: int,
+    seed: int,
+    num_samples: tuple[int, int, int],
+    shared: Callable[[Callable[[], Any]], Any] = lambda make: make(),
 ) -> Datasets:
     """Returns datasets of at least `num_samples` samples each, for train, valid and test.
 
+    shared: returns what a function returns (values of JSON) on one rank, so that one rank alone
+    hashes the .idx files.
     Raises InputError if the config names no data, or if its files are faulty.
     """
     if data.mock_data:
         # numpy's seeds have 32 bits
-        seeds = [(seed + place) % 2**32 for place in range(len(num_samples))]
-        mocks = [
-            MockDataset(count, data.seq_length, vocab_size, own)
-            for own, count in zip(seeds, num_samples, strict=True)
-        ]
-        return Datasets(
-            mocks[0],
-            mocks[1] if num_samples[1] else None,
-            mocks[2] if num_samples[2] else None,
-            identity_of_mock(data),
+        train, *others = (
+            MockDataset(count, data.seq_length, vocab_size, (seed + place) % 2**32)
+            for place, count in enumerate(num_samples)
         )
+        valid, test = (one if len(one) else None for one in others)
+        mock = {"source": "--mock-data", "seq_length": data.seq_length}
+        return Datasets(train, valid, test, mock)
     paths = read_data_paths(data)
     # Each prefix is opened once, also if several splits name it.
-    opened = functools.cache(lambda prefix: _OpenedPrefix(prefix, data, vocab_size, seed))
-    per_split = (paths,) * 3 if isinstance(paths, DataPath) else paths
-    sources = [
-        None if path is None else _Source(path, list(map(opened, path.prefixes)))
-        for path in per_split
+    names = dict.fromkeys(name for path in paths if path is not None for name in path.prefixes)
+    indexed = [IndexedDataset(name) for name in names]
+    found = shared(lambda: [[*one.sizes, one.fingerprint] for one in indexed])
+    for one, (*sizes, fingerprint) in zip(indexed, found, strict=True):
+        one.take_fingerprint(sizes, fingerprint)
+    opened = {one.prefix: _OpenedPrefix(one, data, vocab_size, seed) for one in indexed}
+    built = [
+        None
+        if path is None
+        else _build_split(path, [opened[name] for name in path.prefixes], data, place, count)
+        for place, (path, count) in enumerate(zip(paths, num_samples, strict=True))
     ]
-    train, valid, test = (
-        None if source is None else _build_split(source, data, place, count)
-        for place, (source, count) in enumerate(zip(sources, num_samples, strict=True))
-    )
-    if train is None:
+    if built[0] is None:
         raise InputError(
-            f"--split {data.split!r} leaves no documents for training in "
-            f"{' '.join(per_split[0].prefixes)}"
-            if per_split[0] is not None and not data.is_per_split
-            else "the data of the training split holds no documents: give another prefix"
+            "the data of the training split holds no documents: give another prefix"
+            if data.is_per_split
+            else f"--split {data.split!r} leaves no documents for training in {' '.join(names)}"
         )
-    parts = [
-        None if source is None else [part.indexed for part in source.parts] for source in sources
-    ]
-    return Datasets(train, valid, test, identity_of_files(data, paths, parts))
+    return Datasets(built[0], built[1], built[2], _identity(data, paths, opened))
 
 
 class _OpenedPrefix:
     """One prefix, opened and split. Without a split, every split is the whole of it."""
 
-    def __init__(self, prefix: str, data: DataConfig, vocab_size: int, seed: int) -> None:
-        self.prefix, self._data, self._vocab_size, self._seed = prefix, data, vocab_size, seed
-        self.indexed = IndexedDataset(prefix)
-        whole = (0, len(self.indexed))
+    def __init__(
+        self, indexed: IndexedDataset, data: DataConfig, vocab_size: int, seed: int
+    ) -> None:
+        self.indexed, self._data, self._vocab_size, self._seed = indexed, data, vocab_size, seed
         self.splits = (
-            Splits(whole, whole, whole)
+            [(0, len(indexed))] * 3
             if data.is_per_split
-            else split_documents(data.split, len(self.indexed))
+            else split_documents(data.split, len(indexed))
         )
 
     def is_empty(self, split: int) -> bool:
@@ -110,14 +126,9 @@ class _OpenedPrefix:
         )
 
 
-class _Source(NamedTuple):
-    """The data of a split: its path, and the opened prefixes of the path."""
-
-    path: DataPath
-    parts: Sequence[_OpenedPrefix]
-
-
-def _build_split(source: _Source, data: DataConfig, split: int, num_samples: int) -> Dataset | None:
+def _build_split(
+    path: DataPath, parts: Sequence[_OpenedPrefix], data: DataConfig, split: int, num_samples: int
+) -> Dataset | None:
     """Returns the dataset of split 0, 1 or 2.
 
     Returns None if no part has documents for it. For splits 1 and 2 it also returns None if no
@@ -126,7 +137,6 @@ def _build_split(source: _Source, data: DataConfig, split: int, num_samples: int
     Without weights each part is read once, in proportion to its size. A run that needs more samples
     reads them again, in the same shares.
     """
-    path, parts = source
     if all(part.is_empty(split) for part in parts) or (num_samples == 0 and split > 0):
         return None
     # As in Megatron, the weight of a split's only prefix is ignored if the splits are given one by
@@ -136,16 +146,13 @@ def _build_split(source: _Source, data: DataConfig, split: int, num_samples: int
     for part in parts:
         if part.is_empty(split):
             raise InputError(
-                f"{part.prefix} has no documents for the {Splits._fields[split]} split, but other "
-                + (
-                    "prefixes of that split do: leave it out"
-                    if data.is_per_split
-                    else "parts of --data-path do: set that share of --split to 0, or enlarge it"
-                )
+                f"{part.indexed.prefix} has no documents for the {SPLITS[split]} split, but other "
+                "prefixes of that split do: leave it out, set that share of --split to 0, or "
+                "enlarge it"
             )
     weights, size = path.weights, num_samples
     index_of = functools.partial(
-        kept_blend_index, data_cache_path=data.data_cache_path, prefix=parts[0].prefix
+        kept_blend_index, data_cache_path=data.data_cache_path, prefix=parts[0].indexed.prefix
     )
     if weights is None:
         # The shares follow the sizes, which are known only after one epoch of each part is built.
@@ -166,3 +173,35 @@ def _build_split(source: _Source, data: DataConfig, split: int, num_samples: int
     if size > num_samples:
         blend.check_sizes()
     return blend
+
+
+def _identity(
+    data: DataConfig, paths: Sequence[DataPath | None], opened: dict[str, _OpenedPrefix]
+) -> DataIdentity:
+    """Returns the identity of the parts of each split, in their order."""
+    parts = [
+        {
+            "weights": None if path is None or path.weights is None else list(path.weights),
+            "files": [_content(opened[name].indexed) for name in path.prefixes] if path else [],
+        }
+        for path in paths
+    ]
+    identity: DataIdentity = (
+        {"source": "--train-data-path", **dict(zip(SPLITS, parts, strict=True))}
+        if data.is_per_split
+        else {"source": "--data-path", "split": list(parse_split(data.split)), **parts[0]}
+    )
+    if data.dataloader_type != "single":
+        how = "a range for each rank" if data.data_sharding else "all"
+        identity["order"] = f"{data.dataloader_type}, {how}"
+    return {**identity, "seq_length": data.seq_length}
+
+
+def _content(dataset: IndexedDataset) -> str:
+    digest = hashlib.sha256(dataset.fingerprint.encode())
+    content = dataset.tokens.view(np.uint8)
+    for start in np.linspace(
+        0, max(0, content.nbytes - SAMPLE_BYTES), SAMPLES, dtype=np.int64
+    ).tolist():
+        digest.update(content[start : start + SAMPLE_BYTES].tobytes())
+    return digest.hexdigest()[:16]

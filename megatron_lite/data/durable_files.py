@@ -1,13 +1,20 @@
-"""Writes files that survive a power cut: the contents reach the disk before the name does."""
+"""Writes files that survive a power cut: the contents reach the disk before the name does.
+
+`checksum_of` reads them back.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.input_file import open_input, retried
+
+BUFFER_BYTES = 2**20
 
 
 def sync(path: Path | str) -> None:
@@ -60,3 +67,22 @@ def replacing(path: str) -> Iterator[str]:
             yield tmp
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def checksum_of(path: Path | str, *, limit: int | None = None) -> tuple[int, str]:
+    """Returns the size and the SHA-256 of a regular file. Raises as `open_input` does.
+
+    limit: stops shortly after this many bytes, so that a file that is too long costs no more time.
+    Other threads can run meanwhile: reading and hashing a buffer release Python's global lock.
+    """
+
+    def read() -> tuple[int, str]:
+        digest, buffer, size = hashlib.sha256(), memoryview(bytearray(BUFFER_BYTES)), 0
+        with open_input(path) as file:
+            read_into = file.readinto  # type: ignore[attr-defined]
+            while (limit is None or size <= limit) and (count := read_into(buffer)):
+                digest.update(buffer[:count])
+                size += count
+        return size, digest.hexdigest()
+
+    return retried(path, read)

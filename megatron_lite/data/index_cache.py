@@ -7,8 +7,7 @@ reads an index from it. It then builds the arrays again, with a notice.
 A folder is filled under another name, and renamed when its contents are on the disk. Thus a kill
 leaves nothing that looks complete. Each key has one lock: among several processes on a node one
 builds, and the others wait and read the result. Nodes need not see the same folder or each other's
-locks. The arrays are read by memory map, and never as pickles. They may be built in their files,
-too, so that an index may be larger than memory.
+locks. The arrays are read by memory map, and never as pickles.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ import json
 import os
 import shutil
 import socket
-import stat
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, NamedTuple, Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
+from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.durable_files import sync, write_synced
+from megatron_lite.config.input_file import read_input
+from megatron_lite.data.durable_files import checksum_of, sync, write_synced
 
 Arrays = dict[str, np.ndarray]
 LIST, KEY = "arrays.json", "key.json"
@@ -37,41 +37,15 @@ FORMAT = "index cache 2"  # part of every key, so that a folder of another forma
 LARGEST_LIST = 1 << 20
 
 
-class Allocate(Protocol):
-    """Makes an array without values for one of the arrays that are built."""
-
-    def __call__(self, name: str, shape: tuple[int, ...], dtype: Any, /) -> np.ndarray: ...
-
-
-Build = Callable[[Allocate], Arrays]
-
-
-def in_memory(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns a new array in memory: the Allocate of arrays that are not kept."""
-    return np.empty(shape, dtype)
-
-
-class Damage(Exception):
+class Damage(OSError):
     """The error of a damaged cache folder. Its message names the file."""
-
-
-class _Expected(NamedTuple):
-    """One array as it was written. sha256: the checksum of the whole file, with its header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    sha256: str
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def kept_arrays(
     data_cache_path: str | None,
     prefix: str,
     key: dict[str, Any],
-    build: Build,
+    build: Callable[[], Arrays],
     *,
     fault: Callable[[Arrays], str | None],
 ) -> Arrays:
@@ -87,16 +61,15 @@ def kept_arrays(
             raise InputError(
                 f"--data-cache-path {data_cache_path} cannot be used: {error}"
             ) from error
-        return build(in_memory)
+        return build()
 
 
 def cached_arrays(
     folder: str,
     key: dict[str, Any],
-    build: Build,
+    build: Callable[[], Arrays],
     *,
     fault: Callable[[Arrays], str | None] = lambda arrays: None,
-    say: Callable[[str], object] = _say,
 ) -> Arrays:
     """Returns the arrays that `build` returns, from the copy in `folder` if it is undamaged.
 
@@ -104,133 +77,68 @@ def cached_arrays(
     once, outside the lock, so that all processes of a node can compare checksums at the same time.
 
     key: plain values that decide the result.
-    build: what it allocates lies in the file of that array already, and takes no memory of its own.
     fault: returns what is wrong with arrays whose checksum is correct, or None. Arrays with a fault
     are built again too.
-    say: is called with one line if a damaged copy is replaced.
     Raises OSError if the folder cannot be written.
     """
     text = json.dumps({"format": FORMAT, **key}, sort_keys=True, indent=1)
     path = os.path.join(folder, hashlib.sha256(text.encode()).hexdigest()[:32])
-    try:
-        if (arrays := _read(path, text, fault)) is not None:
-            return arrays
-    except Damage:
-        pass  # another process may be replacing it just now, so the check is repeated in the lock
+    # Another process may be replacing a damaged copy just now: the check is repeated in the lock.
+    with suppress(Damage):
+        if os.path.lexists(path):
+            return _read(path, text, fault)
     os.makedirs(folder, exist_ok=True)
-    with _locked(path + ".lock"):
+    with open(path + ".lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # closing the file releases it, and so does a crash
         try:
-            arrays = _read(path, text, fault)
+            if os.path.lexists(path):
+                return _read(path, text, fault)
         except Damage as damage:
-            arrays = None
-            say(f"warning: the index cache is damaged and is built again: {damage}")
-        if arrays is None:
-            _write(path, text, build)
-            try:
-                arrays = _read(path, text, fault)
-            except Damage as damage:
-                raise OSError(
-                    f"what was written does not come back from the disk: {damage}"
-                ) from damage
-        assert arrays is not None, path
-        return arrays
+            print(
+                f"warning: the index cache is damaged and is built again: {damage}",
+                file=sys.stderr,
+                flush=True,
+            )
+        _write(path, text, build())
+        return _read(path, text, fault)
 
 
-@contextmanager
-def _locked(path: str) -> Iterator[None]:
-    with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # closing the file releases it, and so does a crash
-        yield
+def _read(path: str, key: str, fault: Callable[[Arrays], str | None]) -> Arrays:
+    """Returns the arrays of a folder, by memory map.
 
-
-def _read(path: str, key: str, fault: Callable[[Arrays], str | None]) -> Arrays | None:
-    """Returns the arrays of a folder, or None if the folder does not exist.
-
-    Raises Damage if a file does not hold what was written, or if `fault` finds a fault.
+    The checksum of a file is compared before anything in the file is interpreted. Raises Damage if
+    a file does not hold what was written, or if `fault` finds a fault.
     """
-    if not os.path.lexists(path):
-        return None
     try:
-        if _content(os.path.join(path, KEY)) != key.encode():
-            raise Damage(f"{os.path.join(path, KEY)} holds another key")
-        arrays = {
-            name: _array(os.path.join(path, name + ".npy"), expected)
-            for name, expected in _expected(os.path.join(path, LIST)).items()
-        }
+        if read_input(os.path.join(path, KEY), LARGEST_LIST) != key.encode():
+            raise ValueError(f"{KEY} holds another key")
+        listed = plain.parse_object(read_input(os.path.join(path, LIST), LARGEST_LIST))
+        arrays = {name: _array(path, name, entry) for name, entry in listed.items()}
+        reason = fault(arrays)
     except (OSError, ValueError) as error:
         raise Damage(f"{path}: {error}") from error
-    if (reason := fault(arrays)) is not None:
+    if reason is not None:
         raise Damage(f"{path}: {reason}")
     return arrays
 
 
-def _expected(path: str) -> dict[str, _Expected]:
-    """Returns the list of the arrays. Raises Damage unless `_listed` would write the same bytes."""
-    content = _content(path)
-    try:
-        found = {
-            name: _Expected(entry["dtype"], tuple(entry["shape"]), entry["sha256"])
-            for name, entry in json.loads(content).items()
-        }
-        if _listed(found) == content and all(name.isidentifier() for name in found):
-            return found
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        pass
-    raise Damage(f"{path} is no list of arrays with their checksums")
-
-
-def _listed(expected: dict[str, _Expected]) -> bytes:
-    return json.dumps({name: one._asdict() for name, one in expected.items()}, indent=1).encode()
-
-
-def _array(path: str, expected: _Expected) -> np.ndarray:
-    """Returns one array, by memory map.
-
-    The file's checksum is compared before anything in the file is interpreted.
-    """
-    with _opened(path) as file:
-        found = _checksum(file)
-    if found != expected.sha256:
-        raise Damage(f"{path}: found checksum {found[:12]}, expected {expected.sha256[:12]}")
+def _array(folder: str, name: str, entry: object) -> np.ndarray:
+    listed = plain.as_object(entry, name)
+    file = f"{name}.npy"
+    if not name.isidentifier():
+        raise ValueError(f"{LIST} names {plain.quoted(name)}")
+    path = os.path.join(folder, file)
+    if checksum_of(path)[1] != plain.field(listed, "sha256"):
+        raise ValueError(f"{file}: its checksum is not the one in {LIST}")
     # np.load would open zip files too
     array: np.ndarray = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
-    if (array.dtype.str, array.shape) != (expected.dtype, expected.shape):
-        raise Damage(
-            f"{path}: found {array.dtype.str} {array.shape}, expected {expected.dtype} "
-            f"{expected.shape}"
-        )
+    found = {"dtype": array.dtype.str, "shape": list(array.shape)}
+    if any(plain.field(listed, key) != value for key, value in found.items()):
+        raise ValueError(f"{file}: found {found}, but {LIST} has another type or shape")
     return array
 
 
-def _content(path: str) -> bytes:
-    with _opened(path) as file:
-        return file.read(LARGEST_LIST)
-
-
-def _opened(path: str) -> BinaryIO:
-    """Opens a regular file.
-
-    Raises Damage if it is a link, a device or a pipe, which could make a reader wait.
-    """
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-    file = open(path, "rb", opener=opener)  # noqa: SIM115  (the caller closes it)
-    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
-    file.close()
-    raise Damage(f"{path} is no regular file")
-
-
-def _checksum(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _write(path: str, key: str, build: Build) -> None:
+def _write(path: str, key: str, arrays: Arrays) -> None:
     own = f"{path}.tmp-{socket.gethostname()}-"
     # This process holds the lock, so the folders of this node were left by killed processes.
     for remains in glob.glob(glob.escape(own) + "*"):
@@ -238,23 +146,23 @@ def _write(path: str, key: str, build: Build) -> None:
     tmp = f"{own}{os.getpid()}"
     os.mkdir(tmp)
     try:
-        expected = {}
-        mapped: Arrays = {}
-
-        def allocate(name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-            mapped[name] = _mapped(os.path.join(tmp, name + ".npy"), shape, dtype)
-            return mapped[name]
-
-        for name, array in build(allocate).items():
-            if array is not mapped.get(name):
-                np.save(os.path.join(tmp, name + ".npy"), array, allow_pickle=False)
-            sync(os.path.join(tmp, name + ".npy"))
-            with open(os.path.join(tmp, name + ".npy"), "rb") as written:
-                expected[name] = _Expected(array.dtype.str, array.shape, _checksum(written))
-        for name, content in ((LIST, _listed(expected)), (KEY, key.encode())):
-            write_synced(os.path.join(tmp, name), content)
+        listed = {}
+        for name, array in arrays.items():
+            file = os.path.join(tmp, name + ".npy")
+            np.save(file, array, allow_pickle=False)
+            sync(file)
+            listed[name] = {
+                "dtype": array.dtype.str,
+                "shape": array.shape,
+                "sha256": checksum_of(file)[1],
+            }
+        write_synced(os.path.join(tmp, LIST), json.dumps(listed, indent=1).encode())
+        write_synced(os.path.join(tmp, KEY), key.encode())
         sync(tmp)
-        _remove(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        elif os.path.lexists(path):
+            os.unlink(path)
         try:
             os.rename(tmp, path)
         except OSError:
@@ -265,21 +173,3 @@ def _write(path: str, key: str, build: Build) -> None:
         sync(os.path.dirname(path))
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-
-
-def _mapped(path: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Returns a new array that lies in a file. Raises OSError if the disk has no room for it."""
-    array = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)
-    with open(path, "r+b") as file:
-        # A page of the map without room on the disk would end the process with SIGBUS.
-        os.posix_fallocate(file.fileno(), 0, os.path.getsize(path))
-    return array.view(np.ndarray)
-
-
-def _remove(path: str) -> None:
-    """Removes a damaged copy: a folder, a file or a link."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(FileNotFoundError):
-            os.unlink(path)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input
+from megatron_lite.data.data_paths import paragraphs_command
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.data.tokenizers import check_encodes
-from megatron_lite.data.wrong_prefix import paragraphs_command
 
 # A tokenizer takes about 170 bytes of memory for each byte of one text: 1.4 GiB for a line of this
 # length. Measured with tokenizers 0.23: 1.0 GiB for 6 MiB. Two thirds of it are the positions of

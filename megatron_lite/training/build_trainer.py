@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +28,7 @@ from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.spike import SpikeGuard
+from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import check_num_microbatches
@@ -176,6 +179,7 @@ def _build(
             vocab_size=config.tokenizer.true_vocab_size,
             seed=training.seed,
             num_samples=(train_samples, evaluation_samples, evaluation_samples),
+            shared=lambda make: _from_rank_0(make, parallel),
         )
     with told_by_rank_0("building the model and its optimizer", parallel):
         model = build_stages(config, parallel)
@@ -209,6 +213,12 @@ def _build(
         invocation=invocation,
         pulse=pulse,
     )
+
+
+def _from_rank_0(make: Callable[[], Any], parallel: ParallelState) -> Any:
+    """Returns on every rank what the function returns on rank 0: values of JSON."""
+    own = json.dumps(make()).encode() if parallel.rank == 0 else b""
+    return json.loads(all_gather_bytes(own, parallel.world_group)[0])
 
 
 def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str, bytes]:

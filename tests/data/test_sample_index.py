@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_lite.data.sample_index import SampleIndex, build_sample_index
+from megatron_lite.data.gpt_dataset import SampleIndex, build_sample_index
 from tests.support.pairs import in_one_test
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.data.data_paths import prefix_advice
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.data.wrong_prefix import prefix_advice
 from tests.support.commands import environment
 from tests.support.limits import HANG_S
 

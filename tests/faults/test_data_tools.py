@@ -201,10 +201,7 @@ def _bytes_read() -> int:
 
 # --- the order in which a pair is replaced ---
 
-CHANGES = [
-    *((os, name) for name in ("unlink", "replace")),
-    *((indexed_writer, name) for name in ("sync_file", "sync_folder")),
-]
+CHANGES = [*((os, name) for name in ("unlink", "replace")), (indexed_writer, "sync")]
 OLD, NEW = ([1, 2, 3], [4]), ([5], [6, 7, 8])  # of one size: no check of sizes tells them apart
 
 
@@ -261,8 +258,8 @@ def test_the_pair_is_replaced_in_the_order_that_readers_and_a_power_cut_need(
     written(prefix, NEW)
     found = " ".join(calls[:7]).replace(tmp_path.name, "folder")
     assert found == (
-        "sync_file a.idx.tmp sync_file a.bin.tmp unlink a.idx sync_folder folder "
-        "replace a.bin replace a.idx sync_folder folder"
+        "sync a.idx.tmp sync a.bin.tmp unlink a.idx sync folder "
+        "replace a.bin replace a.idx sync folder"
     )
 
 

@@ -20,7 +20,6 @@ from megatron_lite.training import capacity
 from tests.config import test_json
 from tests.data import test_index_cache
 from tests.faults import test_data_tools, test_signals
-from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.training import test_capacity
 
@@ -35,7 +34,7 @@ def the_old_index_stays_until_the_new_one_is_there(unlink, path, *rest):
 @replaces("_publish", IndexedDatasetWriter)
 def names_are_not_synced(publish: Any, self: IndexedDatasetWriter) -> None:
     with pytest.MonkeyPatch.context() as inner:
-        replaces("sync_folder", indexed_writer)(lambda *_: None)(inner)
+        replaces("sync", indexed_writer)(lambda *_: None)(inner)
         publish(self)
 
 
@@ -45,9 +44,9 @@ def a_reader_trusts_the_names(_, self, index_file):
 
 
 @replaces("_array", index_cache)
-def nobody_compares_checksums(array: Any, path: str, expected: index_cache._Expected) -> np.ndarray:
-    with open(path, "rb") as file:
-        return array(path, with_fields(expected, sha256=index_cache._checksum(file)))
+def nobody_compares_checksums(array: Any, folder: str, name: str, entry: Any) -> np.ndarray:
+    found = index_cache.checksum_of(f"{folder}/{name}.npy")[1]
+    return array(folder, name, {**entry, "sha256": found})
 
 
 @replaces("sample_index_fault", test_index_cache)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.checkpointing import write
+from megatron_lite.data import datasets
 from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.tensor_parallel import linear
@@ -63,12 +64,12 @@ def happens(place: str, action: Callable[[], object], *, iteration: int = 0) -> 
 
 
 def builds_second(cache: Path) -> None:
-    """Makes this rank wait before its datasets until another rank builds an index in `cache`."""
-    build_datasets = build.build_datasets
+    """Makes this rank wait before its indices until another rank builds an index in `cache`."""
+    build_split = datasets._build_split
 
     def second(*args: Any, **options: Any) -> Any:
         while not list(cache.glob("*.lock")):
             time.sleep(0.01)
-        return build_datasets(*args, **options)
+        return build_split(*args, **options)
 
-    build.build_datasets = second  # type: ignore[assignment]
+    datasets._build_split = second
