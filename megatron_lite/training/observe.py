@@ -17,13 +17,13 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.difference import Saved, difference
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.memory.predict.kept_course import kept_course
 from megatron_lite.memory.predict.kept_tensors import (
     UNIT,
     activation_bytes,
     activation_terms,
     host_bytes,
 )
+from megatron_lite.memory.predict.peak import kept_course
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState

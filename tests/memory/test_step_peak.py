@@ -33,8 +33,7 @@ from megatron_lite.config import row_blocks
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages_of_rank
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.passages import Moment, Passage, joined
-from megatron_lite.memory.predict.stage_passages import stage_passages
+from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.step_peak import fullest_step_peak, step_peak
 from megatron_lite.pipeline.order import order
@@ -171,7 +170,7 @@ def test_a_backward_frees_what_the_forward_left(case: Case) -> None:
         for stage in stages_of_rank(config.parallel, config.model.num_layers, rank):
             sizes = Sizes.in_training(config, device="cpu", stage=stage)
             plan = plan_stage(config.recompute, stage.num_layers, stage.number)
-            forward, backward = stage_passages(config.model, plan, sizes)
+            forward, backward, *_ = stage_course(config.model, plan, sizes)
             hidden = sizes.local_tokens * config.model.hidden_size * sizes.element_bytes
             # The input and the gradient of the output come from other ranks, and are freed here.
             received = hidden * ((not stage.is_first) + (not stage.is_last))
@@ -182,18 +181,6 @@ def test_a_backward_frees_what_the_forward_left(case: Case) -> None:
 def run_of(flags: str) -> RunConfig:
     """Returns the config of a run with these flags on top of the benchmark's sizes."""
     return parse_args(f"{SIZES} --global-batch-size 16 {flags}".split()).config
-
-
-def passage(most: int, end: int) -> Passage:
-    """Returns a passage of which 1 byte in 2 is kept."""
-    return Passage(most, end, end // 2, Moment("here", end // 4, 1))
-
-
-@pytest.mark.parametrize("one", [passage(9, 4), passage(3, -8), passage(5, 0)])
-@pytest.mark.parametrize("number", [0, 1, 2, 7])
-def test_a_repeated_passage_is_that_many_in_a_row(one: Passage, number: int) -> None:
-    repeated, row = one.times(number), joined(*[one] * number)
-    assert (repeated.most, repeated.end, repeated.kept) == (row.most, row.end, row.kept)
 
 
 @pytest.mark.parametrize("policy", ["*:none", "*:full/1", "*:full/2", "*:mlp", "*:full/1@host"])

@@ -1,4 +1,4 @@
-"""The weights and gradients that FSDP2 holds for a time, as passages around those of the layers.
+"""The weights and gradients that FSDP2 holds for a time, around what the layers hold.
 
 A unit is one layer; the root unit is everything else. With reshard after forward:
 
@@ -34,7 +34,7 @@ from megatron_lite.description.model_ends import embedding_operations, head_oper
 from megatron_lite.description.operations import Operation, Parameter
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.memory.predict.passages import Passage, change, joined
+from megatron_lite.memory.predict.passages import Walk
 
 FLOAT32 = 4
 
@@ -153,117 +153,98 @@ class GatheredWeights(NamedTuple):
             staying,
         )
 
-    def begin(self) -> Passage:
-        """Returns what the root does before the forward of a stage."""
-        return self._gather(self.root).then(change(self._root_in_passages))
+    def begin(self, walk: Walk) -> None:
+        """Gathers the root before the forward of a stage."""
+        self._gather(walk, self.root)
+        walk.other += self._root_in_passages
 
     @property
     def _root_in_passages(self) -> int:
         return 0 if self.several else self.root.gathered
 
-    @property
-    def before_layers(self) -> FsdpUnit:
-        """The unit that is gathered before the first layer."""
-        return self.root if self.embedding is None else self.embedding
-
-    def embedding_forward(self, forward: Passage) -> Passage:
-        """Returns the forward of the embedding."""
-        if self.embedding is None:
-            return forward
-        own = self.embedding.gathered
-        gather = joined(self._gather(self.embedding), change(-self.root.gathered), change(own))
-        return joined(gather, forward, change(-own))
-
-    def begin_head(self) -> Passage:
-        """Returns what happens before the forward of the head."""
-        if self.output is None:
-            return Passage()
-        own = self.output.gathered
-        return joined(self._gather(self.output), change(-self.layer.gathered), change(own))
-
-    def end_head_backward(self) -> Passage:
-        """Returns what happens after the backward of the head."""
-        if self.output is None:
-            return Passage()
-        freed = change(-self.output.gathered)
-        return freed if self.tied else freed.then(self._reduce(self.output))
-
-    def layer_forward(self, before: FsdpUnit, forward: Passage, number: int) -> Passage:
-        """Returns the forward of a segment of `number` layers. before: the unit gathered before."""
-        own = self.layer.gathered
-        gather = joined(self._gather(self.layer), change(-before.gathered), change(own))
-        kept = 0 if self.reshards else own
-        return joined(gather, forward, change(kept * number - own))
-
-    def end(self) -> Passage:
-        """Returns what the root does after the forward of a stage."""
-        last = self.layer if self.output is None else self.output
-        return change(-last.gathered)
-
-    def begin_backward(self) -> Passage:
-        """Returns what the root does before the backward of a stage."""
-        return self._gather(self.layer) if self.reshards else Passage()
-
-    def layer_backward(
-        self, backward: Passage, number: int, *, is_last: bool, is_first: bool
-    ) -> Passage:
-        """Returns the backward of a segment of `number` layers.
-
-        is_last: whether no later layer has reduced its gradients. is_first: whether no layer is
-        before it.
-        """
-        own = self.layer.gathered
-        arrives = Passage()
-        if self.reshards:
-            # Its buffer is freed, and that of the layer before takes its place.
-            arrives = change(own * number).then(change(-own if is_first else 0))
-        before = self._reduced_before(is_last) if number == 1 else self.layer.buffer
-        return joined(arrives, backward, change(-own - before), self._reduce(self.layer))
-
-    def between(self, number: int, *, is_last: bool) -> list[Passage]:
-        """Returns what happens between the backwards of the `number` layers of a unit."""
-        first = self._reduced_before(is_last)
-        return [
-            change(-self.layer.gathered - (first if place == 0 else self.layer.buffer)).then(
-                self._reduce(self.layer)
-            )
-            for place in range(number - 1)
-        ]
-
-    def end_backward(self) -> Passage:
-        """Returns what the root does after the backward of a stage."""
-        before, of_embedding = self.layer.buffer, Passage()
+    def begin_embedding(self, walk: Walk) -> None:
+        """Gathers the embedding."""
         if self.embedding is not None:
-            of_embedding = change(-before).then(self._reduce(self.embedding))
-            before = self.embedding.buffer
-        freed = change(-self._root_in_passages - before)
-        return joined(of_embedding, freed, self._reduce(self.root), change(-self.root.buffer))
+            self._gather(walk, self.embedding)
+            walk.other += self.embedding.gathered - self.root.gathered
 
-    def _reduced_before(self, is_last: bool) -> int:
-        """Returns the bytes of the gradients that were reduced before a layer's.
+    def end_embedding(self, walk: Walk) -> None:
+        """Frees the embedding, but not its buffer."""
+        if self.embedding is not None:
+            walk.other -= self.embedding.gathered
 
-        is_last: whether no later layer has reduced its gradients.
+    def begin_layers(self, walk: Walk, *, is_first: bool) -> None:
+        """Gathers a layer. is_first: whether no layer is before it."""
+        self._gather(walk, self.layer)
+        before = (self.embedding or self.root) if is_first else self.layer
+        walk.other += self.layer.gathered - before.gathered
+
+    def end_layers(self, walk: Walk, number: int) -> None:
+        """Frees `number` layers after their forward, unless their weights stay."""
+        walk.other += self.layer.gathered * (number * (not self.reshards) - 1)
+
+    def begin_head(self, walk: Walk) -> None:
+        """Gathers the output layer."""
+        if self.output is not None:
+            self._gather(walk, self.output)
+            walk.other += self.output.gathered - self.layer.gathered
+
+    def end(self, walk: Walk) -> None:
+        """Frees the last buffer of the forward."""
+        walk.other -= (self.output or self.layer).gathered
+
+    def begin_backward(self, walk: Walk) -> None:
+        """Starts the gather of the last layer."""
+        if self.reshards:
+            self._gather(walk, self.layer)
+
+    def end_head_backward(self, walk: Walk) -> None:
+        """Frees the output layer and reduces its gradients."""
+        if self.output is not None:
+            walk.other -= self.output.gathered
+            if not self.tied:
+                self._reduce(walk, self.output)
+
+    def begin_layers_backward(self, walk: Walk, number: int, *, is_first: bool) -> None:
+        """Copies `number` layers out of the buffer, which that of the layer before then takes.
+
+        is_first: whether no layer is before them.
         """
-        if not is_last:
-            return self.layer.buffer
-        return 0 if self.output is None or self.tied else self.output.buffer
+        if self.reshards:
+            walk.other += self.layer.gathered * (number - is_first)
 
-    def _gather(self, unit: FsdpUnit) -> Passage:
+    def end_layer_backward(self, walk: Walk) -> None:
+        """Frees the weights of a layer and reduces its gradients."""
+        walk.other -= self.layer.gathered
+        self._reduce(walk, self.layer)
+
+    def end_backward(self, walk: Walk) -> None:
+        """Reduces the gradients of the embedding and of the root."""
+        if self.embedding is not None:
+            self._reduce(walk, self.embedding)
+        walk.other -= self._root_in_passages
+        self._reduce(walk, self.root)
+        walk.other -= walk.reduced
+        walk.reduced = 0
+
+    def _gather(self, walk: Walk, unit: FsdpUnit) -> None:
         copy = unit.gathered * self.copies
-        most = change(unit.cast + unit.gathered + copy, "gather of weights")
-        return most.then(change(-copy - unit.cast))
+        walk.look("gather of weights", other=unit.cast + unit.gathered + copy)
+        walk.other += unit.gathered
 
-    def _reduce(self, unit: FsdpUnit) -> Passage:
+    def _reduce(self, walk: Walk, unit: FsdpUnit) -> None:
+        """Copies the gradients into a buffer, frees them and sums the buffer over the ranks.
+
+        The buffer of the reduction before is freed first.
+        """
         where, copy = "reduction of gradients", unit.buffer * self.copies
+        walk.other += unit.buffer - walk.reduced
+        walk.reduced = unit.buffer
+        walk.look(where)
+        walk.other += unit.last - unit.gradients
+        walk.look(where, other=unit.rows + copy)
         # The first micro-batch's rows stay as `.grad`. Later rows are added to them and freed.
-        rows = 0 if self.accumulates else unit.rows
-        # The copy into the buffer; the copied gradients are freed; the sum arrives.
-        return joined(
-            change(unit.buffer, where),
-            change(unit.last - unit.gradients),
-            change(unit.rows + copy, where),
-            change(rows - unit.rows - copy - unit.last),
-        )
+        walk.other += (0 if self.accumulates else unit.rows) - unit.last
 
 
 def _parameters(operations: Iterable[Operation]) -> list[Parameter]:

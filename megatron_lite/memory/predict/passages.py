@@ -1,6 +1,6 @@
-"""Adds up a rank's bytes over a stretch of a step, and finds its fullest moment.
+"""Adds up what a micro-batch holds on a stage, and finds the fullest moment.
 
-Passages follow one another, and a passage can repeat. Standard library only.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -9,72 +9,72 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """The fullest moment of a passage.
+    """A moment, and the bytes held at it.
 
     where: the operation that runs, such as "backward of linear_fc2".
-    kept: how many more bytes are kept for backward than at the passage's start. It is negative in
-        a backward.
-    rebuilt: the bytes that a replay has rebuilt.
     layer: the number of the layer in its stage, or None outside of the layers.
+    kept: the bytes kept for backward. rebuilt: those that a replay has rebuilt.
+    other: hidden states, gradients, temporaries, gathered weights, and what the allocator rounds.
     """
 
     where: str = ""
+    layer: int | None = None
     kept: int = 0
     rebuilt: int = 0
-    layer: int | None = None
+    other: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes together."""
+        return self.kept + self.rebuilt + self.other
 
 
 class Passage(NamedTuple):
-    """The bytes of a stretch of a step, beyond those held when it began.
+    """A forward or a backward of a stage: bytes beyond those held when it began.
 
-    most: the most bytes held at any moment. end: the bytes held when it ends, negative if it frees
-        more than it allocates. kept: how many of `end` are kept for backward.
+    fullest: the moment at which most is held.
+    end: the bytes held when it ends, negative if it frees more than it allocates. kept: how many of
+        them are kept for backward.
     """
 
-    most: int = 0
-    end: int = 0
-    kept: int = 0
-    fullest: Moment = Moment()
+    fullest: Moment
+    end: int
+    kept: int
 
-    def then(self, other: Passage) -> Passage:
-        """Returns this passage, followed by another one."""
-        most, fullest = self.most, self.fullest
-        # An allocation may have no name. The next passage then names the moment.
-        if self.end + other.most > most or not fullest.where:
-            most = max(most, self.end + other.most)
-            fullest = other.fullest._replace(kept=self.kept + other.fullest.kept)
-        return Passage(most, self.end + other.end, self.kept + other.kept, fullest)
 
-    def times(self, number: int) -> Passage:
-        """Returns this passage, `number` times in a row."""
-        if number == 0:
-            return Passage()
-        # If each pass leaves more bytes than it found, the last one is the fullest, else the first.
-        before = number - 1 if self.end > 0 else 0
-        return Passage(
-            before * self.end + self.most,
-            number * self.end,
-            number * self.kept,
-            self.fullest._replace(kept=before * self.kept + self.fullest.kept),
+class Walk:
+    """What is held at the present moment of a forward or a backward; see Moment.
+
+    reduced: the bytes of the buffer of FSDP2's last reduction, which are among the others.
+    """
+
+    def __init__(self) -> None:
+        self.kept = self.rebuilt = self.other = self.reduced = 0
+        self._began = 0, 0
+        self._fullest: Moment | None = None
+
+    def look(
+        self,
+        where: str,
+        layer: int | None = None,
+        *,
+        kept: int = 0,
+        rebuilt: int = 0,
+        other: int = 0,
+    ) -> None:
+        """Notes a moment at which these bytes are held besides."""
+        found = Moment(where, layer, self.kept + kept, self.rebuilt + rebuilt, self.other + other)
+        if self._fullest is None or found.num_bytes > self._fullest.num_bytes:
+            self._fullest = found
+
+    def passage(self) -> Passage:
+        """Returns what happened since the last call."""
+        kept, other = self._began
+        fullest = self._fullest or Moment(kept=kept, other=other)
+        passage = Passage(
+            fullest._replace(kept=fullest.kept - kept, other=fullest.other - other),
+            self.kept - kept + self.other - other,
+            self.kept - kept,
         )
-
-
-def change(num_bytes: int, where: str = "", *, kept: int = 0) -> Passage:
-    """Returns the passage of an allocation, or of tensors that are freed."""
-    return Passage(max(0, num_bytes), num_bytes, kept, Moment(where))
-
-
-def in_layer(passage: Passage, number: int) -> Passage:
-    """Returns a passage whose layers are counted from this number on."""
-    moment = passage.fullest
-    if moment.layer is None:
+        self._began, self._fullest = (self.kept, self.other), None
         return passage
-    return passage._replace(fullest=moment._replace(layer=moment.layer + number))
-
-
-def joined(*passages: Passage) -> Passage:
-    """Returns passages that follow one another."""
-    whole = Passage()
-    for one in passages:
-        whole = whole.then(one)
-    return whole

@@ -75,7 +75,7 @@ def fullest(
         # The action's own input arrived before, and belongs to its passage from now on.
         held += hidden_bytes if receives(action) else 0
         sent = sum(under_way)
-        num_bytes = held + arrived + sent + passage.most
+        num_bytes = held + arrived + sent + passage.fullest.num_bytes
         if found is None or num_bytes > found.num_bytes:
             found = Fullest(
                 action, passage.fullest, num_bytes, kept + passage.fullest.kept, arrived, sent

@@ -14,8 +14,7 @@ from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.memory.predict.gathered_weights import GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import host_bytes
-from megatron_lite.memory.predict.layer_passages import Passages
-from megatron_lite.memory.predict.stage_passages import stage_passages
+from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
@@ -44,7 +43,7 @@ class StageMemory(NamedTuple):
     gathers once for several micro-batches.
     """
 
-    passages: Passages
+    course: StageCourse
     on_host: int
     arena: int
     tables: int
@@ -114,7 +113,7 @@ def _memory_of(
     tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0
     moves = any(segment.on_host for segment in plan.segments)
     return StageMemory(
-        stage_passages(model, plan, sizes, gathers),
+        stage_course(model, plan, sizes, gathers),
         host_bytes(model, plan, sizes) if moves else 0,
         _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
         tables,

@@ -219,8 +219,8 @@ def _fullest(run: PlacedRun, rank: int, stages: Sequence[Stage], num_microbatche
         key = action.chunk, action._replace(kind="forward") in whole
         if key not in memories:
             memories[key] = stage_memory(run, stages[action.chunk], key[1])
-        passages = memories[key].passages
-        return passages.forward if action.kind == "forward" else passages.backward
+        course = memories[key].course
+        return course.forward if action.kind == "forward" else course.backward
 
     sizes = Sizes.of(config, device=run.device)
     return fullest(
