@@ -34,8 +34,7 @@ from megatron_lite.plan.auto_policy import with_chosen_policy
 from megatron_lite.plan.hardware import machine_for_policy
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.supervision.exits import Exits, StoppedEarly
-from megatron_lite.supervision.pulse import Pulse
-from megatron_lite.supervision.watch import Watch
+from megatron_lite.supervision.watch import Pulse, Watch
 from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.capacity import memory_bytes
 from megatron_lite.training.run_notices import run_notices

@@ -47,7 +47,7 @@ class RecomputeConfig:
         policy.
     memory_budget: an amount such as 80GiB, for everything that a rank allocates.
     activation_memory_budget: under --torch-compile, the share of its activations that a compiled
-        graph may keep for backward, from 0 to 1 (training/compiler.py).
+        graph may keep for backward, from 0 to 1 (training/build_trainer.py).
     contiguous_saved_activations: whether the kept inputs of recomputed units lie in one allocation,
         made once (recompute/arena.py).
     recompute_tail_skip: whether a replay leaves out its last matmul and the collective after it,

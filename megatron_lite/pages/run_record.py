@@ -94,7 +94,7 @@ def read_run(paths: Sequence[str]) -> RunRecord:
     metrics, logs = _metrics_and_logs(paths)
     run.written = metrics.stat().st_mtime
     _read_metrics(metrics, run)
-    _read_summary(Path(f"{metrics}.summary.json"), run)  # training/run_summary.py
+    _read_summary(Path(f"{metrics}.summary.json"), run)  # training/summary.py
     for log in logs:
         if input_size(log) > MOST_LOG_BYTES:
             run.notices.append(f"{log.name} is larger than {MOST_LOG_BYTES >> 20} MiB: left out")

@@ -130,6 +130,11 @@ def told_if_slow(
         say(f"{what}: done after {time.monotonic() - began:.1f} s")
 
 
+def told_by_rank_0(what: str, rank: int) -> AbstractContextManager[None]:
+    """Returns the context of work before the log is open. Rank 0 prints its lines."""
+    return nullcontext() if rank else told_if_slow(what, print_line)
+
+
 def told_on_terminal(
     what: str, *, first_after_s: float = FIRST_AFTER_S
 ) -> AbstractContextManager[None]:

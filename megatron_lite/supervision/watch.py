@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn
@@ -39,9 +40,9 @@ from megatron_lite.parallel.signals import die_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store
 from megatron_lite.supervision.exits import StoppedEarly
-from megatron_lite.supervision.pulse import START_UP, Pulse
 from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge, stopped_by
 
+START_UP = "start-up"
 BEAT_S = 0.5
 SILENT_S = 2.5  # a rank without a new beat for this long counts as gone or stopped
 GRACE_S = 5.0  # the time that the main thread has to end by itself after a verdict
@@ -58,6 +59,48 @@ LOST = (
     "remote process",
 )
 LATE = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
+
+
+class Pulse:
+    """The place where a rank is, and the time that it may stay there.
+
+    where: the place, for messages.
+    moves: how often the place has changed.
+    longest: the seconds of the longest limited stretch between two moves.
+    clock: returns the seconds of a clock that never goes back.
+
+    A stretch is limited if no later stretch should take much longer. The first iteration, which
+    compiles, and the writing of a checkpoint are not limited. If the batch grows
+    (--rampup-batch-size), an iteration may take longer by the same factor.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.where, self.moves, self.longest = START_UP, 0, 0.0
+        self._clock, self._limited, self._since = clock, False, clock()
+
+    def at(self, where: str, *, limited: bool = True, growth: float = 1.0) -> None:
+        """Records that the rank begins a new stretch.
+
+        limited: whether the stretch has a time limit.
+        growth: the work of this stretch divided by that of the stretch before, if it is more.
+        """
+        now = self._clock()
+        # Without any measured stretch, the first iteration (unlimited) still serves to be scaled.
+        if self._limited or (growth > 1.0 and not self.longest):
+            self.longest = max(self.longest, now - self._since)
+        self.longest *= growth
+        # Set before _limited, because the watch thread reads both: it must never combine the new
+        # limit with the old start.
+        self._since = now
+        self.where, self._limited = where, limited
+        self.moves += 1
+
+    def seconds_left(self, timeout: float) -> float | None:
+        """Returns the seconds until this stretch exceeds its limit; None if it is not limited.
+
+        The limit is `timeout` seconds more than the longest limited stretch before it.
+        """
+        return timeout + self.longest - (self._clock() - self._since) if self._limited else None
 
 
 class Watch:

@@ -182,7 +182,7 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
     without the table means torchtitan's defaults. `selective_ac_option` 'op' keeps every second
     matmul. torchtitan counts aten.mm alone, so it always rebuilds a linear with a bias; here every
     matmul counts. `memory_budget` needs the table `compile` with `enable`. Here it also compiles
-    each layer, see training/compiler.py.
+    each layer, see training/build_trainer.py.
     """
     reader = ConfigReader("torchtitan", config)
     table: Any = {}

@@ -1,9 +1,16 @@
-"""Micro-batches of token ids on this rank's device."""
+"""Micro-batches of token ids on this rank's device, and what the ends of documents mean for them.
+
+    --eod-mask-loss           a token that ends a document does not count in the loss
+    --reset-position-ids      learned positions begin at 0 again after such a token
+    --reset-attention-mask    a token reads no token of an earlier document
+
+The masks, positions and starts are those of `_get_ltor_masks_and_position_ids` in megatron-core.
+Every pipeline stage reads the samples and computes them itself, so no stage sends them to another.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -12,12 +19,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.run import RunConfig
 from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.model.documents import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.timing import Timed, not_timed
-from megatron_lite.training.document_positions import DocumentRules, document_starts
 from megatron_lite.training.sample_order import SampleOrder
 
 
@@ -50,25 +57,6 @@ class Batches(Protocol):
     def __getitem__(self, number: int, /) -> MicroBatch: ...
 
 
-def fetch(
-    dataset: SampleDataset,
-    indices: Sequence[int],
-    device: torch.device,
-    *,
-    cp_rank: int = 0,
-    cp_size: int = 1,
-    rules: DocumentRules | None = None,
-) -> MicroBatch:
-    """Returns the samples `indices`, or one context-parallel rank's spans of them.
-
-    The copy to a GPU is asynchronous, from pinned memory.
-    """
-    samples = torch.from_numpy(np.stack([dataset[index] for index in indices]))
-    if device.type == "cuda":
-        samples = samples.pin_memory().to(device, non_blocking=True)
-    return cut(samples, cp_rank=cp_rank, cp_size=cp_size, rules=rules)
-
-
 def cut(
     samples: Tensor, *, cp_rank: int = 0, cp_size: int = 1, rules: DocumentRules | None = None
 ) -> MicroBatch:
@@ -95,6 +83,56 @@ def cut(
 
 
 @dataclass(frozen=True, kw_only=True)
+class DocumentRules:
+    """The id that ends a document, and which of the three flags are in force."""
+
+    eod: int
+    mask_loss: bool = False
+    reset_positions: bool = False
+    reset_attention: bool = False
+
+
+def document_rules(config: RunConfig) -> DocumentRules | None:
+    """Returns the rules of a run, or None if it treats the ends of documents like other tokens.
+
+    Raises InputError if the tokenizer has no end-of-document token.
+    """
+    data = config.data
+    given = [
+        name
+        for name, value in (
+            ("--eod-mask-loss", data.eod_mask_loss),
+            ("--reset-position-ids", data.reset_position_ids),
+            ("--reset-attention-mask", data.reset_attention_mask),
+        )
+        if value
+    ]
+    if not given:
+        return None
+    try:
+        eod = build_tokenizer(config.tokenizer).eod
+    except InputError as error:
+        raise InputError(f"{' and '.join(given)} needs the end of documents: {error}") from error
+    return DocumentRules(
+        eod=eod,
+        mask_loss=data.eod_mask_loss,
+        # Rotary tables follow the place in the sequence, as in Megatron.
+        reset_positions=data.reset_position_ids and config.model.positions.learned,
+        reset_attention=data.reset_attention_mask,
+    )
+
+
+def document_starts(tokens: Tensor, eod: int) -> Tensor:
+    """Returns for each token of [b, s] the place of the first token of its document, int64."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    begins = torch.zeros_like(tokens)
+    # The place of each token that begins a document, and 0 for all others. The largest number up
+    # to a token is then the start of its document.
+    begins[:, 1:] = places[1:] * (tokens[:, :-1] == eod)
+    return begins.cummax(1).values
+
+
+@dataclass(frozen=True, kw_only=True)
 class MicroBatches:
     """This rank's micro-batches of the iteration that starts after `consumed_samples`.
 
@@ -103,7 +141,6 @@ class MicroBatches:
     the first raise PeerError, so that one rank reports the fault.
 
     order: the samples of a micro-batch; the default reads them in their order.
-    timed: times the reading, by the name of training/timers.py.
     """
 
     dataset: SampleDataset
@@ -113,23 +150,17 @@ class MicroBatches:
     parallel: ParallelState
     where: str = "evaluation"
     order: SampleOrder = microbatch_indices
-    timed: Timed = not_timed
     rules: DocumentRules | None = None
 
     def __len__(self) -> int:
         return self.num_microbatches
 
     def __getitem__(self, number: int) -> MicroBatch:
-        parallel, indices = self.parallel, self._indices(number)
-        with self._told(indices), self.timed("batch-generator"):
-            return fetch(
-                self.dataset,
-                indices,
-                parallel.device,
-                cp_rank=parallel.cp_rank,
-                cp_size=parallel.cp_size,
-                rules=self.rules,
-            )
+        parallel = self.parallel
+        samples = torch.from_numpy(np.stack(self._read(number)))
+        if parallel.device.type == "cuda":  # an asynchronous copy, from pinned memory
+            samples = samples.pin_memory().to(parallel.device, non_blocking=True)
+        return cut(samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size, rules=self.rules)
 
     def counts(self) -> list[int]:
         """Returns how many tokens of each micro-batch count in the loss, on all its ranks.
@@ -137,37 +168,25 @@ class MicroBatches:
         Reads all samples once more, on the host.
         """
         assert self.rules is not None and self.rules.mask_loss
-        counts = []
-        for indices in map(self._indices, range(self.num_microbatches)):
-            with self._told(indices):
-                tokens = (self.dataset[index][:-1] for index in indices)
-                counts.append(sum(int(np.count_nonzero(one != self.rules.eod)) for one in tokens))
-        return counts
+        eod = self.rules.eod
+        return [
+            sum(int(np.count_nonzero(sample[:-1] != eod)) for sample in self._read(number))
+            for number in range(self.num_microbatches)
+        ]
 
-    def _indices(self, number: int) -> Sequence[int]:
+    def _read(self, number: int) -> list[np.ndarray]:
+        """Returns the samples of a micro-batch. An InputError says where they were to be read."""
         parallel = self.parallel
-        with self._told(()):
-            return self.order(
-                self.consumed_samples,
-                self.micro_batch_size,
-                parallel.dp_rank,
-                parallel.dp_size,
-                number,
-            )
-
-    @contextmanager
-    def _told(self, indices: Sequence[int]) -> Iterator[None]:
-        """Adds to an InputError where in the run the samples were to be read."""
-        parallel = self.parallel
+        indices: Sequence[int] = ()
+        ranks = parallel.dp_rank, parallel.dp_size
         try:
-            yield
+            indices = self.order(self.consumed_samples, self.micro_batch_size, *ranks, number)
+            return [self.dataset[index] for index in indices]
         except InputError as error:
             kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
-            samples = f", {_named(indices)}" if indices else ""
-            raise kind(f"{self.where}{samples}: {error}") from error
-
-
-def _named(indices: Sequence[int]) -> str:
-    if isinstance(indices, range):
-        return f"samples {indices.start} to {indices.stop - 1}"
-    return "samples " + ", ".join(map(str, indices))
+            place = self.where
+            if isinstance(indices, range):
+                place += f", samples {indices.start} to {indices.stop - 1}"
+            elif indices:
+                place += f", samples {', '.join(map(str, indices))}"
+            raise kind(f"{place}: {error}") from error

@@ -30,18 +30,21 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.optim.spike import SpikeGuard
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import check_num_microbatches
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.supervision.pulse import Pulse
+from megatron_lite.supervision.drift import ReplicaCheck
+from megatron_lite.supervision.slow_rank import SlowRanks
+from megatron_lite.supervision.watch import Pulse
 from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
+from megatron_lite.training.batches import document_rules
 from megatron_lite.training.capacity import check_fits
-from megatron_lite.training.compiler import compile_layers_
 from megatron_lite.training.deterministic import choose_attention_, use_deterministic_algorithms
-from megatron_lite.training.document_positions import document_rules
+from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import (
     check_peak_fits,
@@ -49,9 +52,13 @@ from megatron_lite.training.out_of_memory import (
     told_where_memory_runs_out,
 )
 from megatron_lite.training.processor import slow_precision_notices
+from megatron_lite.training.profiler import Profiler
 from megatron_lite.training.run_notices import run_notices
+from megatron_lite.training.sample_order import sample_order
 from megatron_lite.training.saved_schedule import followed_schedule
-from megatron_lite.training.slow_work import told_by_rank_0
+from megatron_lite.training.skipped import SkippedUpdates
+from megatron_lite.training.step import StageRunner
+from megatron_lite.training.timers import Timers
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -92,6 +99,18 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
         compile_layers_(model)
     shard_model_(model, parallel, config.data_parallel)
     return model
+
+
+def compile_layers_(model: GPTModel) -> None:
+    """Marks each layer for torch.compile. Its first call compiles it, for seconds to minutes.
+
+    Each layer is one graph, or several with dropout. `--activation-memory-budget` limits the share
+    of the bytes that each graph keeps for backward: 0 recomputes everything, 1 (torch's default)
+    nothing. The compiler chooses the kept bytes, so they are neither predicted nor compared.
+    Gradients equal those of eager layers up to rounding only.
+    """
+    for layer in model.decoder.layers:
+        layer.compile()
 
 
 def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStages) -> Optimizer:
@@ -173,7 +192,7 @@ def _build(
     check_peak_fits(config, parallel, num_microbatches=most)
     rules = document_rules(config)
     evaluation_samples = training.eval_iters * batches.full
-    with told_by_rank_0("reading the data and building its sample index", parallel):
+    with told_by_rank_0("reading the data and building its sample index", parallel.rank):
         datasets = build_datasets(
             config.data,
             vocab_size=config.tokenizer.true_vocab_size,
@@ -181,26 +200,38 @@ def _build(
             num_samples=(train_samples, evaluation_samples, evaluation_samples),
             shared=lambda make: _from_rank_0(make, parallel),
         )
-    with told_by_rank_0("building the model and its optimizer", parallel):
+    with told_by_rank_0("building the model and its optimizer", parallel.rank):
         model = build_stages(config, parallel)
         optimizer = build_optimizer(config, parallel, model)
+    runner = StageRunner.of(config, model, parallel)
     accumulation = fuse_weight_gradients_(
         config.training, parallel, model, optimizer, compiled_layers=config.compiles_layers
     )
     attention = choose_attention_(model, config, parallel)
+    timers = Timers(config.logging, parallel) if config.logging.timing_log_level else None
+    if timers is not None:
+        optimizer.timed = runner.timed = timers
+    order = sample_order(config.data, len(datasets.train))
+    profiles = config.profiling.profile or config.profiling.record_memory_history
+    checks_replicas = training.check_weight_hash_across_dp_replicas_interval is not None
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
         config=config,
         parallel=parallel,
         model=model,
+        runner=runner,
         optimizer=optimizer,
         schedule=schedule,
         datasets=datasets,
         num_iterations=num_iterations,
         batches=batches,
-        start=start,
+        order=order,
         saver=Saver(config.checkpoint, parallel, claim, started_at=done.iteration),
-        tokenizer=_tokenizer_contents(config, parallel),
+        skipped=SkippedUpdates(config, parallel, optimizer, datasets.train, order),
+        evaluations=Evaluations(
+            config=config, runner=runner, batches=batches, pulse=pulse, rules=rules
+        ),
+        start=start,
         rules=rules,
         notices=(
             accumulation,
@@ -211,7 +242,12 @@ def _build(
             *followed,
         ),
         invocation=invocation,
+        tokenizer=_tokenizer_contents(config, parallel),
         pulse=pulse,
+        timers=timers,
+        profiler=Profiler(config, parallel) if profiles else None,
+        slow_ranks=SlowRanks(config.logging, parallel) if config.logging.log_straggler else None,
+        replicas=ReplicaCheck(model, optimizer, parallel) if checks_replicas else None,
     )
 
 

@@ -41,9 +41,8 @@ from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
-from megatron_lite.training.batches import Batches, MicroBatch, cut
+from megatron_lite.training.batches import Batches, DocumentRules, MicroBatch, cut, document_rules
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
-from megatron_lite.training.document_positions import DocumentRules, document_rules
 from megatron_lite.training.dry_run_smaller import (
     MeasuredStep,
     RankPlace,

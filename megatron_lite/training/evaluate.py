@@ -1,76 +1,127 @@
-"""Mean loss over the validation or test samples."""
+"""The evaluations of a run: its validation loss at intervals, and both losses at its end."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.data.samplers import microbatch_indices
+from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.training.batches import MicroBatches, SampleDataset
-from megatron_lite.training.document_positions import DocumentRules
+from megatron_lite.supervision.exits import Exits
+from megatron_lite.supervision.watch import Pulse
+from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleDataset
+from megatron_lite.training.iteration_line import Evaluation
+from megatron_lite.training.log import RunLog
 from megatron_lite.training.loss_mask import masked_mean
-from megatron_lite.training.sample_order import SampleOrder
-from megatron_lite.training.step import StageRunner
+from megatron_lite.training.sample_order import sample_order
+from megatron_lite.training.step import StageRunner, TrainingError
 
 
-class Evaluation(NamedTuple):
-    """loss: nats per token. perplexity: exp(loss), infinite from a loss of 700 on."""
+@dataclass(kw_only=True)
+class Evaluations:
+    """Evaluates losses with the full batch size of a run, and logs them.
 
-    loss: float
-    perplexity: float
-
-
-def evaluate(
-    runner: StageRunner,
-    dataset: SampleDataset,
-    *,
-    num_iterations: int,
-    num_microbatches: int,
-    micro_batch_size: int,
-    order: SampleOrder = microbatch_indices,
-    where: str = "evaluation",
-    stops: Callable[[], bool] = lambda: False,
-    rules: DocumentRules | None = None,
-) -> Evaluation | None:
-    """Returns the mean loss over the first `num_iterations` global batches, or None if stopped.
-
-    Every evaluation of a run sees the same samples. Dropout is off and no random number is drawn,
-    so an evaluation does not change the training after it.
-    Issues two all-reduces of the 0-d sum: over `dp_cp_group` and over `pp_group`.
-    order: the samples of a micro-batch.
-    where: the beginning of messages about faults in the data.
-    stops: called before each batch. It must return the same on all ranks; True ends the evaluation.
-    rules: what the ends of documents mean; None: nothing. With a loss mask the mean is over the
-        tokens that count, and their number is one more all-reduce, over `dp_group`.
+    pulse: told before each batch where this rank is.
+    rules: what the ends of documents mean; None: nothing.
     """
-    parallel = runner.parallel
-    masks, counted = rules is not None and rules.mask_loss, 0
-    total = torch.zeros((), dtype=torch.float64, device=parallel.device)
-    batch_size = micro_batch_size * num_microbatches * parallel.dp_size
-    for iteration in range(num_iterations):
-        if stops():
+
+    config: RunConfig
+    runner: StageRunner
+    batches: BatchSchedule
+    pulse: Pulse
+    rules: DocumentRules | None = None
+
+    def log_loss(
+        self, name: str, dataset: SampleDataset | None, *, iteration: int, log: RunLog, exits: Exits
+    ) -> str | None:
+        """Evaluates the loss over `dataset` and logs it.
+
+        Returns None, or a reason if something ended the run meanwhile. The log has no loss then.
+        iteration: the iteration after which the loss is evaluated.
+        Raises TrainingError if the loss is not finite and --check-for-nan-in-loss-and-grad is on.
+        """
+        training, data = self.config.training, self.config.data
+        if training.eval_iters == 0:
             return None
-        batches = MicroBatches(
-            dataset=dataset,
-            consumed_samples=iteration * batch_size,
-            parallel=parallel,
-            micro_batch_size=micro_batch_size,
-            num_microbatches=num_microbatches,
-            where=where,
-            order=order,
-            rules=rules,
-        )
+        if dataset is None:
+            without = (
+                "no data is given for it"
+                if data.is_per_split
+                else f"--split {data.split!r} leaves no documents for it: give it a larger "
+                "share, or more documents"
+            )
+            log.line(f"no {name} loss: {without}")
+            return None
+        reason, where = None, f"iteration {iteration} ({name} loss)"
+
+        def stops() -> bool:
+            nonlocal reason
+            self.pulse.at(where)
+            reason = exits.now()
+            return reason is not None
+
+        work = f"evaluating the {name} loss over {training.eval_iters} global batches"
+        log.detail(f"{work} (--eval-iters)")
+        with log.slow(work):
+            result = self.loss(dataset, where=where, stops=stops)
+        if result is None:
+            log.line(f"the {name} loss is left unfinished: {reason}")
+            return reason
+        log.evaluation(name, iteration, result)
+        if training.check_for_nan_in_loss_and_grad and not math.isfinite(result.loss):
+            raise TrainingError(
+                f"iteration {iteration}: the {name} loss is {result.loss}. Lower "
+                "--lr; --no-check-for-nan-in-loss-and-grad goes on nevertheless"
+            )
+        return None
+
+    def loss(
+        self,
+        dataset: SampleDataset,
+        *,
+        where: str = "evaluation",
+        stops: Callable[[], bool] = lambda: False,
+    ) -> Evaluation | None:
+        """Returns the mean loss over --eval-iters global batches, or None if stopped.
+
+        Every evaluation of a run sees the same samples. Dropout is off and no random number is
+        drawn, so an evaluation does not change the training after it. With a loss mask the mean is
+        over the tokens that count.
+        Issues two all-reduces of the 0-d sum, over `dp_cp_group` and over `pp_group`, and with a
+        loss mask one of the number of tokens, over `dp_group`.
+        where: the beginning of messages about faults in the data.
+        stops: called before each batch. It must return the same on all ranks; True ends the
+            evaluation.
+        """
+        training, parallel, full = self.config.training, self.runner.parallel, self.batches.full
+        masks = self.rules is not None and self.rules.mask_loss
+        num_tokens, num_microbatches = 0, self.batches.num_microbatches(full)
+        order = sample_order(self.config.data, len(dataset))
+        total = torch.zeros((), dtype=torch.float64, device=parallel.device)
+        for iteration in range(training.eval_iters):
+            if stops():
+                return None
+            batches = MicroBatches(
+                dataset=dataset,
+                consumed_samples=iteration * full,
+                parallel=parallel,
+                micro_batch_size=training.micro_batch_size,
+                num_microbatches=num_microbatches,
+                where=where,
+                order=order,
+                rules=self.rules,
+            )
+            if masks:
+                num_tokens += sum(batches.counts())
+            total += self.runner.evaluate(batches)
+        # Pipeline ranks without the last stage add 0.
+        total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
+        number = float(training.eval_iters * num_microbatches * parallel.dp_cp_size)
         if masks:
-            counted += sum(batches.counts())
-        total += runner.evaluate(batches)
-    # Pipeline ranks without the last stage add 0.
-    total = all_reduce_(all_reduce_(total, parallel.dp_cp_group), parallel.pp_group)
-    number = float(num_iterations * num_microbatches * parallel.dp_cp_size)
-    if masks:
-        number = masked_mean([counted], parallel, per_token=True).num_tokens.item()
-    loss = total.item() / number
-    return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)
+            number = masked_mean([num_tokens], parallel, per_token=True).num_tokens.item()
+        loss = total.item() / number
+        return Evaluation(loss, math.exp(loss) if loss < 700.0 else math.inf)

@@ -1,4 +1,7 @@
-"""The line of an iteration: Megatron's, or a short row of a table that fits the terminal.
+"""The record of an iteration, and the two forms of its line in the log.
+
+Megatron's line has Megatron's fields in its order, and ours after them. The short row is a row of a
+table that fits the terminal:
 
     iteration     loss   ms/step   tokens/s      norm        lr       ETA   kept pred./measured
        10/100   4.9146     325.4      6,295      2.79  5.78e-04   0:00:29     14.332/14.332 MiB
@@ -12,146 +15,188 @@ from __future__ import annotations
 import math
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from megatron_lite.config.units import ByteUnit
-from megatron_lite.training.metrics import IterationRecord
 from megatron_lite.training.peak_memory import PeakMemory
+from megatron_lite.training.run_facts import RunFacts
 
 # What `peak_gib` measures, by the kind of device.
 PEAK_OF = {"cuda": "allocated on the GPU by rank 0", "cpu": "resident, of the process of rank 0"}
 
 
-class RunFacts(NamedTuple):
-    """The facts of a run that its log lines use.
+@dataclass(frozen=True, kw_only=True)
+class IterationRecord:
+    """The figures of one iteration, which every part of the log gets.
 
-    num_samples: the samples consumed at the end of the run.
-    batch_size: the full global batch size, after any ramp.
-    tokens: the tokens of one iteration with the full batch, over all ranks.
-    flops, hardware_flops: the model FLOPs and hardware FLOPs of such an iteration, over all ranks.
-    peak_flops: the FLOP/s of one GPU, if known.
-    spared_flops: by global batch size, the hardware FLOPs that an iteration need not run, because
-        some micro-batches save all activations. A size that is not a key spares none.
+    lm_loss: the mean over the global batch, in nats per token.
+    grad_norm: the global 2-norm before clipping.
+    learning_rate, loss_scale: the ones that this iteration used.
+    tokens_per_second: the tokens of all ranks.
+    skipped: 1 if no weight was changed, else 0.
+    nan: 1 if the loss is NaN or infinite, else 0.
+    activation_bytes_*: the kept bytes of one micro-batch in device memory, the most of any rank.
+        They are measured on the run's first micro-batch.
+    activation_host_bytes_*: those in host memory. None unless a policy moves tensors there.
+
+    A row of the metrics file has the following fields only if they are not None.
+    decoupled_learning_rate: that of the word embedding and the output layer. None without
+        --decoupled-lr.
+    params_norm, num_zeros: only on logged iterations, and only if asked for.
     """
 
-    num_iterations: int
-    num_samples: int
-    batch_size: int
-    tokens: int
-    world_size: int
-    flops: int
-    hardware_flops: int
-    peak_flops: float | None
-    device: torch.device
-    spared_flops: Mapping[int, int] = MappingProxyType({})
-
-
-class LogExtras(NamedTuple):
-    """Figures computed only on logged iterations and only if asked for."""
-
+    iteration: int
+    consumed_samples: int
+    global_batch_size: int
+    lm_loss: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    iteration_ms: float
+    tokens_per_second: float
+    skipped: int
+    nan: int
+    activation_bytes_predicted: int | None = None
+    activation_bytes_measured: int | None = None
+    activation_host_bytes_predicted: int | None = None
+    activation_host_bytes_measured: int | None = None
+    decoupled_learning_rate: float | None = None
     params_norm: float | None = None
     num_zeros: int | None = None
 
 
-def iteration_line(
-    records: list[IterationRecord], facts: RunFacts, extras: LogExtras, *, throughput: bool
-) -> str:
-    """Returns Megatron's iteration line over the records since the last line.
+class Evaluation(NamedTuple):
+    """loss: nats per token. perplexity: exp(loss), infinite from a loss of 700 on."""
 
-    Megatron's fields come first, in its order, and our own fields come after them.
+    loss: float
+    perplexity: float
+
+
+class Interval:
+    """The figures of some iterations in a row, whose batches may be smaller than the full one.
+
+    ms: the mean time of an iteration.
+    loss: the mean of the losses that are finite; NaN if none is.
+    tokens_per_second: those of all ranks. teraflops: those of one rank.
+    utilization: MFU and HFU in percent of the peak; {} if the peak is unknown. MFU counts model
+        FLOPs, HFU counts hardware FLOPs (memory/predict/flops.py).
+    eta: the time left at this speed.
     """
-    last = records[-1]
-    ms = sum(record.iteration_ms for record in records) / len(records)
-    full_ms = full_batch_ms(records, facts)
-    fields = [
-        (
-            f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration "
-            f"{last.iteration:8d}/{facts.num_iterations:8d}"
-        ),
-        f"consumed samples: {last.consumed_samples:12d}",
-        f"elapsed time per iteration (ms): {ms:.1f}",
-        f"throughput per GPU (TFLOP/s/GPU): {_shown(teraflops(full_ms, facts))}"
+
+    def __init__(self, records: Sequence[IterationRecord], facts: RunFacts) -> None:
+        self.last = records[-1]
+        samples = self.skipped = self.nan = spared = 0
+        milliseconds, losses = 0.0, []
+        for one in records:
+            milliseconds += one.iteration_ms
+            samples += one.global_batch_size
+            self.skipped += one.skipped
+            self.nan += one.nan
+            spared += facts.spared_flops.get(one.global_batch_size, 0)
+            if math.isfinite(one.lm_loss):
+                losses.append(one.lm_loss)
+        self.ms = milliseconds / len(records)
+        self.loss = sum(losses) / len(losses) if losses else math.nan
+        # The seconds of an iteration with the full batch, at this speed.
+        full = facts.batch_size * milliseconds / samples / 1000.0
+        self.tokens_per_second = facts.tokens / full
+        self.teraflops = facts.flops / full / facts.world_size / 1e12
+        self.utilization = {}
+        if facts.peak_flops is not None:
+            available = facts.peak_flops * facts.world_size * full
+            hardware_flops = facts.hardware_flops - spared * facts.batch_size / samples
+            self.utilization = {
+                "MFU": 100.0 * facts.flops / available,
+                "HFU": 100.0 * hardware_flops / available,
+            }
+        left = facts.num_samples - self.last.consumed_samples
+        self.eta = clock(left / facts.batch_size * full)
+
+
+def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> str:
+    """Returns Megatron's iteration line over the iterations since the last line."""
+    last, device = interval.last, facts.device
+    decimals = 1 if interval.teraflops >= 10.0 else 4  # Megatron's, or for the figures of a CPU
+    fields = {
+        "consumed samples": f"{last.consumed_samples:12d}",
+        "elapsed time per iteration (ms)": f"{interval.ms:.1f}",
+        "throughput per GPU (TFLOP/s/GPU)": f"{interval.teraflops:.{decimals}f}"
         if throughput
         else None,
-        f"learning rate: {last.learning_rate:.6E}",
-        f"decoupled learning rate: {last.decoupled_learning_rate:.6E}"
-        if last.decoupled_learning_rate is not None
-        else None,
-        f"global batch size: {last.global_batch_size:5d}",
-        f"lm loss: {mean_loss(records):.6E}",
-        f"loss scale: {last.loss_scale:.1f}",
-        f"grad norm: {last.grad_norm:.3f}",
-        f"num zeros: {extras.num_zeros}" if extras.num_zeros is not None else None,
-        f"params norm: {extras.params_norm:.3f}" if extras.params_norm is not None else None,
-        f"number of skipped iterations: {sum(record.skipped for record in records):3d}",
-        f"number of nan iterations: {sum(record.nan for record in records):3d}",
-        f"tokens/s/GPU: {facts.tokens / (full_ms / 1000.0) / facts.world_size:.1f}",
-        *(f"{name}: {percent:.1f}%" for name, percent in utilization(records, facts).items()),
-        _activation_bytes(last),
-        f"peak GiB {PEAK_OF[facts.device.type]}: {peak_gib(facts.device):.2f}",
-        f"ETA: {eta(last, facts, full_ms)}",
-    ]
-    return " | ".join(field for field in fields if field is not None) + " |"
+        "learning rate": f"{last.learning_rate:.6E}",
+        "decoupled learning rate": None
+        if last.decoupled_learning_rate is None
+        else f"{last.decoupled_learning_rate:.6E}",
+        "global batch size": f"{last.global_batch_size:5d}",
+        "lm loss": f"{interval.loss:.6E}",
+        "loss scale": f"{last.loss_scale:.1f}",
+        "grad norm": f"{last.grad_norm:.3f}",
+        "num zeros": last.num_zeros,
+        "params norm": None if last.params_norm is None else f"{last.params_norm:.3f}",
+        "number of skipped iterations": f"{interval.skipped:3d}",
+        "number of nan iterations": f"{interval.nan:3d}",
+        "tokens/s/GPU": f"{interval.tokens_per_second / facts.world_size:.1f}",
+    }
+    for name, percent in interval.utilization.items():
+        fields[name] = f"{percent:.1f}%"
+    predicted, measured = last.activation_bytes_predicted, last.activation_bytes_measured
+    if predicted is not None and measured is not None:
+        is_large = max(predicted, measured) >= 0.1 * 2**30
+        name, unit = ("GiB", 2**30) if is_large else ("MiB", 2**20)
+        both = f"{predicted / unit:.3f}/{measured / unit:.3f}"
+        fields[f"activation {name} predicted/measured"] = both
+    fields[f"peak GiB {PEAK_OF[device.type]}"] = f"{peak_gib(device):.2f}"
+    fields["ETA"] = interval.eta
+    start = f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {last.iteration:8d}"
+    texts = (f" | {name}: {value}" for name, value in fields.items() if value is not None)
+    return f"{start}/{facts.num_iterations:8d}{''.join(texts)} |"
 
 
 def short_row(
-    records: Sequence[IterationRecord],
-    facts: RunFacts,
-    peak: PeakMemory | None,
-    *,
-    columns: int,
-    shows_peak: bool,
+    interval: Interval, facts: RunFacts, peak: PeakMemory | None, *, columns: int, shows_peak: bool
 ) -> tuple[str, str]:
     """Returns the heading and the row of these iterations, of at most `columns` columns.
 
     shows_peak: whether the memory is the peak of a step (`peak`, None until it is measured) or the
         kept bytes of one micro-batch.
     """
-    last, full_ms = records[-1], full_batch_ms(records, facts)
-    share = utilization(records, facts)
-    kept = last.activation_bytes_predicted, last.activation_bytes_measured
+    last = interval.last
+    predicted, measured = last.activation_bytes_predicted, last.activation_bytes_measured
     if shows_peak:
-        kept = (None, None) if peak is None else (peak.predicted, peak.measured)
-    cells = [
+        predicted, measured = (peak.predicted, peak.measured) if peak else (None, None)
+    memory = "-"
+    if predicted is not None and measured is not None:
+        unit = ByteUnit.of(max(predicted, measured))
+        memory = f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
+    share = interval.utilization.get("MFU")
+    heading = row = ""
+    for name, width, value in (
         (
             "iteration",
             max(9, 2 * len(str(facts.num_iterations)) + 1),
             f"{last.iteration}/{facts.num_iterations}",
         ),
-        ("loss", 7, f"{mean_loss(records):.4f}"),
-        ("ms/step", 8, f"{sum(one.iteration_ms for one in records) / len(records):,.1f}"),
-        ("tokens/s", 9, f"{facts.tokens / (full_ms / 1000.0):,.0f}"),
-        *([("MFU", 5, f"{share['MFU']:.1f}%")] if share else []),
-        ("norm", 8, f"{last.grad_norm:.3g}"),
-        ("lr", 8, f"{last.learning_rate:.2e}"),
-        ("ETA", 8, eta(last, facts, full_ms)),
-        (f"{'peak' if shows_peak else 'kept'} pred./measured", 20, _pair(*kept)),
-        ("samples", 10, str(last.consumed_samples)),
-    ]
-    texts = [[f"{text:>{width}}" for text in (name, value)] for name, width, value in cells]
-    while sum(len(row) + 2 for _, row in texts) > columns + 2 and len(texts) > 1:
-        texts.pop()
-    heading, row = ("  ".join(column) for column in zip(*texts, strict=True))
+        ("loss", 9, f"{interval.loss:.4f}"),
+        ("ms/step", 10, f"{interval.ms:,.1f}"),
+        ("tokens/s", 11, f"{interval.tokens_per_second:,.0f}"),
+        ("MFU", 0 if share is None else 7, "" if share is None else f"{share:.1f}%"),
+        ("norm", 10, f"{last.grad_norm:.3g}"),
+        ("lr", 10, f"{last.learning_rate:.2e}"),
+        ("ETA", 10, interval.eta),
+        (f"{'peak' if shows_peak else 'kept'} pred./measured", 22, memory),
+        ("samples", 12, str(last.consumed_samples)),
+    ):
+        width = max(width, len(value) + 2) if width and heading else width
+        if len(heading) + width > columns:
+            break
+        if width:
+            heading, row = heading + f"{name:>{width}}", row + f"{value:>{width}}"
     return heading, row
-
-
-def _pair(predicted: int | None, measured: int | None) -> str:
-    """Returns "14.332/14.332 MiB", or "-" if a figure is not known yet."""
-    if predicted is None or measured is None:
-        return "-"
-    unit = ByteUnit.of(max(predicted, measured))
-    return f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
-
-
-def mean_loss(records: Sequence[IterationRecord]) -> float:
-    """Returns the mean of the losses that are finite; NaN if none is."""
-    losses = [record.lm_loss for record in records if math.isfinite(record.lm_loss)]
-    return sum(losses) / len(losses) if losses else math.nan
 
 
 def peak_gib(device: torch.device) -> float:
@@ -163,55 +208,6 @@ def peak_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return kilobytes / (2**30 if sys.platform == "darwin" else 2**20)  # macOS counts bytes
-
-
-def full_batch_ms(records: Sequence[IterationRecord], facts: RunFacts) -> float:
-    """Returns the milliseconds of an iteration with the full batch at the speed of `records`."""
-    ms = sum(record.iteration_ms for record in records)
-    return facts.batch_size * ms / sum(record.global_batch_size for record in records)
-
-
-def utilization(records: Sequence[IterationRecord], facts: RunFacts) -> dict[str, float]:
-    """Returns MFU and HFU of these iterations in percent of the peak, or {} if the peak is unknown.
-
-    MFU counts model FLOPs, HFU counts hardware FLOPs (memory/predict/flops.py).
-    """
-    if facts.peak_flops is None:
-        return {}
-    available = facts.peak_flops * facts.world_size * (full_batch_ms(records, facts) / 1000.0)
-    samples = sum(record.global_batch_size for record in records)
-    spared = sum(facts.spared_flops.get(record.global_batch_size, 0) for record in records)
-    spared_per_batch = spared * facts.batch_size / samples
-    return {
-        "MFU": 100.0 * facts.flops / available,
-        "HFU": 100.0 * (facts.hardware_flops - spared_per_batch) / available,
-    }
-
-
-def _activation_bytes(record: IterationRecord) -> str | None:
-    """Returns the kept bytes of one micro-batch, predicted/measured, or None if not measured."""
-    predicted, measured = record.activation_bytes_predicted, record.activation_bytes_measured
-    if predicted is None or measured is None:
-        return None
-    unit, size = ("GiB", 2**30) if max(predicted, measured) >= 0.1 * 2**30 else ("MiB", 2**20)
-    return f"activation {unit} predicted/measured: {predicted / size:.3f}/{measured / size:.3f}"
-
-
-def teraflops(ms: float, facts: RunFacts) -> float:
-    return facts.flops / (ms / 1000.0) / facts.world_size / 1e12
-
-
-def _shown(teraflops: float) -> str:
-    """Returns one decimal as Megatron does, and four for the small figures of a CPU."""
-    return f"{teraflops:.1f}" if teraflops >= 10.0 else f"{teraflops:.4f}"
-
-
-def eta(record: IterationRecord, facts: RunFacts, full_ms: float) -> str:
-    """Returns the time left at the speed of `full_ms` per full batch."""
-    seconds = int(
-        (facts.num_samples - record.consumed_samples) / facts.batch_size * full_ms / 1000.0
-    )
-    return clock(seconds)
 
 
 def clock(seconds: float) -> str:

@@ -6,132 +6,105 @@ the first of the two alone. The device therefore never waits for the log.
 
 from __future__ import annotations
 
-from collections import deque
+import math
+import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
+from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.saver import Saver
+from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import Datasets
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, set_timeout
+from megatron_lite.parallel.torch_internals import compiler_settings
+from megatron_lite.supervision.drift import ReplicaCheck
 from megatron_lite.supervision.exits import Exits
-from megatron_lite.supervision.pulse import Pulse
-from megatron_lite.training.batches import MicroBatches, SampleDataset
-from megatron_lite.training.compiler import memory_budget
-from megatron_lite.training.document_positions import DocumentRules
-from megatron_lite.training.due import Due
-from megatron_lite.training.evaluations import Evaluations
-from megatron_lite.training.first_steps import FirstSteps
-from megatron_lite.training.iteration_line import LogExtras
-from megatron_lite.training.logging import RunLog
+from megatron_lite.supervision.slow_rank import SlowRanks
+from megatron_lite.supervision.watch import Pulse
+from megatron_lite.training.batches import DocumentRules, MicroBatches
+from megatron_lite.training.evaluate import Evaluations
+from megatron_lite.training.log import RunLog, open_log
 from megatron_lite.training.loss_mask import masked_mean_of
-from megatron_lite.training.observe import ActivationBytes
-from megatron_lite.training.open_log import open_log
-from megatron_lite.training.predictions import Predictions
-from megatron_lite.training.run_checkpoints import RunCheckpoints
-from megatron_lite.training.sample_order import SampleOrder, sample_order
-from megatron_lite.training.skipped import SkippedUpdates, StepFigures, counted
-from megatron_lite.training.slow_work import told_by_rank_0
+from megatron_lite.training.observe import ActivationBytes, ActivationMeter, TimelineRecorder
+from megatron_lite.training.out_of_memory import advice, is_out_of_memory
+from megatron_lite.training.peak_memory import (
+    PeakMemory,
+    PeakMeter,
+    own_step_peak,
+    peak_of_all_ranks,
+)
+from megatron_lite.training.processor import described, moved_notices
+from megatron_lite.training.profiler import Profiler
+from megatron_lite.training.sample_order import SampleOrder
+from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.started_step import StartedStep, StepEnd
-from megatron_lite.training.step import StageRunner, train_step
-from megatron_lite.training.watchers import Watchers
+from megatron_lite.training.step import StageRunner, TrainingError, train_step
+from megatron_lite.training.summary import RunSummary
+from megatron_lite.training.timers import Timers
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """The parts of a run, and its progress.
+    """The parts of a run, and its progress. build_trainer.py makes them.
 
     num_iterations: the iteration at which the run ends.
+    batches, order: the batch size over the run, and the order of its samples.
     start: the checkpoint that `run` loads.
     rules: what the ends of documents mean; None: nothing.
+    skipped: judges updates that change no weight.
     notices: lines for the log, about kernels and about checks that compare nothing.
     invocation: how a command line started the run.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
-    progress: the iterations and samples so far. predictions: the peak of a step, and the measured.
+    timers, profiler, slow_ranks, replicas: None unless a flag asks for them.
+
+    progress: the iterations and samples so far.
+    activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
+        and for compiled layers, of which the compiler decides what they keep.
+    peak: the peak of a step, from the second step on if the run measures it.
     """
 
     config: RunConfig
     parallel: ParallelState
     model: ModelStages
+    runner: StageRunner
     optimizer: Optimizer
     schedule: LrSchedule
     datasets: Datasets
     num_iterations: int
     batches: BatchSchedule
+    order: SampleOrder
     saver: Saver
+    skipped: SkippedUpdates
+    evaluations: Evaluations
     start: Start = field(default_factory=Start)
     rules: DocumentRules | None = None
     notices: tuple[str, ...] = ()
     invocation: Invocation = BY_SCRIPT
     tokenizer: Mapping[str, bytes] = field(default_factory=dict)
     pulse: Pulse = field(default_factory=Pulse)
+    timers: Timers | None = None
+    profiler: Profiler | None = None
+    slow_ranks: SlowRanks | None = None
+    replicas: ReplicaCheck | None = None
     progress: Progress = field(default_factory=Progress)
-    _runner: StageRunner = field(init=False)
-    _evaluations: Evaluations = field(init=False)
-    _order: SampleOrder = field(init=False)
-    predictions: Predictions = field(init=False)
-    _skipped: SkippedUpdates = field(init=False)
-    _watchers: Watchers = field(init=False)
-    _started: deque[StartedStep] = field(default_factory=deque, init=False)
-    _last_end: StepEnd = field(init=False)
-    _first_steps: FirstSteps = field(init=False)
-    _checkpoints: RunCheckpoints = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._runner = StageRunner.of(self.config, self.model, self.parallel)
-        self._order = sample_order(self.config.data, len(self.datasets.train))
-        self._evaluations = Evaluations(
-            self.config, self._runner, self.batches, self.pulse, self.rules
-        )
-        self.predictions = Predictions(
-            self.config,
-            self.parallel,
-            self.model,
-            self.optimizer,
-            num_microbatches=self.batches.num_microbatches(self.batches.largest),
-        )
-        self._watchers = Watchers(self.config, self.parallel, self.model, self.optimizer)
-        if self._watchers.timers.run:
-            self.optimizer.timed = self._runner.timed = self._watchers.timers
-        self._first_steps = FirstSteps(self.config, self.parallel)
-        self._checkpoints = RunCheckpoints(
-            config=self.config,
-            parallel=self.parallel,
-            model=self.model,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            datasets=self.datasets,
-            saver=self.saver,
-            tokenizer=self.tokenizer,
-            pulse=self.pulse,
-            compare_replicas=self._watchers.compare_replicas,
-        )
-        scaling = self.optimizer.loss_scale
-        self._skipped = SkippedUpdates(
-            self.config,
-            self.parallel,
-            self.optimizer.layout.pieces,
-            self.datasets.train,
-            loss_scale_minimum=None if scaling is None else scaling.minimum,
-            order=self._order,
-        )
-
-    @property
-    def activation_bytes(self) -> ActivationBytes | None:
-        """The bytes that the run's first micro-batch keeps for backward.
-
-        None before it, and under --activation-memory-budget.
-        """
-        return self._first_steps.activation_bytes
+    activation_bytes: ActivationBytes | None = field(default=None, init=False)
+    peak: PeakMemory | None = field(default=None, init=False)
+    _num_steps: int = field(default=0, init=False)  # of this start
+    _started: list[StartedStep] = field(default_factory=list, init=False)
+    _seconds: list[float] = field(default_factory=list, init=False)  # of the finished steps
+    _saved_at: int = field(default=-1, init=False)
 
     def run(self, exits: Exits | None = None) -> Progress:
         """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
@@ -144,98 +117,102 @@ class Trainer:
             with Exits(self.config.training, self.parallel).listening() as own:
                 return self.run(own)
         with self.saver:
-            return self._run(exits)
-
-    def _run(self, exits: Exits) -> Progress:
-        notices = [*self.saver.notices, *self.parallel.together("--load", self._load)]
-        with self.parallel.together("the log", self._open_log) as log:
-            for notice in (*notices, *self.notices):
-                log.line(notice)
-            if self.progress.iteration >= self.num_iterations:
-                log.line(
-                    f"nothing to train: iteration {self.progress.iteration} is the end of the run "
-                    f"or past it ({self.num_iterations})"
-                )
-            exits.begin()
-            budget = self.config.recompute.activation_memory_budget
-            with memory_budget(budget), self._watchers.listening():
+            notices = [*self.saver.notices, *self.parallel.together("--load", self._load)]
+            with self.parallel.together("the log", self._open_log) as log:
+                for notice in (*notices, *self.notices):
+                    log.line(notice)
+                if self.progress.iteration >= self.num_iterations:
+                    log.line(
+                        f"nothing to train: iteration {self.progress.iteration} is the end of the "
+                        f"run or past it ({self.num_iterations})"
+                    )
+                exits.begin()
                 finished = self._train(log, exits)
-            for line in self._watchers.profiler.close():
-                log.line(line)
-            if self._first_steps.timeline_is_due:
-                log.line(
-                    "no memory timeline: --memory-timeline records the second iteration, and "
-                    "there was none"
-                )
-            self._checkpoints.save(self.progress, log)
-            self.saver.wait(log.line)
-            self.saver.check()
-            if finished and self._evaluate("validation", self.datasets.valid, log, exits) is None:
-                self._evaluate("test", self.datasets.test, log, exits)
-            log.summary(self.predictions.summary(), self.progress, finished=finished)
+                self._save(log)
+                self.saver.wait(log.line)
+                self.saver.check()
+                if finished and self._evaluate("validation", log, exits) is None:
+                    self._evaluate("test", log, exits)
+                summary = RunSummary.of(self.config, self.parallel, self.peak, self._seconds)
+                log.summary(summary, self.progress, finished=finished)
         return self.progress
 
     def _train(self, log: RunLog, exits: Exits) -> bool:
         """Runs iterations. Returns True at the run's end, False if something ended it early."""
+        budget = self.config.recompute.activation_memory_budget
+        with ExitStack() as around:
+            if budget is not None:
+                settings = compiler_settings().patch(activation_memory_budget=budget)
+                around.enter_context(settings)
+            if self.slow_ranks is not None:
+                around.enter_context(self.slow_ranks.listening())
+            finished = self._run_iterations(log, exits)
+        for line in self.profiler.close() if self.profiler is not None else ():
+            log.line(line)
+        if self.config.logging.memory_timeline is not None and self._num_steps < 2:
+            log.line(
+                "no memory timeline: --memory-timeline records the second iteration, and there "
+                "was none"
+            )
+        return finished
+
+    def _run_iterations(self, log: RunLog, exits: Exits) -> bool:
+        training, checkpoint = self.config.training, self.config.checkpoint
+        waits = self.config.parallel.distributed_timeout_seconds_after_init
+        iteration = self.progress.iteration
         reason = self._evaluate_within(log, exits) if self.progress.evaluation_is_due else None
         if reason is not None:
-            log.line(f"exiting at iteration {self.progress.iteration}: {reason}")
+            log.line(f"exiting at iteration {iteration}: {reason}")
             return False
+
+        def is_at(interval: int | None) -> bool:
+            return interval is not None and iteration % interval == 0
+
         self._last_end = StepEnd(self.parallel.device)
-        first = self.progress.iteration + 1
-        waits = self.config.parallel.distributed_timeout_seconds_after_init
-        self.pulse.at(f"iteration {first}", limited=False)  # no time limit: kernels compile in it
-        while self.progress.iteration < self.num_iterations:
-            batch = self.batches.at(self.progress.consumed_samples)
-            # Kernels load or compile in the first step, which takes minutes on some machines.
-            is_first = self.progress.iteration + 1 == first
+        # No time limit in the first step: kernels load or compile in it, for minutes on some
+        # machines.
+        self.pulse.at(f"iteration {iteration + 1}", limited=False)
+        while iteration < self.num_iterations:
+            batch_size = self.batches.at(self.progress.consumed_samples)
+            is_first = self._num_steps == 0
             with log.slow("the first step of this start") if is_first else nullcontext():
                 self._started.append(self._start_step(log))
             iteration = self.progress.iteration
             self.saver.poll(log.line)
-            due = Due.after(iteration, self.config, num_iterations=self.num_iterations)
+            ends = iteration == self.num_iterations
+            evaluates, saves = (
+                is_at(training.eval_interval) and not ends,  # the end evaluates by itself
+                is_at(checkpoint.save_interval),
+            )
             reason, last = exits.now(), exits.at_interval(iteration)
             # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
             # one step's figures may stay on the GPU, so that reading them does not stall it.
-            while len(self._started) > (
-                0 if due.needs_progress or reason or last else self._steps_in_flight()
-            ):
-                self._finish_step(self._started.popleft(), log)
-            if due.replica_check:
-                self._watchers.compare_replicas(iteration)
-            if due.evaluation:
+            needs_all = evaluates or saves or ends or reason or last
+            while len(self._started) > (0 if needs_all else self._steps_in_flight()):
+                self._finish_step(self._started.pop(0), log)
+            if is_at(training.check_weight_hash_across_dp_replicas_interval):
+                self._compare_replicas()
+            if evaluates:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
                 self.progress = replace(self.progress, evaluation_is_due=True)
                 reason = reason or self._evaluate_within(log, exits)
-            if due.save:
-                self._checkpoints.save(self.progress, log)
+            if saves:
+                self._save(log)
                 reason = reason or exits.now()
             reason = reason or last
-            if reason is not None and not due.end:
+            if reason is not None and not ends:
                 log.line(f"exiting at iteration {iteration}: {reason}")
                 return False
             # The time of an evaluation or a save belongs to no iteration.
-            if due.evaluation or due.save:
+            if evaluates or saves:
                 self._last_end = StepEnd(self.parallel.device)
             # The first iteration may compile kernels on some ranks, so it had the longer limit.
-            if iteration == first and waits is not None:
+            if is_first and waits is not None:
                 set_timeout(waits)
             # A step of a larger batch may take so many times as long as the one before.
-            self.pulse.at(
-                f"iteration {iteration + 1}",
-                growth=max(1.0, self.batches.at(self.progress.consumed_samples) / batch),
-            )
+            growth = self.batches.at(self.progress.consumed_samples) / batch_size
+            self.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
         return True
-
-    def _evaluate_within(self, log: RunLog, exits: Exits) -> str | None:
-        """Evaluates the validation loss in the middle of the run.
-
-        Returns the reason if the evaluation was left unfinished, else None.
-        """
-        reason = self._evaluate("validation", self.datasets.valid, log, exits)
-        if reason is None:
-            self.progress = replace(self.progress, evaluation_is_due=False)
-        return reason
 
     def _steps_in_flight(self) -> int:
         """Returns how many steps may leave figures on the device while the next step starts.
@@ -243,49 +220,78 @@ class Trainer:
         Under a loss scale the next learning rate depends on whether the update was skipped. Timers
         wait for the device anyway, and their report is that of the steps so far.
         """
-        waits = self.optimizer.loss_scale is not None or self._watchers.timers.run
+        waits = self.optimizer.loss_scale is not None or self.timers is not None
         return 0 if waits or not StepEnd.is_late(self.parallel.device) else 1
 
     def _start_step(self, log: RunLog) -> StartedStep:
-        before = self.progress.consumed_samples
-        learning_rate, batch_size = self.schedule.at(before), self.batches.at(before)
+        """Runs a step, without reading its figures.
+
+        The first one of this start measures the kept bytes. The second one measures its peak and
+        records the memory timeline: its memory is that of all later steps.
+        """
+        config, parallel, logging = self.config, self.parallel, self.config.logging
+        iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
+        batch_size = self.batches.at(before)
+        learning_rate = self.schedule.at(before)
         decoupled_learning_rate = self.schedule.decoupled_at(before)
+        logged = iteration % logging.log_interval == 0
         batches = MicroBatches(
             dataset=self.datasets.train,
             consumed_samples=before,
             num_microbatches=self.batches.num_microbatches(batch_size),
-            micro_batch_size=self.config.training.micro_batch_size,
-            parallel=self.parallel,
-            where=f"iteration {self.progress.iteration + 1}",
-            order=self._order,
-            timed=self._watchers.timers,
+            micro_batch_size=config.training.micro_batch_size,
+            parallel=parallel,
+            where=f"iteration {iteration}",
+            order=self.order,
             rules=self.rules,
         )
-        logging, iteration = self.config.logging, self.progress.iteration + 1
-        logged = iteration % logging.log_interval == 0
-        self._watchers.profiler.begin(iteration)
-        with self.predictions.step(iteration), self._watchers.step(iteration):
-            result = train_step(
-                self._runner,
-                self.optimizer,
-                batches,
-                learning_rate=learning_rate,
-                decoupled_learning_rate=decoupled_learning_rate,
-                meter=self._first_steps.meter(),
-                timeline=self._first_steps.timeline(),
-                masked=masked_mean_of(
-                    batches, per_token=self.config.training.calculate_per_token_loss
-                ),
-            )
-        for notice in self._watchers.profiler.end(iteration):
+        self._num_steps += 1
+        meter = timeline = peak = None
+        if self._num_steps == 1 and not config.compiles_layers:
+            meter = ActivationMeter(thorough=config.recompute.recompute_verify)
+        if self._num_steps == 2 and logging.memory_timeline and parallel.rank == 0:
+            timeline = TimelineRecorder(logging.memory_timeline, config)
+        if self._num_steps == 2 and self._measures_peak:
+            peak = PeakMeter(self.model, self.optimizer, parallel.device)
+        if self.profiler is not None:
+            self.profiler.begin(iteration)
+        with ExitStack() as around:
+            if peak is not None:
+                around.enter_context(peak.step())
+            if self.slow_ranks is not None:
+                around.enter_context(self.slow_ranks.step(logged=logged))
+            try:
+                result = train_step(
+                    self.runner,
+                    self.optimizer,
+                    batches,
+                    learning_rate=learning_rate,
+                    decoupled_learning_rate=decoupled_learning_rate,
+                    meter=meter,
+                    timeline=timeline,
+                    masked=masked_mean_of(
+                        batches, per_token=config.training.calculate_per_token_loss
+                    ),
+                )
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise InputError(self._advice(iteration)) from error
+        for notice in self.profiler.end(iteration) if self.profiler is not None else ():
             log.line(notice)
-        self._first_steps.compare(log)
-        if (line := self.predictions.peak_line()) is not None:
-            log.line(line)
+        if meter is not None:
+            self._compare_kept_bytes(meter, log)
+        if peak is not None:
+            self._compare_peak(peak, log)
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
         )
-        figures = dict(zip(StepFigures._fields, result[:4], strict=False))
+        figures = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "loss_scale": result.loss_scale,
+        }
         if logged and logging.log_params_norm:
             figures["params_norm"] = self.optimizer.params_norm()
         if logged and logging.log_num_zeros_in_grad:
@@ -297,62 +303,176 @@ class Trainer:
             learning_rate,
             decoupled_learning_rate,
             result,
-            StepEnd(self.parallel.device, figures),
+            StepEnd(parallel.device, figures),
         )
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
-        figures = StepFigures(**step.end.figures())
+        figures = step.figures()
         seconds = step.end.seconds_after(self._last_end)
         self._last_end = step.end
-        self.predictions.took(seconds)
-        update = None
+        self._seconds.append(seconds)
+        update, progress = None, self.progress
         if figures.skipped:
-            update = self._skipped.judge(
-                step.iteration, step.samples, figures, step.result, self.progress
+            update = self.skipped.judge(
+                step.iteration, step.samples, figures, step.result, progress
             )
             log.skipped(update)
-            self._hold_schedule(step.batch_size)
-        self.progress = counted(self.progress, figures, update)
-        log.iteration(
-            step.record(
-                figures,
-                seconds=seconds,
-                seq_length=self.config.data.seq_length,
-                activation_bytes=self.activation_bytes,
-            ),
-            LogExtras(
-                figures.params_norm, None if figures.num_zeros is None else int(figures.num_zeros)
-            ),
-            peak=self.predictions.peak,
+            if self.optimizer.loss_scale is not None:  # it must not advance the learning rate
+                samples = self.schedule.skipped_samples + step.batch_size
+                self.schedule = replace(self.schedule, skipped_samples=samples)
+        self.progress = replace(
+            progress,
+            skipped_iterations=progress.skipped_iterations + int(figures.skipped),
+            nan_iterations=progress.nan_iterations + (not math.isfinite(figures.loss)),
+            skipped_in_a_row=0 if update is None else update.in_a_row,
         )
+        record = step.record(
+            figures,
+            seconds=seconds,
+            seq_length=self.config.data.seq_length,
+            kept=self.activation_bytes,
+        )
+        log.iteration(record, peak=self.peak)
         # This may end the run, so it comes after the row of the step is in the log.
         if update is not None:
-            self._skipped.check(update)
-        self._watchers.log(log, step.iteration)
+            self.skipped.check(update)
+        interval = self.config.logging.log_interval
+        if step.iteration % interval == 0:
+            for line in self.slow_ranks.lines() if self.slow_ranks is not None else ():
+                log.line(line)
+            if self.timers is not None:
+                log.times(self.timers.report(interval), step.iteration)
 
-    def _hold_schedule(self, num_samples: int) -> None:
-        """Keeps a skipped update from advancing the learning rate, under a loss scale."""
-        if self.optimizer.loss_scale is not None:
-            skipped = self.schedule.skipped_samples + num_samples
-            self.schedule = replace(self.schedule, skipped_samples=skipped)
-            self._checkpoints.schedule = self.schedule
+    def _compare_kept_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
+        """Compares predicted with measured kept bytes right after the step that measured them.
 
-    def _evaluate(
-        self, name: str, dataset: SampleDataset | None, log: RunLog, exits: Exits
-    ) -> str | None:
-        """Logs a loss over `dataset`. Returns a reason if something ended the run meanwhile."""
-        return self._evaluations.log_loss(
+        A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
+        Issues one all-reduce over all ranks.
+        """
+        self.activation_bytes = meter.result(self.config, self.parallel)
+        fault = self.activation_bytes.fault
+        if fault is not None and self.config.recompute.recompute_verify:
+            raise TrainingError(f"--recompute-verify: {fault}")
+        if fault is not None:
+            log.line(f"warning: {fault}")
+
+    @property
+    def _measures_peak(self) -> bool:
+        """Tells whether the second step measures its peak: always on CUDA, and by a flag on a
+        CPU."""
+        if self.config.training.torch_compile:  # the temporaries of compiled code are not known
+            return False
+        return self.parallel.device.type == "cuda" or self.config.logging.log_peak_memory
+
+    def _compare_peak(self, meter: PeakMeter, log: RunLog) -> None:
+        """Logs the peak of the step that measured it. Issues one all-reduce over all ranks."""
+        assert meter.peak_bytes is not None
+        predicted = own_step_peak(self.config, self.parallel, self._most_microbatches)
+        self.peak = peak_of_all_ranks(predicted.num_bytes, meter.peak_bytes, self.parallel)
+        log.line(f"peak of a step, highest of all ranks: {self.peak}")
+
+    @property
+    def _most_microbatches(self) -> int:
+        return self.batches.num_microbatches(self.batches.largest)
+
+    def _advice(self, iteration: int) -> str:
+        """Returns the message about memory that ran out in an iteration."""
+        return advice(
+            self.config,
+            own_step_peak(self.config, self.parallel, self._most_microbatches),
+            num_ranks=self.parallel.world_size,
+            device=self.parallel.device,
+            when=f"in iteration {iteration} on rank {self.parallel.rank}",
+        )
+
+    def _compare_replicas(self) -> None:
+        """Raises TrainingError if ranks that should hold the same weights no longer do."""
+        if self.replicas is not None and (fault := self.replicas.fault()) is not None:
+            raise TrainingError(
+                f"iteration {self.progress.iteration}: ranks no longer hold the same weights: "
+                f"{fault}. Continue from a checkpoint before it, without the node of that rank if "
+                "it happens again"
+            )
+
+    def _evaluate_within(self, log: RunLog, exits: Exits) -> str | None:
+        """Evaluates the validation loss in the middle of the run.
+
+        Returns the reason if the evaluation was left unfinished, else None.
+        """
+        reason = self._evaluate("validation", log, exits)
+        if reason is None:
+            self.progress = replace(self.progress, evaluation_is_due=False)
+        return reason
+
+    def _evaluate(self, name: str, log: RunLog, exits: Exits) -> str | None:
+        """Logs the validation or test loss. Returns what ended the run meanwhile, else None."""
+        dataset = self.datasets.valid if name == "validation" else self.datasets.test
+        return self.evaluations.log_loss(
             name, dataset, iteration=self.progress.iteration, log=log, exits=exits
         )
 
     def _load(self) -> list[str]:
-        with told_by_rank_0("loading the checkpoint", self.parallel):
-            loaded = self._checkpoints.load(self.start)
-        if loaded is None:
+        """Loads the step that `--load` chose, if it is given. Returns lines for the log."""
+        if self.config.checkpoint.load is None:
             return []
+        with told_by_rank_0("loading the checkpoint", self.parallel.rank):
+            loaded = load_checkpoint(
+                self.start,
+                self.config,
+                self.parallel,
+                self.model,
+                self.optimizer,
+                data=self.datasets.identity,
+            )
         self.progress = loaded.progress
-        return list(loaded.notices)
+        if not self.config.checkpoint.continues:
+            return list(loaded.notices)
+        self._saved_at = loaded.progress.iteration
+        moved = moved_notices(loaded.computed_on, described(self.parallel.device))
+        return [*loaded.notices, *moved]
+
+    def _save(self, log: RunLog) -> None:
+        """Saves the run under `--save`, unless this iteration has been saved already.
+
+        Raises TrainingError if a weight is not finite. If a rank cannot write, a line of the log
+        says so, and the run goes on.
+        """
+        directory, iteration = self.config.checkpoint.save, self.progress.iteration
+        if directory is None or iteration == 0:
+            return
+        self.saver.wait(log.line)
+        if iteration == self._saved_at and self.saver.failure is None:
+            return
+        if not math.isfinite(self.optimizer.params_norm().item()):
+            raise TrainingError(
+                f"iteration {iteration}: a weight is not finite, so no checkpoint is written. "
+                "Lower --lr, and continue from an earlier checkpoint"
+            )
+        self._compare_replicas()
+        self.pulse.at(f"iteration {iteration} (saving)", limited=False)
+        log.line(f"saving checkpoint at iteration {iteration:7d} to {directory}")
+        began = time.perf_counter()
+        with log.slow("saving the checkpoint"):
+            snapshot = take_snapshot(
+                self.config,
+                self.parallel,
+                self.model,
+                self.optimizer,
+                self.progress,
+                data=self.datasets.identity,
+                copy=self.saver.copies,
+                schedule=self.schedule,
+                computed_on=described(self.parallel.device),
+                tokenizer=self.tokenizer,
+            )
+            self.saver.save(snapshot, log.line)
+        if self.saver.copies:
+            log.line(
+                f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the "
+                "copy, which is now written"
+            )
+        self._saved_at = iteration
 
     def _open_log(self) -> RunLog:
         return open_log(
@@ -361,6 +481,6 @@ class Trainer:
             self.batches,
             self.progress,
             num_iterations=self.num_iterations,
-            shows_peak=self.predictions.measures_peak,
+            shows_peak=self._measures_peak,
             invocation=self.invocation,
         )

@@ -14,14 +14,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.blend import Dataset
-from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.optim.layouts import Piece
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.sample_order import SampleOrder
@@ -88,27 +88,21 @@ class SkippedUpdate:
 
 
 class SkippedUpdates:
-    """Judges the skipped updates of a run.
-
-    loss_scale_minimum: the lowest loss scale of a float16 run. None for any other run.
-    order: the samples of a micro-batch.
-    """
+    """Judges the skipped updates of a run. order: the samples of a micro-batch of `dataset`."""
 
     def __init__(
         self,
         config: RunConfig,
         parallel: ParallelState,
-        pieces: Sequence[Piece],
+        optimizer: Optimizer,
         dataset: Dataset,
-        *,
-        loss_scale_minimum: float | None,
-        order: SampleOrder = microbatch_indices,
+        order: SampleOrder,
     ) -> None:
-        self._config, self._order = config.training, order
-        self._parallel = parallel
-        self._pieces = pieces
-        self._dataset = dataset
-        self._minimum = loss_scale_minimum
+        self._config, self._parallel = config.training, parallel
+        self._pieces, self._dataset, self._order = optimizer.layout.pieces, dataset, order
+        # The lowest loss scale of a float16 run. None for any other run.
+        scaling = optimizer.loss_scale
+        self._minimum = None if scaling is None else scaling.minimum
 
     def _read_at(self, samples: range) -> list[int]:
         """Returns the samples that all data-parallel ranks read in an iteration."""
@@ -198,16 +192,6 @@ class SkippedUpdates:
             f"{update.grad_norm}{at_scale}{found}, so no weight was changed. Lower --lr or raise "
             f"--lr-warmup-iters; {fix}"
         )
-
-
-def counted(progress: Progress, figures: StepFigures, update: SkippedUpdate | None) -> Progress:
-    """Returns the progress after a step. update: the step's skipped update, or None."""
-    return replace(
-        progress,
-        skipped_iterations=progress.skipped_iterations + int(figures.skipped),
-        nan_iterations=progress.nan_iterations + (not math.isfinite(figures.loss)),
-        skipped_in_a_row=0 if update is None else update.in_a_row,
-    )
 
 
 def skipped_batches_path(config: RunConfig) -> str | None:

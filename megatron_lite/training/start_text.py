@@ -13,7 +13,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import changed_settings
 from megatron_lite.config.units import plural
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.log_file import log_file_path
+from megatron_lite.training.log_files import log_file_path
 
 LONGEST_VALUE = 60
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.training.metrics import IterationRecord
+from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.observe import ActivationBytes
 from megatron_lite.training.skipped import StepFigures
 from megatron_lite.training.step import StepResult
@@ -76,20 +76,17 @@ class StartedStep(NamedTuple):
         """The numbers of the step's samples, in the order in which the run reads its data."""
         return range(self.consumed_samples - self.batch_size, self.consumed_samples)
 
+    def figures(self) -> StepFigures:
+        """Returns the figures of the step. On a GPU it waits for the end of its work."""
+        return StepFigures(**self.end.figures())
+
     def record(
-        self,
-        figures: StepFigures,
-        *,
-        seconds: float,
-        seq_length: int,
-        activation_bytes: ActivationBytes | None,
+        self, figures: StepFigures, *, seconds: float, seq_length: int, kept: ActivationBytes | None
     ) -> IterationRecord:
         """Returns the record of the step.
 
-        figures: its figures, read from the device.
-        seconds: the time of the iteration.
+        seconds: the time of the iteration. kept: the bytes that a micro-batch keeps, if measured.
         """
-        kept = activation_bytes
         return IterationRecord(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
@@ -98,6 +95,8 @@ class StartedStep(NamedTuple):
             grad_norm=figures.grad_norm,
             learning_rate=self.learning_rate,
             decoupled_learning_rate=self.decoupled_learning_rate,
+            params_norm=figures.params_norm,
+            num_zeros=None if figures.num_zeros is None else int(figures.num_zeros),
             loss_scale=figures.loss_scale,
             iteration_ms=seconds * 1000.0,
             tokens_per_second=self.batch_size * seq_length / seconds,

@@ -142,7 +142,7 @@ class StageRunner:
         micro-batches enlarges it.
     loss_in_one_pass: whether the forward of a loss in chunks also computes the gradients of the
         head (RunConfig.loss_in_one_pass).
-    timed: times the parts of a step, by the names of training/timers.py.
+    timed: times the parts of a step, by the names of training/timers.py; not those of evaluations.
     """
 
     def __init__(
@@ -327,7 +327,9 @@ class StageRunner:
             plan = chunk.decoder.plan
             if action in whole:
                 plan = keep_everything(chunk.stage.num_layers)
-            run = partial(self._stage, chunk, plan, batches, number, step_loss, hidden_states)
+            run = partial(
+                self._stage, chunk, plan, batches, number, step_loss, hidden_states, timed
+            )
             with timed("forward-compute"):
                 return run() if meter is None or number else meter.forward(chunk, plan, run)
 
@@ -341,13 +343,15 @@ class StageRunner:
         number: int,
         step_loss: MicroBatchLoss,
         hidden_states: Tensor | None,
+        timed: Timed,
     ) -> Tensor:
         """Runs one stage on a micro-batch. Returns hidden states, or the loss on the last stage."""
         is_last = chunk.stage.is_last
         if hidden_states is not None and not is_last and not self._everywhere:
             return chunk.run_stage(hidden_states, None, plan)
         # The stage holds only those tensors of the micro-batch that it uses.
-        inputs, labels, mask, documents = batches[number]
+        with timed("batch-generator"):
+            inputs, labels, mask, documents = batches[number]
         inputs = inputs if hidden_states is None else hidden_states
         if not is_last:
             del labels, mask  # they would live on while the stage runs

@@ -15,8 +15,6 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
-from megatron_lite.training.evaluate import evaluate
-from megatron_lite.training.step import StageRunner
 from tests.support.models import whole_tensor
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
@@ -48,11 +46,7 @@ def run_of(model: dict[str, Any], **fields: Any) -> RunConfig:
 def validated(rank: int, world_size: int, config: RunConfig) -> float:
     trainer = run_to_end(config)
     assert trainer.datasets.valid is not None
-    runner = StageRunner.of(config, trainer.model, trainer.parallel)
-    count = trainer.batches.num_microbatches(trainer.batches.full)
-    return evaluate(
-        runner, trainer.datasets.valid, num_iterations=1, num_microbatches=count, micro_batch_size=1
-    ).loss
+    return trainer.evaluations.loss(trainer.datasets.valid).loss
 
 
 ZERO_1 = DataParallelConfig(

@@ -18,8 +18,7 @@ from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.model.documents import document_mask
-from megatron_lite.training.batches import cut
-from megatron_lite.training.document_positions import DocumentRules
+from megatron_lite.training.batches import DocumentRules, cut
 from tests.support.corpora import written
 from tests.support.documents import EOD, packed_text
 

@@ -234,8 +234,8 @@ def terminal_row() -> str:
     """Returns the heading and one row of the terminal, of made-up figures."""
     import torch
 
-    from megatron_lite.training.iteration_line import RunFacts, short_row
-    from megatron_lite.training.metrics import IterationRecord
+    from megatron_lite.training.iteration_line import Interval, IterationRecord, short_row
+    from megatron_lite.training.run_facts import RunFacts
 
     facts = RunFacts(
         num_iterations=300,
@@ -263,7 +263,9 @@ def terminal_row() -> str:
         activation_bytes_predicted=round(14.332 * 2**20),
         activation_bytes_measured=round(14.332 * 2**20),
     )
-    return "\n".join(short_row([record], facts, None, columns=100, shows_peak=False))
+    return "\n".join(
+        short_row(Interval([record], facts), facts, None, columns=100, shows_peak=False)
+    )
 
 
 TEXTS: dict[str, Callable[[], str]] = {

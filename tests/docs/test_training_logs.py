@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_lite.parallel.messages import FIRST_AFTER_S, GROWTH
 from megatron_lite.training.iteration_line import PEAK_OF
-from megatron_lite.training.logging import HEADING_EVERY
-from megatron_lite.training.slow_work import FIRST_AFTER_S, GROWTH
+from megatron_lite.training.log import HEADING_EVERY
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training-logs.md").read_text()
 

@@ -43,7 +43,7 @@ def measured(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> dict[str, in
         found["copy"] = copied.peak_bytes
         return snapshot
 
-    monkeypatch.setattr("megatron_lite.training.run_checkpoints.take_snapshot", take_snapshot)
+    monkeypatch.setattr("megatron_lite.training.loop.take_snapshot", take_snapshot)
     with parallel_state(config.parallel, seed=1) as parallel:
         trainer = build_trainer(config, parallel)
         meter = PeakMeter(trainer.model, trainer.optimizer, parallel.device)

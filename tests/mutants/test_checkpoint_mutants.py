@@ -17,7 +17,7 @@ from megatron_lite.checkpointing import directory, manifest, write
 from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader
 from megatron_lite.data import durable_files as data_files
-from megatron_lite.training import appended, metrics
+from megatron_lite.training import log_files
 from tests.checkpointing import test_durable_order as order
 from tests.checkpointing import test_retention, test_stale_start
 from tests.checkpointing.conftest import saved  # noqa: F401
@@ -117,15 +117,15 @@ def set_aside_steps_go_at_once(_):
     return _AtZero()
 
 
-@replaces("ftruncate", appended.os)
+@replaces("ftruncate", log_files.os)
 def a_row_that_did_not_fit_stays(_, descriptor, size):
     pass
 
 
-@replaces("_replace", metrics)
-def the_old_text_moves_away_before_the_new_one_is_there(_: Any, path: Path, text: str) -> None:
-    os.replace(path, path.with_name(path.name + ".previous"))
-    path.write_text(text)
+@replaces("_replace", log_files)
+def the_old_text_moves_away_before_the_new_one_is_there(_: Any, path: str, text: str) -> None:
+    os.replace(path, path + ".previous")
+    Path(path).write_text(text)
 
 
 RENAMES = test_stale_start.test_held_before_any_change_of_a_name_a_stale_start_changes_nothing

@@ -16,7 +16,7 @@ import pytest
 from megatron_lite.pages.run_page import run_figure, run_page
 from megatron_lite.pages.run_record import RunRecord, read_run
 from megatron_lite.tools import report
-from megatron_lite.training.run_summary import RunSummary, write_summary
+from megatron_lite.training.summary import RunSummary
 from tests.support.limits import HANG_S
 from tests.support.parsed_page import ParsedPage
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
@@ -143,7 +143,7 @@ def test_predicted_and_measured_figures_are_on_the_page(tmp_path: Path) -> None:
         step_ms_measured=12.5,
         machine=None,
     )
-    write_summary(summary, str(metrics))
+    summary.write(str(metrics))
     run = read(tmp_path)
     text = "".join(ParsedPage(run_page(run)).text.split("\n"))
     for words in (

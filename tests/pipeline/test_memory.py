@@ -16,9 +16,8 @@ from megatron_lite.memory.predict.pipeline_memory import ticks
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.pipeline.order import Action
-from megatron_lite.training.batches import MicroBatch, cut
+from megatron_lite.training.batches import DocumentRules, MicroBatch, cut, document_rules
 from megatron_lite.training.build_trainer import build_stages
-from megatron_lite.training.document_positions import DocumentRules, document_rules
 from megatron_lite.training.step import StageRunner
 from tests.support.limits import HANG_S
 from tests.support.ranks import run_ranks

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.batches import MicroBatch, cut
-from megatron_lite.training.document_positions import DocumentRules
+from megatron_lite.training.batches import DocumentRules, MicroBatch, cut
 from tests.support.models import BATCH, SEQ_LENGTH, VOCAB_SIZE
 
 EOD = 5

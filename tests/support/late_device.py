@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.training import evaluations, loop
+from megatron_lite.training import loop
+from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.started_step import StepEnd
 
 NOT_DONE = 0.0
@@ -43,7 +44,7 @@ class LateDevice:
         for name in ("item", "tolist", "__float__", "__bool__"):
             patch.setattr(Tensor, name, self._read(getattr(Tensor, name)))
         patch.setattr(loop, "train_step", self._step(loop.train_step))
-        patch.setattr(evaluations, "evaluate", self._evaluation(evaluations.evaluate, between))
+        patch.setattr(Evaluations, "loss", self._evaluation(Evaluations.loss, between))
         patch.setattr(loop.Trainer, "_finish_step", self._finish(loop.Trainer._finish_step))
 
     def come_to(self, copies: int, steps: int) -> None:

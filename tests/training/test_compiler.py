@@ -15,7 +15,8 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.compiled import missing_compiler
-from megatron_lite.training.compiler import compile_layers_, memory_budget
+from megatron_lite.parallel.torch_internals import compiler_settings
+from megatron_lite.training.build_trainer import compile_layers_
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.runs import run_to_end, tiny_run
 
@@ -32,7 +33,8 @@ def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[t
         model = build_tiny_model(tiny_config(num_layers=1), parallel, dtype=torch.float64)
         if compiled:
             compile_layers_(model)
-        with memory_budget(budget), kept_for_backward(exclude=model.parameters()) as meter:
+        patch = compiler_settings().patch(activation_memory_budget=budget)
+        with patch, kept_for_backward(exclude=model.parameters()) as meter:
             loss = model.loss(*sample_tokens()).mean()
         kept = meter.total_bytes()
         loss.backward()

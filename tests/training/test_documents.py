@@ -15,15 +15,16 @@ import torch
 from torch import Tensor
 
 from arguments import parse_args
+from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.batches import MicroBatch, MicroBatches, cut
-from megatron_lite.training.document_positions import document_rules
+from megatron_lite.supervision.watch import Pulse
+from megatron_lite.training.batches import MicroBatch, MicroBatches, cut, document_rules
 from megatron_lite.training.dry_run import dry_run
-from megatron_lite.training.evaluate import evaluate
+from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.loss_mask import MaskedMean, masked_mean
 from tests.support.changes import with_fields
 from tests.support.documents import ALL, EOD, documents_of, packed_batch, packed_text
@@ -40,7 +41,7 @@ from tests.support.models import (
 from tests.support.pairs import only
 from tests.support.pipelines import Layout, runner_of
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end
+from tests.support.runs import rows, run_to_end, tiny_run
 
 FLAGS = "--eod-mask-loss --reset-position-ids --reset-attention-mask"
 RUN = (
@@ -280,8 +281,15 @@ class Texts:
 
 def test_an_evaluation_is_the_mean_over_the_tokens_that_count() -> None:
     with runner_of(Layout(), variant_config("gpt2")) as runner:
-        shape = dict(num_iterations=2, num_microbatches=2, micro_batch_size=BATCH)
-        found = evaluate(runner, Texts(), rules=ALL, **shape)
+        found = Evaluations(
+            config=tiny_run(
+                training=dict(eval_iters=2, micro_batch_size=BATCH, global_batch_size=BATCH)
+            ),
+            runner=runner,
+            batches=BatchSchedule.constant(2 * BATCH, samples_per_microbatch=BATCH),
+            pulse=Pulse(),
+            rules=ALL,
+        ).loss(Texts())
         (chunk,) = runner.model
         total, count = 0.0, 0
         for index in range(4 * BATCH):

@@ -3,7 +3,6 @@ that was whole."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,9 +15,9 @@ import pytest
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.training import appended
-from megatron_lite.training.metrics import MetricsFile
-from megatron_lite.training.scalars import Scalars
+from megatron_lite.training import log_files
+from megatron_lite.training.log_files import MetricsFile
+from megatron_lite.training.scalars import TensorBoard
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.syscalls import recorded
 
@@ -44,7 +43,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], None]:
                 raise OSError(28, "No space left on device")
             return written(descriptor, data)
 
-        monkeypatch.setattr(appended.os, "write", write)
+        monkeypatch.setattr(log_files.os, "write", write)
 
     return make
 
@@ -77,7 +76,7 @@ def test_a_write_that_takes_a_part_is_finished(
 ) -> None:
     written = os.write
     monkeypatch.setattr(
-        appended.os, "write", lambda descriptor, data: written(descriptor, data[:7])
+        log_files.os, "write", lambda descriptor, data: written(descriptor, data[:7])
     )
     run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
     assert [row["iteration"] for row in rows(tmp_path / "m")] == [1, 2, 3, 4]
@@ -115,13 +114,11 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_on(
     tmp_path: Path,
 ) -> None:
-    config = run_config(tensorboard_dir=str(tmp_path))
     for done, loss in ((0, 5.0), (2, 7.0)):
-        scalars = Scalars(config, Progress(iteration=done, consumed_samples=4 * done))
+        start = Progress(iteration=done, consumed_samples=4 * done)
+        scalars = TensorBoard(str(tmp_path), start)
         for step in range(done + 1, 4):
-            assert not list(
-                scalars.write({"lm loss": loss, "x": None}, iteration=step, consumed=4 * step)
-            )
+            scalars.write({"lm loss": loss}, iteration=step, consumed=4 * step, by_samples=())
         assert losses(tmp_path)[-1] == (3, loss), "before the file is closed"
         scalars.close()
     assert losses(tmp_path) == [(1, 5.0), (2, 5.0), (3, 7.0)]
@@ -151,7 +148,7 @@ def test_a_full_disk_at_the_start_ends_no_run_either(
     def full_disk(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron_lite.training.metrics.written_beside", full_disk)
+    monkeypatch.setattr("megatron_lite.training.log_files.written_beside", full_disk)
     assert run_to_end(run_config(metrics_jsonl=str(path))).progress.iteration == 4
     assert "No space left on device" in capsys.readouterr().out
     assert path.read_text() == ROWS
@@ -177,10 +174,7 @@ class Killed(BaseException):
     """In place of a SIGKILL."""
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(
-    tmp_path: Path, links: bool
-) -> None:
+def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_path: Path) -> None:
     """Before every call that changes a name. The old text is there under one name, and the next
     start ends as without a kill."""
     number, finished = 0, False
@@ -196,15 +190,13 @@ def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(
                 name: str, real: Callable[..., None], count=count, number=number
             ) -> Callable[..., None]:
                 def call(*args: object, **kwargs: object) -> None:
-                    if name == "link" and not links:
-                        raise OSError(1, "Operation not permitted")
                     if next(count) == number:
                         raise Killed
                     real(*args, **kwargs)
 
                 return call
 
-            for name in ("link", "replace", "unlink"):
+            for name in ("replace", "unlink"):
                 patch.setattr(os, name, wrapped(name, getattr(os, name)))
             try:
                 MetricsFile(str(path), after_iteration=3)
@@ -214,10 +206,7 @@ def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(
         MetricsFile(str(path), after_iteration=3)
         assert path.read_text() == ROWS[: len(ROWS) // 5 * 3]
         assert (folder / "m.previous").read_text() == ROWS
-        assert (
-            sorted(other.name for other in folder.iterdir())
-            in ([["m", "m.previous"], ["m", "m.previous", "m.previous2"]][: 1 if links else 2])
-        )
+        assert sorted(other.name for other in folder.iterdir()) == ["m", "m.previous"]
         number += 1
     assert number > 2
 
@@ -231,39 +220,3 @@ def test_the_new_text_is_on_the_disk_before_it_takes_the_files_name(tmp_path: Pa
     assert renamed is not None
     assert calls[renamed - 1].name == "fsync" and calls[renamed - 1].times == calls[renamed].times
     assert (calls[renamed + 1].name, calls[renamed + 1].path) == ("fsync", str(tmp_path))
-
-
-def test_texts_that_were_kept_are_as_many_as_steps(tmp_path: Path) -> None:
-    """--save-keep-last counts for them too; without it all stay."""
-    path = tmp_path / "m"
-    for keep_last, numbers in ((None, ["", "2", "3", "4"]), (2, ["4", "5"]), (1, ["6"])):
-        while len(list(tmp_path.glob("*"))) < 2 or (
-            keep_last is None and not (tmp_path / "m.previous4").exists()
-        ):
-            path.write_text(ROWS)
-            MetricsFile(str(path), after_iteration=2)
-        if keep_last is not None:
-            path.write_text(ROWS)
-            MetricsFile(str(path), after_iteration=2, keep_last=keep_last)
-        assert sorted(tmp_path.glob("m.previous*")) == [
-            tmp_path / f"m.previous{number}" for number in numbers
-        ]
-        assert all(old.read_text() == ROWS for old in tmp_path.glob("m.previous*"))
-
-
-def test_a_resumed_run_hands_the_flag_on(tmp_path: Path) -> None:
-    metrics, steps = tmp_path / "m", str(tmp_path / "steps")
-    config = tiny_run(
-        training=dict(train_iters=3, eval_iters=0),
-        metrics=metrics,
-        checkpoint=dict(save=steps, save_interval=1),
-    )
-    run_to_end(config)
-    for _ in range(3):
-        with metrics.open("a") as file:
-            file.write(json.dumps(dict(iteration=9)) + "\n")
-        run_to_end(
-            replace(config, checkpoint=replace(config.checkpoint, load=steps, save_keep_last=1))
-        )
-    assert [path.name for path in tmp_path.glob("m.previous*")] == ["m.previous3"]
-    assert [row["iteration"] for row in rows(metrics)] == [1, 2, 3]

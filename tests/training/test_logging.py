@@ -14,9 +14,8 @@ import torch
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.plan.hardware import MACHINES
-from megatron_lite.training.iteration_line import LogExtras, RunFacts, iteration_line
-from megatron_lite.training.metrics import IterationRecord
-from megatron_lite.training.peak_rate import peak_rate
+from megatron_lite.training.iteration_line import Interval, IterationRecord, iteration_line
+from megatron_lite.training.run_facts import RunFacts, peak_rate
 from tests.support.changes import with_fields
 from tests.support.gpus import show_gpus
 from tests.support.ranks import run_ranks
@@ -54,7 +53,7 @@ def record(**changes: Any) -> IterationRecord:
 
 def own_fields(records: list[IterationRecord], facts: RunFacts = FACTS) -> list[str]:
     """The fields after Megatron's last one, up to the peak memory."""
-    fields = iteration_line(records, facts, LogExtras(), throughput=False).split(" | ")
+    fields = iteration_line(Interval(records, facts), facts, throughput=False).split(" | ")
     start = next(
         place for place, field in enumerate(fields) if field.startswith("number of nan iterations")
     )
@@ -79,12 +78,8 @@ def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
     batches of 4."""
     ramp = [record(global_batch_size=1), record(global_batch_size=3, consumed_samples=16)]
     assert own_fields(ramp) == ["tokens/s/GPU: 320.0", "MFU: 15.0%", "HFU: 20.5%"]
-    line = iteration_line(
-        ramp,
-        with_fields(FACTS, num_samples=16 + 4 * 36_000, flops=30 * 10**9),
-        LogExtras(),
-        throughput=True,
-    )
+    facts = with_fields(FACTS, num_samples=16 + 4 * 36_000, flops=30 * 10**9)
+    line = iteration_line(Interval(ramp, facts), facts, throughput=True)
     assert "throughput per GPU (TFLOP/s/GPU): 0.1500" in line  # 30 GFLOP in 100 ms by 2 ranks
     assert "global batch size:     3 |" in line
     assert "ETA: 1:00:00" in line  # 36,000 full batches of 100 ms

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import changed_settings
-from megatron_lite.parallel.messages import told_on_terminal
+from megatron_lite.parallel.messages import told_if_slow, told_on_terminal
 from megatron_lite.training import terminal
-from megatron_lite.training.iteration_line import LogExtras, RunFacts, clock, short_row
-from megatron_lite.training.logging import HEADING_EVERY, RunLog
+from megatron_lite.training.iteration_line import Interval, IterationRecord, clock, short_row
+from megatron_lite.training.log import HEADING_EVERY, RunLog
 from megatron_lite.training.peak_memory import PeakMemory
-from megatron_lite.training.slow_work import told_if_slow
+from megatron_lite.training.run_facts import RunFacts
 from megatron_lite.training.start_text import arguments_table, short_settings
 from tests.support.changes import with_fields
 from tests.support.limits import HANG_S
@@ -65,7 +64,9 @@ PEAK = PeakMemory(predicted=79 * 2**30, measured=79 * 2**30 + 5 * 2**20)
 def test_a_short_row_fits_its_columns(case: str, shows_peak: bool) -> None:
     facts, one = (FACTS, record()) if case == "small" else (LARGE, LARGE_RECORD)
     for columns in range(40, 130):
-        heading, row = short_row([one], facts, PEAK, columns=columns, shows_peak=shows_peak)
+        heading, row = short_row(
+            Interval([one], facts), facts, PEAK, columns=columns, shows_peak=shows_peak
+        )
         assert len(heading) == len(row) <= columns
         assert heading.split()[:3] == ["iteration", "loss", "ms/step"]
         assert columns < 80 or ("ETA" in heading and "norm" in heading)
@@ -73,7 +74,9 @@ def test_a_short_row_fits_its_columns(case: str, shows_peak: bool) -> None:
 
 
 def test_a_short_row_has_the_figures_of_the_run() -> None:
-    show = partial(short_row, columns=120)
+    def show(records: list[IterationRecord], facts: RunFacts, peak: Any, **options: Any) -> Any:
+        return short_row(Interval(records, facts), facts, peak, columns=120, **options)
+
     records = [record(iteration_ms=50.0), record(iteration_ms=150.0, lm_loss=2.5)]
     heading, row = show(records, FACTS, PEAK, shows_peak=True)
     assert re.split("  +", heading.strip()) == [
@@ -100,9 +103,9 @@ def test_the_heading_is_repeated_and_skipped_updates_are_counted(
     facts = with_fields(FACTS, num_iterations=10**6)
     with RunLog(config, facts, enabled=True, start=start) as log:
         for number in range(1, 4 * HEADING_EVERY + 1):
-            log.iteration(record(iteration=number), LogExtras())
+            log.iteration(record(iteration=number))
         for number, changes in ((101, {}), (102, dict(nan=1, lm_loss=float("nan")))):
-            log.iteration(record(iteration=number, skipped=1, **changes), LogExtras())
+            log.iteration(record(iteration=number, skipped=1, **changes))
     lines = capsys.readouterr().out.splitlines()
     headings = [place for place, line in enumerate(lines) if "tokens/s" in line]
     assert headings == [0, HEADING_EVERY + 1, 2 * HEADING_EVERY + 2]
@@ -315,13 +318,12 @@ def test_the_start_and_the_first_step_tell_that_they_are_slow(
         named.append(what)
         yield
 
-    for module in ("slow_work", "logging"):
-        monkeypatch.setattr(f"megatron_lite.training.{module}.told_if_slow", noted)
+    for module in ("parallel.messages", "training.log"):
+        monkeypatch.setattr(f"megatron_lite.{module}.told_if_slow", noted)
     run_to_end(tiny_run(training=dict(train_iters=2)))
     assert named == [
         "reading the data and building its sample index",
         "building the model and its optimizer",
-        "loading the checkpoint",
         "the first step of this start",
         "evaluating the validation loss over 1 global batches",
         "evaluating the test loss over 1 global batches",

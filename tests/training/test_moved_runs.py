@@ -16,7 +16,7 @@ import torch
 from megatron_lite.checkpointing.metadata import Metadata
 from megatron_lite.checkpointing.step_files import METADATA, step_directory
 from megatron_lite.config.checks import InputError
-from megatron_lite.training import processor, run_checkpoints
+from megatron_lite.training import loop, processor
 from tests.support.runs import run_to_end, tiny_run
 
 ELSEWHERE = "GenuineIntel CPU with AVX2, 1 thread a rank, torch 2.13.0"
@@ -36,10 +36,10 @@ def test_a_run_on_the_same_processor_is_told_nothing_and_one_on_another_both(
 ) -> None:
     _run(tmp_path)
     kept = Metadata.read(step_directory(tmp_path, 2)).computed_on
-    assert kept == run_checkpoints.described(torch.device("cpu"))
+    assert kept == loop.described(torch.device("cpu"))
     _run(tmp_path, iterations=3, load=True)
     assert _told(capsys.readouterr().out) == []
-    monkeypatch.setattr(run_checkpoints, "described", lambda *_: ELSEWHERE)
+    monkeypatch.setattr(loop, "described", lambda *_: ELSEWHERE)
     _run(tmp_path, iterations=4, load=True)
     (line,) = _told(capsys.readouterr().out)
     assert kept in line and ELSEWHERE in line
@@ -50,7 +50,7 @@ def test_a_run_that_starts_anew_from_the_weights_is_told_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(tmp_path)
-    monkeypatch.setattr(run_checkpoints, "described", lambda *_: ELSEWHERE)
+    monkeypatch.setattr(loop, "described", lambda *_: ELSEWHERE)
     _run(tmp_path, load=True, finetune=True)
     assert _told(capsys.readouterr().out) == []
 
@@ -58,10 +58,10 @@ def test_a_run_that_starts_anew_from_the_weights_is_told_nothing(
 def test_the_description_has_the_threads_and_the_version_of_torch() -> None:
     """It also is one line that a checkpoint can hold."""
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
-    assert run_checkpoints.described(cpu).endswith(f", torch {torch.__version__}")
+    assert loop.described(cpu).endswith(f", torch {torch.__version__}")
     try:
         torch.set_num_threads(3)
-        assert ", 3 threads a rank, " in run_checkpoints.described(cpu)
+        assert ", 3 threads a rank, " in loop.described(cpu)
     finally:
         torch.set_num_threads(threads)
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_without_a_description_is_loaded_in_silence(tmp_path: Path)
     del values["computed_on"]
     (step / METADATA).write_text(json.dumps(values))
     assert Metadata.read(step).computed_on == ""
-    assert run_checkpoints.moved_notices("", ELSEWHERE) == ()
+    assert loop.moved_notices("", ELSEWHERE) == ()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -13,13 +13,13 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
-from megatron_lite.training import predictions
 from megatron_lite.training.out_of_memory import (
     advice,
     is_out_of_memory,
     limit_notices,
     memory_limited,
 )
+from megatron_lite.training.peak_memory import PeakMemory
 from tests.support.commands import run_command
 from tests.support.layouts import LAYOUTS
 from tests.support.rank_faults import first_step_fails
@@ -191,7 +191,7 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
         logging=replace(config.logging, log_peak_memory=True),
         recompute=RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous),
     )
-    found = run_to_end(config).predictions.peak
+    found = run_to_end(config).peak
     assert found is not None
     assert found.predicted / found.measured == pytest.approx(1.0, abs=0.02)
 
@@ -207,8 +207,8 @@ def test_every_rank_takes_part_in_the_measurement(capfd: pytest.CaptureFixture[s
     def work(rank: int, world_size: int) -> tuple[int, int | None]:
         config = tiny_run(tp_size=2, training=dict(train_iters=2, eval_iters=0))
         trainer = run_to_end(replace(config, logging=replace(config.logging, log_peak_memory=True)))
-        found = trainer.predictions.peak
-        assert isinstance(found, predictions.PeakMemory)
+        found = trainer.peak
+        assert isinstance(found, PeakMemory)
         return found.predicted, found.measured
 
     first, second = run_ranks(work, 2, detail=False)
@@ -231,7 +231,7 @@ def test_the_measured_peak_counts_no_memory_twice_in_any_layout(layout: str) -> 
     config = replace(config, logging=replace(config.logging, log_peak_memory=True))
 
     def work(rank: int, world_size: int) -> float:
-        found = run_to_end(config).predictions.peak
+        found = run_to_end(config).peak
         assert found is not None
         return found.predicted / found.measured
 

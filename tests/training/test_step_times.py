@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.training import evaluations, loop
+from megatron_lite.training import loop
+from megatron_lite.training.evaluate import Evaluations
 from tests.support.late_device import LateDevice
 from tests.support.runs import run_to_end, tiny_run
 
@@ -89,7 +90,7 @@ def test_on_a_cpu_an_iteration_ends_with_its_own_work(
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(loop, "train_step", taking(loop.train_step, of_a_step))
-    monkeypatch.setattr(evaluations, "evaluate", taking(evaluations.evaluate, lambda: 1.0))
+    monkeypatch.setattr(Evaluations, "loss", taking(Evaluations.loss, lambda: 1.0))
     run_to_end(_config(tmp_path))
     assert [row["iteration_ms"] for row in _rows(tmp_path)] == pytest.approx(list(range(1, 21)))
 

@@ -97,7 +97,7 @@ def test_a_fault_of_the_package_is_said_once_and_ends_no_run(
     provide(monkeypatch, "wandb", FakeWandb("log"))
     assert run_to_end(_config(tmp_path)).progress.iteration == 4
     printed = capsys.readouterr().out
-    assert "warning: --wandb-project: iteration 2 is not written (no)" in printed
+    assert "warning: --wandb-project: iteration 2 could not be written (no)" in printed
     assert printed.count("warning: --wandb") == 1
 
 

@@ -1,0 +1,164 @@
+"""The files of a log: text, and JSON lines. A log file cannot end a run.
+
+A write that fails raises OSError, and RunLog makes one warning of it (log.py). The file then holds
+whole records only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_lite.checkpointing.directory import check_no_checkpoint
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.logging_settings import LOG_FILE
+from megatron_lite.config.run import RunConfig
+from megatron_lite.data.durable_files import written_beside
+from megatron_lite.training.iteration_line import IterationRecord
+from megatron_lite.training.skipped import SkippedUpdate
+
+# A row has these fields only if they are known.
+OPTIONAL = ("decoupled_learning_rate", "params_norm", "num_zeros")
+
+
+class LogFilePath(NamedTuple):
+    """The path of the log file, and the flag that decides it."""
+
+    path: str
+    flag: str
+
+
+def log_file_path(config: RunConfig) -> LogFilePath | None:
+    """Returns the path of the log file: --log-file, else train.log in the folder of the run.
+
+    That is the folder of --save, or else of --tensorboard-dir. Without either the run writes no
+    log file, and the result is None.
+    """
+    if config.logging.log_file is not None:
+        return LogFilePath(config.logging.log_file, "--log-file")
+    for folder, flag in (
+        (config.checkpoint.save, "--save"),
+        (config.logging.tensorboard_dir, "--tensorboard-dir"),
+    ):
+        if folder is not None:
+            return LogFilePath(os.path.join(folder, LOG_FILE), flag)
+    return None
+
+
+@contextmanager
+def _opening(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            f"{name}: cannot be written ({error.strerror}): choose another file"
+        ) from error
+
+
+class AppendedFile:
+    """A file to which whole records are appended without a buffer.
+
+    name: the file's name in messages.
+    Raises InputError if the file cannot be opened, or if it is a checkpoint's.
+    """
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        check_no_checkpoint(path, name)
+        self.name = name
+        with _opening(name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
+            )
+
+    def write(self, record: str) -> None:
+        """Appends a record. If it does not fit, its written part is cut off."""
+        status = os.fstat(self._descriptor)
+        try:
+            rest = memoryview(record.encode(errors="replace"))
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except OSError:
+            if stat.S_ISREG(status.st_mode):
+                with suppress(OSError):
+                    os.ftruncate(self._descriptor, status.st_size)
+            raise
+
+    def close(self) -> None:
+        """Closes the file. A file system that reports lost last bytes only now is ignored."""
+        with suppress(OSError):
+            os.close(self._descriptor)
+
+
+class MetricsFile(AppendedFile):
+    """A file with one JSON object a line. Floats have all their digits; NaN and infinity are null.
+
+    Opening keeps the rows up to `after_iteration` and drops later rows, which the run will write
+    again. A resumed run therefore leaves the same rows as an uninterrupted one. If rows are
+    dropped, the file as it was stays beside it as FILE.previous.
+    flag: the option that named the file, for messages.
+    """
+
+    def __init__(self, path: str, *, after_iteration: int, flag: str = "--metrics-jsonl") -> None:
+        target, name = Path(path), f"{flag} {path}"
+        check_no_checkpoint(target, name)
+        with _opening(name):
+            if (kept := _rows_up_to(target, after_iteration)) is not None:
+                _replace(path, kept)
+        super().__init__(target, name=name)
+
+    def write_row(self, record: IterationRecord | SkippedUpdate) -> None:
+        """Appends one row."""
+        row = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(record).items()
+            if value is not None or key not in OPTIONAL
+        }
+        self.write(json.dumps(row) + "\n")
+
+
+def _replace(path: str, text: str) -> None:
+    """Replaces the file's text and keeps the old file beside it.
+
+    A process that is killed meanwhile leaves either the old or the new text whole.
+    """
+    temporary = f"{path}.tmp"
+    with written_beside(f"{path}.previous", name=temporary):
+        shutil.copyfile(path, temporary)
+    with written_beside(path, name=temporary):
+        Path(temporary).write_text(text)
+
+
+def _rows_up_to(path: Path, iteration: int) -> str | None:
+    """Returns the rows to keep, or None if the file can stay as it is.
+
+    A last line that a kill cut short is dropped.
+    """
+    if not path.is_file():
+        return None
+    text = path.read_text(errors="replace")
+    lines = text.splitlines(keepends=True)
+    numbered = [(line, _iteration_of(line)) for line in lines]
+    if len(lines) > 1 and all(number is None for _, number in numbered):
+        raise InputError(
+            f"{path}: holds no metrics of a run, and would be emptied: choose another file"
+        )
+    kept = "".join(line for line, number in numbered if number is not None and number <= iteration)
+    return None if kept == text else kept
+
+
+def _iteration_of(line: str) -> int | None:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    number = value.get("iteration") if isinstance(value, dict) else None
+    return number if isinstance(number, int) and line.endswith("\n") else None
