@@ -112,4 +112,3 @@ def test_the_logged_times_add_up_to_the_time_of_the_loop(
     logged = [row["iteration_ms"] for row in _rows(tmp_path)]
     # The loop ends a little after its last step: it still logs that step.
     assert 0.8 * took[0] < sum(logged) <= took[0]
-    assert min(logged) > 0.1 * max(logged[1:])
