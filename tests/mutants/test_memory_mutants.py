@@ -14,17 +14,17 @@ from megatron_lite.memory.explain import difference
 from megatron_lite.memory.measure import step_meter
 from megatron_lite.memory.measure.kept_bytes import KeptBytesMeter
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.tensor_parallel import linear_cross_entropy
+from megatron_lite.tensor_parallel import cross_entropy
 from tests import test_unknown_choices
 from tests.memory import test_difference, test_kept_bytes, test_live_storages
 from tests.support.mutants import Mutant, assert_seen, replaces
-from tests.tensor_parallel import test_linear_cross_entropy
+from tests.tensor_parallel import test_cross_entropy
 from tests.training import test_dry_run
 
 Patch = pytest.MonkeyPatch
 
 
-@replaces("add_weight_product_", linear_cross_entropy)
+@replaces("add_weight_product_", cross_entropy)
 def chunks_add_up_in_bf16(
     add: Any, total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool
 ) -> None:
@@ -73,7 +73,7 @@ MUTANTS: list[Any] = [
     ),
     Mutant(
         chunks_add_up_in_bf16,
-        test_linear_cross_entropy.test_bf16_chunks_add_less_than_one_rounding_to_the_error_of_the_weights_gradient,
+        test_cross_entropy.test_bf16_chunks_add_less_than_one_rounding_to_the_error_of_the_weights_gradient,
         dict(seed=0, seq_length=64, vocab_size=512, spread=0.05),
     ),
     Mutant(

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
-from megatron_lite.recompute.schedule import segments
+from megatron_lite.recompute.recompute_plan import segments
 from megatron_lite.tools.translate_recompute import translated
 from megatron_lite.tools.translation import Translation
 from megatron_lite.tools.translators import OPERATORS, PARTITIONING, SYSTEMS, VARIANTS
