@@ -29,7 +29,7 @@ from megatron_lite.parallel.collectives import (
     Started,
     all_reduce_,
     start_all_reduce_,
-    start_reduce_scatter_own_part_,
+    start_reduce_scatter_into_,
 )
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
@@ -247,7 +247,7 @@ class GradBuffer:
         """
         sent = bucket.flat.bfloat16() if self._in_bf16 else bucket.flat
         if self._group is not None and self.shards > 1:
-            bucket.started = start_reduce_scatter_own_part_(sent, self._group)
+            bucket.started = start_reduce_scatter_into_(sent[bucket.own], sent, self._group)
         else:
             bucket.started = start_all_reduce_(sent, self._group)
 

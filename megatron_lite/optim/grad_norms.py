@@ -75,8 +75,8 @@ def count_zeros(
     zeros = torch.zeros((), dtype=torch.int64, device=parallel.device)
     for piece, value in zip(pieces, values, strict=True):
         if _counts_here(piece.spec, parallel):
-            for part in _without_padding(piece, value.reshape(-1), parallel):
-                zeros += part.numel() - part.count_nonzero()
+            true = value.reshape(-1)[: _true_elements(piece, parallel)]
+            zeros += true.numel() - true.count_nonzero()
     return _sum_over_model(zeros, parallel, shard_group)
 
 
@@ -89,23 +89,14 @@ def _sum_over_model(
     return value
 
 
-def _without_padding(piece: Piece, value: Tensor, parallel: ParallelState) -> list[Tensor]:
-    """Returns the parts of a flattened piece without vocabulary padding, whose gradient is 0."""
-    spec = piece.spec
-    if spec.tp_dim is None or spec.padded_length is None:
-        return [value]
-    assert spec.tp_dim == 0, "a vocabulary is padded along dim 0"
-    row = math.prod(spec.global_shape[1:])  # spans count rows, and pieces count elements
-    ranges = [
-        (
-            max(span.local_start * row, piece.start),
-            min((span.local_start + span.length) * row, piece.stop),
-        )
-        for span in spec.spans(parallel.tp_rank, parallel.tp_size)
-    ]
-    return [
-        value[start - piece.start : stop - piece.start] for start, stop in ranges if start < stop
-    ]
+def _true_elements(piece: Piece, parallel: ParallelState) -> int:
+    """Returns how many elements come before the vocabulary padding, whose gradient is 0."""
+    spec, stop = piece.spec, piece.stop
+    if spec.tp_dim is not None and spec.padded_length is not None:
+        assert spec.tp_dim == 0 and spec.tp_blocks == 1, "a vocabulary is padded along dim 0"
+        rows = sum(span.length for span in spec.spans(parallel.tp_rank, parallel.tp_size))
+        stop = min(stop, rows * math.prod(spec.global_shape[1:]))
+    return max(0, stop - piece.start)
 
 
 def _counts_here(spec: ParameterSpec, parallel: ParallelState) -> bool:

@@ -38,11 +38,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
-from megatron_lite.parallel.collectives import (
-    Started,
-    all_gather_first_dim,
-    start_all_gather_parts_,
-)
+from megatron_lite.parallel.collectives import Started, all_gather_first_dim, start_all_gather_into_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import foreach_copy_
@@ -241,7 +237,7 @@ class Zero1(Replicated):
                 weights.own.copy_(weights.masters)
             # A module that took no part in the step has not waited for the gather before this one.
             weights.finish()
-            weights.gather = start_all_gather_parts_(weights.flat, self._group)
+            weights.gather = start_all_gather_into_(weights.flat, weights.own, self._group)
             if not self._overlaps:
                 weights.finish()
 

@@ -12,7 +12,6 @@ broadcast copy nothing (description/sizes.py counts the copies).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,12 +29,8 @@ from megatron_lite.parallel.torch_internals import (
 )
 
 # torch 2.13 renamed the single-tensor forms; older releases have only the old names.
-_all_gather = partial(
-    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, async_op=True
-)
-_reduce_scatter = partial(
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor, async_op=True
-)
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _functional = torch.ops._c10d_functional
 
 
@@ -62,10 +57,11 @@ def all_reduce_(
 
     Each of the n ranks moves 2(n-1)/n of the tensor's bytes.
     """
-    if group is not None:
-        assert not results_may_be_kept(), (
-            "a selective checkpoint does not see what a collective writes in place: use all_reduce"
-        )
+    if group is None:
+        return tensor
+    assert not results_may_be_kept(), (
+        "a selective checkpoint does not see what a collective writes in place: use all_reduce"
+    )
     return start_all_reduce_(tensor, group, op).wait()
 
 
@@ -110,44 +106,37 @@ def start_all_reduce_(
     return Started(tensor, (dist.all_reduce(tensor, op=op, group=group, async_op=True),))
 
 
+def start_all_gather_into_(gathered: Tensor, own: Tensor, group: ProcessGroup) -> Started:
+    """Begins to fill `gathered` [n * size, ...] with every rank's `own` [n, ...], in rank order.
+
+    Both are contiguous. `own` may be this rank's part of `gathered`.
+    """
+    return Started(gathered, (_all_gather(gathered, own, group=group, async_op=True),), own)
+
+
+def start_reduce_scatter_into_(own: Tensor, tensor: Tensor, group: ProcessGroup) -> Started:
+    """Begins to fill `own` [n, ...] with this rank's part of the sum of `tensor` [n * size, ...].
+
+    Both are contiguous. If `own` is this rank's part of `tensor`, the other elements of `tensor`
+    are undefined afterwards; else `tensor` stays unchanged.
+    """
+    return Started(own, (_reduce_scatter(own, tensor, group=group, async_op=True),), tensor)
+
+
 def start_all_gather_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
     """Begins `all_gather_first_dim`."""
     if group is None:
         return Started(tensor)
-    operand = tensor.contiguous()
     gathered = tensor.new_empty((tensor.shape[0] * group.size(), *tensor.shape[1:]))
-    return Started(gathered, (_all_gather(gathered, operand, group=group),), operand)
+    return start_all_gather_into_(gathered, tensor.contiguous(), group)
 
 
 def start_reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Started:
     """Begins `reduce_scatter_first_dim`."""
     if group is None:
         return Started(tensor)
-    _check_divisible(tensor, group)
-    operand = tensor.contiguous()
-    scattered = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
-    return Started(scattered, (_reduce_scatter(scattered, operand, group=group),), operand)
-
-
-def start_reduce_scatter_own_part_(tensor: Tensor, group: ProcessGroup) -> Started:
-    """Begins to sum `tensor` [n * size] over the group.
-
-    On rank i, elements [i n : (i + 1) n] are overwritten with their sum and are the result. The
-    other elements are undefined afterwards.
-    """
-    _check_divisible(tensor, group)
-    own = tensor.view(group.size(), -1)[group.rank()]
-    return Started(own, (_reduce_scatter(own, tensor, group=group),), tensor)
-
-
-def start_all_gather_parts_(tensor: Tensor, group: ProcessGroup) -> Started:
-    """Begins to fill `tensor` [n * size] with every rank's part.
-
-    Rank i provides elements [i n : (i + 1) n].
-    """
-    _check_divisible(tensor, group)
-    own = tensor.view(group.size(), -1)[group.rank()]
-    return Started(tensor, (_all_gather(tensor, own, group=group),), own)
+    own = tensor.new_empty((_rows_of_each(tensor, group), *tensor.shape[1:]))
+    return start_reduce_scatter_into_(own, tensor.contiguous(), group)
 
 
 def start_shift(tensor: Tensor, group: ProcessGroup) -> Started:
@@ -186,29 +175,13 @@ def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tens
     Raises ValueError if dim 0 is not divisible by the group's size.
     """
     if group is not None and results_may_be_kept():
-        _check_divisible(tensor, group)
+        _rows_of_each(tensor, group)
         return _waited(
             _functional.reduce_scatter_tensor(
                 tensor.contiguous(), "sum", group.size(), group.group_name
             )
         )
     return start_reduce_scatter_first_dim(tensor, group).wait()
-
-
-def all_gather_into_(gathered: Tensor, own: Tensor, group: ProcessGroup) -> None:
-    """Fills `gathered` [n * size] with every rank's `own` [n], in rank order.
-
-    `own` may be this rank's part of `gathered`.
-    """
-    Started(gathered, (_all_gather(gathered, own, group=group),)).wait()
-
-
-def reduce_scatter_into_(own: Tensor, tensor: Tensor, group: ProcessGroup) -> None:
-    """Fills `own` [n] with this rank's part of the sum of `tensor` [n * size] over the group.
-
-    `tensor` stays unchanged.
-    """
-    Started(own, (_reduce_scatter(own, tensor, group=group),)).wait()
 
 
 def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
@@ -220,12 +193,10 @@ def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
     if group is None:
         return [data]
     lengths = all_gather_first_dim(torch.tensor([len(data)]), group).tolist()
-    padded = torch.zeros(max(*lengths, 1), dtype=torch.uint8)
-    padded[: len(data)] = (
-        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-    )
-    rows = all_gather_first_dim(padded, group).view(len(lengths), -1)
-    return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
+    padded = bytearray(data.ljust(max(*lengths, 1), b"\0"))
+    gathered = all_gather_first_dim(torch.frombuffer(padded, dtype=torch.uint8), group)
+    rows = gathered.view(len(lengths), -1).numpy()
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
 def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int = 0) -> Tensor:
@@ -237,12 +208,13 @@ def broadcast_(tensor: Tensor, group: ProcessGroup | None, *, group_source: int 
     return tensor
 
 
-def _check_divisible(tensor: Tensor, group: ProcessGroup) -> None:
+def _rows_of_each(tensor: Tensor, group: ProcessGroup) -> int:
     if tensor.shape[0] % group.size():
         raise ValueError(
             f"reduce-scatter of {tuple(tensor.shape)}: dim 0 is not divisible by the group "
             f"size {group.size()}"
         )
+    return int(tensor.shape[0] // group.size())
 
 
 def _waited(result: Tensor) -> Tensor:

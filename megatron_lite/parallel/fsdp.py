@@ -49,7 +49,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from megatron_lite.parallel.collectives import all_gather_into_, reduce_scatter_into_
+from megatron_lite.parallel.collectives import start_all_gather_into_, start_reduce_scatter_into_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.torch_internals import (
     address_of,
@@ -367,7 +367,7 @@ class _GatherWeights(_Collective):
         async_op: bool = False,
     ) -> None:
         """Implements FSDP2's AllGather."""
-        all_gather_into_(output_tensor, input_tensor, group)
+        start_all_gather_into_(output_tensor, input_tensor, group).wait()
 
 
 class _ReduceScatterGradients(_Collective):
@@ -385,7 +385,7 @@ class _ReduceScatterGradients(_Collective):
         """Implements FSDP2's ReduceScatter for sums. Frees the copied gradients first."""
         assert op == torch.distributed.ReduceOp.SUM, op
         self._gradients.free_()
-        reduce_scatter_into_(output_tensor, input_tensor, group)
+        start_reduce_scatter_into_(output_tensor, input_tensor, group).wait()
 
 
 def _owns_storage_alone(tensor: Tensor) -> bool:

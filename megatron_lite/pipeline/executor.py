@@ -3,8 +3,8 @@
 pipeline/order.py makes the list. The hidden states enter a stage's graph at one end and leave it
 at the other:
 
-    stage k    arrive -> layers -> depart    backward: depart's gradient comes from stage k+1,
-                                                       arrive's gradient goes to stage k-1
+    stage k    _Received -> layers -> _Departure    backward: _Departure's gradient comes from
+                                                    stage k+1, _Received's goes to stage k-1
 
 Neither end keeps the hidden states. A received input lives as long as a layer keeps it, and an
 output lives until it has been sent.
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.stages import Stage
+from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.timing import Timed, not_timed
-from megatron_lite.pipeline.links import Arriving, Direction, Links
+from megatron_lite.pipeline.links import Links
 from megatron_lite.pipeline.order import Action
 
 
@@ -88,7 +89,7 @@ class _StepState:
 
     def __init__(self, stages: Sequence[Stage], links: Links) -> None:
         self._stages, self._links = stages, links
-        self._arriving: dict[Action, Arriving] = {}
+        self._arriving: dict[Action, Started] = {}
         # By (micro-batch, model chunk): the tensor from which backward starts.
         self._ends: dict[tuple[int, int], Tensor] = {}
 
@@ -98,88 +99,63 @@ class _StepState:
         The first stage's forward and the last stage's backward need no input from another rank.
         """
         stage = self._stages[action.chunk]
-        if action not in self._arriving and not (
-            stage.is_first if action.kind == "forward" else stage.is_last
-        ):
+        needs_none = stage.is_first if action.kind == "forward" else stage.is_last
+        if action not in self._arriving and not needs_none:
             self._arriving[action] = self._links.receive(action.kind)
 
     def forward(self, action: Action, forward: Forward) -> Tensor | None:
         """Runs a forward and sends its output.
 
         Returns the detached loss on the last stage, else None. On the other stages the output is
-        not kept: backward starts from the empty tensor that `depart` returns. The local reference
-        to the input is dropped, so the input lives only as long as a layer keeps it.
+        not kept: backward starts from an empty tensor. The local reference to the input is dropped,
+        so the input lives only as long as a layer keeps it.
         """
         stage = self._stages[action.chunk]
         received = None if stage.is_first else self._arriving.pop(action).wait()
         if received is not None and torch.is_grad_enabled():
-            received = arrive(received, self._sender("backward"))
+            # Autograd runs a Function's backward only if an input requires gradients. The empty
+            # anchor does; `received` does not, so no gradient accumulates on it.
+            anchor = torch.empty(0, requires_grad=True)
+            received = _Received.apply(anchor, received, self._links)
         output = forward(action, received)
         del received
         if not stage.is_last:
             self._links.send(output, "forward")
         if torch.is_grad_enabled():
-            # The gradient is received later; the lambda fetches it once backward runs.
-            needed = action._replace(kind="backward")
-            end = (
-                output
-                if stage.is_last
-                else depart(output, lambda: self._arriving.pop(needed).wait())
-            )
+            end = output
+            if not stage.is_last:
+                # The gradient is received later; the lambda fetches it once backward runs.
+                needed = action._replace(kind="backward")
+                end = _Departure.apply(output, lambda: self._arriving.pop(needed).wait())
             self._ends[action.microbatch, action.chunk] = end
         return output.detach() if stage.is_last else None
 
     def backward(self, action: Action) -> None:
         """Runs a backward. Its graph fetches the gradient of the output and sends the input's."""
-        run_backward(self._ends.pop((action.microbatch, action.chunk)))
-
-    def _sender(self, direction: Direction) -> Callable[[Tensor], None]:
-        return lambda tensor: self._links.send(tensor, direction)
-
-
-def arrive(received: Tensor, return_grad: Callable[[Tensor], None]) -> Tensor:
-    """Returns `received` as the input of a stage's graph. Both are [s/t or s, b, h].
-
-    Backward passes the input's gradient, contiguous, to `return_grad`.
-    """
-    # Autograd runs a Function's backward only if an input requires gradients. The empty anchor
-    # does; `received` does not, so no gradient accumulates on it.
-    return _Received.apply(torch.empty(0, requires_grad=True), received, return_grad)
-
-
-def depart(output: Tensor, fetch_grad: Callable[[], Tensor]) -> Tensor:
-    """Returns an empty tensor [0] that stands for a stage's output [s/t or s, b, h] in backward.
-
-    Its backward calls `fetch_grad` and uses the result as the gradient of the output.
-    """
-    return _Departure.apply(output, fetch_grad)
-
-
-def run_backward(end: Tensor) -> None:
-    """Runs backward of one micro-batch through one stage.
-
-    end: the loss, or the tensor that `depart` returned.
-    """
-    # The tensor of `depart` has no elements, so its gradient is empty; `depart` fetches the true
-    # one.
-    torch.autograd.backward([end], [torch.ones_like(end)])
+        end = self._ends.pop((action.microbatch, action.chunk))
+        end.backward(torch.ones_like(end))
 
 
 class _Received(torch.autograd.Function):
+    """The input of a stage's graph [s/t or s, b, h]. Backward sends its gradient."""
+
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, received: Tensor, return_grad: Callable[[Tensor], None]
-    ) -> Tensor:
-        ctx.return_grad = return_grad
+    def forward(ctx: Any, anchor: Tensor, received: Tensor, links: Links) -> Tensor:
+        ctx.links = links
         return received.view_as(received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.return_grad(grad.contiguous())
+        ctx.links.send(grad, "backward")
         return None, None, None
 
 
 class _Departure(torch.autograd.Function):
+    """An empty tensor [0] that stands for a stage's output [s/t or s, b, h] in backward.
+
+    Its backward calls `fetch_grad` and uses the result as the gradient of the output.
+    """
+
     @staticmethod
     def forward(ctx: Any, output: Tensor, fetch_grad: Callable[[], Tensor]) -> Tensor:
         ctx.fetch_grad = fetch_grad

@@ -8,8 +8,7 @@ never waits behind a receive.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,22 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.timing import WAITING
 
 Direction = Literal["forward", "backward"]
-
-
-class Arriving(NamedTuple):
-    """A tensor on its way to this rank."""
-
-    tensor: Tensor
-    work: dist.Work
-
-    def wait(self) -> Tensor:
-        """Returns the tensor, which this device's next kernels may read."""
-        with WAITING:
-            self.work.wait()
-        return self.tensor
 
 
 class _Sending(NamedTuple):
@@ -44,7 +31,7 @@ class _Sending(NamedTuple):
 
     tensor: Tensor
     work: dist.Work
-    waited: Future[object] | None
+    waited: Future[Any] | None
 
     def is_done(self) -> bool:
         return self.work.is_completed() if self.waited is None else self.waited.done()
@@ -75,7 +62,10 @@ class Links:
         self._groups, self._shape, self._dtype, self._device = groups, shape, dtype, device
         self._rank, self._size = groups[0].rank(), groups[0].size()
         self._leaving: list[_Sending] = []
-        self._waiters = tuple(map(_waiter, groups)) if device.type == "cpu" else ()
+        self._is_simulated = dist.get_backend(groups[0]) == dist.Backend.FAKE
+        # One thread can wait for all sends of a group, since they complete in order.
+        has_waiters = device.type == "cpu" and not self._is_simulated
+        self._waiters = [ThreadPoolExecutor(1, "sent") for _ in groups] if has_waiters else []
 
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Begins to send to the rank of the next stage (forward) or the stage before (backward)."""
@@ -85,13 +75,15 @@ class Links:
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, group=self._groups[number], group_dst=peer)
         assert work is not None
-        self._leaving.append(
-            _Sending(
-                tensor, work, self._waiters[number].submit(work.wait) if self._waiters else None
-            )
-        )
+        waited: Future[Any] | None = None
+        if self._waiters:
+            waited = self._waiters[number].submit(work.wait)
+        elif self._is_simulated:  # it sends nothing, and its work does not report completion
+            waited = Future()
+            waited.set_result(None)
+        self._leaving.append(_Sending(tensor, work, waited))
 
-    def receive(self, direction: Direction) -> Arriving:
+    def receive(self, direction: Direction) -> Started:
         """Begins to receive from the rank of the stage before (forward) or the next (backward)."""
         step = -1 if direction == "forward" else 1
         peer = (self._rank + step) % self._size
@@ -99,7 +91,7 @@ class Links:
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         work = dist.irecv(tensor, group=self._groups[number], group_src=peer)
         assert work is not None
-        return Arriving(tensor, work)
+        return Started(tensor, (work,))
 
     def forget_sent(self) -> None:
         """Drops the references to tensors that have been sent. Does not wait for the others."""
@@ -129,23 +121,3 @@ class Links:
     def _group_number(self, direction: Direction, lower: int) -> int:
         """Returns which group joins the ranks `lower` and `lower + 1`; rank 0 follows the last."""
         return (direction == "backward") + 2 * (lower == self._size - 1)
-
-
-class _Caller(Executor):
-    """Waits in the calling thread, for sends that have ended when they begin."""
-
-    def submit(self, wait: Callable[..., Any], /, *_: Any, **__: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(wait())
-        return done
-
-
-def _waiter(group: ProcessGroup) -> Executor:
-    """Returns what waits for the sends of a group on a CPU.
-
-    One thread can wait for all sends of a group, since they complete in order. A simulated group
-    (parallel/simulated.py) sends nothing. A thread would only make it uncertain when the sent
-    tensors are freed.
-    """
-    simulated = dist.get_backend(group) == dist.Backend.FAKE
-    return _Caller() if simulated else ThreadPoolExecutor(1, "sent")

@@ -66,7 +66,7 @@ def nobody_waits_for_weights(_, self, model):
 @replaces("publish", layouts.Zero1)
 def masters_are_not_rounded_into_the_weights(_: Any, self: layouts.Zero1) -> None:
     for weights in self._weights:
-        layouts.start_all_gather_parts_(weights.flat, self.shard_group).wait()
+        layouts.start_all_gather_into_(weights.flat, weights.own, self._group).wait()
 
 
 @replaces("take_", Piece)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import layouts
-from megatron_lite.parallel.collectives import start_all_gather_parts_
+from megatron_lite.parallel.collectives import start_all_gather_into_
 from tests.support.layouts import LAYOUTS, backward, build, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
@@ -28,15 +28,16 @@ class LateGather(NamedTuple):
     """A gather that moves nothing until somebody waits for it: whoever does not, reads old
     weights."""
 
-    tensor: Tensor
+    gathered: Tensor
+    own: Tensor
     group: Any
 
     def wait(self) -> Tensor:
-        return start_all_gather_parts_(self.tensor, self.group).wait()
+        return start_all_gather_into_(*self).wait()
 
 
 def gather_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "start_all_gather_parts_", LateGather)
+    monkeypatch.setattr(layouts, "start_all_gather_into_", LateGather)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from megatron_lite.parallel import collectives, timing
 from megatron_lite.parallel.collectives import (
     KeepsResults,
     all_gather_first_dim,
-    all_gather_into_,
     all_reduce,
     all_reduce_,
     broadcast_,
     reduce_scatter_first_dim,
-    reduce_scatter_into_,
+    start_all_gather_into_,
+    start_reduce_scatter_into_,
     start_shift,
 )
 from megatron_lite.parallel.timing import WAITING, timed_waiting
@@ -65,11 +65,11 @@ def test_gathers_and_sums_into_a_buffer_leave_what_is_sent_alone():
     def work(rank, world_size):
         whole = torch.arange(7.0 * T) * (rank + 1)
         before, own, here = whole.clone(), torch.empty(7), slice(7 * rank, 7 * rank + 7)
-        reduce_scatter_into_(own, whole, dist.group.WORLD)
+        start_reduce_scatter_into_(own, whole, dist.group.WORLD).wait()
         assert torch.equal(whole, before) and torch.equal(own, total[here])
         gathered = torch.full((7 * T,), -1.0)
         # FSDP2 hands over a part of the buffer itself
-        all_gather_into_(gathered, gathered[here].copy_(own), dist.group.WORLD)
+        start_all_gather_into_(gathered, gathered[here].copy_(own), dist.group.WORLD).wait()
         assert torch.equal(gathered, total)
 
     run_ranks(work, T)
@@ -116,8 +116,8 @@ def _waits(group: ProcessGroup) -> list[tuple[Callable[[], object], int]]:
     return [
         *((lambda n=name, x=x: getattr(collectives, n)(x, group), 1) for name, x in OPERATORS),
         (lambda: all_reduce_(WHOLE, group), 1),
-        (lambda: all_gather_into_(WHOLE.clone(), OWN, group), 1),
-        (lambda: reduce_scatter_into_(OWN.clone(), WHOLE, group), 1),
+        (lambda: start_all_gather_into_(WHOLE.clone(), OWN, group).wait(), 1),
+        (lambda: start_reduce_scatter_into_(OWN.clone(), WHOLE, group).wait(), 1),
         (lambda: broadcast_(WHOLE, group), 1),
         (lambda: collectives.all_gather_bytes(b"text", group), 2),
         (lambda: start_shift(OWN, group).wait(), 1),
