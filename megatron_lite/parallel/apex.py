@@ -23,14 +23,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 from megatron_lite.config.checks import InputError
 
 DEVICE_TYPE = "cuda"  # the only device type that apex has kernels for
-# Releases of apex have put their extension modules at the top level or inside the package.
-FOLDERS = ("", "apex._extensions.")
+NORMS = ("fused_layer_norm_cuda", "apex.normalization.fused_layer_norm")
 INSTALL = (
     "install NVIDIA's apex (in a clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 "
     "APEX_CUDA_EXT=1 pip install -v --no-build-isolation . ; the apex on PyPI is another package; "
@@ -65,29 +63,19 @@ def weight_gradient_kernel(device_type: str) -> Kernel:
 
     The kernel adds grad_output^T input to main_grad [out, in], float32.
     """
-    return _found(device_type, "fused_weight_gradient_mlp_cuda", ("wgrad_gemm_accum_fp32",))
+    return _extension(device_type, "fused_weight_gradient_mlp_cuda", ("wgrad_gemm_accum_fp32",))
 
 
 def layer_norm(device_type: str) -> Kernel:
     """Finds the autograd Function of (input, weight, bias, normalized_shape, eps)."""
-    return _needs(
-        "fused_layer_norm_cuda",
-        ("forward_affine", "backward_affine"),
-        device_type,
-        "apex.normalization.fused_layer_norm",
-        "FusedLayerNormAffineFunction",
-    )
+    symbols = ("forward_affine", "backward_affine")
+    return _python(device_type, *NORMS, symbols, "FusedLayerNormAffineFunction")
 
 
 def rms_norm(device_type: str) -> Kernel:
     """Finds the autograd Function of (input, weight, normalized_shape, eps)."""
-    return _needs(
-        "fused_layer_norm_cuda",
-        ("rms_forward_affine", "rms_backward_affine"),
-        device_type,
-        "apex.normalization.fused_layer_norm",
-        "FusedRMSNormAffineFunction",
-    )
+    symbols = ("rms_forward_affine", "rms_backward_affine")
+    return _python(device_type, *NORMS, symbols, "FusedRMSNormAffineFunction")
 
 
 def fused_adam(device_type: str) -> Kernel:
@@ -96,13 +84,8 @@ def fused_adam(device_type: str) -> Kernel:
     Its release must have a capturable mode, which can skip a step on the device without waiting for
     the device.
     """
-    kernel = _needs(
-        "amp_C",
-        ("multi_tensor_adam", "multi_tensor_adam_capturable"),
-        device_type,
-        "apex.optimizers",
-        "FusedAdam",
-    )
+    symbols = ("multi_tensor_adam", "multi_tensor_adam_capturable")
+    kernel = _python(device_type, "amp_C", "apex.optimizers", symbols, "FusedAdam")
     if kernel.value is not None and "capturable" not in inspect.signature(kernel.value).parameters:
         return Kernel(
             reason="this release of apex is too old: its FusedAdam has no capturable mode, "
@@ -155,80 +138,63 @@ def notice() -> str | None:
     )
 
 
-def _needs(
-    extension: str, symbols: Sequence[str], device_type: str, module: str, symbol: str
+def _python(
+    device_type: str, extension: str, module: str, symbols: Sequence[str], symbol: str
 ) -> Kernel:
     """Finds a symbol of one of apex's Python modules.
 
     The symbol works only if the extension module has all of `symbols` too.
     """
-    kernel = _found(device_type, extension, symbols)
+    kernel = _extension(device_type, extension, symbols)
     if kernel.value is None:
         return kernel
     if installed_package().kind != "nvidia":
-        return Kernel(reason=f"{_without_package()}, only its extension {extension}")
-    return _symbol(module, symbol)
+        return Kernel(reason=f"{_reason_without(module)}, only its extension {extension}")
+    return _symbol(module, (symbol,))
 
 
-def _found(device_type: str, extension: str, symbols: Sequence[str]) -> Kernel:
-    """Finds the first of `symbols` in an extension module that has all of them."""
+def _extension(device_type: str, extension: str, symbols: Sequence[str]) -> Kernel:
+    """Finds the first of `symbols` in an extension module that has all of them.
+
+    Releases of apex have put their extension modules at the top level or inside the package.
+    """
     if device_type != DEVICE_TYPE:
         return Kernel(
             reason=f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}",
             remedy="run it on a GPU",
         )
-    kind = installed_package().kind
-    kernels = [
-        _symbol(folder + extension, *symbols)
-        for folder in FOLDERS
-        if not folder or kind == "nvidia"
-    ]
-    for kernel in kernels:
-        if kernel.value is not None:
-            return kernel
-    if _exists(extension) or kind == "nvidia":
-        return kernels[0]
-    return Kernel(reason=_without_package())
+    kernel = _symbol(extension, symbols)
+    if kernel.value is None and installed_package().kind == "nvidia":
+        inside = _symbol(f"apex._extensions.{extension}", symbols)
+        return kernel if inside.value is None else inside
+    return kernel
 
 
-def _symbol(module_name: str, *symbols: str) -> Kernel:
-    module = _imported(module_name)
-    if isinstance(module, BaseException):
-        error = " ".join(str(module).split()) or "no message"
-        missing = isinstance(module, ModuleNotFoundError) and module.name == module_name
+def _symbol(module_name: str, symbols: Sequence[str]) -> Kernel:
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # an extension built for another torch may raise any
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name:
+            return Kernel(reason=_reason_without(module_name))
+        text = " ".join(str(error).split()) or "no message"
         return Kernel(
-            reason=f"apex is installed without {module_name}, as it is without its CUDA extensions"
-            if missing
-            else f"importing {module_name} fails ({type(module).__name__}: {error[:200]})"
+            reason=f"importing {module_name} fails ({type(error).__name__}: {text[:200]})"
         )
     lacking = [symbol for symbol in symbols if getattr(module, symbol, None) is None]
     if lacking:
+        place = getattr(module, "__file__", None) or "this environment"
         return Kernel(
-            reason=f"{module_name} in "
-            f"{getattr(module, '__file__', None) or 'this environment'} has no "
-            f"{' and no '.join(lacking)}: it is of another release of apex"
+            reason=f"{module_name} in {place} has no {' and no '.join(lacking)}: it is of another "
+            "release of apex"
         )
     return Kernel(getattr(module, symbols[0]))
 
 
-def _imported(name: str) -> ModuleType | BaseException:
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # an extension built for another torch may raise any
-        return error
-
-
-def _exists(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except Exception:  # a module that is loaded without a spec, or a broken finder
-        return name in sys.modules
-
-
-def _without_package() -> str:
+def _reason_without(module_name: str) -> str:
+    """Returns why this environment has no such module of apex."""
     package = installed_package()
-    return (
-        f"the package apex in {package.place} is not NVIDIA's"
-        if package.kind == "other"
-        else "NVIDIA apex is not installed"
-    )
+    if package.kind == "nvidia":
+        return f"apex is installed without {module_name}, as it is without its CUDA extensions"
+    if package.kind == "other":
+        return f"the package apex in {package.place} is not NVIDIA's"
+    return "NVIDIA apex is not installed"

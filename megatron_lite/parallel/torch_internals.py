@@ -2,12 +2,8 @@
 
 torch may rename or remove such a name in any release. If it did, an import of this module still
 succeeds: a stand-in takes the place of the name, and a use of the stand-in raises an InputError
-that names torch's version, the name, and the feature that needs it. Everything else works.
-`missing` lists such names.
-
-    private      an object of a module that `import torch` has loaded already
-    attribute    a function that reads a private attribute of its argument
-    late         a function without arguments that returns an object of a module that few runs need
+that names torch's version and the name. Everything else works, and a run says at its start which
+names are missing.
 
 Operators (`torch.ops`) are not listed, since torch changes their schemas only with a deprecation.
 The dictionaries `_parameters` and `_buffers` of a module are not either, since every subclass of
@@ -32,6 +28,7 @@ from megatron_lite.config.checks import InputError
 # The releases that tests/torch_versions.sh has tried, as in setup.py.
 OLDEST = "2.8"
 FIRST_UNTRIED = "2.15"
+MISSING: list[str] = []  # the names that this torch lacks
 
 
 class Missing:
@@ -40,16 +37,19 @@ class Missing:
     It can be imported, be a base class and be compared with; every other use raises InputError.
     """
 
-    def __init__(self, path: str, feature: str) -> None:
-        self._path, self._feature = path, feature
+    def __init__(self, path: str) -> None:
+        self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._error()
+        raise InputError(
+            f"torch {torch.__version__} has no {self._path}, which is needed here: install "
+            f"torch>={OLDEST},<{FIRST_UNTRIED}, the releases that were tried"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python asks for these to learn what kind of object it is
             raise AttributeError(name)
-        raise self._error()
+        return self()
 
     def __instancecheck__(self, value: object) -> bool:
         return False
@@ -57,140 +57,79 @@ class Missing:
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
         return (type("MissingBase", (), {"__init__": self.__call__}),)
 
-    def _error(self) -> InputError:
-        return InputError(
-            f"torch {torch.__version__} has no {self._path}, which is needed for {self._feature}: "
-            f"install torch>={OLDEST},<{FIRST_UNTRIED}, the releases that were tried"
-        )
-
-
-def missing(*, also_late: bool = False) -> dict[str, str]:
-    """Returns the names that this torch lacks, each with the feature that needs it.
-
-    also_late: whether to look for the names of `late` too, which imports their modules in seconds.
-    """
-    names = _PRESENT | (_LATE if also_late else {})
-    return {
-        path: feature
-        for path, (feature, instead) in names.items()
-        if isinstance(_taken(path, feature, instead), Missing)
-    }
-
 
 def missing_notices() -> tuple[str, ...]:
     """Returns one line about the names that this torch lacks, if there are any."""
-    lacks = "; ".join(f"{path} (for {feature})" for path, feature in missing().items())
-    return (f"torch {torch.__version__} lacks {lacks}: these features raise an error",) * bool(
-        lacks
-    )
+    line = f"torch {torch.__version__} lacks {', '.join(MISSING)}: what needs them raises an error"
+    return (line,) * bool(MISSING)
 
 
-def private(path: str, feature: str, *, instead: str | None = None) -> Any:
+def private(path: str, *, instead: str | None = None) -> Any:
     """Returns the object at a dotted path, or a Missing.
 
-    feature: what needs it, for messages.
     instead: the path to use in a torch without the first one.
     """
-    _PRESENT[path] = feature, instead
-    return _taken(path, feature, instead)
-
-
-def attribute(path: str, feature: str) -> Any:
-    """Returns a function that reads the last name of the path from its argument, or a Missing."""
-    found = private(path, feature)
-    return found if isinstance(found, Missing) else operator.attrgetter(path.rpartition(".")[2])
-
-
-def late(path: str, feature: str) -> Callable[[], Any]:
-    """Returns a function that imports the module, and returns the object or a Missing."""
-    _LATE[path] = feature, None
-    return partial(_taken, path, feature)
-
-
-def _taken(path: str, feature: str, instead: str | None = None) -> Any:
     for place in (path, instead):
         try:
             if place is not None:
                 return pkgutil.resolve_name(place)
         except (ImportError, AttributeError):
             continue
-    return Missing(path, feature)
+    MISSING.append(path)
+    return Missing(path)
 
 
-# path: (feature, instead)
-_PRESENT: dict[str, tuple[str, str | None]] = {}
-_LATE: dict[str, tuple[str, str | None]] = {}
+def attribute(path: str) -> Any:
+    """Returns a function that reads the last name of the path from its argument, or a Missing."""
+    found = private(path)
+    return found if isinstance(found, Missing) else operator.attrgetter(path.rpartition(".")[2])
 
-_COLLECTIVES = "communication between ranks"
-_RECOMPUTE = "recomputation"
-_METERS = "measuring memory"
-_UPDATE = "the optimizer's step"
-_KERNELS = "--torch-compile"
-_DRY_RUN = "a dry run"
 
 # Dispatch modes: whether one is active, and which.
-num_dispatch_modes = private("torch._C._len_torch_dispatch_stack", _COLLECTIVES)
-dispatch_modes = private(
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", _COLLECTIVES
-)
-TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode", _METERS)
+num_dispatch_modes = private("torch._C._len_torch_dispatch_stack")
+dispatch_modes = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
 # The modes of torch's own selective checkpoint, in its forward and in its replay.
-CachingMode = private("torch.utils.checkpoint._CachingTorchDispatchMode", _COLLECTIVES)
-CachedMode = private("torch.utils.checkpoint._CachedTorchDispatchMode", _COLLECTIVES)
-disable_current_modes = private(
-    "torch.utils._python_dispatch._disable_current_modes", f"--recompute-verify and {_KERNELS}"
-)
+CachingMode = private("torch.utils.checkpoint._CachingTorchDispatchMode")
+CachedMode = private("torch.utils.checkpoint._CachedTorchDispatchMode")
+disable_current_modes = private("torch.utils._python_dispatch._disable_current_modes")
 
 # Process groups.
-world = private("torch.distributed.distributed_c10d._world", _COLLECTIVES)
-set_group_timeout = private("torch.distributed.distributed_c10d._set_pg_timeout", _COLLECTIVES)
-default_store = private(
-    "torch.distributed.distributed_c10d._get_default_store", "the watch over other ranks"
-)
-group_of_name = private(
-    "torch.distributed.distributed_c10d._resolve_process_group", "context parallelism"
-)
-flattened_mesh = private(
-    "torch.distributed.device_mesh.DeviceMesh._flatten", "data and context parallelism together"
-)
+world = private("torch.distributed.distributed_c10d._world")
+set_group_timeout = private("torch.distributed.distributed_c10d._set_pg_timeout")
+default_store = private("torch.distributed.distributed_c10d._get_default_store")
+group_of_name = private("torch.distributed.distributed_c10d._resolve_process_group")
+flattened_mesh = private("torch.distributed.device_mesh.DeviceMesh._flatten")
 
 # Storages and tensors. The address of a storage is the key for it in a dictionary; the version of a
 # tensor is the number of writes to it; the base is what a view is a view of.
-address_of = attribute("torch.UntypedStorage._cdata", f"{_RECOMPUTE} and {_METERS}")
-write_count_of = attribute("torch.Tensor._version", _RECOMPUTE)
-base_of = attribute("torch.Tensor._base", "--use-torch-fsdp2")
-is_view = private("torch.Tensor._is_view", _RECOMPUTE)
-sparse_indices = private("torch.Tensor._indices", _RECOMPUTE)
-sparse_values = private("torch.Tensor._values", _RECOMPUTE)
-num_users_of_tensor = private("torch.Tensor._use_count", f"--use-torch-fsdp2 and {_METERS}")
-num_users_of_storage = private("torch._C._storage_Use_Count", f"--use-torch-fsdp2 and {_METERS}")
+address_of = attribute("torch.UntypedStorage._cdata")
+write_count_of = attribute("torch.Tensor._version")
+base_of = attribute("torch.Tensor._base")
+is_view = private("torch.Tensor._is_view")
+sparse_indices = private("torch.Tensor._indices")
+sparse_values = private("torch.Tensor._values")
+num_users_of_tensor = private("torch.Tensor._use_count")
+num_users_of_storage = private("torch._C._storage_Use_Count")
 fills_its_memory = private(
     "torch._prims_common.is_non_overlapping_and_dense_or_false",
-    _METERS,
     instead="torch._prims_common.is_non_overlapping_and_dense",  # torch 2.8 and 2.9
 )
 
 # Autograd: the running backward, its node, and the hooks on saved tensors.
-engine = private("torch.autograd.Variable._execution_engine", _RECOMPUTE)
-is_plain_backward = private("torch.autograd._is_checkpoint_valid", _RECOMPUTE)
-current_backward = private("torch._C._current_graph_task_id", _RECOMPUTE)
-backward_keeps_graph = private(
-    "torch._C._autograd._get_current_graph_task_keep_graph", "the cross entropy of split logits"
-)
-saved_tensors_hooks_in_force = private(
-    "torch._C._autograd._top_saved_tensors_default_hooks", _RECOMPUTE
-)
-without_dispatch_key = private("torch._C._SetExcludeDispatchKeyGuard", f"{_RECOMPUTE} with ops(..)")
-KEY_OF_VERSIONS = private("torch._C.DispatchKey.ADInplaceOrView", f"{_RECOMPUTE} with ops(..)")
-current_node = private("torch._C._current_autograd_node", f"{_RECOMPUTE} and {_METERS}")
-next_node_number = private("torch.autograd._get_sequence_nr", f"{_RECOMPUTE} and {_METERS}")
-number_function_of = attribute("torch._C._FunctionBase._sequence_nr", _METERS)
-
-PythonNode = private("torch.autograd.function.BackwardCFunction", _RECOMPUTE)
-without_torch_function = private("torch._C.DisableTorchFunction", _RECOMPUTE)
-
-
-transforms_in_force = private("torch._C._functorch.peek_interpreter_stack", _RECOMPUTE)
+engine = private("torch.autograd.Variable._execution_engine")
+is_plain_backward = private("torch.autograd._is_checkpoint_valid")
+current_backward = private("torch._C._current_graph_task_id")
+backward_keeps_graph = private("torch._C._autograd._get_current_graph_task_keep_graph")
+saved_tensors_hooks_in_force = private("torch._C._autograd._top_saved_tensors_default_hooks")
+without_dispatch_key = private("torch._C._SetExcludeDispatchKeyGuard")
+KEY_OF_VERSIONS = private("torch._C.DispatchKey.ADInplaceOrView")
+current_node = private("torch._C._current_autograd_node")
+next_node_number = private("torch.autograd._get_sequence_nr")
+number_function_of = attribute("torch._C._FunctionBase._sequence_nr")
+PythonNode = private("torch.autograd.function.BackwardCFunction")
+without_torch_function = private("torch._C.DisableTorchFunction")
+transforms_in_force = private("torch._C._functorch.peek_interpreter_stack")
 
 
 def is_transformed() -> bool:
@@ -205,11 +144,11 @@ def is_transformed() -> bool:
 
 
 # Modes on torch's functions (a default device is one), and hooks on all modules.
-function_modes = private("torch.overrides._get_current_function_mode_stack", _RECOMPUTE)
-push_function_mode = private("torch.overrides._push_mode", _RECOMPUTE)
-pop_function_mode = private("torch.overrides._pop_mode", _RECOMPUTE)
+function_modes = private("torch.overrides._get_current_function_mode_stack")
+push_function_mode = private("torch.overrides._push_mode")
+pop_function_mode = private("torch.overrides._pop_mode")
 hooks_of_all_modules = tuple(
-    private(f"torch.nn.modules.module._global_{name}", _RECOMPUTE)
+    private(f"torch.nn.modules.module._global_{name}")
     for name in (
         "forward_pre_hooks",
         "forward_hooks",
@@ -219,27 +158,25 @@ hooks_of_all_modules = tuple(
         "backward_hooks",
     )
 )
-attention_kernels = private("torch.nn.attention._cur_sdpa_kernel_backends", _RECOMPUTE)
-choose_attention_kernels = private("torch.nn.attention._sdpa_kernel", _RECOMPUTE)
+attention_kernels = private("torch.nn.attention._cur_sdpa_kernel_backends")
+choose_attention_kernels = private("torch.nn.attention._sdpa_kernel")
 
 # Trees of tensors, in arguments and results.
-tree_flatten = private("torch.utils._pytree.tree_flatten", _RECOMPUTE)
-tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path", _RECOMPUTE)
-tree_leaves = private("torch.utils._pytree.tree_leaves", f"{_RECOMPUTE} and {_METERS}")
-tree_map = private("torch.utils._pytree.tree_map", f"{_RECOMPUTE} and {_KERNELS}")
-tree_unflatten = private("torch.utils._pytree.tree_unflatten", _RECOMPUTE)
-tree_path_text = private("torch.utils._pytree.keystr", _RECOMPUTE)
+tree_flatten = private("torch.utils._pytree.tree_flatten")
+tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path")
+tree_leaves = private("torch.utils._pytree.tree_leaves")
+tree_map = private("torch.utils._pytree.tree_map")
+tree_unflatten = private("torch.utils._pytree.tree_unflatten")
+tree_path_text = private("torch.utils._pytree.keystr")
 
 # Operators: the schema of one, and those that take lists of tensors.
-schema_of = attribute("torch.ops.aten.relu.default._schema", f"{_RECOMPUTE} with ops(..)")
-foreach_copy_ = private("torch._foreach_copy_", _UPDATE)
-foreach_mul_ = private("torch._foreach_mul_", _UPDATE)
-foreach_norm = private("torch._foreach_norm", _UPDATE)
+schema_of = attribute("torch.ops.aten.relu.default._schema")
+foreach_copy_ = private("torch._foreach_copy_")
+foreach_mul_ = private("torch._foreach_mul_")
+foreach_norm = private("torch._foreach_norm")
 
 # The compiler. `disable_dynamo` keeps it out of a function; the public one imports all of dynamo.
-disable_dynamo = private(
-    "torch._compile._disable_dynamo", "torch.compile", instead="torch.compiler.disable"
-)
+disable_dynamo = private("torch._compile._disable_dynamo", instead="torch.compiler.disable")
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,27 +187,22 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     return disable_dynamo(function) if "torch._dynamo" in sys.modules else function
 
 
-inductor_compile = late("torch._inductor.compile", _KERNELS)
-compiler_settings = late("torch._functorch.config", "--activation-memory-budget")
+# These are functions: the modules of such a name load slowly, and few runs need them.
+inductor_compile = partial(private, "torch._inductor.compile")
+compiler_settings = partial(private, "torch._functorch.config")
 
 # Tensors and ranks without memory and processes.
-FakeTensorMode = private(
-    "torch._subclasses.fake_tensor.FakeTensorMode", f"{_DRY_RUN} and the converter to Megatron"
-)
-fake_work = private("torch._C._distributed_c10d.FakeWork", _DRY_RUN)
-has_kernel_for = private("torch._C._dispatch_has_kernel_for_dispatch_key", _DRY_RUN)
-fake_store = late("torch.testing._internal.distributed.fake_pg.FakeStore", _DRY_RUN)
+FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode")
+fake_work = private("torch._C._distributed_c10d.FakeWork")
+has_kernel_for = private("torch._C._dispatch_has_kernel_for_dispatch_key")
+fake_store = partial(private, "torch.testing._internal.distributed.fake_pg.FakeStore")
 
 # The place of a tensor in a file of torch.distributed.checkpoint.
-storage_info = late(
-    "torch.distributed.checkpoint.filesystem._StorageInfo", "the converter to Megatron"
-)
+storage_info = partial(private, "torch.distributed.checkpoint.filesystem._StorageInfo")
 
 # The history of the memory of a GPU.
-record_memory_history = private(
-    "torch.cuda.memory._record_memory_history", "--record-memory-history"
-)
-write_memory_history = private("torch.cuda.memory._dump_snapshot", "--record-memory-history")
+record_memory_history = private("torch.cuda.memory._record_memory_history")
+write_memory_history = private("torch.cuda.memory._dump_snapshot")
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
