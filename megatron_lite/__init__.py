@@ -3,7 +3,7 @@ training/loop.py. megatron_lite.api has the functions for your own scripts."""
 
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # A program begins with these imports: `python -m megatron_lite...`, whose module Python still looks
 # for, and the command. Users of the library keep their Ctrl-C.

@@ -6,6 +6,10 @@ import platform
 
 import torch
 
+# Raised whenever the same flags give other low bits on the same machine: "Bits changed" in
+# CHANGELOG.md.
+BITS = 2
+
 
 def described(device: torch.device) -> str:
     """Returns one line about what computes, for a reader who compares it with another run's.
@@ -14,11 +18,12 @@ def described(device: torch.device) -> str:
     """
     if device.type != "cpu":
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        return f"{name}, torch {torch.__version__}"
+        return f"{name}, torch {torch.__version__}, bits {BITS}"
     threads = torch.get_num_threads()
     return (
         f"{platform.machine()} CPU with {torch.backends.cpu.get_cpu_capability()}, "
-        f"{threads} {'thread' if threads == 1 else 'threads'} a rank, torch {torch.__version__}"
+        f"{threads} {'thread' if threads == 1 else 'threads'} a rank, torch {torch.__version__}, "
+        f"bits {BITS}"
     )
 
 

@@ -14,6 +14,7 @@ from megatron_lite.config.run_flags import changed_settings
 from megatron_lite.config.units import plural
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.log_files import log_file_path
+from megatron_lite.training.processor import described
 
 LONGEST_VALUE = 60
 
@@ -36,11 +37,11 @@ def arguments_table(config: RunConfig) -> str:
 
 
 def ranks_line(parallel: ParallelState) -> str:
-    """Returns the line with the sizes of the parallel groups."""
+    """Returns the line with the sizes of the parallel groups, and what computes."""
     return (
         f"{plural(parallel.world_size, 'rank')}: tensor-parallel {parallel.tp_size}, "
         f"context-parallel {parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel "
-        f"{parallel.dp_size}, on {parallel.device.type}"
+        f"{parallel.dp_size}, on {described(parallel.device)}"
     )
 
 

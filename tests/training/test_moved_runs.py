@@ -55,10 +55,11 @@ def test_a_run_that_starts_anew_from_the_weights_is_told_nothing(
     assert _told(capsys.readouterr().out) == []
 
 
-def test_the_description_has_the_threads_and_the_version_of_torch() -> None:
+def test_the_description_has_the_threads_and_the_versions_of_torch_and_of_the_bits() -> None:
     """It also is one line that a checkpoint can hold."""
     cpu, threads = torch.device("cpu"), torch.get_num_threads()
-    assert loop.described(cpu).endswith(f", torch {torch.__version__}")
+    ending = f", torch {torch.__version__}, bits {processor.BITS}"
+    assert loop.described(cpu).endswith(ending)
     try:
         torch.set_num_threads(3)
         assert ", 3 threads a rank, " in loop.described(cpu)
