@@ -28,17 +28,20 @@ Text that cannot be read raises a ValueError, which points at the character.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import NamedTuple, NoReturn
 
 from megatron_lite.config.operators import parse_entry
 from megatron_lite.config.regions import ALIAS, MODULES, PARTS, expanded, store_of
 
 STORES = ("device", "split", "host", "split+host")
 MAX_LENGTH = 4096
-
-Item = TypeVar("Item")
+FLAG = "--recompute-policy"
+NUMBER = r"(\d{1,6})"
+LAYERS = re.compile(
+    rf"\*|every-{NUMBER}(?:\s*\+\s*{NUMBER})?|{NUMBER}(?:\s*-\s*{NUMBER})?", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ class Policy:
         return "; ".join(map(str, self.rules))
 
 
-def parse_policy(text: str, *, setting: str = "--recompute-policy") -> Policy:
+def parse_policy(text: str, *, setting: str = FLAG) -> Policy:
     """Returns the policy that the text describes.
 
     setting: the name of the policy in error messages: a flag, or an argument of a Python function.
@@ -142,179 +145,139 @@ def parse_policy(text: str, *, setting: str = "--recompute-policy") -> Policy:
         raise ValueError(
             f"{setting} is longer than {MAX_LENGTH} characters (got {len(text)}): give fewer rules"
         )
-    return _Reader(text, setting).policy()
+    try:
+        *rules, last = _Text(text, 0).split(";")
+        return Policy(tuple(map(_rule, [*rules, last] if last.text or not rules else rules)), text)
+    except _UnreadableError as fault:
+        message = point_at(text, fault.position, fault.message, setting=setting)
+        raise ValueError(message) from None
 
 
-def point_at(text: str, position: int, message: str, *, setting: str = "--recompute-policy") -> str:
+def point_at(text: str, position: int, message: str, *, setting: str = FLAG) -> str:
     """Returns three lines: the message, the text, and a mark under the character at `position`."""
     return f"{setting}: {message}, at character {position + 1}\n  {text}\n  {' ' * position}^"
 
 
-class _Reader:
-    """Reads the text of a policy from left to right.
+class _UnreadableError(Exception):
+    def __init__(self, position: int, message: str) -> None:
+        self.position, self.message = position, message
 
-    position: the index of the next character.
-    setting: the name of the policy in error messages.
-    """
 
-    def __init__(self, text: str, setting: str) -> None:
-        self.text, self.setting, self.position = text, setting, 0
+class _Text(NamedTuple):
+    """A part of the text of a policy, without spaces at its ends, and its place in the text."""
 
-    def policy(self) -> Policy:
-        rules = [self._rule()]
-        while self._taken(";"):
-            if self._at_end():
-                break
-            rules.append(self._rule())
-        if not self._at_end():
-            self._fail("expected ';' or the end")
-        return Policy(tuple(rules), self.text)
+    text: str
+    position: int
 
-    def _rule(self) -> Rule:
-        self._skip_spaces()
-        start, stage = self.position, None
-        if self._taken("stage"):
-            stage = self._number("the number of a stage")
-            self._expect("/", "between the stage and its layers")
-        layers = self._list(self._layers, ",")
-        self._expect(":", "between layers and action")
-        action = self._action()
-        store = "device"
-        if self._taken("@"):
-            at = self.position
-            store = self._word(STORES, "a place", extra="+")
-            if store == "host" and self._taken("("):
-                store = self._host_parts(action, at)
-            if store.startswith("split") and not action.unit:
-                # The store is the fault: the message points at it, not behind it.
-                self.position = at
-                self._fail("only the input of a unit can be split over ranks: full@split")
-        return Rule(layers=layers, action=action, store=store, stage=stage, position=start)
+    def split(self, separator: str) -> list[_Text]:
+        """Returns the parts between the separators."""
+        parts, position = [], self.position
+        for piece in self.text.split(separator):
+            spaces = len(piece) - len(piece.lstrip())
+            parts.append(_Text(piece.strip(), position + spaces))
+            position += len(piece) + len(separator)
+        return parts
 
-    def _layers(self) -> Layers:
-        if self._taken("*"):
-            return Layers()
-        if self._taken("every-"):
-            step = self._number("a step", least=1)
-            first = self._number("the first layer") if self._taken("+") else 0
-            if first >= step:
-                self._fail(f"the first layer of every-{step} must be below {step}")
-            return Layers(first, None, step)
-        wanted = "a layer: a number, a range such as 0-3, every-N or *"
-        action = re.compile(r"\w+").match(self.text, self.position)
-        if action is not None and action.group() in ("none", "full", *MODULES, ALIAS):
-            wanted += f" (all layers: *:{action.group()})"
-        first = self._number(wanted)
-        start = self.position
-        last = self._number("the last layer of the range") if self._taken("-") else first
-        if last < first:
-            self.position = start
-            self._fail(f"the range ends before it begins ({first}-{last})")
-        return Layers(first, last)
+    def inside(self, name: str) -> _Text | None:
+        """Returns what is between the parentheses of name(...); None for another text."""
+        found = re.fullmatch(rf"{name}\s*\((.*)\)", self.text)
+        return found and _Text(found[1], self.position + found.start(1))
 
-    def _action(self) -> LayerAction:
-        if self._taken("ops"):
-            self._expect("(", "after ops")
-            ops = self._list(self._operator, ",")
-            self._expect(")", "after the operators")
-            return LayerAction(ops=ops)
-        start = self.position
-        name = self._word(("none", "full", *MODULES, ALIAS), "an action", other="ops(...)")
-        if name == "none":
-            return LayerAction()
-        if name == "full":
-            return LayerAction(
-                unit=self._number("the layers of a unit", least=1) if self._taken("/") else 1
-            )
-        names = [name]
-        while self._taken("+"):
-            names.append(self._word((*MODULES, ALIAS), "a region"))
-        regions = expanded(names)
-        if len(set(regions)) < len(regions):
-            self.position = start
-            self._fail("a region is named twice")
-        # Sorted, so that two spellings of the same regions are equal policies.
-        return LayerAction(regions=tuple(sorted(regions)))
+    def fail(self, message: str) -> NoReturn:
+        raise _UnreadableError(self.position, message)
 
-    def _host_parts(self, action: LayerAction, at: int) -> str:
-        names = [self._word(tuple(PARTS), "a part of a layer")]
-        while self._taken("+"):
-            names.append(self._word(tuple(PARTS), "a part of a layer"))
-        self._expect(")", "after the parts")
+    def expect(self, what: str, known: Collection[str]) -> str:
+        """Returns the text, which must be one of the known words."""
+        if self.text not in known:
+            found = f" (got {self.text})" if self.text else ""
+            self.fail(f"expected {what}: {', '.join(known)}{found}")
+        return self.text
+
+
+def _rule(rule: _Text) -> Rule:
+    named, *rest = rule.split(":")
+    if len(rest) != 1:
+        rule.fail("expected LAYERS:ACTION, such as *:full or 0-3:core_attn")
+    stage = None
+    if (found := re.match(r"stage\s*(\d{1,6})\s*/\s*", named.text)) is not None:
+        stage, end = int(found[1]), found.end()
+        named = _Text(named.text[end:], named.position + end)
+    layers = tuple(map(_layers, named.split(",")))
+    what, *stores = rest[0].split("@")
+    if len(stores) > 1:
+        rest[0].fail("expected one @place behind an action")
+    action = _action(what)
+    store = _store(stores[0], action) if stores else "device"
+    return Rule(layers=layers, action=action, store=store, stage=stage, position=rule.position)
+
+
+def _layers(named: _Text) -> Layers:
+    found = LAYERS.fullmatch(named.text)
+    if found is None:
+        named.fail("expected a layer: a number, a range such as 0-3, every-N or *")
+    step, offset, first, last = (None if one is None else int(one) for one in found.groups())
+    if step is not None:
+        if step < 1 or (offset or 0) >= step:
+            named.fail("every-N+FIRST needs a step of at least 1, and a first layer below it")
+        return Layers(offset or 0, None, step)
+    if first is None:
+        return Layers()
+    if last is not None and last < first:
+        named.fail(f"the range ends before it begins ({first}-{last})")
+    return Layers(first, first if last is None else last)
+
+
+def _action(action: _Text) -> LayerAction:
+    if (inside := action.inside("ops")) is not None:
+        return LayerAction(ops=tuple(map(_operator, inside.split(","))))
+    if action.text == "none":
+        return LayerAction()
+    if (found := re.fullmatch(r"full(?:\s*/\s*(\d{1,6}))?", action.text)) is not None:
+        unit = int(found[1] or 1)
+        if unit < 1:
+            action.fail("expected the layers of a unit: at least 1")
+        return LayerAction(unit=unit)
+    known = ("none", "full", "full/N", "ops(...)", *MODULES, ALIAS)
+    regions = expanded(name.expect("an action", known) for name in action.split("+"))
+    if len(set(regions)) < len(regions):
+        action.fail("a region is named twice")
+    # Sorted, so that two spellings of the same regions are equal policies.
+    return LayerAction(regions=tuple(sorted(regions)))
+
+
+def _operator(operator: _Text) -> str:
+    if re.fullmatch(r"[A-Za-z_][\w.]*(/[1-9]\d{0,3})?", operator.text) is None:
+        operator.fail("expected an operator, such as matmul, matmul/2 or aten.mm.default")
+    try:
+        parse_entry(operator.text)
+    except ValueError as error:
+        operator.fail(str(error))
+    return operator.text
+
+
+def _store(store: _Text, action: LayerAction) -> str:
+    if (inside := store.inside("host")) is not None:
+        names = tuple(name.expect("a part of a layer", PARTS) for name in inside.split("+"))
         if action != LayerAction():
-            self.position = at
-            self._fail("only a layer that keeps everything has parts on the host: none@host(..)")
-        return store_of(tuple(names))
-
-    def _operator(self) -> str:
-        self._skip_spaces()
-        match = re.compile(r"[A-Za-z_][\w.]*(/[1-9]\d{0,3})?").match(self.text, self.position)
-        if match is None:
-            self._fail("expected an operator, such as matmul, matmul/2 or aten.mm.default")
-        try:
-            # parse_entry knows no position: it is called before the reader moves on, so that
-            # _fail points at the start of the operator.
-            parse_entry(match.group())
-        except ValueError as error:
-            self._fail(str(error))
-        self.position = match.end()
-        return match.group()
-
-    def _list(self, item: Callable[[], Item], separator: str) -> tuple[Item, ...]:
-        items = [item()]
-        while self._taken(separator):
-            items.append(item())
-        return tuple(items)
-
-    def _word(
-        self, allowed: tuple[str, ...], what: str, extra: str = "", other: str | None = None
-    ) -> str:
-        self._skip_spaces()
-        match = re.compile(rf"[\w{extra}]+").match(self.text, self.position)
-        if match is None or match.group() not in allowed:
-            found = "" if match is None else f" (got {match.group()})"
-            choices = allowed if other is None else (*allowed, other)
-            self._fail(f"expected {what}: {', '.join(choices)}{found}")
-        self.position = match.end()
-        return match.group()
-
-    def _number(self, what: str, *, least: int = 0) -> int:
-        self._skip_spaces()
-        match = re.compile(r"\d{1,6}").match(self.text, self.position)
-        if match is None or int(match.group()) < least:
-            self._fail(f"expected {what}" + (f" of at least {least}" if match else ""))
-        self.position = match.end()
-        return int(match.group())
-
-    def _expect(self, text: str, where: str) -> None:
-        if not self._taken(text):
-            self._fail(f"expected '{text}' {where}")
-
-    def _taken(self, text: str) -> bool:
-        self._skip_spaces()
-        found = self.text.startswith(text, self.position)
-        self.position += len(text) if found else 0
-        return found
-
-    def _at_end(self) -> bool:
-        self._skip_spaces()
-        return self.position == len(self.text)
-
-    def _skip_spaces(self) -> None:
-        while self.text[self.position : self.position + 1].isspace():
-            self.position += 1
-
-    def _fail(self, message: str) -> NoReturn:
-        raise ValueError(point_at(self.text, self.position, message, setting=self.setting))
-
-
-FLAG = "--recompute-policy"
+            store.fail("only a layer that keeps everything has parts on the host: none@host(..)")
+        return store_of(names)
+    place = store.expect("a place", STORES)
+    if place.startswith("split") and not action.unit:
+        store.fail("only the input of a unit can be split over ranks: full@split")
+    return place
 
 
 def check_policy_reaches(
     policy: Policy, num_layers: Sequence[int], *, setting: str = FLAG
 ) -> list[str]:
     """Returns a warning for each rule that names layers or unit lengths which the run lacks.
+
+        "9:full" on 3 layers         an error: no stage has a layer 9
+        "stage1/*:full", one stage   an error: there is no stage 1
+        "*:full; 0:none"             an error: the first rule decides every layer of the second
+        "every-2:full/2"             an error: it names no two neighbours, so no unit has 2
+        "0-31:full" on 24 layers     a warning: the rule applies to the layers 0 to 23
+        "*:full/8" on 4 layers       a warning: the units have 4 layers
 
     num_layers: the number of layers of each stage, in the order of the model. `stageN/` counts
         these stages: each virtual stage is one (config/stages.py), and a model without a pipeline
@@ -326,84 +289,34 @@ def check_policy_reaches(
     # The positions of the rules must count in `text`. A policy that was built from rules has no
     # text, so its own spelling is parsed to get positions.
     text = policy.text or str(policy)
-    rules = policy.rules if policy.text else parse_policy(text).rules
     # (stage, layer) of each layer that no rule before has decided: the first rule decides.
     undecided = {(stage, layer) for stage, count in enumerate(num_layers) for layer in range(count)}
     warnings: list[str] = []
-    for rule in rules:
-        if (fault := _missing(rule, num_layers)) is not None:
-            raise ValueError(point_at(text, rule.position, fault, setting=setting))
+    for rule in policy.rules if policy.text else parse_policy(text).rules:
+
+        def never(reason: str, rule: Rule = rule) -> NoReturn:
+            message = f"the rule {rule} never applies: {reason}"
+            raise ValueError(point_at(text, rule.position, message, setting=setting))
+
+        if rule.stage is not None and rule.stage >= len(num_layers):
+            never(f"stage {rule.stage} does not exist, only 0 to {len(num_layers) - 1}")
+        last = (max(num_layers) if rule.stage is None else num_layers[rule.stage]) - 1
+        for layers in rule.layers:
+            if layers.first > last:
+                never(f"layer {layers} does not exist, only 0 to {last}")
         decided = {(stage, layer) for stage, layer in undecided if rule.names(layer, stage)}
         if not decided:
-            raise ValueError(
-                point_at(
-                    text,
-                    rule.position,
-                    f"the rule {rule} never applies: the rules before it decide all of "
-                    "its layers; move it to the front, or leave it out",
-                    setting=setting,
-                )
-            )
+            never("the rules before it decide all of its layers; move it to the front")
         undecided -= decided
-        longest = _longest_run(decided)
-        if rule.action.unit > longest == 1 and any(num_layers[stage] > 1 for stage, _ in decided):
-            raise ValueError(
-                point_at(
-                    text,
-                    rule.position,
-                    f"the rule {rule} never applies to two neighbouring layers, so a unit "
-                    f"cannot have {rule.action.unit}: give full, or name neighbouring layers",
-                    setting=setting,
-                )
-            )
-        if rule.action.unit > longest:
-            warnings.append(
-                f"{setting} '{rule}': a unit of {rule.action.unit} is more than the "
-                f"{_layers(longest)} in a row that the rule applies to: no unit has more than "
-                f"{_layers(longest)}"
-            )
-        warnings += (f"{setting} '{rule}': {fault}" for fault in _beyond(rule, num_layers))
+        unit, longest = rule.action.unit, _longest_run(decided)
+        if unit > longest == 1 and any(num_layers[stage] > 1 for stage, _ in decided):
+            never(f"it names no neighbouring layers, so a unit cannot have {unit}: give full")
+        if unit > longest:
+            warnings.append(f"{setting} '{rule}': no unit has more than {longest} layers here")
+        for layers in rule.layers:
+            if layers.last is not None and layers.last > last:
+                warnings.append(f"{setting} '{rule}': {layers} reaches only to layer {last}")
     return warnings
-
-
-def _missing(rule: Rule, num_layers: Sequence[int]) -> str | None:
-    """Returns the fault of a rule that names a stage or a layer which does not exist, or None."""
-    if rule.stage is not None and rule.stage >= len(num_layers):
-        if len(num_layers) == 1:
-            return (
-                f"stage {rule.stage} does not exist: without a pipeline the model is one stage, "
-                f"stage 0; leave out stage{rule.stage}/"
-            )
-        return f"stage {rule.stage} does not exist: the stages are 0 to {len(num_layers) - 1}"
-    count = _longest_stage(rule, num_layers)
-    for layers in rule.layers:
-        if layers.first >= count:
-            found = (
-                f"layer {layers} does not exist"
-                if layers.first == layers.last
-                else f"{layers} names no layer"
-            )
-            return f"{found}: {_existing(rule, num_layers)}"
-    return None
-
-
-def _beyond(rule: Rule, num_layers: Sequence[int]) -> Iterator[str]:
-    count = _longest_stage(rule, num_layers)
-    for layers in rule.layers:
-        if layers.last is not None and layers.last >= count:
-            yield f"{layers} reaches only to layer {count - 1}: {_existing(rule, num_layers)}"
-
-
-def _longest_stage(rule: Rule, num_layers: Sequence[int]) -> int:
-    return max(num_layers) if rule.stage is None else num_layers[rule.stage]
-
-
-def _existing(rule: Rule, num_layers: Sequence[int]) -> str:
-    count = _longest_stage(rule, num_layers)
-    where = ""
-    if len(num_layers) > 1:
-        where = " of a stage" if rule.stage is None else f" of stage {rule.stage}"
-    return f"the layers{where} are 0 to {count - 1}" if count > 1 else f"the only layer{where} is 0"
 
 
 def _longest_run(decided: set[tuple[int, int]]) -> int:
@@ -414,7 +327,3 @@ def _longest_run(decided: set[tuple[int, int]]) -> int:
         length = length + 1 if previous == (stage, layer - 1) else 1
         longest, previous = max(longest, length), (stage, layer)
     return longest
-
-
-def _layers(count: int) -> str:
-    return "1 layer" if count == 1 else f"{count} layers"

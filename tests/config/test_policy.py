@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.policy import STORES, LayerAction, Layers, Policy, Rule, parse_policy
+from megatron_lite.config.policy import (
+    STORES,
+    LayerAction,
+    Layers,
+    Policy,
+    Rule,
+    check_policy_reaches,
+    parse_policy,
+)
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import MODULES
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
+from megatron_lite.recompute.recompute_plan import RecomputePlan, segments
 from megatron_lite.recompute.schedule import plan_stage
 
 LAYERS = st.one_of(
@@ -119,103 +127,128 @@ def test_megatrons_flags_and_the_policy_that_says_the_same_give_equal_plans(
     )  # type: ignore[arg-type]
 
 
-def test_every_nth_layer_goes_by_its_number() -> None:
-    def units(policy: str) -> list[int]:
-        plan = plan_stage(RecomputeConfig(recompute_policy=policy), 8)
-        return [segment.first_layer for segment in plan.segments if segment.unit]
+def test_layers_units_and_stages_go_by_their_numbers() -> None:
+    def units(policy: str, num_layers: int, stage: int = 0) -> list[tuple[int, int]]:
+        plan = plan_stage(RecomputeConfig(recompute_policy=policy), num_layers, stage)
+        return [(one.first_layer, one.num_layers) for one in plan.segments if one.unit]
 
-    assert (
-        units("every-3:full") == [0, 3, 6]
-        and units("every-3+2:full") == [2, 5]
-        and units("every-1:full") == list(range(8))
-    )
-
-
-def test_units_never_reach_over_layers_of_another_rule() -> None:
-    plan = plan_stage(RecomputeConfig(recompute_policy="3:none; *:full/2"), 7)
-    units = [(segment.first_layer, segment.num_layers) for segment in plan.segments if segment.unit]
-    assert units == [(0, 2), (2, 1), (4, 2), (6, 1)]
-    assert plan.segments[2] == Segment(first_layer=3)
-
-
-def test_a_rule_of_a_stage_leaves_the_others_alone() -> None:
-    config = RecomputeConfig(recompute_policy="stage1/0:full; 0:mlp")
-    assert [str(plan_stage(config, 2, stage)) for stage in (0, 1)] == [
-        "0:mlp; 1:none",
-        "0:full; 1:none",
-    ]
+    assert units("every-3+2:full", 8) == [(2, 1), (5, 1)]
+    assert units("3:none; *:full/2", 7) == [(0, 2), (2, 1), (4, 2), (6, 1)]
+    assert units("stage1/0:full; 0:mlp", 2) == [] != units("stage1/0:full; 0:mlp", 2, 1)
 
 
 @pytest.mark.parametrize(
     ("text", "character", "message"),
     [
-        ("", 1, "expected a layer"),
-        ("full", 1, "every-N or * (all layers: *:full)"),
-        ("0:full; mlp+layernorm", 9, "(all layers: *:mlp)"),
-        ("auto", 1, "every-N or *, at"),
-        ("0-3", 4, "expected ':'"),
-        ("0-3:", 5, "expected an action"),
-        ("0-3:ful", 5, "expected an action: none, full, core_attn"),
-        ("*:op(matmul)", 3, "pointwise, ops(...) (got op)"),
-        ("3-1:full", 2, "the range ends before it begins (3-1)"),
-        ("*:full/0", 8, "of at least 1"),
+        ("", 1, "expected LAYERS:ACTION, such as *:full"),
+        ("0:full; mlp+layernorm", 9, "expected LAYERS:ACTION"),
+        ("auto:full", 1, "expected a layer: a number, a range"),
+        ("0-3:", 5, "expected an action: none, full"),
+        ("0-3:ful", 5, "pointwise (got ful)"),
+        ("0,3-1:full", 3, "the range ends before it begins (3-1)"),
+        ("*:full/0", 3, "at least 1"),
         ("*:full@moon", 8, "expected a place: device, split, host, split+host (got moon)"),
+        ("*:full@host@host", 3, "expected one @place"),
         ("*:mlp@split", 7, "full@split"),
-        ("*:mlp+norm", 7, "expected a region"),
+        ("*:mlp + norm", 9, "(got norm)"),
         ("*:mlp+mlp", 3, "named twice"),
-        ("every-0:full", 7, "a step of at least 1"),
-        ("every-2+2:full", 10, "below 2"),
+        ("every-0:full", 1, "a step of at least 1"),
+        ("every-2+2:full", 1, "a first layer below it"),
         ("*:ops()", 7, "expected an operator"),
-        ("*:ops(matmul", 13, "expected ')'"),
-        ("*:full 0:none", 8, "expected ';'"),
-        ("stage/0:full", 6, "the number of a stage"),
+        ("*:ops(matmul", 3, "(got ops(matmul)"),
+        ("stage/0:full", 1, "expected a layer"),
+        ("*:none@host(", 8, "(got host()"),
+        ("*:none@host(mlp)", 13, "expected a part of a layer: attn_norm, qkv_linear, core_attn"),
+        ("*:full@host(core_attn)", 8, "only a layer that keeps everything has parts"),
     ],
 )
-def test_an_error_points_at_the_character(text: str, character: int, message: str) -> None:
+def test_an_error_points_at_the_part_that_cannot_be_read(
+    text: str, character: int, message: str
+) -> None:
     with pytest.raises(ValueError) as raised:
-        parse_policy(text)
+        parse_policy(text, setting="policy")
     first, shown, mark = str(raised.value).splitlines()
-    assert message in first and first.endswith(f"at character {character}")
-    assert shown == f"  {text}" and mark.index("^") == character + 1
+    assert first.startswith("policy: ") and first.endswith(f", at character {character}")
+    assert message in first and shown == f"  {text}" and mark.index("^") == character + 1
+
+
+@given(st.text("0123:;,@*+-/()every-full none mlp host ops split", max_size=40))
+def test_any_other_text_is_refused_or_prints_as_it_is_read(text: str) -> None:
+    try:
+        policy = parse_policy(text)
+    except ValueError as error:
+        assert "at character" in str(error)
+    else:
+        assert parse_policy(str(policy)) == policy
 
 
 def test_text_is_bounded() -> None:
-    with pytest.raises(ValueError, match="longer than 4096"):
-        parse_policy("0:full;" * 1000)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        dict(recompute_activations=True),
-        dict(**FULL, recompute_method="uniform"),
-        dict(distribute_saved_activations=True),
-        dict(recompute_modules=("mlp",)),
-    ],
-)
-def test_megatrons_flags_and_a_policy_exclude_each_other(flags: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="and --recompute-policy are two ways"):
-        RecomputeConfig(recompute_policy="*:full", **flags)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="policy is longer than 4096"):
+        parse_policy("0:full;" * 1000, setting="policy")
 
 
 def test_parts_of_a_layer_have_one_normal_spelling() -> None:
-    policy = parse_policy("0: none @ host( linear_fc2 + core_attn+core_attn ); *:full@host")
+    policy = parse_policy("0: none @ host( linear_fc2 + core_attn+core_attn ); *:full@host;")
     assert str(policy) == "0:none@host(core_attn+linear_fc2); *:full@host"
     assert parse_policy(str(policy)) == policy
 
 
 @pytest.mark.parametrize(
-    ("text", "message", "position"),
+    ("text", "num_layers", "character", "message"),
     [
-        ("*:none@host(", "expected a part of a layer: attn_norm, qkv_linear, core_attn", 12),
-        ("*:none@host(mlp)", "(got mlp)", 12),
-        ("*:none@host(core_attn", "expected ')' after the parts", 21),
-        ("*:full@host(core_attn)", "only a layer that keeps everything has parts", 7),
-        ("*:mlp@host(core_attn)", "only a layer that keeps everything has parts", 6),
+        ("0,9:full", [3], 1, "layer 9 does not exist, only 0 to 2"),
+        ("0:full; 7-9:mlp", [3], 9, "layer 7-9 does not exist"),
+        ("stage1/2:full", [3, 2], 1, "layer 2 does not exist, only 0 to 1"),
+        ("every-9+8:full", [4], 1, "layer every-9+8 does not exist"),
+        ("*:mlp; stage3/0:full", [3, 3], 8, "stage 3 does not exist, only 0 to 1"),
+        ("0-1:full; 2:mlp; *:none", [3], 18, "the rules before it decide all of its layers"),
+        ("every-2:full/2", [4], 1, "no neighbouring layers, so a unit cannot have 2: give full"),
+        ("1:none; *:full/3", [3], 9, "no neighbouring layers"),
     ],
 )
-def test_parts_that_cannot_be_are_pointed_at(text: str, message: str, position: int) -> None:
-    with pytest.raises(ValueError) as fault:
-        parse_policy(text)
-    assert message in str(fault.value)
-    assert str(fault.value).endswith(f"\n  {text}\n  {' ' * position}^")
+def test_a_rule_that_can_never_apply_is_an_error_at_its_place(
+    text: str, num_layers: list[int], character: int, message: str
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        check_policy_reaches(parse_policy(text), num_layers, setting="policy")
+    first, shown, _ = str(raised.value).splitlines()
+    assert first.startswith("policy: ") and first.endswith(f"at character {character}")
+    assert message in first and shown == f"  {text}"
+
+
+@pytest.mark.parametrize(
+    ("text", "num_layers", "warning"),
+    [
+        ("every-2:full", [1], None),
+        ("2:full", [3, 2], None),
+        ("stage0/*:full; stage1/0:mlp; *:none", [2, 2], None),
+        ("*:full/2", [3], None),
+        ("1:none; *:full/2", [5], None),
+        ("0-31:full", [24], "0-31 reaches only to layer 23"),
+        ("*:full/8", [4, 3], "no unit has more than 4 layers here"),
+        ("*:full/2", [1, 1], "no unit has more than 1 layers here"),
+    ],
+)
+def test_a_rule_that_says_more_than_it_does_is_one_warning(
+    text: str, num_layers: list[int], warning: str | None
+) -> None:
+    found = check_policy_reaches(parse_policy(text), num_layers)
+    assert found == ([] if warning is None else [f"--recompute-policy '{text}': {warning}"])
+
+
+@given(POLICIES, st.lists(st.integers(1, 6), min_size=1, max_size=3))
+def test_an_accepted_rule_decides_a_layer_and_a_refused_policy_has_a_fault(
+    policy: Policy, num_layers: list[int]
+) -> None:
+    deciding = {
+        id(policy.rule_of(layer, stage))
+        for stage, count in enumerate(num_layers)
+        for layer in range(count)
+    }
+    reaches_all = all(id(rule) in deciding for rule in policy.rules)
+    try:
+        check_policy_reaches(policy, num_layers)
+    except ValueError as error:
+        assert not reaches_all or "not exist" in str(error) or "neighbouring" in str(error)
+    else:
+        assert reaches_all
