@@ -25,7 +25,6 @@ from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.notices import notices as notices_of
-from megatron_lite.config.optimizer_settings import OWN_SETTINGS
 from megatron_lite.config.parser import Faults, Parser
 from megatron_lite.config.plain import LARGEST_TEXT
 from megatron_lite.config.run import RunConfig
@@ -44,14 +43,12 @@ Values = dict[str, dict[str, Any]]  # by topic and field
 # are derived, and they must be derived again.
 DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size")
 SOURCES = ("config_json", "hf_config", "model")
-# The topics and fields of which a rule may allow only one choice. A flag replaces a stored choice.
+# The topics and fields of which a rule may allow only one choice, beside those that need another
+# setting. A flag replaces a stored choice.
 CHOICES = {
     *("recompute", "data", "data_parallel", "loss_scaling", "lr_schedule", *SWITCHED_ACTIVATIONS),
     *("train_iters", "train_samples", "bf16", "fp16", "global_batch_size", "rampup_batch_size"),
-    *("step_batch_size_schedule", "sequence_parallel", "cp_comm_type"),
-    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-    *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
-    *OWN_SETTINGS["muon"],
+    *("step_batch_size_schedule", "sequence_parallel"),
 }
 STAND_IN = 1  # for a required value that is missing or wrong
 CONTRADICTIONS = {
@@ -305,7 +302,8 @@ def _is_named(field: str, text: str) -> bool:
 def _is_choice(topic: str, field: str) -> bool:
     """Returns whether a flag may replace the stored field, which is no size of the model or run."""
     one = run_fields()[field]
-    return (topic in CHOICES or field in CHOICES) and not one.is_required
+    is_choice = topic in CHOICES or field in CHOICES or bool(one.facts.needs)
+    return is_choice and not one.is_required
 
 
 def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[str]) -> Values:

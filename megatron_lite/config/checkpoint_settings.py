@@ -5,12 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import flag
 from megatron_lite.config.setting import check_settings, setting, switch
-
-# Flags of Megatron that do nothing without --save, and without --load.
-WITHOUT_SAVE = ("save_interval", "save_retain_interval", "async_save")
-WITHOUT_LOAD = ("finetune", "no_load_optim", "no_load_rng")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,44 +17,53 @@ class CheckpointConfig:
         save_keep_last the last checkpoint stays too.
     async_save: whether training goes on while a checkpoint is written.
 
-    If neither save_keep_last nor save_retain_interval is given, all checkpoints stay. The fields of
-    WITHOUT_SAVE and WITHOUT_LOAD do nothing without their directory, as in Megatron.
+    If neither save_keep_last nor save_retain_interval is given, all checkpoints stay. Some
+    fields do nothing without their directory, as in Megatron.
     """
 
     save: str | None = setting("directory to write checkpoints into", is_path=True)
     save_interval: int | None = setting(
-        "iterations between checkpoints", alias="--persistent-save-interval", least=1
+        "iterations between checkpoints",
+        alias="--persistent-save-interval",
+        least=1,
+        without="save",
     )
     save_retain_interval: int | None = setting(
-        "keep the checkpoints of iterations that are multiples of it, and the last ones", least=1
+        "keep the checkpoints of iterations that are multiples of it, and the last ones",
+        least=1,
+        without="save",
     )
     save_keep_last: int | None = setting(
-        "keep the last so many checkpoints; default: all, with --save-retain-interval 1", least=1
+        "keep the last so many checkpoints; default: all, with --save-retain-interval 1",
+        least=1,
+        needs="save",
     )
-    async_save: bool = switch("train on while a checkpoint is written, once its tensors are copied")
+    async_save: bool = switch(
+        "train on while a checkpoint is written, once its tensors are copied", without="save"
+    )
     load: str | None = setting("directory to read the newest checkpoint from", is_path=True)
-    allow_fresh_start: bool = switch("start from scratch where --load finds no checkpoint")
-    finetune: bool = switch("take the weights only, and start at iteration 0")
-    no_load_optim: bool = switch("do not read the optimizer's state")
-    no_load_rng: bool = switch("do not read the states of the random streams")
-    no_load_fallback: bool = switch(
-        "stop where the newest checkpoint is damaged, instead of using the one before it"
+    allow_fresh_start: bool = switch(
+        "start from scratch where --load finds no checkpoint", needs="load"
     )
-    allow_changed_data: bool = switch("go on with other data than the checkpoint's run has read")
+    finetune: bool = switch("take the weights only, and start at iteration 0", without="load")
+    no_load_optim: bool = switch("do not read the optimizer's state", without="load")
+    no_load_rng: bool = switch("do not read the states of the random streams", without="load")
+    no_load_fallback: bool = switch(
+        "stop where the newest checkpoint is damaged, instead of using the one before it",
+        needs="load",
+    )
+    allow_changed_data: bool = switch(
+        "go on with other data than the checkpoint's run has read", needs="load"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.save_keep_last is not None and self.save is None:
-            raise ValueError(f"--save-keep-last {self.save_keep_last} needs --save DIR")
         if self.save_interval is not None and (self.save_retain_interval or 0) % self.save_interval:
             raise ValueError(
                 f"--save-retain-interval {self.save_retain_interval} is not a multiple of "
                 f"--save-interval {self.save_interval}: most of the iterations that it would keep "
                 "are not saved"
             )
-        for field in ("allow_fresh_start", "no_load_fallback", "allow_changed_data"):
-            if getattr(self, field) and self.load is None:
-                raise ValueError(f"{flag(field)} needs --load DIR")
 
     @property
     def continues(self) -> bool:

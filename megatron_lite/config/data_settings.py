@@ -71,6 +71,7 @@ class DataConfig:
         "data-parallel rank",
         True,
         name="--no-data-sharding",
+        needs="dataloader_type=cyclic",
     )
 
     def __post_init__(self) -> None:
@@ -96,11 +97,6 @@ class DataConfig:
             raise ValueError(
                 f"--split {self.split!r} cuts what --data-path names, but {flag(first)} gives each "
                 "split its own data: leave --split out"
-            )
-        if not self.data_sharding and self.dataloader_type != "cyclic":
-            raise ValueError(
-                "--no-data-sharding needs --dataloader-type cyclic: "
-                f"{self.dataloader_type} reads in order"
             )
 
     @property
@@ -132,7 +128,8 @@ class TokenizerConfig:
     )
     tokenizer_model: str | None = setting(
         "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
-        "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer"
+        "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
+        needs="tokenizer_type",
     )
     vocab_file: str | None = setting("vocab.json, for GPT2BPETokenizer")
     merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer")
@@ -152,10 +149,6 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.tokenizer_type is None and self.tokenizer_model is not None:
-            raise ValueError(
-                f"--tokenizer-model needs --tokenizer-type ({', '.join(TOKENIZER_TYPES)})"
-            )
         reads_bpe_files = self.vocab_file is not None or self.merge_file is not None
         resolve(self, "tokenizer_type", "GPT2BPETokenizer" if reads_bpe_files else "NullTokenizer")
         if self.tokenizer_type == "NullTokenizer" and self.vocab_size is None:

@@ -18,16 +18,15 @@ from __future__ import annotations
 import ast
 import re
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megatron_lite.config.plain import shown
+from megatron_lite.config.plain import quoted, shown
 
 if TYPE_CHECKING:
     from megatron_lite.config.model import ModelConfig
 
 Pattern = int | tuple[int, ...]
 
-UNLIMITED = -1  # Megatron's value for a side of the window without an end
 LONGEST_TEXT = 10_000  # characters
 LONGEST_LIST = 10_000  # layers; the deepest models have a few hundred
 MOST_NESTED, MOST_OPERATORS = 50, 500
@@ -42,7 +41,7 @@ def parse_window(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"\(?\s*(-?\d{1,10})\s*,\s*(-?\d{1,10})\s*\)?", text.strip())
     if match is None:
         raise ValueError(
-            f"--window-size {shown(repr(text))}: give two numbers, the tokens before and after a "
+            f"--window-size {quoted(text)}: give two numbers, the tokens before and after a "
             "query that it reads, such as 128,0"
         )
     return int(match[1]), int(match[2])
@@ -53,31 +52,31 @@ def parse_pattern(flag: str, text: str) -> Pattern:
 
     Raises ValueError if the text is neither.
     """
-    if len(text) > LONGEST_TEXT:
-        raise ValueError(
-            f"{flag} has {len(text)} characters, more than the {LONGEST_TEXT} that any list needs: "
-            "write repeated parts as [0]*3"
-        )
     try:
         value = _value_of(_tree_of(text))
-    except (ValueError, RecursionError) as fault:
+    except (ValueError, TypeError, RecursionError) as fault:
         raise ValueError(
-            f"{flag} {shown(repr(text))}: {fault}; give a whole number, or a list with one number "
-            "for each layer, such as ([0]*3+[1])*2"
+            f"{flag} {quoted(text)}: {fault}; give a whole number, or a list with one number for "
+            "each layer, such as ([0]*3+[1])*2"
         ) from None
     return value if isinstance(value, int) else tuple(value)
 
 
 def _tree_of(text: str) -> ast.expr:
     """Returns the syntax tree of a text, which is not evaluated. Raises ValueError for other
-    characters than those of a pattern, and for too many brackets or operators."""
-    if wrong := re.search(r"[^0-9\s()\[\],+*]", text):
-        raise ValueError(f"{wrong.group()!r} is no number, list or bracket")
-    if too_large := re.search(r"\d{11,}", text):
-        raise ValueError(f"{shown(too_large.group())} is too large")
+    characters than those of a pattern, and for too many characters, brackets or operators."""
+    if wrong := re.search(r"[^0-9\s()\[\],+*]|\d{11,}", text):
+        raise ValueError(f"{shown(wrong.group())!r} is no number, list or bracket")
     depths = accumulate((one in "([") - (one in ")]") for one in text)
-    if max(depths, default=0) > MOST_NESTED or len(re.findall("[+*]", text)) > MOST_OPERATORS:
-        raise ValueError(f"more than {MOST_NESTED} brackets or {MOST_OPERATORS} operators")
+    if (
+        len(text) > LONGEST_TEXT
+        or max(depths, default=0) > MOST_NESTED
+        or len(re.findall("[+*]", text)) > MOST_OPERATORS
+    ):
+        raise ValueError(
+            f"more than {LONGEST_TEXT} characters, {MOST_NESTED} brackets or {MOST_OPERATORS} "
+            "operators: write repeated parts as [0]*3"
+        )
     try:
         # Python has no numbers with leading zeros
         return ast.parse(re.sub(r"\b0+(?=\d)", "", text.strip()), mode="eval").body
@@ -85,37 +84,25 @@ def _tree_of(text: str) -> ast.expr:
         raise ValueError(f"it is no list ({error.msg})") from None
 
 
-def _value_of(node: ast.expr) -> int | list[int]:
+def _value_of(node: ast.expr) -> Any:
+    """Returns a number or a list of numbers. Raises ValueError or TypeError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return _bounded(node.value)
+        return node.value
     if isinstance(node, ast.List):
         numbers = [_value_of(one) for one in node.elts]
         if not all(isinstance(one, int) for one in numbers):
             raise ValueError("a list inside a list: join lists with +")
-        return [one for one in numbers if isinstance(one, int)]
+        return numbers
     if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Mult)):
         raise ValueError(f"{ast.unparse(node)[:40]!r} is no number, list, sum or product")
     left, right = _value_of(node.left), _value_of(node.right)
-    try:
-        if isinstance(node.op, ast.Add):
-            return _bounded(left + right)  # type: ignore[operator]
-        sizes = [len(one) if isinstance(one, list) else one for one in (left, right)]
-        if list in (type(left), type(right)) and sizes[0] * sizes[1] > LONGEST_LIST:
-            raise ValueError(f"a list of {sizes[0] * sizes[1]} numbers, more than {LONGEST_LIST}")
-        return _bounded(left * right)  # type: ignore[operator]
-    except TypeError:
-        raise ValueError(
-            "+ adds two lists or two numbers, not one of each, and * repeats a list a number of "
-            "times"
-        ) from None
-
-
-def _bounded(value: int | list[int]) -> int | list[int]:
-    if isinstance(value, list) and len(value) > LONGEST_LIST:
-        raise ValueError(f"a list of {len(value)} numbers, more than {LONGEST_LIST}")
-    if isinstance(value, int) and value > LARGEST_NUMBER:
-        raise ValueError(f"{value} is too large")
-    return value
+    sizes = [len(one) if isinstance(one, list) else one for one in (left, right)]
+    is_sum, is_list = isinstance(node.op, ast.Add), list in (type(left), type(right))
+    # The size is known before the value is built: [0]*9999*9999 cannot fill the memory.
+    size = sum(sizes) if is_sum else sizes[0] * sizes[1]
+    if size > (LONGEST_LIST if is_list else LARGEST_NUMBER):
+        raise ValueError(f"{size} is more than {LONGEST_LIST} layers")
+    return left + right if is_sum else left * right
 
 
 def marks(pattern: Pattern, layer: int) -> bool:
@@ -137,77 +124,50 @@ def reach(window: tuple[int, int] | None, seq_length: int) -> int | None:
 
 def check_layers(model: ModelConfig) -> None:
     """Raises ValueError if a window or rotary setting breaks a rule, or if two contradict."""
-    _check_window(model)
-    pattern = model.no_rope_freq
-    if pattern is None:
+    window, skipped, unrotated = model.window_size, model.window_attn_skip_freq, model.no_rope_freq
+    if window is not None and (
+        len(window) != 2 or not 0 <= window[0] <= LARGEST_NUMBER or window[1] != 0
+    ):
+        raise ValueError(
+            f"--window-size {spelled(window)}: give LEFT,0, the tokens before a query that it "
+            "reads, and 0 since the model is causal; without a limit leave it out"
+        )
+    if skipped is not None and window is not None:
+        name = f"--window-attn-skip-freq {spelled(skipped)}"
+        _check_pattern(name, skipped, model.num_layers)
+        if skipped == 1 if isinstance(skipped, int) else not any(skipped):
+            raise ValueError(
+                f"{name} leaves no layer with --window-size {spelled(window)}: leave both out"
+            )
+    if unrotated is None:
         return
-    _check_pattern("--no-rope-freq", pattern, model.num_layers)
+    name = f"--no-rope-freq {spelled(unrotated)}"
+    _check_pattern(name, unrotated, model.num_layers)
     if not model.positions.rotated:
         raise ValueError(
-            f"--no-rope-freq {spelled(pattern)} takes rotary embedding out of some layers, and "
-            f"--position-embedding-type {model.position_embedding_type} has none: give "
-            "--position-embedding-type rope, or leave --no-rope-freq out"
+            f"{name} takes rotary embedding out of some layers, and --position-embedding-type "
+            f"{model.position_embedding_type} has none: give rope, or leave --no-rope-freq out"
         )
-    if isinstance(pattern, int) and model.num_layers % pattern:
+    if isinstance(unrotated, int) and model.num_layers % unrotated:
         raise ValueError(
-            f"--no-rope-freq {pattern} does not divide --num-layers {model.num_layers}: give a "
-            "divisor, or a list with one number for each layer"
+            f"{name} does not divide --num-layers {model.num_layers}: give a divisor, or a list "
+            "with one number for each layer"
         )
-    if marks_all(pattern):
+    if marks_all(unrotated):
         raise ValueError(
-            f"--no-rope-freq {spelled(pattern)} leaves no layer that rotates: give "
-            "--position-embedding-type none instead"
+            f"{name} leaves no layer that rotates: give --position-embedding-type none instead"
         )
 
 
-def _check_window(model: ModelConfig) -> None:
-    window, pattern = model.window_size, model.window_attn_skip_freq
-    if window is None:
-        if pattern is not None:
-            raise ValueError(
-                f"--window-attn-skip-freq {spelled(pattern)} says which layers have no window, "
-                "and no layer has one: give --window-size LEFT,0 too"
-            )
-        return
-    if len(window) != 2 or not all(UNLIMITED <= side <= LARGEST_NUMBER for side in window):
-        raise ValueError(
-            f"--window-size {spelled(window)}: give two numbers, the tokens before and after a "
-            "query that it reads, such as 128,0"
-        )
-    left, right = window
-    if right != 0:
-        raise ValueError(
-            f"--window-size {left},{right}: the model is causal and no query reads a later token, "
-            f"so the second number must be 0: give {left},0"
-        )
-    if left == UNLIMITED:
-        raise ValueError(
-            f"--window-size {left},{right} limits nothing, since -1 is a window without an "
-            "end: leave it out"
-        )
-    if pattern is None:
-        return
-    _check_pattern("--window-attn-skip-freq", pattern, model.num_layers)
-    if pattern == 1 if isinstance(pattern, int) else not any(pattern):
-        raise ValueError(
-            f"--window-attn-skip-freq {spelled(pattern)} leaves no layer with --window-size "
-            f"{spelled(window)}: leave both out"
-        )
-
-
-def _check_pattern(flag: str, pattern: Pattern, num_layers: int) -> None:
+def _check_pattern(name: str, pattern: Pattern, num_layers: int) -> None:
     if isinstance(pattern, int):
         if pattern < 1:
-            raise ValueError(f"{flag} must be at least 1 (got {pattern})")
-        return
-    if len(pattern) != num_layers:
+            raise ValueError(f"{name}: give at least 1")
+    elif len(pattern) != num_layers or not {*pattern} <= {0, 1}:
         raise ValueError(
-            f"{flag} has {len(pattern)} numbers for --num-layers {num_layers}: give one for "
-            "each layer"
+            f"{name} must be a list of 0 and 1, one for each of --num-layers {num_layers} (got "
+            f"{len(pattern)} numbers)"
         )
-    if not set(pattern) <= {0, 1}:
-        wrong = next(number for number in pattern if number not in (0, 1))
-        raise ValueError(f"{flag} must be a list of 0 and 1 (got {wrong})")
 
 
 def marks_all(pattern: Pattern) -> bool:

@@ -89,9 +89,11 @@ class LoggingConfig:
         "project of an offline run of Weights & Biases, which gets the scalars of TensorBoard; "
         "needs the package wandb"
     )
-    wandb_exp_name: str | None = setting("its name")
-    wandb_save_dir: str | None = setting("its folder; derived: DIR/wandb of --save DIR")
-    wandb_entity: str | None = setting("its owner")
+    wandb_exp_name: str | None = setting("its name", without="wandb_project")
+    wandb_save_dir: str | None = setting(
+        "its folder; derived: DIR/wandb of --save DIR", without="wandb_project"
+    )
+    wandb_entity: str | None = setting("its owner", without="wandb_project")
     timing_log_level: int = setting(
         "1: time the parts of a step; 2: and those of each micro-batch. Both wait for the GPU",
         0,
@@ -105,9 +107,11 @@ class LoggingConfig:
     log_straggler: bool = switch(
         "name the slowest ranks, where they are slower than the others of their stage"
     )
-    straggler_minmax_count: int = setting("how many of them at most", 1, least=1)
+    straggler_minmax_count: int = setting(
+        "how many of them at most", 1, least=1, without="log_straggler"
+    )
     straggler_ratio: float = setting(
-        "how many times the median's time a slow rank takes", 1.2, above=1
+        "how many times the median's time a slow rank takes", 1.2, above=1, without="log_straggler"
     )
 
     def __post_init__(self) -> None:
@@ -132,16 +136,23 @@ class ProfilingConfig:
     profile: bool = switch(
         "profile some iterations, for Nsight Systems or with --use-pytorch-profiler"
     )
-    profile_step_start: int = setting("the iteration after which profiling begins", 10, least=0)
-    profile_step_end: int = setting("the last iteration that is profiled", 12)
+    profile_step_start: int = setting(
+        "the iteration after which profiling begins", 10, least=0, without="profile"
+    )
+    profile_step_end: int = setting("the last iteration that is profiled", 12, without="profile")
     profile_ranks: tuple[int, ...] = setting(
         "global ranks to profile; all if omitted", (), nargs="+"
     )
     use_pytorch_profiler: bool = switch(
-        "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save"
+        "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
+        without="profile",
     )
-    pytorch_profiler_collect_shapes: bool = switch("shapes of tensors in the trace")
-    pytorch_profiler_collect_callstack: bool = switch("Python's stack in the trace")
+    pytorch_profiler_collect_shapes: bool = switch(
+        "shapes of tensors in the trace", without="use_pytorch_profiler"
+    )
+    pytorch_profiler_collect_callstack: bool = switch(
+        "Python's stack in the trace", without="use_pytorch_profiler"
+    )
     record_shapes: bool = switch("operators with shapes for Nsight Systems")
     nvtx_ranges: bool = switch("operators for Nsight Systems")
     record_memory_history: bool = switch(

@@ -127,14 +127,18 @@ class ModelConfig:
     )
     kv_channels: int | None = setting("channels of one head; derived: hidden / heads", least=1)
     group_query_attention: bool = switch("share keys and values among groups of heads")
-    num_query_groups: int = setting("groups of --group-query-attention", 1, least=1)
+    num_query_groups: int = setting(
+        "groups of --group-query-attention", 1, least=1, needs="group_query_attention"
+    )
     position_embedding_type: str = setting(
         "position embedding", "learned_absolute", choices=tuple(POSITIONS)
     )
     rotary_base: int = setting("base of the rotary frequencies", 10000)
     rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
     use_rope_scaling: bool = switch("scale the rotary frequencies by Llama 3.1's rule")
-    rope_scaling_factor: float = setting("factor of --use-rope-scaling", 8.0, least=1.0)
+    rope_scaling_factor: float = setting(
+        "factor of --use-rope-scaling", 8.0, least=1.0, without="use_rope_scaling"
+    )
     rotary_seq_len_interpolation_factor: int | None = setting(
         "divide the positions of the rotary embedding by N, for sequences N times as long", least=1
     )
@@ -195,6 +199,7 @@ class ModelConfig:
         "every N-th layer has no window; or a list with 1 for each layer that has it, "
         "such as ([1]*3+[0])*2",
         parse=partial(parse_pattern, "--window-attn-skip-freq"),
+        needs="window_size",
     )
     fp32_residual_connection: bool = switch("residual stream in float32 under --bf16 and --fp16")
     hidden_dropout: float = setting(
@@ -217,10 +222,6 @@ class ModelConfig:
                 f"--num-attention-heads {self.num_attention_heads} is not divisible by "
                 f"--num-query-groups {self.num_query_groups}: each group needs the same number "
                 "of heads"
-            )
-        if self.num_query_groups != 1 and not self.group_query_attention:
-            raise ValueError(
-                f"--num-query-groups {self.num_query_groups} needs --group-query-attention"
             )
         switched = [
             f"--{name.replace('_', '-')}" for name in SWITCHED_ACTIVATIONS if getattr(self, name)

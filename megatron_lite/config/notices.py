@@ -8,9 +8,9 @@ kernels.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator
 
-from megatron_lite.config.checkpoint_settings import WITHOUT_LOAD, WITHOUT_SAVE
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_settings import TIKTOKEN_FIELDS
 from megatron_lite.config.layer_pattern import marks_all, reach, spelled
@@ -26,6 +26,7 @@ from megatron_lite.config.regions import (
 )
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_of, run_fields
+from megatron_lite.config.setting import is_met, need_text
 
 Rows = Iterator[tuple[object, str]]
 
@@ -68,17 +69,25 @@ def notices(
 def _without_effect(config: RunConfig, given: Collection[str]) -> Rows:
     """Yields the fields that are set and that nothing reads. A field is set if the command line
     gives it, or if it does not have its default."""
-    model, data, parallel, training = config.model, config.data, config.parallel, config.training
-    recompute, tokenizer, checkpoint = config.recompute, config.tokenizer, config.checkpoint
-    fsdp, profiling = config.data_parallel.use_torch_fsdp2, config.profiling
+    model, parallel, training = config.model, config.parallel, config.training
+    recompute, tokenizer = config.recompute, config.tokenizer
+    fsdp = config.data_parallel.use_torch_fsdp2
     overlaps = config.data_parallel.overlap_grad_reduce
     positions = f"with --position-embedding-type {model.position_embedding_type}"
     granularity, scale = recompute.recompute_granularity, config.loss_scaling.loss_scale
     policy = granularity or recompute.recompute_policy
     no_rope = model.no_rope_freq
-    scaling = {*run_fields()} & {*vars(config.loss_scaling)}
-    table: tuple[tuple[Collection[str], object, str], ...] = (
-        # fields, whether they have no effect, why
+    is_tik = tokenizer.tokenizer_type == "TikTokenizer"
+    fields = run_fields()
+    values = {name: getattr(getattr(config, one.topic), name) for name, one in fields.items()}
+    changed = {name for name, one in fields.items() if values[name] != one.default}
+    why = {
+        name: f"without {need_text(need)}"
+        for name, one in fields.items()
+        if (need := one.facts.without)
+        and not is_met(need, getattr(config, fields[re.split("[=>]", need)[0]].topic))
+    }
+    for names, has_none, reason in (
         (
             ("sequence_parallel",),
             parallel.tensor_model_parallel_size == 1,
@@ -95,7 +104,6 @@ def _without_effect(config: RunConfig, given: Collection[str]) -> Rows:
             not model.positions.rotated,
             f"{positions}, which rotates nothing",
         ),
-        (("rope_scaling_factor",), not model.use_rope_scaling, "without --use-rope-scaling"),
         (
             ("no_rope_freq",),
             isinstance(no_rope, tuple) and not any(no_rope),
@@ -116,44 +124,13 @@ def _without_effect(config: RunConfig, given: Collection[str]) -> Rows:
             parallel.tensor_model_parallel_size == 1,
             "at --tensor-model-parallel-size 1",
         ),
-        (("decoupled_min_lr",), config.lr_schedule.decoupled_lr is None, "without --decoupled-lr"),
         (
-            ("offload_modules",),
-            not recompute.fine_grained_activation_offloading,
-            "without --fine-grained-activation-offloading",
-        ),
-        (
-            ("profile_step_start", "profile_step_end", "use_pytorch_profiler"),
-            not profiling.profile,
-            "without --profile",
-        ),
-        (
-            ("pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
-            not (profiling.profile and profiling.use_pytorch_profiler),
-            "without --use-pytorch-profiler",
-        ),
-        (
-            ("wandb_exp_name", "wandb_save_dir", "wandb_entity"),
-            not config.logging.wandb_project,
-            "without --wandb-project",
-        ),
-        (
-            ("straggler_minmax_count", "straggler_ratio"),
-            not config.logging.log_straggler,
-            "without --log-straggler",
-        ),
-        (
-            {*tokenizer.unread_fields(), *TIKTOKEN_FIELDS},
+            (*tokenizer.unread_fields(), *(() if is_tik else TIKTOKEN_FIELDS)),
             True,
             f"with --tokenizer-type {tokenizer.tokenizer_type}, which does not read it",
-        )
-        if tokenizer.tokenizer_type != "TikTokenizer"
-        else (tokenizer.unread_fields(), True, "with --tokenizer-type TikTokenizer"),
-        (WITHOUT_SAVE, checkpoint.save is None, "without --save DIR: no checkpoint is written"),
-        (WITHOUT_LOAD, checkpoint.load is None, "without --load DIR: no checkpoint is read"),
-        (scaling, not training.fp16, "without --fp16: the loss is not scaled"),
+        ),
         (
-            scaling - {"loss_scale"},
+            ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
             training.fp16 and scale is not None,
             f"with --loss-scale {scale}, a constant",
         ),
@@ -164,13 +141,10 @@ def _without_effect(config: RunConfig, given: Collection[str]) -> Rows:
             "in the sequence, as in Megatron",
         ),
         (
-            ("calculate_per_token_loss",),
-            not data.eod_mask_loss,
-            "without --eod-mask-loss: every token counts, so the mean over tokens is the mean "
-            "over micro-batches",
+            ("overlap_grad_reduce", "ddp_bucket_size"),
+            fsdp,
+            "under --use-torch-fsdp2, which always overlaps, layer by layer",
         ),
-        (("overlap_grad_reduce",), fsdp, "under --use-torch-fsdp2, which overlaps always"),
-        (("ddp_bucket_size",), fsdp, "under --use-torch-fsdp2, which reduces layer by layer"),
         (
             ("ddp_bucket_size",),
             not fsdp and not overlaps,
@@ -186,12 +160,11 @@ def _without_effect(config: RunConfig, given: Collection[str]) -> Rows:
             granularity == "full",
             "with --recompute-granularity full, which rebuilds whole layers",
         ),
-    )
-    values = {name: getattr(getattr(config, one.topic), name) for name, one in run_fields().items()}
-    changed = {name for name, one in run_fields().items() if values[name] != one.default}
-    for fields, has_none, why in table:
-        for name in sorted(changed.union(given).intersection(fields) if has_none else ()):
-            yield True, f"{flag_of(name)} has no effect {why}"
+    ):
+        why |= dict.fromkeys(names, reason) if has_none else {}
+    for name in fields:
+        if name in why and (name in changed or name in given):
+            yield True, f"{flag_of(name)} has no effect {why[name]}"
 
 
 def _of_settings(config: RunConfig) -> Rows:

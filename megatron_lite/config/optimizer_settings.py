@@ -7,10 +7,9 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_lite.config.checks import flag
 from megatron_lite.config.setting import check_settings, setting, switch
 
 
@@ -72,28 +71,43 @@ class OptimizerConfig:
     weight_decay: float = setting("decoupled weight decay of matrices", 0.01, least=0.0)
     clip_grad: float = setting("largest global gradient norm; 0 for no clipping", 1.0, least=0.0)
     muon_momentum: float = setting(
-        "decay of the gradient's mean, which Muon orthogonalizes", 0.9, least=0.0, below=1.0
+        "decay of the gradient's mean, which Muon orthogonalizes",
+        0.9,
+        least=0.0,
+        below=1.0,
+        needs="optimizer=muon",
     )
     muon_nesterov: bool = switch(
-        "orthogonalize the mean as it would be after the same gradient once more"
+        "orthogonalize the mean as it would be after the same gradient once more",
+        needs="optimizer=muon",
     )
-    muon_num_ns_steps: int = setting("Newton-Schulz iterations", 5, least=1, below=100)
+    muon_num_ns_steps: int = setting(
+        "Newton-Schulz iterations", 5, least=1, below=100, needs="optimizer=muon"
+    )
     muon_scale_mode: str = setting(
         "by what the orthogonal matrix of m rows and n columns is multiplied: "
         "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
         "spectral",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
+        needs="optimizer=muon",
     )
     muon_extra_scale_factor: float = setting(
-        "a further factor; with spectral, 0.2 gives updates the size of AdamW's", 1.0, above=0
+        "a further factor; with spectral, 0.2 gives updates the size of AdamW's",
+        1.0,
+        above=0,
+        needs="optimizer=muon",
     )
     muon_coefficient_type: str = setting(
         "polynomials of the Newton-Schulz iterations",
         "quintic",
         choices=("simple", "quintic", "polar_express"),
+        needs="optimizer=muon",
     )
     muon_split_qkv: bool = setting(
-        "orthogonalize linear_qkv as one matrix, not as three", True, name="--muon-no-split-qkv"
+        "orthogonalize linear_qkv as one matrix, not as three",
+        True,
+        name="--muon-no-split-qkv",
+        needs="optimizer=muon",
     )
     muon_tp_mode: str = setting(
         "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
@@ -104,43 +118,18 @@ class OptimizerConfig:
             "distributed": "is not built: give duplicated, which returns the same matrix on every "
             "rank, or blockwise, which sends nothing"
         },
+        needs="optimizer=muon",
     )
     muon_fp32_matmul_prec: str = setting(
         "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
         "medium",
         choices=("medium", "high"),
         refused={"low": "is not built: give medium (bfloat16) or high (float32)"},
+        needs="optimizer=muon",
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        self._check_all_are_used()
-
-    def _check_all_are_used(self) -> None:
-        defaults = {field.name: field.default for field in fields(self)}
-        for rule, names in OWN_SETTINGS.items():
-            for name in names:
-                if self.optimizer != rule and (value := getattr(self, name)) != defaults[name]:
-                    given = (
-                        "--muon-no-split-qkv"
-                        if name == "muon_split_qkv"
-                        else f"{flag(name)} {value}"
-                    )
-                    raise ValueError(
-                        f"{given.removesuffix(' True')} needs --optimizer {rule} (got "
-                        f"{self.optimizer})"
-                    )
-
-
-# The settings that only one update rule reads. AdamW's settings are in no entry: muon also updates
-# some weights by AdamW.
-OWN_SETTINGS: Mapping[object, tuple[str, ...]] = {
-    rule: tuple(
-        field.name for field in fields(OptimizerConfig) if field.name.startswith(f"{rule}_")
-    )
-    for rule in OPTIMIZERS
-    if rule != "adam"
-}
 
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -178,12 +167,18 @@ class LrScheduleConfig:
     lr_wsd_decay_style: str = setting(
         "how WSD (warm-up, stable, decay) falls at its end", "exponential", choices=WSD_DECAY_STYLES
     )
-    lr_wsd_decay_iters: int | None = setting("iterations of WSD's decay, at the end", least=1)
-    lr_wsd_decay_samples: int | None = setting("the same in samples, with --train-samples", least=1)
+    lr_wsd_decay_iters: int | None = setting(
+        "iterations of WSD's decay, at the end", least=1, needs="lr_decay_style=WSD"
+    )
+    lr_wsd_decay_samples: int | None = setting(
+        "the same in samples, with --train-samples", least=1, needs="lr_decay_style=WSD"
+    )
     decoupled_lr: float | None = setting(
         "--lr of the word embedding and the output layer, if it differs", least=0.0
     )
-    decoupled_min_lr: float | None = setting("their --min-lr; derived: --min-lr", least=0.0)
+    decoupled_min_lr: float | None = setting(
+        "their --min-lr; derived: --min-lr", least=0.0, without="decoupled_lr"
+    )
     use_checkpoint_opt_param_scheduler: bool = switch(
         "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
         alias="--use-checkpoint-opt-param-scheduler",
@@ -224,10 +219,6 @@ class LrScheduleConfig:
             raise ValueError(
                 "--lr-decay-style WSD needs --lr-wsd-decay-iters (or --lr-wsd-decay-samples)"
             )
-        if self.lr_decay_style != "WSD" and (self.lr_wsd_decay_iters or self.lr_wsd_decay_samples):
-            raise ValueError(
-                f"--lr-wsd-decay-iters needs --lr-decay-style WSD (got {self.lr_decay_style})"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,21 +237,24 @@ class LossScaleConfig:
         "a constant loss scale; else a dynamic one: halved after an overflow, which skips "
         "its step, and doubled after a window without",
         above=0,
+        without="fp16",
     )
-    initial_loss_scale: float = setting("first dynamic scale", 2.0**32, above=0)
+    initial_loss_scale: float = setting("first dynamic scale", 2.0**32, above=0, without="fp16")
     min_loss_scale: float = setting(
         "smallest dynamic scale: an overflow at it stops the run, unless "
         "--no-check-for-nan-in-loss-and-grad",
         1.0,
         above=0,
+        without="fp16",
     )
     loss_scale_window: float = setting(
-        "steps without overflow after which the scale doubles", 1000.0, least=1
+        "steps without overflow after which the scale doubles", 1000.0, least=1, without="fp16"
     )
     hysteresis: int = setting(
         "overflows before the scale is halved for the first time, or after it has doubled",
         2,
         least=1,
+        without="fp16",
     )
 
     def __post_init__(self) -> None:
@@ -275,7 +269,3 @@ class LossScaleConfig:
                 f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale "
                 f"{self.initial_loss_scale}"
             )
-
-    def changed(self) -> list[str]:
-        """Returns the names of the fields that do not have their default values."""
-        return [field.name for field in fields(self) if getattr(self, field.name) != field.default]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import flag
 from megatron_lite.config.setting import check_settings, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
@@ -40,14 +39,20 @@ class ParallelConfig:
         "ranks that share the layers, one behind the other", 1, least=1
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
-        "several stages of so many layers on each pipeline rank", least=1
+        "several stages of so many layers on each pipeline rank",
+        least=1,
+        needs="pipeline_model_parallel_size>1",
     )
-    num_virtual_stages_per_pipeline_rank: int | None = setting("the same, by their number", least=1)
+    num_virtual_stages_per_pipeline_rank: int | None = setting(
+        "the same, by their number", least=1, needs="pipeline_model_parallel_size>1"
+    )
     decoder_first_pipeline_num_layers: int | None = setting(
-        "layers of the first pipeline rank, if not as many as of the others", least=1
+        "layers of the first pipeline rank, if not as many as of the others",
+        least=1,
+        needs="pipeline_model_parallel_size>1",
     )
     decoder_last_pipeline_num_layers: int | None = setting(
-        "layers of the last pipeline rank", least=1
+        "layers of the last pipeline rank", least=1, needs="pipeline_model_parallel_size>1"
     )
     overlap_p2p_comm: bool = setting(
         "receive what a stage needs only when it needs it",
@@ -61,6 +66,7 @@ class ParallelConfig:
         nargs="+",
         choices=CP_COMM_TYPES,
         megatron={"a2a": "p2p", "a2a+p2p": "p2p"},
+        needs="context_parallel_size>1",
     )
     distributed_backend: str = setting(
         "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
@@ -77,8 +83,10 @@ class ParallelConfig:
     )
 
     def __post_init__(self) -> None:
+        # The value 1 means no virtual stages, and is legal without a pipeline too.
+        if self.num_virtual_stages_per_pipeline_rank == 1:
+            object.__setattr__(self, "num_virtual_stages_per_pipeline_rank", None)
         check_settings(self)
-        self._check_context_parallel()
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
         if (
@@ -89,23 +97,6 @@ class ParallelConfig:
                 "--num-layers-per-virtual-pipeline-stage and "
                 "--num-virtual-stages-per-pipeline-rank both give the number of virtual stages: "
                 "set one"
-            )
-        # The value 1 means no virtual stages, and is legal without a pipeline too.
-        if self.num_virtual_stages_per_pipeline_rank == 1:
-            object.__setattr__(self, "num_virtual_stages_per_pipeline_rank", None)
-        for field in (
-            "num_layers_per_virtual_pipeline_stage",
-            "num_virtual_stages_per_pipeline_rank",
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-        ):
-            if getattr(self, field) is not None and self.pipeline_model_parallel_size == 1:
-                raise ValueError(f"{flag(field)} needs --pipeline-model-parallel-size > 1 (got 1)")
-
-    def _check_context_parallel(self) -> None:
-        if self.cp_comm_type != "p2p" and self.context_parallel_size == 1:
-            raise ValueError(
-                f"--cp-comm-type {self.cp_comm_type} needs --context-parallel-size > 1 (got 1)"
             )
 
     @property
@@ -208,9 +199,11 @@ class DataParallelConfig:
         "keep a layer's weights from its forward until its backward",
         True,
         name="--torch-fsdp2-no-reshard-after-forward",
+        needs="use_torch_fsdp2",
     )
     fsdp_memory_efficient_wrapping: bool = switch(
-        "gather token embedding and output projection by themselves, when needed"
+        "gather token embedding and output projection by themselves, when needed",
+        needs="use_torch_fsdp2",
     )
 
     def __post_init__(self) -> None:
@@ -230,13 +223,6 @@ class DataParallelConfig:
             raise ValueError(
                 "--overlap-param-gather needs --overlap-grad-reduce: both work on the same buckets"
             )
-        for field, default in (
-            ("torch_fsdp2_reshard_after_forward", True),
-            ("fsdp_memory_efficient_wrapping", False),
-        ):
-            if getattr(self, field) != default and not self.use_torch_fsdp2:
-                spelling = "--torch-fsdp2-no-reshard-after-forward" if default else flag(field)
-                raise ValueError(f"{spelling} needs --use-torch-fsdp2")
 
     def bucket_size(self, dp_cp_size: int) -> int | None:
         """Returns the number of parameters of a bucket that is reduced over `dp_cp_size` ranks.

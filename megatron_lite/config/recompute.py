@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lite.config.checks import chosen
+from megatron_lite.config.checks import chosen, flag
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import (
     ALIAS,
@@ -91,7 +91,8 @@ class RecomputeConfig:
     )
     memory_budget: str | None = setting(
         "for --recompute-policy auto: the memory of one rank for everything that it allocates, "
-        "such as 80GiB; derived on a GPU: its memory less a reserve"
+        "such as 80GiB; derived on a GPU: its memory less a reserve",
+        needs="recompute_policy=auto",
     )
     activation_memory_budget: float | None = setting(
         "under --torch-compile: compile each layer as a whole, and let the compiler choose what "
@@ -122,72 +123,40 @@ class RecomputeConfig:
         "keep what --offload-modules of every layer save in host memory: the policy "
         "'*:none@host(..)'"
     )
-    offload_modules: tuple[str, ...] = setting("the modules", (), nargs="+", choices=MEGATRON_PARTS)
+    offload_modules: tuple[str, ...] = setting(
+        "the modules",
+        (),
+        nargs="+",
+        choices=MEGATRON_PARTS,
+        without="fine_grained_activation_offloading",
+    )
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_offloading()
-        if self.recompute_policy is not None:
-            self._refuse_without(
-                "and --recompute-policy are two ways to say what is recomputed: leave one of "
-                "them out",
-                "recompute_activations",
-                "recompute_granularity",
-                "recompute_method",
-                "recompute_num_layers",
-                "distribute_saved_activations",
-                "recompute_modules",
+        # A region that is given twice, or by the alias and by name, counts once.
+        given = {
+            "recompute_modules": expanded(self.recompute_modules),
+            "offload_modules": self.offload_modules,
+        }
+        for name, names in given.items():
+            object.__setattr__(self, name, tuple(dict.fromkeys(names)))
+        check_settings(self)
+        budget = self.activation_memory_budget
+        if budget is not None and not 0.0 <= budget <= 1.0:
+            raise ValueError(
+                "--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute "
+                f"nothing), not a number of bytes (got {budget})"
+            )
+        unknown = [module for module in self.recompute_modules if module not in MODULES]
+        if unknown:
+            raise ValueError(
+                f"--recompute-modules must be among {', '.join(MODULES)}, {ALIAS} (got "
+                f"{' '.join(unknown)})"
             )
         if self.memory_budget is not None:
             parse_bytes("--memory-budget", self.memory_budget, least=1)
-            if not self.is_to_be_chosen:
-                raise ValueError(
-                    f"--memory-budget {self.memory_budget} is for --recompute-policy auto, which "
-                    "chooses a policy that fits it: give that policy too, or leave the budget out"
-                )
-        if self.is_to_be_chosen:
-            self._refuse_without(
-                "cannot go with --recompute-policy auto, which chooses a policy without it: leave "
-                "one of them out",
-                "contiguous_saved_activations",
-                "num_microbatches_with_partial_activation_checkpoints",
-            )
-        if self.recompute_policy is not None and not self.is_to_be_chosen:
-            # The normal spelling: two runs with the same policy then compare equal.
-            object.__setattr__(self, "recompute_policy", str(parse_policy(self.recompute_policy)))
-        if self.recompute_activations:
-            if self.recompute_granularity == "full":
-                raise ValueError(
-                    "--recompute-activations means --recompute-granularity selective, but full is "
-                    "given too: leave one of them out"
-                )
-            object.__setattr__(self, "recompute_granularity", "selective")
-        # A setting that the granularity never reads is refused where Megatron refuses it, and else
-        # taken out: two runs that recompute the same then compare equal. A notice says it
-        # (config/notices.py).
-        if self.recompute_granularity is None:
-            self._refuse_without("needs --recompute-granularity", "distribute_saved_activations")
-            object.__setattr__(self, "recompute_method", None)
-            object.__setattr__(self, "recompute_num_layers", None)
-            object.__setattr__(self, "recompute_modules", ())
-        elif self.recompute_granularity == "selective":
-            self._refuse_without(
-                "belongs to --recompute-granularity full (got selective)",
-                "recompute_method",
-                "recompute_num_layers",
-                "distribute_saved_activations",
-            )
-            object.__setattr__(
-                self, "recompute_modules", self.recompute_modules or (CORE_ATTENTION,)
-            )
-        else:
-            object.__setattr__(self, "recompute_modules", ())
-            if self.recompute_method is None:
-                raise ValueError(
-                    "--recompute-granularity full needs --recompute-method "
-                    f"({' or '.join(METHODS)})"
-                )
-            object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
+        self._check_offloading()
+        self._check_given_policy()
+        self._resolve_granularity()
         if self.contiguous_saved_activations and not any(
             rule.action.unit for rule in self.policy.rules
         ):
@@ -197,12 +166,60 @@ class RecomputeConfig:
                 "with full"
             )
 
+    def _check_given_policy(self) -> None:
+        if self.recompute_policy is None:
+            return
+        self._refuse(
+            "and --recompute-policy are two ways to say what is recomputed: leave one of them out",
+            *("recompute_activations", "recompute_granularity", "recompute_method"),
+            *("recompute_num_layers", "distribute_saved_activations", "recompute_modules"),
+        )
+        if self.is_to_be_chosen:
+            self._refuse(
+                "cannot go with --recompute-policy auto, which chooses a policy without it: leave "
+                "one of them out",
+                "contiguous_saved_activations",
+                "num_microbatches_with_partial_activation_checkpoints",
+            )
+        else:
+            # The normal spelling: two runs with the same policy then compare equal.
+            object.__setattr__(self, "recompute_policy", str(parse_policy(self.recompute_policy)))
+
+    def _resolve_granularity(self) -> None:
+        """A setting that the granularity never reads is refused where Megatron refuses it, and else
+        taken out: two runs that recompute the same then compare equal. A notice says it."""
+        if self.recompute_activations:
+            if self.recompute_granularity == "full":
+                raise ValueError(
+                    "--recompute-activations means --recompute-granularity selective, but full is "
+                    "given too: leave one of them out"
+                )
+            object.__setattr__(self, "recompute_granularity", "selective")
+        granularity, modules = self.recompute_granularity, self.recompute_modules
+        if granularity == "selective":
+            self._refuse(
+                "belongs to --recompute-granularity full (got selective)",
+                *("recompute_method", "recompute_num_layers", "distribute_saved_activations"),
+            )
+            modules = modules or (CORE_ATTENTION,)
+        elif granularity is None:
+            self._refuse("needs --recompute-granularity", "distribute_saved_activations")
+            object.__setattr__(self, "recompute_method", None)
+            object.__setattr__(self, "recompute_num_layers", None)
+        elif self.recompute_method is None:
+            raise ValueError(
+                f"--recompute-granularity full needs --recompute-method ({' or '.join(METHODS)})"
+            )
+        else:
+            object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
+        modules = modules if granularity == "selective" else ()
+        object.__setattr__(self, "recompute_modules", modules)
+
     @cached_property
     def policy(self) -> Policy:
         """The policy that the flags describe. "uniform" and "block" count the layers of a stage."""
-        if self.recompute_policy is not None and not self.is_to_be_chosen:
-            return parse_policy(self.recompute_policy)
-        return parse_policy(self._as_policy())
+        given = None if self.is_to_be_chosen else self.recompute_policy
+        return parse_policy(self._as_policy() if given is None else given)
 
     @property
     def is_to_be_chosen(self) -> bool:
@@ -216,83 +233,45 @@ class RecomputeConfig:
             return f"*:none@{store_of(self.offload_modules)}"
         if self.recompute_granularity is None:
             return "*:none"
-        return chosen(
-            "--recompute-granularity",
-            self.recompute_granularity,
-            {"selective": self._selective_policy, "full": self._full_policy},
-        )()
-
-    def _selective_policy(self) -> str:
-        return "*:" + "+".join(self.recompute_modules)
-
-    def _full_policy(self) -> str:
-        assert self.recompute_method is not None
         store = "@split" if self.distribute_saved_activations else ""
         count = self.recompute_num_layers or 1
-        return chosen(
-            "--recompute-method",
-            self.recompute_method,
-            {"uniform": f"*:full/{count}{store}", "block": f"0-{count - 1}:full{store}; *:none"},
-        )
-
-    def _check_choices(self) -> None:
-        # A region that is given twice, or by the alias and by name, counts once.
-        object.__setattr__(
-            self, "recompute_modules", tuple(dict.fromkeys(expanded(self.recompute_modules)))
-        )
-        check_settings(self)
-        if (
-            self.activation_memory_budget is not None
-            and not 0.0 <= self.activation_memory_budget <= 1.0
-        ):
-            raise ValueError(
-                "--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute "
-                f"nothing), not a number of bytes (got {self.activation_memory_budget})"
-            )
-        unknown = [module for module in self.recompute_modules if module not in MODULES]
-        if unknown:
-            raise ValueError(
-                f"--recompute-modules must be among {', '.join(MODULES)}, {ALIAS} (got "
-                f"{' '.join(unknown)})"
-            )
+        policies = {
+            "selective": "*:" + "+".join(self.recompute_modules),
+            "uniform": f"*:full/{count}{store}",
+            "block": f"0-{count - 1}:full{store}; *:none",
+        }
+        way = "selective" if self.recompute_granularity == "selective" else self.recompute_method
+        return chosen("--recompute-method", str(way), policies)
 
     def _check_offloading(self) -> None:
-        object.__setattr__(self, "offload_modules", tuple(dict.fromkeys(self.offload_modules)))
-        fine, names = self.fine_grained_activation_offloading, " ".join(self.offload_modules)
-        if not self.cpu_offloading_num_layers and not fine:
-            return
-        flag = "--fine-grained-activation-offloading" if fine else "--cpu-offloading-num-layers"
+        fine, names = self.fine_grained_activation_offloading, self.offload_modules
         if fine and self.cpu_offloading_num_layers:
             raise ValueError(
                 "--cpu-offloading-num-layers and --fine-grained-activation-offloading are two ways "
                 "to say what goes to host memory: leave one of them out"
             )
-        self._refuse_without(
-            f"cannot go with {flag}: give one --recompute-policy with @host instead, which can "
-            "say both",
-            "recompute_policy",
-            "recompute_activations",
-            "recompute_granularity",
-        )
-        if fine and (not names or not set(self.offload_modules) <= set(MEGATRON_PARTS)):
+        if fine or self.cpu_offloading_num_layers:
+            way = "--fine-grained-activation-offloading" if fine else "--cpu-offloading-num-layers"
+            self._refuse(
+                f"cannot go with {way}: give one --recompute-policy with @host instead, which can "
+                "say both",
+                *("recompute_policy", "recompute_activations", "recompute_granularity"),
+            )
+        if fine and (not names or not {*names} <= {*MEGATRON_PARTS}):
             raise ValueError(
                 f"--fine-grained-activation-offloading needs --offload-modules among "
-                f"{', '.join(MEGATRON_PARTS)} (got {names or 'none'}): other parts are those of "
-                "mixture-of-experts layers; --recompute-policy '*:none@host(linear_fc1)' names the "
-                "MLP's"
+                f"{', '.join(MEGATRON_PARTS)} (got {' '.join(names) or 'none'}): "
+                "--recompute-policy '*:none@host(linear_fc1)' names the MLP's"
             )
         for part, first in SAVED_WITH.items() if fine else ():
-            if part in self.offload_modules and first not in self.offload_modules:
+            if part in names and first not in names:
                 raise ValueError(
                     f"--offload-modules {part} needs {first}, which keeps the same tensor: add it"
                 )
 
-    def _refuse_without(self, rule: str, *fields: str) -> None:
+    def _refuse(self, rule: str, *fields: str) -> None:
         """Raises ValueError with `rule` for the first of the fields that is set."""
         for field in fields:
-            value = getattr(self, field)
-            if value:
-                words = [f"--{field.replace('_', '-')}"]
-                if value is not True:
-                    words += value if isinstance(value, tuple) else [str(value)]
-                raise ValueError(f"{' '.join(words)} {rule}")
+            if value := getattr(self, field):
+                words = value if isinstance(value, tuple) else () if value is True else (value,)
+                raise ValueError(f"{' '.join(map(str, (flag(field), *words)))} {rule}")

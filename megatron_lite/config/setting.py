@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from megatron_lite.config.checks import flag
 
 
 class Setting(NamedTuple):
@@ -30,6 +33,9 @@ class Setting(NamedTuple):
     least, above, below: the bounds of the value, which must be finite.
     why: the end of the sentence about a value beyond them.
     is_path: whether an empty text is a fault, as an unset shell variable makes it.
+    needs: the setting of the same topic without which the default alone is legal: "load",
+        "optimizer=muon" or "pipeline_model_parallel_size>1".
+    without: the setting of any topic without which the flag has no effect, as a notice says.
     """
 
     help: str
@@ -45,6 +51,8 @@ class Setting(NamedTuple):
     below: float | None = None
     why: str = ""
     is_path: bool = False
+    needs: str = ""
+    without: str = ""
 
     def fault(self, flag: str, value: Any) -> str | None:
         """Returns why the field may not have the value, or None."""
@@ -89,19 +97,38 @@ def settings_of(config_class: Any) -> dict[str, Setting]:
 
 def spelling(field: str, facts: Setting) -> str:
     """Returns the flag of a field."""
-    return facts.name or "--" + field.replace("_", "-")
+    return facts.name or flag(field)
+
+
+def is_met(need: str, config: Any) -> bool:
+    """Returns whether a config has a setting that another one needs."""
+    name, sign, value = re.split("([=>]|$)", need, maxsplit=1)
+    found = getattr(config, name)
+    if sign == ">":
+        return bool(found > int(value))
+    return bool(found == value if sign else found)
+
+
+def need_text(need: str) -> str:
+    """Returns the flag of a needed setting, with its value."""
+    name, sign, value = re.split("([=>]|$)", need, maxsplit=1)
+    words = [flag(name), sign.replace("=", ""), value]
+    return " ".join(filter(None, words))
 
 
 def check_settings(config: Any) -> None:
-    """Raises ValueError for a field that breaks a bound or is none of its choices.
+    """Raises ValueError for a field that breaks a bound, is none of its choices or lacks what it
+    needs.
 
     Lists, which argparse makes, become tuples. Only `__post_init__` may call this.
     """
-    for name, facts in settings_of(config).items():
-        value = getattr(config, name)
+    for one in dataclasses.fields(config):
+        facts, value = one.metadata["setting"], getattr(config, one.name)
+        name = spelling(one.name, facts)
         if isinstance(value, list):
-            object.__setattr__(config, name, tuple(value))
-        elif not isinstance(value, tuple | types.NoneType) and (
-            fault := facts.fault(spelling(name, facts), value)
-        ):
+            object.__setattr__(config, one.name, tuple(value))
+        elif not isinstance(value, tuple | types.NoneType) and (fault := facts.fault(name, value)):
             raise ValueError(fault)
+        if facts.needs and value != one.default and not is_met(facts.needs, config):
+            shown = "" if isinstance(value, bool) else f" {value}"
+            raise ValueError(f"{name}{shown} needs {need_text(facts.needs)}")

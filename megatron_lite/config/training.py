@@ -89,7 +89,8 @@ class TrainingConfig:
     )
     calculate_per_token_loss: bool = switch(
         "give each token that counts the same weight in the gradients, not each micro-batch; only "
-        "--eod-mask-loss makes a difference between them"
+        "--eod-mask-loss makes a difference between them",
+        without="eod_mask_loss",
     )
     eval_interval: int | None = setting(
         "iterations between validations; the end of the run has one in any case", least=1
@@ -109,6 +110,7 @@ class TrainingConfig:
         "another signal that --exit-signal-handler waits for",
         "SIGTERM",
         choices=("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"),
+        needs="exit_signal_handler",
     )
     check_for_nan_in_loss_and_grad: bool = setting(
         "go on after a NaN", True, name="--no-check-for-nan-in-loss-and-grad"
@@ -139,8 +141,6 @@ class TrainingConfig:
         check_settings(self)
         if self.memory_limit is not None:
             parse_bytes("--memory-limit", self.memory_limit, least=1)
-        if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
-            raise ValueError(f"--exit-signal {self.exit_signal} needs --exit-signal-handler")
         if self.fp16 and self.bf16:
             raise ValueError("--fp16 and --bf16 are two precisions: set one")
         if self.train_iters is not None and self.train_samples is not None:

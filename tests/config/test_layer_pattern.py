@@ -11,12 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from arguments import parse_args
-from megatron_lite.config.layer_pattern import (
-    LONGEST_LIST,
-    LONGEST_TEXT,
-    parse_pattern,
-    parse_window,
-)
+from megatron_lite.config.layer_pattern import LONGEST_TEXT, parse_pattern, parse_window
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 
@@ -112,33 +107,10 @@ def test_the_layers_are_those_of_megatron_core() -> None:
 # --- the text ---
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("4", 4),
-        ("(4)", 4),
-        ("2*3", 6),
-        ("[1,0]", (1, 0)),
-        ("[1,0,]", (1, 0)),
-        ("([0]*3+[1]*1)*3", (0, 0, 0, 1) * 3),
-        ("([1]+[0]*23)", (1,) + (0,) * 23),
-        ("3*[0]+[1]", (0, 0, 0, 1)),
-        ("[0]*(1+1)", (0, 0)),
-        ("[1, 0] + [0]", (1, 0, 0)),
-        ("[1*1,0+1]", (1, 1)),
-        ("((([1])))", (1,)),
-        ("[1]*2*2", (1,) * 4),
-        ("[]+[1]", (1,)),
-    ],
-)
-def test_a_pattern_is_a_number_or_a_list_expression(
-    text: str, value: int | tuple[int, ...]
-) -> None:
-    assert parse_pattern("--no-rope-freq", text) == value
-
-
 numbers = st.integers(0, 4).map(str)
-lists = st.lists(numbers, max_size=3).map(lambda items: f"[{','.join(items)}]")
+lists = st.lists(st.one_of(numbers, st.just("1*1"), st.just("0+1")), max_size=3).map(
+    lambda items: f"[{','.join(items)}]"
+)
 expressions = st.recursive(
     lists,
     lambda inner: st.one_of(
@@ -159,56 +131,24 @@ def test_a_list_expression_means_what_python_says(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    "text",
     [
-        ("", "it is no list"),
-        ("[1", "it is no list"),
-        ("[1 0]", "it is no list"),
-        ("[1]]", "it is no list"),
-        ("[0]*x", "'x' is no number, list or bracket"),
-        ("-1", "'-' is no number"),
-        ("1.5", "'.' is no number"),
-        ("[[1]]", "a list inside a list: join lists with +"),
-        ("[1]+1", "+ adds two lists or two numbers, not one of each"),
-        ("[1]*[1]", "* repeats a list a number of times"),
-        ("[1]*999999999", "a list of 999999999 numbers"),
-        ("(" * 60 + "1" + ")" * 60, "more than 50 brackets"),
-        ("[1]*2*999*999*999", f"more than {LONGEST_LIST}"),
-        ("99999999999", "is too large"),
-        ("9999999*9999999", "is too large"),
-        ("__import__('os')", "'_' is no number"),
-        ("1,0", "'(1, 0)' is no number, list, sum or product"),
-        ("2**9", "'2 ** 9' is no number"),
-        ("+1", "'+1' is no number"),
-        ("[1][0]", "is no number"),
-        ("(1)(2)", "is no number"),
-        ("+".join(["1"] * 4000), "more than 50 brackets or 500 operators"),
+        *("", "[1", "[1 0]", "[1]]", "[0]*x", "-1", "1.5", "[[1]]", "[1]+1", "[1]*[1]", "1,0"),
+        *("2**9", "+1", "[1][0]", "(1)(2)", "__import__('os')", "99999999999", "9999999*9999999"),
+        *("[1]*999999999", "[1]*2*999*999*999", "(" * 60 + "1" + ")" * 60, "+".join(["1"] * 4000)),
+        "1" * (LONGEST_TEXT + 1),
     ],
 )
-def test_other_text_is_refused_with_the_fault_and_an_example(text: str, fault: str) -> None:
-    with pytest.raises(ValueError) as error:
+def test_other_text_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^--no-rope-freq .* such as \(\[0\]\*3\+\[1\]\)\*2$"):
         parse_pattern("--no-rope-freq", text)
-    assert str(error.value).startswith("--no-rope-freq ") and fault in str(error.value)
-    assert str(error.value).endswith("such as ([0]*3+[1])*2")
-
-
-def test_a_long_text_is_not_read_at_all() -> None:
-    with pytest.raises(
-        ValueError,
-        match=rf"--no-rope-freq has {LONGEST_TEXT + 1} characters, more than the {LONGEST_TEXT}",
-    ):
-        parse_pattern("--no-rope-freq", "1" * (LONGEST_TEXT + 1))
 
 
 def test_a_window_is_two_numbers_with_or_without_brackets() -> None:
-    assert [parse_window(text) for text in ("128,0", "(128,0)", " (128, 0) ", "-1,0")] == [
-        (128, 0)
-    ] * 3 + [(-1, 0)]
+    for text in ("128,0", "(128,0)", " (128, 0) "):
+        assert parse_window(text) == (128, 0)
     for text in ("128", "1,2,3", "a,0", "128,", "1.5,0", "", "99999999999,0"):
-        with pytest.raises(
-            ValueError,
-            match=r"--window-size .*: give two numbers, the tokens before and after a query",
-        ):
+        with pytest.raises(ValueError, match=r"--window-size .*: give two numbers"):
             parse_window(text)
 
 

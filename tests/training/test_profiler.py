@@ -133,7 +133,7 @@ def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
     assert notices(config, "placement", device="cuda") == []
     without = replace(config, profiling=ProfilingConfig())
     assert notices(without, "settings", given=["profile_step_end", "wandb_entity"]) == [
-        "--profile-step-end has no effect without --profile",
         "--wandb-entity has no effect without --wandb-project",
+        "--profile-step-end has no effect without --profile",
     ]
     assert notices(config, "settings", given=["profile_step_end"]) == []
