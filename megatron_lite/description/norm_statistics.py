@@ -55,8 +55,9 @@ def residual_norm_keeps(name: str, model: ModelConfig, sizes: Sizes) -> tuple[Ke
 
 
 def _kept_vectors(model: ModelConfig, sizes: Sizes) -> int:
-    """Returns how many parameters a norm keeps. Compiled kernels do not keep the bias."""
-    return 1 if sizes.compiled_kernels else model.norm_vectors
+    """Returns how many parameters a norm keeps. Only apex's kernel keeps the bias."""
+    uses_apex = model.norm_impl == "apex" and not sizes.compiled_kernels
+    return model.norm_vectors if uses_apex else 1
 
 
 def _vector(model: ModelConfig, sizes: Sizes) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.model.all_heads_norm import AllHeadsNorm
-from megatron_lite.model.compiled_rotary import compiled_rotary
 from megatron_lite.model.core_attention import CoreAttention
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
@@ -81,15 +80,10 @@ class SelfAttention(nn.Module):
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.rotates:
             assert rotary is not None
-            query, key = self._rotated(query, rotary), self._rotated(key, rotary)
+            query, key = (apply_rotary(heads, rotary, self.kernels) for heads in (query, key))
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, document_starts)
         )
-
-    def _rotated(self, heads: Tensor, tables: RotaryTables) -> Tensor:
-        if self.kernels is None:
-            return apply_rotary(heads, tables)
-        return compiled_rotary(self.kernels, heads, *tables)
 
     def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the query [s, b, a/t, d], and the key and the value [s, b, g/t, d] each.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.regions import DROPOUT
-from megatron_lite.model.compiled_dropout import drop, drop_and_add, drop_gradient
+from megatron_lite.model.pure_functions import run
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import disable_dynamo
@@ -38,9 +38,7 @@ def dropout(
     if probability == 0.0:
         return tensor
     with rng.fork(stream):
-        if _draws_itself(tensor.device):
-            return _CpuDropout.apply(tensor, probability, kernels)
-        return torch.native_dropout(tensor, probability, True)[0]
+        return _Dropout.apply(None, tensor, probability, False, None, kernels)
 
 
 def add_dropped_out(
@@ -68,8 +66,7 @@ def add_dropped_out(
         else None
     )
     with regions.rng.fork(stream) if probability else nullcontext():
-        kernels = kernels if _draws_itself(branch.device) else None
-        return _AddDroppedOut.apply(residual, branch, probability, skip_tail, redraw, kernels)
+        return _Dropout.apply(residual, branch, probability, skip_tail, redraw, kernels)
 
 
 def _draws_itself(device: torch.device) -> bool:
@@ -77,23 +74,7 @@ def _draws_itself(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-class KeepMask(NamedTuple):
-    """A dropout mask. mask: bool, True for a kept element. scale: 1 / (share of kept elements)."""
-
-    mask: Tensor
-    scale: float
-
-
-def draw_keep_mask(shape: torch.Size, probability: float) -> KeepMask:
-    """Draws a mask from the CPU generator.
-
-    An element is dropped if its 16-bit number is among the lowest p * 2^16 numbers.
-    """
-    bound, scale = _bound_and_scale(probability)
-    return KeepMask((_draw_numbers(shape) >= bound).view(shape), scale)
-
-
-def _draw_numbers(shape: torch.Size) -> Tensor:
+def draw_numbers(shape: torch.Size) -> Tensor:
     """Draws a 16-bit number for each element from the CPU generator, flattened."""
     if torch.compiler.is_compiling():
         # A graph ends at the draw. The next one would take the view below for 64-bit numbers.
@@ -104,19 +85,46 @@ def _draw_numbers(shape: torch.Size) -> Tensor:
 
 
 # The decorator imports the compiler at the first call. So eager runs must not call this function.
-_draw_between_graphs = disable_dynamo(_draw_numbers)
+_draw_between_graphs = disable_dynamo(draw_numbers)
 
 
-def _bound_and_scale(probability: float) -> tuple[int, float]:
-    """Returns the lowest number that keeps its element, and 1 / (share of kept elements)."""
-    dropped = _dropped_of_2_16(probability)
-    # The numbers are int16, so the lowest one is -2^15.
-    return dropped - 2**15, 2**16 / (2**16 - dropped)
-
-
-def _dropped_of_2_16(probability: float) -> int:
+def _num_dropped(probability: float) -> int:
+    """Returns how many of the 2^16 numbers drop their element: the lowest ones, from -2^15 on."""
     # Below 2^16, so that some number keeps its element and the scale is finite.
     return min(round(probability * 2**16), 2**16 - 1)
+
+
+def keep_scale(probability: float, device: torch.device) -> float:
+    """Returns 1 / (share of kept elements), with the probability rounded as on this device."""
+    if _draws_itself(device):
+        probability = _num_dropped(probability) / 2**16
+    return 1.0 / (1.0 - probability)
+
+
+def keep_mask(numbers: Tensor, shape: torch.Size, probability: float) -> Tensor:
+    """Returns the mask [shape] of the kept elements, from a 16-bit number for each element."""
+    return (numbers >= _num_dropped(probability) - 2**15).view(shape)
+
+
+def drop(
+    tensor: Tensor, numbers: Tensor, *, probability: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns the tensor with dropout applied, and the mask."""
+    mask = keep_mask(numbers, tensor.shape, probability)
+    return drop_backward(tensor, mask, scale=scale), mask
+
+
+def drop_and_add(
+    residual: Tensor, branch: Tensor, numbers: Tensor, *, probability: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Returns residual + dropout(branch) in the residual's dtype, and the mask."""
+    dropped, mask = drop(branch.to(residual.dtype), numbers, probability=probability, scale=scale)
+    return dropped.add_(residual), mask
+
+
+def drop_backward(grad_output: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """Returns gradient x mask x scale, which is the forward of a dropout too."""
+    return torch.ops.aten.native_dropout_backward(grad_output, mask, scale)
 
 
 class _Like(NamedTuple):
@@ -132,103 +140,67 @@ class _Like(NamedTuple):
 
 
 def _draw_mask(like: _Like, probability: float) -> Tensor:
-    """Draws the mask that `_drop_out` would draw now for a contiguous tensor like this."""
+    """Draws the mask that `_Dropout` would draw now for a tensor like this."""
     if _draws_itself(like.device):
-        return draw_keep_mask(like.shape, probability).mask
-    # The kernel assigns its numbers by memory layout. `_drop_out` runs it on a contiguous tensor,
-    # so only another contiguous tensor gets the same mask.
+        return keep_mask(draw_numbers(like.shape), like.shape, probability)
+    # The kernel assigns its numbers by memory layout. `_Dropout` runs it on a contiguous tensor, so
+    # only another contiguous tensor gets the same mask.
     return torch.native_dropout(
         torch.empty(like.shape, dtype=like.dtype, device=like.device), probability, True
     )[1]
 
 
-def _drop_out(branch: Tensor, probability: float) -> tuple[Tensor, Tensor]:
-    """Returns the branch with dropout applied, and the mask."""
-    if _draws_itself(branch.device):
-        mask, scale = draw_keep_mask(branch.shape, probability)
-        # This operator computes tensor x mask x scale, which is the forward of a dropout too.
-        return torch.ops.aten.native_dropout_backward(branch, mask, scale), mask
-    dropped, mask = torch.native_dropout(branch.contiguous(), probability, True)
-    return dropped, mask
+class _Dropout(torch.autograd.Function):
+    """dropout(branch), plus the residual if there is one, in the residual's dtype.
 
-
-def _keep_scale(probability: float, device: torch.device) -> float:
-    """Returns 1 / (share of kept elements), with the probability rounded as on this device."""
-    if _draws_itself(device):
-        probability = _dropped_of_2_16(probability) / 2**16
-    return 1.0 / (1.0 - probability)
-
-
-class _CpuDropout(torch.autograd.Function):
-    """Dropout that keeps only the mask. Backward applies the same operation to the gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, probability: float, kernels: CompiledKernels | None
-    ) -> Tensor:
-        ctx.kernels = kernels
-        if kernels is None:
-            mask, ctx.scale = draw_keep_mask(tensor.shape, probability)
-            output = torch.ops.aten.native_dropout_backward(tensor, mask, ctx.scale)
-        else:
-            bound, ctx.scale = _bound_and_scale(probability)
-            output, mask = kernels(
-                drop, _draw_numbers(tensor.shape), tensor, bound=bound, scale=ctx.scale
-            )
-        ctx.save_for_backward(mask)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return _drop_gradient(ctx, grad_output, mask, grad_output.dtype), None, None
-
-
-class _AddDroppedOut(torch.autograd.Function):
-    """residual + dropout(branch), in the residual's dtype.
-
-    Keeps only the mask, or the stream's state to redraw it from.
-
-    The residual's gradient is the output's gradient, unchanged.
+    Keeps only the mask, or the stream's state to redraw it from. The residual's gradient is the
+    output's gradient, unchanged.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        residual: Tensor,
+        residual: Tensor | None,
         branch: Tensor,
         probability: float,
         skip_tail: bool,
         redraw: Redraw | None,
         kernels: CompiledKernels | None,
     ) -> Tensor:
-        ctx.kernels = kernels
-        ctx.branch_dtype = branch.dtype
-        ctx.redraw = redraw
-        ctx.scale = _keep_scale(probability, branch.device)
-        output: Tensor | None = None
+        ctx.branch_dtype, ctx.redraw = branch.dtype, redraw
+        ctx.kernels = kernels if _draws_itself(branch.device) else None
+        ctx.scale = keep_scale(probability, branch.device)
+        dtype = branch.dtype if residual is None else residual.dtype
+        output = branch
         if probability:
             # The state is read before the draw: backward draws the same numbers from it.
             state = None if redraw is None else redraw.rng.state()
             if skip_tail:
-                mask = _draw_mask(_Like.of(branch, residual.dtype), probability)
-            elif kernels is not None:
-                bound, _ = _bound_and_scale(probability)
-                numbers = _draw_numbers(branch.shape)
-                output, mask = kernels(
-                    drop_and_add, numbers, branch, residual, bound=bound, scale=ctx.scale
+                mask = _draw_mask(_Like.of(branch, dtype), probability)
+            elif _draws_itself(branch.device):
+                function, operands = (
+                    (drop, (branch,)) if residual is None else (drop_and_add, (residual, branch))
+                )
+                output, mask = run(
+                    ctx.kernels,
+                    function,
+                    *operands,
+                    draw_numbers(branch.shape),
+                    probability=probability,
+                    scale=ctx.scale,
                 )
             else:
-                branch, mask = _drop_out(branch.to(residual.dtype), probability)
+                output, mask = torch.native_dropout(
+                    branch.to(dtype).contiguous(), probability, True
+                )
+                output = output if residual is None else output.add_(residual)
             ctx.save_for_backward(mask if redraw is None else state)
             if redraw is not None:
                 redraw.made(mask)
-        if skip_tail:  # a view of the residual would hold it where no operation keeps it
+        if skip_tail and residual is not None:
+            # A view of the residual would hold it where no operation keeps it.
             return residual.new_empty(()).expand_as(residual)
-        if output is not None:
-            return output
-        # `branch` is the new tensor that `_drop_out` returned, so it may be written to.
-        return branch.add_(residual) if branch.dtype == residual.dtype else residual + branch
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -237,13 +209,6 @@ class _AddDroppedOut(torch.autograd.Function):
         if saved:
             (kept,) = saved
             mask = kept if ctx.redraw is None else ctx.redraw.again(kept)
-            grad_branch = _drop_gradient(ctx, grad_branch, mask, ctx.branch_dtype)
-        return grad_output, grad_branch.to(ctx.branch_dtype), None, None, None, None
-
-
-def _drop_gradient(ctx: Any, grad_output: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the gradient of the dropped tensor. Compiled kernels give it in `dtype`."""
-    if ctx.kernels is None:
-        return torch.ops.aten.native_dropout_backward(grad_output, mask, ctx.scale)
-    gradient: Tensor = ctx.kernels(drop_gradient, grad_output, mask, scale=ctx.scale, dtype=dtype)
-    return gradient
+            grad_branch = run(ctx.kernels, drop_backward, grad_output, mask, scale=ctx.scale)
+        grad_residual = grad_output if ctx.needs_input_grad[0] else None
+        return grad_residual, grad_branch.to(ctx.branch_dtype), None, None, None, None

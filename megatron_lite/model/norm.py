@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +11,13 @@ from torch import Tensor, nn
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.compiled_norm import compiled_layer_norm, compiled_rms_norm
+from megatron_lite.model.pure_functions import Pair, applied
 from megatron_lite.parallel import apex
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+aten = torch.ops.aten
 
 
 class Norm(nn.Module):
@@ -26,10 +27,10 @@ class Norm(nn.Module):
     partial_grad: each TP rank sees other tokens (sequence parallelism) or other heads
         (qk-layernorm). The parameter's gradient is then the sum over the ranks.
     Keeps the input and its statistics, and under --apply-layernorm-1p the tensor 1 + weight, which
-    has the weight's dtype. NVIDIA apex's kernel (--norm-impl apex) keeps statistics of
-    at least float32, and a contiguous copy of an input that is not contiguous.
+    has the weight's dtype. Compiled kernels keep statistics of at least float32. So does NVIDIA
+    apex's kernel (--norm-impl apex), and a contiguous copy of an input that is not contiguous.
     reads_residual: whether the input is the residual stream. Under --fp32-residual-connection the
-        norm runs in float32 then, keeps its parameters in float32, and returns their dtype.
+        norm runs in float32 then, keeps its weight in float32, and returns the weight's dtype.
     InputError: the flags ask for apex, and it has no kernel that can run.
     """
 
@@ -43,14 +44,8 @@ class Norm(nn.Module):
         reads_residual: bool = False,
     ) -> None:
         super().__init__()
-        self.normalize = (
-            chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)(config, context.device.type)
-            if context.kernels is None
-            else partial(
-                chosen("--normalization", config.normalization, COMPILED_NORMS), context.kernels
-            )
-        )
-        self.epsilon = config.norm_epsilon
+        implementation = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)
+        self.normalize = implementation(config, context)
         self.shifts = config.apply_layernorm_1p
         self.widens = reads_residual and config.fp32_residual_connection
         self.weight = new_parameter(
@@ -65,89 +60,101 @@ class Norm(nn.Module):
         self.bias = new_parameter(bias_spec, context) if config.norm_vectors == 2 else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        weight: Tensor = self.weight
-        bias: Tensor | None = self.bias
+        vectors: list[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
         if self.widens:
-            weight = weight.to(hidden_states.dtype)
-            bias = None if bias is None else bias.to(hidden_states.dtype)
+            vectors = [vector.to(hidden_states.dtype) for vector in vectors]
         if self.shifts:
-            weight = weight + 1
-        output = self.normalize(hidden_states, weight, bias, self.epsilon)
+            vectors[0] = vectors[0] + 1
+        output = self.normalize(hidden_states, *vectors)
         return output.to(self.weight.dtype) if self.widens else output
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """Returns x / rms(x) * weight over the last dim (arXiv 1910.07467), computed in float32.
+def layer_norm(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor, *, epsilon: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns LayerNorm over the last dim, and for each row the mean and 1 / deviation, [.., 1]."""
+    results: tuple[Tensor, Tensor, Tensor] = aten.native_layer_norm(
+        hidden_states, weight.shape, weight, bias, epsilon
+    )
+    return results
 
-    hidden_states: x, [.., n]. weight: [n]. Keeps x and one statistic per row. torch has a fused
-    kernel for CUDA. On a CPU torch composes the norm from operations that keep four tensors.
+
+def layer_norm_backward(
+    grad_output: Tensor, hidden_states: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of the input [.., n], the weight [n] and the bias [n]."""
+    # The operator reads of the bias only that there is one.
+    results: tuple[Tensor, Tensor, Tensor] = aten.native_layer_norm_backward(
+        grad_output, hidden_states, weight.shape, mean, scale, weight, weight, [True] * 3
+    )
+    return results
+
+
+def fused_layer_norm_backward(
+    grad_output: Tensor, hidden_states: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    # With n the normed row and g = dy w: dx = scale (g - mean(g) - n mean(g n)).
+    normed, grad_normed = (hidden_states - mean) * scale, grad_output * weight
+    grad_input = scale * (
+        grad_normed
+        - grad_normed.mean(-1, keepdim=True)
+        - normed * (grad_normed * normed).mean(-1, keepdim=True)
+    )
+    grad_weight = (grad_output * normed).flatten(0, -2).sum(0)
+    return grad_input, grad_weight, grad_output.flatten(0, -2).sum(0)
+
+
+def rms_norm(hidden_states: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Returns x / rms(x) * weight over the last dim (arXiv 1910.07467), and 1 / rms of each row.
+
+    The arithmetic is in float32. hidden_states: x, [.., n]. weight: [n].
     """
-    if hidden_states.device.type == "cpu":
-        return _CpuRMSNorm.apply(hidden_states, weight, epsilon)
-    return F.rms_norm(hidden_states, weight.shape, weight, epsilon)
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    x = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    scale = x.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    return (x * scale).mul_(weight).to(rows.dtype).view(hidden_states.shape), scale
 
 
-class _CpuRMSNorm(torch.autograd.Function):
-    """RMSNorm by torch's operators, with the arithmetic in float32 and its results in x's dtype."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden_states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        x = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        scale = x.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
-        ctx.save_for_backward(hidden_states, weight, scale)
-        return (x * scale).mul_(weight).to(rows.dtype).view(hidden_states.shape)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
-        hidden_states, weight, scale = ctx.saved_tensors
-        rows, grad_rows = (x.reshape(-1, x.shape[-1]) for x in (hidden_states, grad_output))
-        # With n = x * scale and g = dy * weight: dx = scale (g - n mean(g n)), dweight = sum(dy n).
-        grad, normed = grad_rows.to(scale.dtype), rows * scale
-        grad_normed = grad * weight
-        grad_weight = (grad * normed).sum(0)
-        mean = (grad_normed * normed).mean(-1, keepdim=True)
-        grad_input = grad_normed.sub_(normed.mul_(mean)).mul_(scale).to(rows.dtype)
-        return grad_input.view(hidden_states.shape), grad_weight.to(weight.dtype), None
+def rms_norm_backward(
+    grad_output: Tensor, hidden_states: Tensor, weight: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of the input [.., n] and of the weight [n]."""
+    rows, grad_rows = (x.reshape(-1, x.shape[-1]) for x in (hidden_states, grad_output))
+    # With n = x * scale and g = dy * weight: dx = scale (g - n mean(g n)), dweight = sum(dy n).
+    grad, normed = grad_rows.to(scale.dtype), rows * scale
+    grad_normed = grad * weight
+    grad_weight = (grad * normed).sum(0)
+    mean = (grad_normed * normed).mean(-1, keepdim=True)
+    grad_input = grad_normed.sub_(normed.mul_(mean)).mul_(scale).to(rows.dtype)
+    return grad_input.view(hidden_states.shape), grad_weight.to(weight.dtype)
 
 
-def _layer_norm(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
-) -> Tensor:
-    return F.layer_norm(hidden_states, weight.shape, weight, bias, epsilon)
-
-
-def _rms_norm(hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
-    assert bias is None
-    return rms_norm(hidden_states, weight, epsilon)
-
-
-# of the input, weight, bias if the norm has one, epsilon
-Function = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
-NORMS: dict[str, Function] = {"LayerNorm": _layer_norm, "RMSNorm": _rms_norm}
-COMPILED_NORMS = {"LayerNorm": compiled_layer_norm, "RMSNorm": compiled_rms_norm}
+# of the input, the weight and, if the norm has one, the bias
+Normalize = Callable[..., Tensor]
+INPUT_AND_WEIGHT = slice(0, 2)
+NORMS = {
+    "LayerNorm": Pair(layer_norm, layer_norm_backward, INPUT_AND_WEIGHT, fused_layer_norm_backward),
+    "RMSNorm": Pair(rms_norm, rms_norm_backward, INPUT_AND_WEIGHT),
+}
 APEX_NORMS = {"LayerNorm": apex.layer_norm, "RMSNorm": apex.rms_norm}
 
 
-def torch_norm(config: ModelConfig, device_type: str) -> Function:
-    """Returns the norm by torch's kernels."""
-    return chosen("--normalization", config.normalization, NORMS)
+def torch_norm(config: ModelConfig, context: RankContext) -> Normalize:
+    """Returns the norm by torch's kernels, or by compiled ones."""
+    pair = chosen("--normalization", config.normalization, NORMS)
+    epsilon, kernels = config.norm_epsilon, context.kernels
+    if config.normalization == "RMSNorm" and kernels is None and context.device.type != "cpu":
+        # torch has a fused kernel for CUDA. On a CPU it composes the norm from operations that keep
+        # four tensors.
+        return lambda x, weight: F.rms_norm(x, weight.shape, weight, epsilon)
+    return partial(applied, pair, kernels, epsilon=epsilon)
 
 
-def apex_norm(config: ModelConfig, device_type: str) -> Function:
+def apex_norm(config: ModelConfig, context: RankContext) -> Normalize:
     """Returns the norm by NVIDIA apex's kernel. InputError: the kernel cannot run here."""
-    kernel = apex.require(
-        chosen("--normalization", config.normalization, APEX_NORMS)(device_type), "--norm-impl"
-    ).apply
-
-    def normalize(
-        hidden_states: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
-    ) -> Tensor:
-        affine = (weight,) if bias is None else (weight, bias)
-        output: Tensor = kernel(hidden_states, *affine, weight.shape, epsilon)
-        return output
-
-    return normalize
+    find = chosen("--normalization", config.normalization, APEX_NORMS)
+    kernel = apex.require(find(context.device.type), "--norm-impl").apply
+    return lambda x, *vectors: kernel(x, *vectors, vectors[0].shape, config.norm_epsilon)
 
 
 IMPLEMENTATIONS = {"torch": torch_norm, "apex": apex_norm}

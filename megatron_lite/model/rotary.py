@@ -15,6 +15,8 @@ from megatron_lite.config.model import (
     SLOW_TURNS,
     RotaryScaling,
 )
+from megatron_lite.model.pure_functions import Pair, applied
+from megatron_lite.parallel.compiled import CompiledKernels
 
 
 class RotaryTables(NamedTuple):
@@ -62,13 +64,38 @@ def _scaled(frequencies: Tensor, factor: float) -> Tensor:
     return (1 - unchanged) * frequencies / factor + unchanged * frequencies
 
 
-def apply_rotary(heads: Tensor, tables: RotaryTables) -> Tensor:
+def apply_rotary(
+    heads: Tensor, tables: RotaryTables, kernels: CompiledKernels | None = None
+) -> Tensor:
     """Rotates the first rotary_dim channels of each head by its position, and leaves the others.
 
-    heads: [s, b, a/t or g/t, d].
+    heads: [s, b, a/t or g/t, d]. Keeps the two tables. kernels: compiles the rotation.
     """
-    rotary_dim = tables.cos.shape[-1]
-    rotated, passed = heads[..., :rotary_dim], heads[..., rotary_dim:]
+    rotated: Tensor = applied(ROTATION, kernels, heads, *tables)
+    return rotated
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns x cos + (-x2, x1) sin over the first channels of each head: [s, b, heads, d]."""
+    rotated, passed = _parts(heads, cos)
     first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * tables.cos + torch.cat((-second, first), dim=-1) * tables.sin
-    return rotated if passed.shape[-1] == 0 else torch.cat((rotated, passed), dim=-1)
+    return _joined(rotated * cos + torch.cat((-second, first), dim=-1) * sin, passed)
+
+
+def rotate_back(grad_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Returns the gradient of `rotate` with respect to the heads, [s, b, heads, d]."""
+    grad, passed = _parts(grad_output, cos)
+    first, second = (grad * sin).chunk(2, dim=-1)
+    # The transpose of (x1, x2) -> (-x2, x1) is (g1, g2) -> (g2, -g1).
+    return _joined(grad * cos + torch.cat((second, -first), dim=-1), passed)
+
+
+def _parts(heads: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:
+    return heads[..., : cos.shape[-1]], heads[..., cos.shape[-1] :]
+
+
+def _joined(rotated: Tensor, passed: Tensor) -> Tensor:
+    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
+
+
+ROTATION = Pair(rotate, rotate_back, slice(1, 3))

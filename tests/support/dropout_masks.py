@@ -31,15 +31,15 @@ class Masks:
 @contextmanager
 def recorded_masks() -> Iterator[Masks]:
     """Yields the list of masks, to which every mask drawn on the CPU in the block is added."""
-    masks, draw = Masks(), dropout.draw_keep_mask
+    masks, drawn = Masks(), dropout.keep_mask
 
-    def recording(shape: torch.Size, probability: float) -> dropout.KeepMask:
-        drawn = draw(shape, probability)
-        (masks.attention if shape[-1] == shape[-2] else masks.residual).append(drawn.mask.clone())
-        return drawn
+    def recording(numbers: Tensor, shape: torch.Size, probability: float) -> Tensor:
+        mask = drawn(numbers, shape, probability)
+        (masks.attention if shape[-1] == shape[-2] else masks.residual).append(mask.clone())
+        return mask
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dropout, "draw_keep_mask", recording)
+        patch.setattr(dropout, "keep_mask", recording)
         yield masks
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.model import compiled_activations as activations
-from megatron_lite.model import compiled_dropout, compiled_norm, compiled_rotary
+from megatron_lite.model.activations import squared_relu
 from megatron_lite.parallel import compiled
 from megatron_lite.parallel.compiled import CompiledKernels, missing_compiler
 from megatron_lite.parallel.rng import RngStreams
@@ -155,99 +153,6 @@ def test_every_layer_shares_the_graphs() -> None:
     assert graphs[0] == graphs[1] == 4  # norm and activation, forward and backward
 
 
-def losses_of_a_pipeline(rank: int, world_size: int, folder: str, policy: str) -> None:
-    config = tiny_run(
-        metrics=Path(folder) / policy.replace("*:", ""),
-        training=dict(train_iters=2, eval_iters=0, torch_compile=True),
-    )
-    run_to_end(
-        replace(
-            config,
-            parallel=ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo"),
-            recompute=RecomputeConfig(recompute_policy=policy),
-        )
-    )
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("uncompiled")
-def test_a_pipeline_trains_with_kernels_and_policies_alike(tmp_path: Path) -> None:
-    results = []
-    for policy in ("*:none", "*:pointwise", "*:full"):
-        run_ranks(losses_of_a_pipeline, 2, str(tmp_path), policy)
-        written = rows(tmp_path / policy.replace("*:", ""))
-        results.append([(row["lm_loss"], row["grad_norm"]) for row in written])
-        assert all(
-            row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in written
-        )
-    assert len(results[0]) == 2
-    assert results[0] == results[1] == results[2]
-
-
-def gradient(
-    forward: Callable[..., Any], inputs: Sequence[Tensor], grad: Tensor
-) -> tuple[Tensor, ...]:
-    """Returns autograd's gradients of the function's first output."""
-    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    output = forward(*leaves)
-    output = output[0] if isinstance(output, tuple) else output
-    return torch.autograd.grad(output, leaves, grad)
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-
-
-@pytest.mark.parametrize(
-    "formulas",
-    [activations.TANH_GELU, activations.ERF_GELU, activations.SWIGLU, activations.SQUARED_RELU],
-    ids=["tanh", "erf", "swiglu", "squared"],
-)
-def test_the_backward_of_an_activation_is_the_derivative_of_its_forward(
-    formulas: activations.Formulas,
-) -> None:
-    x = random(5, 3, 8)
-    grad = random(*formulas.forward(x).shape).cos()
-    (expected,) = gradient(formulas.forward, [x], grad)
-    torch.testing.assert_close(formulas.backward(grad, x), expected)
-
-
-def test_the_backward_of_a_norm_is_the_derivative_of_its_forward() -> None:
-    x, weight, bias = random(5, 3, 8), random(8).sin(), random(8)
-    grad = x.cos()
-    layer_norm = partial(compiled_norm.layer_norm, epsilon=1e-5)
-    statistics = layer_norm(x, weight, bias)[1:]
-    torch.testing.assert_close(
-        compiled_norm.layer_norm_backward(grad, x, weight, *statistics),
-        gradient(layer_norm, [x, weight, bias], grad),
-    )
-    rms_norm = partial(compiled_norm.rms_norm, epsilon=1e-5)
-    torch.testing.assert_close(
-        compiled_norm.rms_norm_backward(grad, x, weight, *rms_norm(x, weight)[1:]),
-        gradient(rms_norm, [x, weight], grad),
-    )
-
-
-def test_the_backward_of_the_rotation_is_the_derivative_of_its_forward() -> None:
-    heads, cos, sin = random(5, 3, 2, 8), random(5, 1, 1, 6).cos(), random(5, 1, 1, 6).sin()
-    grad = heads.cos()
-    (expected,) = gradient(lambda x: compiled_rotary.rotate(x, cos, sin), [heads], grad)
-    torch.testing.assert_close(compiled_rotary.rotate_back(grad, cos, sin), expected)
-
-
-def test_the_backward_of_dropout_is_the_derivative_of_its_forward() -> None:
-    numbers = torch.randint(-(2**15), 2**15, (120,), dtype=torch.int16)
-    branch, residual, constants = random(5, 3, 8), random(5, 3, 8), dict(bound=-9000, scale=1.5)
-    grad = branch.cos()
-    forward = partial(compiled_dropout.drop_and_add, numbers, **constants)
-    for_branch, for_residual = gradient(forward, [branch, residual], grad)
-    mask = forward(branch, residual)[1]
-    assert torch.equal(for_residual, grad)
-    torch.testing.assert_close(
-        compiled_dropout.drop_gradient(grad, mask, scale=1.5, dtype=grad.dtype), for_branch
-    )
-
-
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(("policy", "norms"), [("*:none", 5), ("*:pointwise", 1)])
 def test_the_kept_bytes_are_predicted(tmp_path: Path, policy: str, norms: int) -> None:
@@ -273,7 +178,7 @@ def test_the_kept_bytes_are_predicted(tmp_path: Path, policy: str, norms: int) -
 def test_so_are_those_of_norms_of_a_float32_residual_stream(
     tmp_path: Path, norms: dict[str, Any]
 ) -> None:
-    """Compiled LayerNorm does not keep its bias in float32, as torch's kernel does."""
+    """The norms keep their weights in float32, and no bias."""
     for number, policy in enumerate(("*:none", "*:layernorm")):
         config = tiny_run(
             metrics=tmp_path / f"{number}",
@@ -289,9 +194,9 @@ def test_so_are_those_of_norms_of_a_float32_residual_stream(
 def test_a_meter_of_storages_sees_the_results_of_kernels() -> None:
     from megatron_lite.memory.measure.live_storages import LiveStorages
 
-    kernels, x = CompiledKernels(CPU), random(4, 5).float()
+    kernels, x = CompiledKernels(CPU), torch.randn(4, 5)
     with LiveStorages() as live:
-        output = kernels(activations.squared_relu, x)
+        output = kernels(squared_relu, x)
         assert live.total_bytes() == output.nbytes
 
 

@@ -1,0 +1,142 @@
+"""Activations, norms and the rotation against torch's own functions in float64.
+
+They are pairs of pure functions, run by torch's operators and as compiled kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lite.model.activations import PAIRS, TANH_GELU
+from megatron_lite.model.norm import NORMS
+from megatron_lite.model.pure_functions import Pair, applied
+from megatron_lite.model.rotary import ROTATION
+from megatron_lite.parallel.compiled import CompiledKernels, missing_compiler
+from tests.support.uncompiled import uncompiled_kernels
+
+CPU, EPSILON = torch.device("cpu"), 1e-5
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Complex numbers whose parts lie half of the rotated channels apart."""
+    half = cos.shape[-1] // 2
+    turns = torch.complex(cos[..., :half], sin[..., :half])
+    turned = torch.complex(heads[..., :half], heads[..., half : 2 * half]) * turns
+    return torch.cat((turned.real, turned.imag, heads[..., 2 * half :]), -1)
+
+
+def random(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+ANGLES = random(5, 1, 1, 3).repeat(1, 1, 1, 2)
+
+
+class Case(NamedTuple):
+    """A pair, the same function by torch, its inputs, and how many of them have a gradient."""
+
+    pair: Pair
+    exact: Callable[..., Tensor]
+    inputs: tuple[Tensor, ...]
+    num_gradients: int = 1
+    constants: Mapping[str, float] = MappingProxyType({})
+
+
+X = 3.0 * random(5, 3, 8)
+WEIGHT, BIAS = random(8, seed=2), random(8, seed=3)
+CASES = {
+    "erf": Case(PAIRS["gelu"], F.gelu, (X,)),
+    "tanh": Case(TANH_GELU, partial(F.gelu, approximate="tanh"), (X,)),
+    "swiglu": Case(PAIRS["swiglu"], swiglu, (X,)),
+    "squared": Case(PAIRS["squared_relu"], lambda x: F.relu(x).square(), (X,)),
+    "LayerNorm": Case(
+        NORMS["LayerNorm"],
+        lambda x, weight, bias: F.layer_norm(x, (8,), weight, bias, EPSILON),
+        (X, WEIGHT, BIAS),
+        3,
+        dict(epsilon=EPSILON),
+    ),
+    "RMSNorm": Case(
+        NORMS["RMSNorm"],
+        lambda x, weight: F.rms_norm(x, (8,), weight, EPSILON),
+        (X, WEIGHT),
+        2,
+        dict(epsilon=EPSILON),
+    ),
+    "rotation": Case(ROTATION, rotated, (random(5, 3, 2, 8), ANGLES.cos(), ANGLES.sin())),
+}
+# Relative to the largest value. 16-bit operators round between operations.
+BOUNDS = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 0.04, torch.float16: 0.005}
+
+
+def check(case: Case, kernels: CompiledKernels | None, dtype: torch.dtype) -> None:
+    inputs = [tensor.to(dtype).requires_grad_() for tensor in case.inputs]
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = case.exact(*wide)
+    grad = expected.detach().cos().to(dtype)
+    before = grad.clone()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        output = applied(case.pair, kernels, *inputs, **case.constants)
+    of_inputs = [tensor.data_ptr() for tensor in inputs[case.pair.kept]]
+    assert [tensor.data_ptr() for tensor in kept[: len(of_inputs)]] == of_inputs
+    assert all(tensor.shape[-1] == 1 for tensor in kept[len(of_inputs) :])  # statistics of rows
+    assert output.dtype == dtype
+    found = torch.autograd.grad(output, inputs[: case.num_gradients], grad)
+    exact = torch.autograd.grad(expected, wide[: case.num_gradients], grad.double())
+    for ours, theirs in zip((output, *found), (expected, *exact), strict=True):
+        assert ours.dtype == dtype
+        error = (ours.double() - theirs).abs().max() / theirs.abs().max()
+        assert error < BOUNDS[dtype]
+    assert torch.equal(grad, before)  # autograd may use it elsewhere too
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_gradients_and_what_is_kept(name: str, dtype: torch.dtype) -> None:
+    check(CASES[name], None, dtype)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_have_the_same_functions(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uncompiled_kernels(monkeypatch)
+    check(CASES[name], CompiledKernels(CPU), dtype)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(missing_compiler() is not None, reason=f"inductor {missing_compiler()}")
+@pytest.mark.parametrize("name", CASES)
+def test_as_the_compiler_makes_them(name: str) -> None:
+    kernels = CompiledKernels(CPU)
+    for dtype in (torch.float32, torch.bfloat16):
+        check(CASES[name], kernels, dtype)
+    assert kernels.num_graphs == 4
+
+
+def test_a_part_of_a_tensor_is_rotated_and_normalised_where_it_lies() -> None:
+    """Queries and keys are views of one tensor."""
+    for name in ("rotation", "RMSNorm", "LayerNorm"):
+        pair, _, (x, *others), _, constants = CASES[name]
+        view = torch.cat((x, x), 2)[:, :, : x.shape[2]]
+        results: list[Any] = []
+        for one in (x, view):
+            leaf = one.detach().requires_grad_()
+            output = applied(pair, None, leaf, *others, **constants)
+            results.append((output, *torch.autograd.grad(output.square().sum(), leaf)))
+        assert all(map(torch.equal, *results))
