@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import stages_of_rank
 from megatron_lite.memory.explain.recompute_report import of_one_replica
 from megatron_lite.memory.measure.step_meter import (
     GRADIENTS,
@@ -145,8 +144,8 @@ def dry_run(
     ) as parallel:
         place = RankPlace(parallel.pp_rank, parallel.dp_cp_size, parallel.dp_cp_rank, device)
         replica = of_one_replica(config, parallel.dp_size)
-    stages = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
-    number = num_microbatches or enough_microbatches(replica, place.pp_rank, len(stages))
+
+    number = num_microbatches or enough_microbatches(replica, place.pp_rank)
     whole, measured = StepSize(config, number, size), None
     if num_microbatches is None and not in_full:
         measured = measured_from_smaller(whole, place, measure, STATES)

@@ -18,7 +18,7 @@ from megatron_lite.description import (
     transformer_layer,
 )
 from megatron_lite.description.operations import LayerDescription, Operation
-from megatron_lite.memory.predict import stage_memory, states, step_peak
+from megatron_lite.memory.predict import states, step_peak
 from tests.description import test_drift, test_regions
 from tests.memory import test_peaks_on_a_gpu
 from tests.support.changes import with_fields
@@ -117,7 +117,7 @@ def row(name: str) -> dict[str, Any]:
 
 def without_caches(patch: Patch) -> None:
     """Takes away the caches, which would hide a change or keep it for later tests."""
-    patch.setattr(stage_memory, "_memory_of", stage_memory._memory_of.__wrapped__)
+    patch.setattr(step_peak, "_memory_of", step_peak._memory_of.__wrapped__)
     patch.setattr(step_peak, "_states", step_peak._states.__wrapped__)
 
 

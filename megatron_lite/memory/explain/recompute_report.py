@@ -36,7 +36,7 @@ from megatron_lite.memory.predict.kept_tensors import (
     kept_in,
     largest_first,
 )
-from megatron_lite.memory.predict.pipeline_memory import RankMemory, ranks_memory, step_microbatches
+from megatron_lite.memory.predict.pipeline_memory import RankMemory, rank_memory, step_microbatches
 from megatron_lite.memory.predict.traffic import (
     Traffic,
     embedding_collectives,
@@ -137,11 +137,12 @@ def explain(
     policies = alternatives(config, device, dp_cp_size=dp_cp_size, others=others)
     parts = tuple(_parts(config, own.step.rank, device))
     sizes = Sizes.of(config, device=device)
+    ranks = range(config.parallel.pipeline_model_parallel_size)
     return Report(
         config=run,
         sizes=sizes,
         rank=own.step.rank,
-        ranks=ranks_memory(config, device),
+        ranks=tuple(rank_memory(config, device, rank) for rank in ranks),
         num_microbatches=step_microbatches(config),
         own=own,
         dp_cp_size=dp_cp_size,

@@ -3,41 +3,55 @@
     peak = what the rank holds from step to step + the fullest moment of its forwards and backwards
 
 The first part is that of states.py, and the rotary tables. The second part follows the rank's
-actions in the order of the pipeline (pipeline_walk.py). Each forward or backward of a stage is a
-passage (stage_passages.py): what is kept, what a replay rebuilds, and one number for each operation
+actions in the order of the pipeline. Each forward or backward of a stage is a passage
+(stage_course.py): what is kept, what a replay rebuilds, and one number for each operation
 (description/temporaries.py). On CUDA the allocator's rounding and two workspaces of cuBLAS count.
+
+    held when an action begins    what earlier actions have left, the tensors that have arrived for
+                                  this action and for the next one, and tensors that are being sent
+    held at the fullest moment    that, and the most of the action's passage
+
+How long a send takes depends on the other rank. Here the tensor of the action before is still being
+sent. With virtual stages those of three actions are, except on the last rank, for which the others
+wait.
 
 After the last backward the update can hold more if the batch is small (update_memory.py). An
 evaluation keeps nothing for backward, and a save gathers one tensor at a time: they hold less.
 
-A prediction costs about a millisecond: layers of one kind are described once, equal stages of
-several calls are taken from a cache, and the actions after the schedule repeats are left out.
-Standard library only.
+Alike stages of several calls are taken from a cache, and the actions after the schedule repeats are
+left out. Standard library only.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.regions import REGIONS
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, stages_of_rank
+from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes, residual_bytes
-from megatron_lite.memory.predict.passages import Moment, Passage
+from megatron_lite.memory.predict.gathered_weights import GatheredWeights
+from megatron_lite.memory.predict.kept_tensors import host_bytes
+from megatron_lite.memory.predict.passages import Moment
 from megatron_lite.memory.predict.pipeline_memory import (
+    RankSchedule,
     distinct_ranks,
     enough_microbatches,
     step_microbatches,
 )
-from megatron_lite.memory.predict.pipeline_walk import Fullest, fullest
-from megatron_lite.memory.predict.stage_memory import PlacedRun, StageMemory, stage_memory
+from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
 from megatron_lite.memory.predict.states import StateTensors, state_tensors
 from megatron_lite.memory.predict.update_memory import update_memory
-from megatron_lite.pipeline.order import Action, in_flight, keeping_all, order
+from megatron_lite.pipeline.order import Action
+from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
+from megatron_lite.recompute.schedule import plan_stage
 
 Tag = Literal["exact", "bound", "estimate"]
 EXACT: Tag = "exact"
@@ -45,6 +59,7 @@ BOUND: Tag = "bound"
 ESTIMATE: Tag = "estimate"
 ROUNDING, CUBLAS = "rounding of the allocator", "two workspaces of cuBLAS"
 CUBLAS_BYTES = 2 * 2**25  # of the streams of forward and backward, on Hopper
+SLOT_ALIGNMENT = 512  # bytes, as in recompute/arena.py
 
 
 class PeakTerm(NamedTuple):
@@ -82,6 +97,40 @@ class StepPeak:
         return sum(term.num_bytes for term in self.terms if term.name in (ROUNDING, CUBLAS))
 
 
+class StageMemory(NamedTuple):
+    """What a micro-batch holds on a stage.
+
+    on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
+    has for it. tables: the bytes of the rotary tables. generators: those of the states of the
+    random-number streams that a CPU's streams put aside. gathered: the bytes of weights that FSDP2
+    gathers once for several micro-batches.
+    """
+
+    course: StageCourse
+    on_host: int
+    arena: int
+    tables: int
+    generators: int
+    gathered: int
+
+
+class _Fullest(NamedTuple):
+    """The fullest moment of a step, with the bytes beyond those that are held between steps.
+
+    arrived: the bytes of a tensor that has arrived for the next action. sent: those of a tensor
+        that may still be on its way.
+    """
+
+    action: Action
+    moment: Moment
+    arrived: int = 0
+    sent: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.moment.num_bytes + self.arrived + self.sent
+
+
 def band(config: RunConfig, device: str) -> str:
     """Returns in words how far a prediction may be from the peak of a real step.
 
@@ -90,29 +139,6 @@ def band(config: RunConfig, device: str) -> str:
     if device == "cpu" or config.data_parallel.use_torch_fsdp2:
         return "within 5% of"
     return "at most 1% below and 3% above"
-
-
-@dataclass(frozen=True)
-class _StateSettings:
-    """A run, of which only the settings that decide the states count in comparisons."""
-
-    key: tuple[Hashable, ...]
-    config: RunConfig = field(compare=False)
-
-    @classmethod
-    def of(cls, config: RunConfig) -> _StateSettings:
-        training = config.training
-        return cls(
-            (
-                config.model,
-                config.parallel,
-                config.data_parallel,
-                config.optimizer.optimizer,
-                config.tokenizer,
-                training.precision,
-            ),
-            config,
-        )
 
 
 def step_peak(
@@ -133,26 +159,29 @@ def step_peak(
     num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
         --global-batch-size alone.
     """
-    stages = stages_of_rank(config.parallel, config.model.num_layers, pp_rank)
     tensors = _states(_StateSettings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
     states = tensors.sums
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
-    run = PlacedRun(config, device, dp_cp_size if sharded else 1, accumulates=number > 1)
-    memories = [stage_memory(run, stage, False) for stage in stages]
-    held = _fullest(run, pp_rank, stages, number)
-    waiting = [0] * len(stages)
-    if any(memory.arena or memory.on_host for memory in memories):
-        waiting = _waiting(run, pp_rank, len(stages), number)
-    arena = sum(n * memory.arena for n, memory in zip(waiting, memories, strict=True))
-    on_host = sum(n * memory.on_host for n, memory in zip(waiting, memories, strict=True))
+    schedule = RankSchedule.of(config, pp_rank, enough_microbatches(config, pp_rank, most=number))
+    stages, shards = schedule.stages, dp_cp_size if sharded else 1
+
+    @cache
+    def memory(chunk: int, keeps_all: bool) -> StageMemory:
+        return _stage_memory(config, device, stages[chunk], keeps_all, shards, number > 1)
+
+    held = _fullest(config, device, schedule, lambda one, whole: memory(one, whole).course)
+    memories = [memory(chunk, False) for chunk in range(len(stages))]
+    waiting = _most_waiting(schedule)
     update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size, device=device)
     sure: Tag = ESTIMATE
+    where = _when(config, held, stages)
     if update.num_bytes > held.num_bytes:  # a small batch: the update holds more than any backward
-        held = Fullest(held.action, Moment(update.where), update.num_bytes, 0)
+        held = _Fullest(held.action, Moment(update.where, other=update.num_bytes))
         sure = EXACT if update.is_exact else ESTIMATE
-    hashes = 16 * hashed_at_a_time(device) if config.recompute.recompute_verify else 0
-    rest = held.num_bytes - held.kept - held.rebuilt - held.arrived - held.sent
+        where = f"{update.where} after the last backward"
+    moment = held.moment
+    on_host = sum(waiting[chunk] * one.on_host for chunk, one in enumerate(memories))
     terms = (
         PeakTerm("weights", states.weights, EXACT),
         PeakTerm("main weights", states.masters, EXACT),
@@ -160,98 +189,192 @@ def step_peak(
         PeakTerm("optimizer states", states.optimizer, EXACT),
         PeakTerm(ROUNDING, tensors.rounding(device), ESTIMATE),
         PeakTerm(CUBLAS, 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
-        PeakTerm("rotary tables", sum(memory.tables for memory in memories), EXACT),
-        PeakTerm("states of generators", max(memory.generators for memory in memories), EXACT),
-        PeakTerm("gathered weights", sum(memory.gathered for memory in memories), ESTIMATE),
-        PeakTerm("activations kept for backward", held.kept, EXACT),
-        PeakTerm("activations rebuilt by a replay", held.rebuilt, EXACT),
-        PeakTerm(f"workspace of the {held.moment.where}", rest, sure),
+        PeakTerm("rotary tables", sum(one.tables for one in memories), EXACT),
+        PeakTerm("states of generators", max(one.generators for one in memories), EXACT),
+        PeakTerm("gathered weights", sum(one.gathered for one in memories), ESTIMATE),
+        PeakTerm("activations kept for backward", moment.kept, EXACT),
+        PeakTerm("activations rebuilt by a replay", moment.rebuilt, EXACT),
+        PeakTerm(f"workspace of the {moment.where}", moment.other, sure),
         PeakTerm("hidden states received early", held.arrived, EXACT),
         PeakTerm("hidden states being sent", held.sent, ESTIMATE),
-        PeakTerm("arena of saved inputs", arena, EXACT),
-        PeakTerm("hashes of replays", hashes, ESTIMATE),
+        PeakTerm(
+            "arena of saved inputs",
+            sum(waiting[chunk] * one.arena for chunk, one in enumerate(memories)),
+            EXACT,
+        ),
+        PeakTerm(
+            "hashes of replays",
+            16 * hashed_at_a_time(device) if config.recompute.recompute_verify else 0,
+            ESTIMATE,
+        ),
         PeakTerm("copies in host memory", on_host if device == "cpu" else 0, BOUND),
     )
-    at_update = held.moment.where == update.where
-    return StepPeak(
-        pp_rank,
-        f"{update.where} after the last backward" if at_update else _moment(config, held, stages),
-        tuple(term for term in terms if term.num_bytes),
-    )
+    return StepPeak(pp_rank, where, tuple(term for term in terms if term.num_bytes))
 
 
 def fullest_step_peak(
     config: RunConfig, *, device: str, dp_cp_size: int, num_microbatches: int | None = None
 ) -> StepPeak:
     """Returns the highest peak of all pipeline ranks; of several equal ones the first."""
-    return max(
-        (
-            step_peak(
-                config,
-                rank,
-                device=device,
-                dp_cp_size=dp_cp_size,
-                num_microbatches=num_microbatches,
-            )
-            for rank in distinct_ranks(config)
-        ),
-        key=lambda one: one.num_bytes,
-    )
+
+    def peak(rank: int) -> StepPeak:
+        return step_peak(
+            config, rank, device=device, dp_cp_size=dp_cp_size, num_microbatches=num_microbatches
+        )
+
+    return max(map(peak, distinct_ranks(config)), key=lambda one: one.num_bytes)
 
 
-def _fullest(run: PlacedRun, rank: int, stages: Sequence[Stage], num_microbatches: int) -> Fullest:
-    """Returns the fullest moment of a rank's forwards and backwards."""
-    config = run.config
-    parallel = config.parallel
-    size, num_chunks = parallel.pipeline_model_parallel_size, len(stages)
-    num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
-    shape = dict(
-        size=size,
-        rank=rank,
-        num_microbatches=enough_microbatches(config, rank, num_chunks, most=num_microbatches),
-        num_chunks=num_chunks,
-    )
-    whole = keeping_all(**shape, num_kept=num_kept) if num_kept else frozenset()
+def _fullest(
+    config: RunConfig,
+    device: str,
+    schedule: RankSchedule,
+    course_of: Callable[[int, bool], StageCourse],
+) -> _Fullest:
+    """Returns the fullest moment of a rank's actions."""
+    stages, actions = schedule.stages, schedule.actions
+    hidden = residual_bytes(config.model, Sizes.of(config, device=device))
 
-    memories: dict[tuple[int, bool], StageMemory] = {}
+    def receives(action: Action) -> bool:
+        stage = stages[action.chunk]
+        return not (stage.is_first if action.kind == "forward" else stage.is_last)
 
-    def passage_of(action: Action) -> Passage:
-        key = action.chunk, action._replace(kind="forward") in whole
-        if key not in memories:
-            memories[key] = stage_memory(run, stages[action.chunk], key[1])
-        course = memories[key].course
-        return course.forward if action.kind == "forward" else course.backward
+    def sends(action: Action) -> bool:
+        stage = stages[action.chunk]
+        return not (stage.is_last if action.kind == "forward" else stage.is_first)
 
-    sizes = Sizes.of(config, device=run.device)
-    return fullest(
-        order(**shape),
-        passage_of,
-        stages,
-        hidden_bytes=residual_bytes(config.model, sizes),
-        overlap=parallel.overlap_p2p_comm,
-    )
-
-
-def _waiting(run: PlacedRun, rank: int, num_chunks: int, num_microbatches: int) -> list[int]:
-    """Returns, for each of the rank's stages, how many micro-batches await backward at most."""
-    size = run.config.parallel.pipeline_model_parallel_size
-    actions = order(
-        size=size,
-        rank=rank,
-        num_microbatches=min(num_microbatches, 2 * size),
-        num_chunks=num_chunks,
-    )
-    held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
-    return [max(counts[chunk] for counts in held) for chunk in range(num_chunks)]
+    found, kept, other = _Fullest(actions[0], Moment()), 0, 0
+    under_way = deque([0], maxlen=1 if len(stages) == 1 or stages[-1].is_last else 3)
+    for action, following in zip(actions, [*actions[1:], None], strict=True):
+        course = course_of(action.chunk, schedule.keeps_all(action))
+        passage = course.forward if action.kind == "forward" else course.backward
+        early = config.parallel.overlap_p2p_comm and following is not None and receives(following)
+        # The action's own input arrived before, and belongs to its passage from now on.
+        other += hidden if receives(action) else 0
+        fullest = passage.fullest
+        here = fullest._replace(kept=kept + fullest.kept, other=other + fullest.other)
+        one = _Fullest(action, here, hidden if early else 0, sum(under_way))
+        found = one if one.num_bytes > found.num_bytes else found
+        # A passage ends without the tensor that the action sends. The tensor is counted here as
+        # long as it may be on its way.
+        kept += passage.kept
+        other += passage.end - passage.kept
+        under_way.append(hidden if sends(action) else 0)
+    return found
 
 
-def _moment(config: RunConfig, held: Fullest, stages: Sequence[Stage]) -> str:
+def _most_waiting(schedule: RankSchedule) -> Counter[int]:
+    """Returns, for each chunk, how many micro-batches await backward at most."""
+    waiting: Counter[int] = Counter()
+    most: Counter[int] = Counter()
+    for action in schedule.actions:
+        waiting[action.chunk] += 1 if action.kind == "forward" else -1
+        most |= waiting
+    return most
+
+
+def _when(config: RunConfig, held: _Fullest, stages: tuple[Stage, ...]) -> str:
     stage, layer = stages[held.action.chunk], held.moment.layer
     place = "" if layer is None else f" of layer {stage.first_layer + layer}"
     where = f"{held.moment.where}{place}, micro-batch {held.action.microbatch + 1}"
     if config.parallel.pipeline_model_parallel_size == 1:
         return where
     return f"{where} of stage {stage.number}"
+
+
+def _stage_memory(
+    config: RunConfig, device: str, stage: Stage, keeps_all: bool, shards: int, accumulates: bool
+) -> StageMemory:
+    """Returns what a micro-batch holds on a stage.
+
+    keeps_all: whether the micro-batch keeps everything, whatever the policy says.
+    shards: the ranks over which FSDP2 shards everything; 1 without it.
+    accumulates: whether a step has several micro-batches.
+    """
+    sizes = Sizes.in_training(config, device=device, stage=stage, accumulates=accumulates)
+    # Stages that no setting tells apart share one entry of the cache.
+    by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
+    if config.model.window_size is None and config.model.no_rope_freq is None:
+        sizes = replace(sizes, first_layer=0)
+    gathers = None
+    if shards > 1:
+        # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
+        sizes = replace(sizes, sums_gradients=False, adds_by_itself=False)
+        size = config.parallel.pipeline_model_parallel_size
+        gathers = GatheredWeights.of(
+            config,
+            sizes,
+            stage.num_layers,
+            dp_cp_size=shards,
+            accumulates=accumulates,
+            several=size > 1 and (stage.count > size or not stage.is_last),
+        )
+    number = stage.number if by_stage else 0
+    shape = stage.num_layers, number, keeps_all
+    return _memory_of(config.model, sizes, config.recompute, *shape, gathers)
+
+
+@lru_cache(maxsize=1024)
+def _memory_of(
+    model: ModelConfig,
+    sizes: Sizes,
+    recompute: RecomputeConfig,
+    num_layers: int,
+    number: int,
+    keeps_all: bool,
+    gathers: GatheredWeights | None,
+) -> StageMemory:
+    plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
+    layers = range(sizes.first_layer, sizes.first_layer + num_layers)
+    rotates = any(model.layer_rotates(layer) for layer in layers)
+    return StageMemory(
+        stage_course(model, plan, sizes, gathers),
+        host_bytes(model, plan, sizes) if any(one.on_host for one in plan.segments) else 0,
+        _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
+        2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0,
+        _generator_bytes(model, plan, sizes),
+        0 if gathers is None else gathers.staying,
+    )
+
+
+def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """Returns the bytes of the arena on the device for the inputs of one micro-batch's units."""
+    whole = residual_bytes(model, sizes)
+    slots = (
+        whole // sizes.tp_size if one.split else whole
+        for one in plan.segments
+        if one.unit and not one.on_host
+    )
+    return sum(-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for slot in slots)
+
+
+def _generator_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
+    """Returns the bytes of the generators' states that the streams hold from step to step.
+
+    With dropout they are those of both streams. Otherwise a replay leaves the state of one behind.
+    """
+    if sizes.device != "cpu":
+        return 0
+    if model.hidden_dropout or model.attention_dropout:
+        return sizes.rng_state_bytes
+    replays = any(
+        one.unit or one.ops or any(REGIONS[name].draws for name in one.regions)
+        for one in plan.segments
+    )
+    return sizes.stream_state_bytes if replays else 0
+
+
+@dataclass(frozen=True)
+class _StateSettings:
+    """A run, of which only the settings that decide the states count in comparisons."""
+
+    key: tuple[Hashable, ...]
+    config: RunConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _StateSettings:
+        shape = config.model, config.parallel, config.data_parallel, config.tokenizer
+        return cls((*shape, config.optimizer.optimizer, config.training.precision), config)
 
 
 @lru_cache(maxsize=1024)
