@@ -11,31 +11,35 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import platform
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parser import Parser
 from megatron_lite.data.durable_files import replacing
-from megatron_lite.plan.hardware import load_hardware, machine_names
+from megatron_lite.plan.hardware import Hardware, Link, Matmuls, load_hardware, machine_names
 from megatron_lite.tools.command import exit_status
-from megatron_lite.tools.device_rates import Effort, measure
 
 # The smallest dimension varies most, because the fit is a function of it.
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))
-LARGER = 8  # on a GPU every dimension is so many times as large
-LARGE_BYTES = 1 << 24
+ELEMENTS, ALL_REDUCE_BYTES = 1 << 24, 1 << 24  # of memory-bound kernels, and of a large all-reduce
+LARGER = 8  # on a GPU every dimension and both of these are so many times as large
+SMALL_BYTES = 8
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    shapes: Sequence[tuple[int, int, int]] = SHAPES,
-    large_bytes: int = LARGE_BYTES,
-) -> int:
-    """Measures and writes the file. Returns the exit status. shapes, large_bytes: see `run`."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and writes the file. Returns the exit status."""
     parser = Parser(
         prog="python -m megatron_lite.tools.calibrate",
         allow_abbrev=False,
@@ -60,32 +64,12 @@ def main(
         default=1.0,
         help="time of each of about 20 measurements (default: 1)",
     )
-    args = parser.parse_args(argv)
-    return exit_status(
-        lambda: run(
-            args.output,
-            device=args.device,
-            links_of=args.links_of,
-            seconds=args.seconds,
-            shapes=shapes,
-            large_bytes=large_bytes,
-        ),
-        parser.prog,
-    )
+    return exit_status(lambda: run(**vars(parser.parse_args(argv))), parser.prog)
 
 
-def run(
-    output: str,
-    *,
-    device: str,
-    links_of: str | None,
-    seconds: float,
-    shapes: Sequence[tuple[int, int, int]] = SHAPES,
-    large_bytes: int = LARGE_BYTES,
-) -> None:
+def run(output: str, *, device: str, links_of: str | None, seconds: float) -> None:
     """Writes the figures of this machine to the file `output`.
 
-    shapes: of the matmuls on a CPU. large_bytes: of its largest all-reduce. A GPU gets larger ones.
     Raises InputError for settings that cannot be measured, and for a file that cannot be written.
     """
     if not output.endswith(".json"):
@@ -102,15 +86,7 @@ def run(
             "one GPU cannot measure a network between GPUs: give --links-of MACHINE "
             f"({', '.join(machine_names())})"
         )
-    larger = LARGER if kind == "cuda" else 1
-    scale = Effort(
-        seconds=seconds,
-        shapes=tuple((m * larger, n * larger, k * larger) for m, n, k in shapes),
-        elements=(1 << 24) * larger,
-        all_reduce_bytes=large_bytes * larger,
-    )
-    known = None if links_of is None else load_hardware(links_of)
-    machine = measure(torch.device(kind), scale, known)
+    machine = measure(kind, seconds, None if links_of is None else load_hardware(links_of))
     with replacing(output) as tmp, open(tmp, "w", encoding="utf-8") as file:
         file.write(json.dumps(dataclasses.asdict(machine), indent=2) + "\n")
     for rates, name in ((machine.bf16, "bfloat16"), (machine.fp32, "float32")):
@@ -124,6 +100,178 @@ def run(
         f"all-reduce: {machine.inside.latency_s * 1e6:.3g} us a step, "
         f"{machine.inside.bandwidth / 1e9:.3g} GB/s\n{output}: written"
     )
+
+
+def measure(device: str, seconds: float, known: Hardware | None) -> Hardware:
+    """Returns the figures of this machine.
+
+    seconds: the time of each measurement. known: the machine whose networks are taken.
+    """
+    cuda = device == "cuda"
+    elements = ELEMENTS * (LARGER if cuda else 1)
+    source = torch.ones(elements, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source), seconds)
+    pinned = torch.empty(elements, pin_memory=cuda)
+    to_host = source.nbytes / _seconds(lambda: pinned.copy_(source, non_blocking=True), seconds)
+    inside = known.inside if known else _all_reduce(device, seconds)
+    ranks = torch.cuda.device_count() if cuda else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
+    return Hardware(
+        name=platform.node() or "this machine",
+        device=device,
+        ranks_per_node=known.ranks_per_node if known else ranks,
+        memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else memory,
+        memory_bandwidth=copied,
+        memory_efficiency=min(1.0, _kernel_bandwidth(device, elements, seconds) / copied),
+        multiprocessors=1,
+        tile_m=1,
+        tile_n=1,
+        kernel_s=_kernel_seconds(device, seconds),
+        bf16=_matmuls(device, torch.bfloat16, seconds),
+        fp32=_matmuls(device, torch.float32, seconds),
+        inside=inside,
+        between=known.between if known else inside,
+        host_bandwidth=to_host,
+        shares_cores=not cuda,
+        sources={
+            "all figures": f"measured by megatron_lite.tools.calibrate with torch "
+            f"{torch.__version__} and {torch.get_num_threads()} threads",
+            "peak_flops, half_dimension": "a fit to matmuls of several shapes",
+            "memory_efficiency": "gelu, softmax and layer norm, forward and backward",
+            "inside, between": f"those of {known.name}"
+            if known
+            else "an all-reduce of two ranks on this machine",
+        },
+    )
+
+
+def _seconds(action: Callable[[], object], seconds: float) -> float:
+    """Returns the time of the fastest block of calls: other programs disturb that one least."""
+    timer = Timer("action()", globals=dict(action=action), num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=seconds).times)
+
+
+class Fit(NamedTuple):
+    """The rate of matmuls as peak x smallest / (smallest + half_dimension), in FLOP/s."""
+
+    peak: float
+    half_dimension: float
+
+
+def fit(samples: Sequence[tuple[int, float]]) -> Fit:
+    """Returns the curve through (smallest dimension, rate) with the least relative errors.
+
+    1 / rate = 1 / peak + (half_dimension / peak) / dimension is a line. A slope below 0, which
+    noise can cause, becomes 0.
+    """
+    dimensions, rates = np.array(samples, dtype=float).T
+    if len({*dimensions}) > 1:
+        slope, inverse = np.polyfit(1 / dimensions, 1 / rates, 1, w=rates)
+        if slope >= 0 and inverse > 0:
+            return Fit(float(1 / inverse), float(slope / inverse))
+    return Fit(float(np.sum(rates**2) / np.sum(rates)), 0.0)
+
+
+def _matmuls(device: str, dtype: torch.dtype, seconds: float) -> Matmuls:
+    """Returns the rates of matmuls in one format."""
+    samples, larger = [], LARGER if device == "cuda" else 1
+    for shape in SHAPES:
+        m, n, k = (larger * one for one in shape)
+        x = torch.randn(m, k, device=device).to(dtype)
+        weight = torch.randn(n, k, device=device).to(dtype)
+        taken = _seconds(lambda x=x, weight=weight: F.linear(x, weight), seconds)  # type: ignore[misc]
+        samples.append((min(m, n, k), 2.0 * m * n * k / taken))
+    curve = fit(samples)
+    # Causal flash attention: forward has two matmuls and backward five, and the mask leaves half.
+    heads, length, channels = 8, min(2048, larger * SHAPES[0][0]), 64
+    query, key, value = (
+        torch.randn(1, heads, length, channels, device=device).to(dtype).requires_grad_()
+        for _ in range(3)
+    )
+
+    def attention() -> None:
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        attended.backward(attended.detach())
+
+    flash = 7 * 2 * heads * length * length * channels / 2 / _seconds(attention, seconds)
+    return Matmuls(
+        peak_flops=curve.peak,
+        max_efficiency=1.0,
+        half_dimension=curve.half_dimension,
+        flash_efficiency=min(1.0, flash / curve.peak),
+    )
+
+
+def _kernel_bandwidth(device: str, elements: int, seconds: float) -> float:
+    """Returns the bytes per second that memory-bound kernels of a layer move."""
+    hidden = torch.randn(elements // 4096, 1024, device=device).requires_grad_()
+
+    def step() -> None:
+        for output in (
+            F.gelu(hidden, approximate="tanh"),
+            F.softmax(hidden, -1),
+            F.layer_norm(hidden, (1024,)),
+        ):
+            output.backward(output.detach())
+            hidden.grad = None
+
+    # Forward reads and writes; backward reads two tensors and writes one.
+    return 3 * 5 * hidden.nbytes / _seconds(step, seconds)
+
+
+def _kernel_seconds(device: str, seconds: float) -> float:
+    """Returns the fixed time of one kernel, with the bookkeeping of torch and autograd.
+
+    It is the mean over the kernels of a chain of operators on a few elements. A linear layer has
+    two kernels in backward, and the others have one.
+    """
+    hidden = torch.ones(2, 4, device=device, requires_grad=True)
+    weight = torch.ones(4, 4, device=device, requires_grad=True)
+
+    def step() -> None:
+        normed = F.layer_norm(hidden, (4,))
+        output = F.gelu(F.linear(normed, weight), approximate="tanh") + hidden
+        output.backward(output.detach())
+
+    return _seconds(step, seconds) / (4 + 5)
+
+
+def _all_reduce(device: str, seconds: float) -> Link:
+    """Returns the network between two ranks."""
+    num_bytes = ALL_REDUCE_BYTES * (LARGER if device == "cuda" else 1)
+    with tempfile.TemporaryDirectory() as folder:
+        args = (folder, device, seconds, (SMALL_BYTES, num_bytes))
+        mp.spawn(_time_all_reduce, args=args, nprocs=2)
+        with open(os.path.join(folder, "times"), encoding="utf-8") as file:
+            small, large = json.load(file)
+    # An all-reduce of two ranks has two steps, and each rank receives every byte once.
+    return Link(latency_s=small / 2, bandwidth=num_bytes / max(large - small, large / 2))
+
+
+def _time_all_reduce(
+    rank: int, folder: str, device: str, seconds: float, sizes: Sequence[int]
+) -> None:
+    """Writes the seconds of an all-reduce of each size. Two ranks call it together."""
+    target = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    store = dist.FileStore(os.path.join(folder, "store"), 2)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=2
+    )
+    try:
+        times = []
+        for num_bytes in sizes:
+            tensor = torch.ones(num_bytes // 4, device=target)
+            timer = Timer("reduce(tensor)", globals=dict(reduce=dist.all_reduce, tensor=tensor))
+            # Both ranks make as many calls, as rank 0 finds that fit into the time.
+            calls = torch.tensor([seconds / timer.timeit(2).mean], device=target)
+            dist.broadcast(calls, 0)
+            times.append(timer.timeit(max(int(calls.item()), 1)).mean)
+        if rank == 0:
+            with open(os.path.join(folder, "times"), "w", encoding="utf-8") as file:
+                json.dump(times, file)
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
