@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from megatron_lite.pages.document import Section, Table, document, number, picture
-from megatron_lite.pages.run_record import KEPT, RunRecord
+from megatron_lite.pages.run_record import COLUMNS, KEPT, RunRecord
 
 GIB = 2**30
 PANELS: tuple[tuple[str, float, tuple[str, ...]], ...] = (  # title, size of the unit, what it shows
@@ -33,20 +33,30 @@ MOST_LISTED, MOST_ROWS = 200, 24
 def run_page(run: RunRecord) -> str:
     """Returns the page of a run as an HTML document."""
     written = datetime.fromtimestamp(run.written, timezone.utc)
-    events = sorted(run.events)
-    shown = [one for one in events if one[1] != "checkpoint"][-MOST_LISTED:]
-    shown += [one for one in events if one[1] == "checkpoint"][len(shown) - MOST_LISTED :]
-    last = len(run.iterations) - 1
+    listed = _last_of_each_kind(run)
+    iterations, last = list(run.rows), len(run.rows) - 1
     places = sorted({place * last // (MOST_ROWS - 1) for place in range(MOST_ROWS)})
-    names = [name for name in run.columns if run.known(name)]
-    values = [
-        [str(run.iterations[at]), *(number(run.columns[name][at]) for name in names)]
-        for at in places
-    ]
+    names = [name for name in COLUMNS if run.known(name)]
     evaluations = [
         [str(at), name, number(loss)]
         for name in ("validation", "test")
         for at, loss in [*run.points(name).items()][-MOST_LISTED:]
+    ]
+    tables = [
+        Table(
+            f"{len(listed)} of {len(run.events)} events",
+            ("iteration", "event", "details"),
+            [(str(at), kind, text) for at, kind, text in listed],
+        ),
+        Table(
+            f"{len(places)} of {last + 1} iterations; an empty cell is NaN or infinite",
+            ["iteration", *names],
+            [
+                [str(iterations[at]), *(number(run.rows[iterations[at]][name]) for name in names)]
+                for at in places
+            ],
+        ),
+        Table("Evaluations", ("iteration", "pass", "loss"), evaluations),
     ]
     return document(
         f"Run {run.name}",
@@ -60,37 +70,24 @@ def run_page(run: RunRecord) -> str:
                 "Curves over the iterations",
                 "Dotted lines are skipped updates, dashed ones restarts, whole ones stops.",
                 picture=picture(run_figure, run),
-            ),
-            Section(
-                "Events",
-                f"{len(events)} events; {len(shown)} of them are listed.",
-                tables=[
-                    Table(
-                        "What happened, by iteration",
-                        ("iteration", "event", "details"),
-                        [(str(at), kind, text) for at, kind, text in sorted(shown)],
-                    )
-                ],
-            ),
-            Section(
-                "Values",
-                tables=[
-                    Table(
-                        f"{len(values)} of {last + 1} iterations; an empty cell is NaN or infinite",
-                        ["iteration", *names],
-                        values,
-                    ),
-                    Table("Evaluations", ("iteration", "pass", "loss"), evaluations),
-                ],
+                tables=tables,
             ),
         ],
         run.notices,
     )
 
 
+def _last_of_each_kind(run: RunRecord) -> list[tuple[int, str, str]]:
+    """Returns the last checkpoints, and the last of all other events, by iteration."""
+    events, shown = sorted(run.events), []
+    for are_saves in (False, True):
+        shown += [one for one in events if (one[1] == "checkpoint") is are_saves][-MOST_LISTED:]
+    return sorted(shown)
+
+
 def _facts(run: RunRecord) -> Iterator[tuple[str, str]]:
     goal = f" of {run.num_iterations}" if run.num_iterations else ""
-    yield "iterations", f"{run.iterations[-1]}{goal}"
+    yield "iterations", f"{next(reversed(run.rows))}{goal}"
     if losses := run.known("lm_loss"):
         yield "last loss", number(losses[-1])
     if evaluated := run.logged.get("validation"):
@@ -102,11 +99,11 @@ def _facts(run: RunRecord) -> Iterator[tuple[str, str]]:
             yield f"{word}, median", number(statistics.median(found)) + unit
     figures = {name: values[-1] for name in KEPT if (values := run.known(name))} | run.summary
     for name, value in figures.items():
-        if name.endswith(("_predicted", "_measured")):
-            words, unit = name.replace("_", " "), ""
-            if "bytes" in name:
-                words, unit, value = words.replace("bytes ", ""), " GiB", value / GIB
-            yield words, number(value) + unit
+        words = name.replace("_bytes", "").replace("_", " ")
+        if name.endswith(("bytes_predicted", "bytes_measured")):
+            yield words, f"{number(value / GIB)} GiB"
+        elif name.endswith(("_predicted", "_measured")):
+            yield words, number(value)
     for kind in STYLES:
         yield kind, str(sum(found == kind for _, found, _ in run.events))
 
@@ -115,16 +112,11 @@ def run_figure(run: RunRecord) -> Any:
     """Returns the matplotlib figure of the curves. A gap is a value that is no finite number."""
     from matplotlib.figure import Figure
 
-    panels = []
-    for title, size, names in PANELS:
-        curves = {name: run.points(name) for name in names}
-        known = {
-            name: points
-            for name, points in curves.items()
-            if any(value is not None for value in points.values())
-        }
-        if known:
-            panels.append((title, size, known))
+    panels = [
+        (title, size, {name: run.points(name) for name in names if run.known(name)})
+        for title, size, names in PANELS
+        if any(run.known(name) for name in names)
+    ]
     rows = max(1, -(-len(panels) // 2))
     figure = Figure(figsize=(11, 2.4 * rows), layout="constrained")
     axes = figure.subplots(rows, 2, squeeze=False).flat
@@ -137,13 +129,7 @@ def run_figure(run: RunRecord) -> Any:
             axis.plot([*points], ys, linewidth=width, label=name, **dots)
         if len(curves) > 1:
             axis.legend(frameon=False)
-        shown = [one for points in curves.values() for one in points.values() if one is not None]
-        if min(shown) > 0 and max(shown) > 50 * min(shown):
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter("{x:g}")
         for kind, style in STYLES.items():
             for at in sorted(at for at, found, _ in run.events if found == kind)[-MOST_LISTED:]:
                 axis.axvline(at, linewidth=0.8, alpha=0.6, gid=kind, **style)
-    if len(panels) % 2:
-        figure.axes[-1].set_axis_off()
     return figure

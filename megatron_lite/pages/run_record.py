@@ -7,7 +7,6 @@ takes linear time.
 
 from __future__ import annotations
 
-import bisect
 import math
 import os
 import re
@@ -21,9 +20,9 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import input_size, open_input, read_input
 from megatron_lite.config.invocation import TRAINING
 
-MOST_METRICS_BYTES, MOST_LOG_BYTES, MOST_SUMMARY_BYTES = 2**29, 2**28, 2**16
+MOST_BYTES, MOST_SUMMARY_BYTES = 2**28, 2**16  # of the metrics and of each log; of the summary
 LONGEST_LINE = 2**20
-MOST_FAULTS, LONGEST_EVENT = 100, 400
+MOST_WARNINGS, LONGEST_EVENT = 100, 400
 LARGEST, SMALLEST = 1e100, 1e-100  # sums and ratios of such figures stay finite
 SKIPPED_BATCHES = "skipped_batches.jsonl"  # its rows look like those of the metrics
 KEPT = ("activation_bytes_predicted", "activation_bytes_measured")
@@ -37,23 +36,24 @@ EVALUATION = re.compile(
     r"(validation|test) loss at iteration (\d{1,9})(?: \| lm loss value)?: "
     r"(\d{1,9}\.\d{1,9}(?:E[+-]\d{2,3})?) "
 )
-LOADED = re.compile(r"loaded the checkpoint of iteration (\d{1,9}) ")
 PROGRAM = "|".join(map(re.escape, TRAINING))
 EVENTS = {  # by kind: a pattern, whose groups are the iteration and a text, or only a text
-    "checkpoint": re.compile(r"saving checkpoint at iteration +(\d{1,9}) (to) "),
+    "checkpoint": re.compile(r"saving checkpoint at iteration +(\d{1,9})() to "),
+    "restart": re.compile(r"loaded the checkpoint of iteration (\d{1,9})() "),
     "skipped": re.compile(r"skipped update of iteration (\d{1,9}), (.*)"),
     "stop": re.compile(r"exiting at iteration (\d{1,9}): (.*)"),
     "warning": re.compile(
         rf"(?:\[rank \d+\] )?(?:warning: |error: |(?:{PROGRAM}): (?:error: )?)()(.*)"
     ),
 }
+Row = dict[str, float | None]
 
 
 @dataclass
 class RunRecord:
     """The figures and the events of a run.
 
-    iterations: ascending. columns: by name one value for each of them; None is a gap.
+    rows: by iteration, ascending, the values of COLUMNS. None is a gap.
     logged: by name ("MFU", "HFU", "peak GiB", "validation", "test") the logged value by iteration.
     events: (iteration, kind, text) of each event.
     num_iterations: the iterations of the whole run, or None.
@@ -62,10 +62,7 @@ class RunRecord:
     """
 
     name: str
-    iterations: list[int] = field(default_factory=list)
-    columns: dict[str, list[float | None]] = field(
-        default_factory=lambda: {name: [] for name in COLUMNS}
-    )
+    rows: dict[int, Row] = field(default_factory=dict)
     logged: dict[str, dict[int, float]] = field(default_factory=dict)
     events: dict[tuple[int, str, str], None] = field(default_factory=dict)
     num_iterations: int | None = None
@@ -73,15 +70,15 @@ class RunRecord:
     notices: list[str] = field(default_factory=list)
     written: float = 0.0
 
-    def known(self, name: str) -> list[float]:
-        """Returns the values of a column that are numbers."""
-        return [value for value in self.columns[name] if value is not None]
-
     def points(self, name: str) -> dict[int, float | None]:
         """Returns the values of a column, or the logged ones, by iteration."""
-        if name in self.columns:
-            return dict(zip(self.iterations, self.columns[name], strict=True))
+        if name in COLUMNS:
+            return {at: row[name] for at, row in self.rows.items()}
         return dict(sorted(self.logged.get(name, {}).items()))
+
+    def known(self, name: str) -> list[float]:
+        """Returns those values that are numbers."""
+        return [value for value in self.points(name).values() if value is not None]
 
 
 def read_run(paths: Sequence[str]) -> RunRecord:
@@ -96,35 +93,32 @@ def read_run(paths: Sequence[str]) -> RunRecord:
     _read_metrics(metrics, run)
     _read_summary(Path(f"{metrics}.summary.json"), run)  # training/summary.py
     for log in logs:
-        if input_size(log) > MOST_LOG_BYTES:
-            run.notices.append(f"{log.name} is larger than {MOST_LOG_BYTES >> 20} MiB: left out")
+        if input_size(log) > MOST_BYTES:
+            run.notices.append(f"{log.name} is larger than {MOST_BYTES >> 20} MiB: left out")
         else:
             _read_log(log, run)
     told = {at for at, kind, _ in run.events if kind == "skipped"}
-    for at, skipped, nan in zip(
-        run.iterations, run.columns["skipped"], run.columns["nan"], strict=True
-    ):
-        if (skipped or nan) and at not in told:
-            run.events[at, "skipped", "the loss is NaN or infinite" if nan else ""] = None
+    for at, row in run.rows.items():
+        if (row["skipped"] or row["nan"]) and at not in told:
+            text = "the loss is NaN or infinite" if row["nan"] else ""
+            run.events[at, "skipped", text] = None
     return run
 
 
 def figure(value: object) -> float | None:
     """Returns a value if it is a number that a run may have, else None. true and false are 1 and
     0."""
-    if not isinstance(value, (int, float)):
-        return None
     try:
-        number = float(value)
+        number = float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
         return None
-    if not math.isfinite(number) or abs(number) > LARGEST:
+    if not abs(number) <= LARGEST:
         return None
     return number if abs(number) >= SMALLEST else 0.0
 
 
 def _metrics_and_logs(paths: Sequence[str]) -> tuple[Path, list[Path]]:
-    shown, metrics, logs = ", ".join(paths), [], []
+    shown, metrics, logs = ", ".join(paths), set(), set()
     for path in map(Path, paths):
         if not path.exists():
             raise InputError(
@@ -133,48 +127,42 @@ def _metrics_and_logs(paths: Sequence[str]) -> tuple[Path, list[Path]]:
             )
         for file in _files_under(path) if path.is_dir() else [path]:
             if file.suffix == ".log":
-                logs.append(file)
-            elif file.name != SKIPPED_BATCHES:
-                if any(row for _, row in zip(range(100), _rows(file), strict=False)):
-                    metrics.append(file)
-                elif file == path:
-                    raise InputError(
-                        f"{path}: not a metrics file: none of its first 100 lines is a JSON object "
-                        "with an iteration and a lm_loss"
-                    )
-    found = list(dict.fromkeys(metrics))
-    if not found:
+                logs.add(file)
+            elif file.name != SKIPPED_BATCHES and _holds_rows(file):
+                metrics.add(file)
+    if not metrics:
         raise InputError(
             f"{shown}: no metrics of a run: a run with --metrics-jsonl FILE writes them, one JSON "
             "object with an iteration and a lm_loss per line; give that file, or its folder"
         )
-    if len(found) > 1:
+    if len(metrics) > 1:
         raise InputError(
-            f"{shown}: the metrics of several runs ({', '.join(map(str, found[:4]))}): give one of "
-            "these files, or the folder of one run"
+            f"{shown}: the metrics of several runs ({', '.join(map(str, sorted(metrics)[:4]))}): "
+            "give one of these files, or the folder of one run"
         )
-    return found[0], sorted(set(logs))
+    return metrics.pop(), sorted(logs)
+
+
+def _holds_rows(path: Path) -> bool:
+    return any(row for _, row in zip(range(100), _rows(path), strict=False))
 
 
 def _files_under(root: Path) -> Iterator[Path]:
     """Yields the logs and the files of rows at most three levels below a folder."""
     for pattern in ("*", "*/*", "*/*/*"):
-        for file in sorted(root.glob(pattern)):
+        for file in root.glob(pattern):
             # Names that begin with a point are those of editors, such as links that lock a file.
             is_named = file.suffix in (".log", ".jsonl") and not file.name.startswith(".")
             if is_named and not file.is_dir():
                 yield file
 
 
-def _lines(path: Path) -> Iterator[bytes | None]:
-    """Yields the lines that are not blank; None for one longer than LONGEST_LINE."""
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines that are not blank, each as far as its first LONGEST_LINE bytes."""
     with open_input(path) as file:
-        while line := file.readline(LONGEST_LINE + 1):
-            if len(line) <= LONGEST_LINE:
-                if line.strip():
-                    yield line
-                continue
-            yield None
+        while line := file.readline(LONGEST_LINE):
+            if line.strip():
+                yield line
             while line and not line.endswith(b"\n"):
                 line = file.readline(LONGEST_LINE)
 
@@ -183,7 +171,7 @@ def _rows(path: Path) -> Iterator[dict[str, object] | None]:
     """Yields the rows of a metrics file, and None for any other line."""
     for line in _lines(path):
         try:
-            row = {} if line is None else plain.parse_object(line)
+            row = plain.parse_object(line)
         except ValueError:
             row = {}
         iteration = row.get("iteration")
@@ -193,28 +181,25 @@ def _rows(path: Path) -> Iterator[dict[str, object] | None]:
 
 def _read_metrics(path: Path, run: RunRecord) -> None:
     """Adds the rows. One that is not above the last one replaces that row and all later ones."""
-    if input_size(path) > MOST_METRICS_BYTES:
+    if input_size(path) > MOST_BYTES:
         raise InputError(
-            f"{path}: larger than {MOST_METRICS_BYTES >> 20} MiB: give a part of it, such as "
+            f"{path}: larger than {MOST_BYTES >> 20} MiB: give a part of it, such as "
             "`tail -n 500000`"
         )
-    not_rows = 0
+    last, not_rows = -1, 0
     for row in _rows(path):
         if row is None:
             not_rows += 1
             continue
         iteration = row["iteration"]
         assert isinstance(iteration, int)
-        if run.iterations and iteration <= run.iterations[-1]:
-            kept = bisect.bisect_left(run.iterations, iteration)
-            run.events[run.iterations[kept - 1] if kept else 0, "restart", ""] = None
-            for values in (run.iterations, *run.columns.values()):
-                del values[kept:]  # type: ignore[attr-defined]
-        run.iterations.append(iteration)
-        for name, column in run.columns.items():
-            column.append(figure(row.get(name)))
-    if not run.iterations:
-        raise InputError(f"{path}: no line is a row of metrics")
+        if iteration <= last:
+            while run.rows and last >= iteration:
+                run.rows.popitem()
+                last = next(reversed(run.rows), 0)
+            run.events[last, "restart", ""] = None
+        run.rows[iteration] = {name: figure(row.get(name)) for name in COLUMNS}
+        last = iteration
     if not_rows:
         run.notices.append(f"{not_rows} lines of {path.name} are no rows of metrics: left out")
 
@@ -234,27 +219,26 @@ def _read_summary(path: Path, run: RunRecord) -> None:
 def _read_log(path: Path, run: RunRecord) -> None:
     """Adds the figures and the events of a log, and drops those of courses that a restart left."""
     entries: list[tuple[str, int, float]] = []
-    iteration = faults = 0
+    iteration = warnings = 0
     for line in _lines(path):
-        text = "" if line is None else line.decode(errors="replace").rstrip()
+        text = line.decode(errors="replace").rstrip()
         if found := ITERATION.match(text):
             iteration, run.num_iterations = int(found[1]), int(found[2])
             entries += [(name, iteration, float(value)) for name, value in FIGURE.findall(text)]
         elif found := EVALUATION.search(text):
             entries.append((found[1], int(found[2]), float(found[3])))
-        elif found := LOADED.match(text):
-            iteration = int(found[1])
-            entries.append(("restart", iteration, 0.0))
-            run.events[iteration, "restart", ""] = None
-        else:
-            for kind, pattern in EVENTS.items():
-                if found := pattern.match(text):
-                    faults += kind == "warning"
-                    if faults <= MOST_FAULTS or kind != "warning":
-                        words = "" if kind == "checkpoint" else found[2][:LONGEST_EVENT]
-                        run.events[int(found[1] or iteration), kind, words] = None
+        for kind, pattern in EVENTS.items():
+            if found := pattern.match(text):
+                warnings += kind == "warning"
+                if kind == "restart":
+                    iteration = int(found[1])
+                    entries.append((kind, iteration, 0.0))
+                if kind != "warning" or warnings <= MOST_WARNINGS:
+                    at = int(found[1] or iteration)
+                    run.events[at, kind, found[2][:LONGEST_EVENT]] = None
     # From the end: what a later restart went back behind does not count, and the last value does.
-    limit, kept = MOST_ITERATIONS, dict[str, dict[int, float]]()
+    limit = MOST_ITERATIONS
+    kept: dict[str, dict[int, float]] = {}
     for name, at, value in reversed(entries):
         if name == "restart":
             limit = min(limit, at)

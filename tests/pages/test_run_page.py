@@ -128,8 +128,8 @@ def test_rows_that_are_written_again_replace_the_earlier_ones(tmp_path: Path) ->
     again = [row(number, lm_loss=1.0, skipped=number - 5) for number in range(5, 7)]
     write_rows(tmp_path / "metrics.jsonl", [row(number) for number in range(1, 9)] + again)
     run = read(tmp_path)
-    assert run.iterations == [1, 2, 3, 4, 5, 6]
-    assert run.columns["lm_loss"][4:] == [1.0, 1.0]
+    assert list(run.rows) == [1, 2, 3, 4, 5, 6]
+    assert run.known("lm_loss")[4:] == [1.0, 1.0]
     assert sorted(run.events) == [(4, "restart", ""), (6, "skipped", "")]
 
 
@@ -249,9 +249,9 @@ def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     run = read(tmp_path)
-    assert run.iterations == [1, 2, 4]
-    assert run.columns["lm_loss"] == [6 - 1 / 7, None, 6 - 4 / 7]
-    assert run.columns["grad_norm"] == [2.0, None, 1.25]
+    assert list(run.rows) == [1, 2, 4]
+    assert list(run.points("lm_loss").values()) == [6 - 1 / 7, None, 6 - 4 / 7]
+    assert list(run.points("grad_norm").values()) == [2.0, None, 1.25]
     assert run.notices == ["6 lines of metrics.jsonl are no rows of metrics: left out"]
     assert any(math.isnan(ys[1]) for _, ys in curves(run))
     assert ParsedPage(run_page(run)).faults == []
