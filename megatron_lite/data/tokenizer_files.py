@@ -90,7 +90,7 @@ def _check_kind(name: str, content: bytes, vocab_size: int | None) -> None:
     if name == "tiktoken.json":
         plain.as_list(values, "the text")
     elif name in ("tokenizer.json", "vocab.json"):
-        check_ids(words_of(plain.as_object(values, "the text"), name), vocab_size)
+        _check_ids(plain.as_object(values, "the text"), name, vocab_size)
     else:
         plain.as_object(values, "the text")
 
@@ -131,30 +131,23 @@ def config_of(files: Iterable[Path], folder: Path, vocab_size: int) -> Tokenizer
     return TokenizerConfig(vocab_size=vocab_size - 1)
 
 
-def words_of(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns the ids of a vocab.json or a tokenizer.json, by word.
-
-    Raises ValueError if the values have another form.
-    """
-    if name == "vocab.json":
-        return dict(values)
-    vocabulary = plain.as_object(plain.field(values, "model"), "model").get("vocab", {})
+def _check_ids(values: Mapping[str, Any], name: str, vocab_size: int | None) -> None:
+    """Raises ValueError unless each word of a vocab.json or a tokenizer.json has an id of its own,
+    which a model of V ids has."""
+    vocabulary = values
+    added: list[Any] = []
+    if name == "tokenizer.json":
+        vocabulary = plain.as_object(plain.field(values, "model"), "model").get("vocab", {})
+        added = plain.as_list(values.get("added_tokens") or [], "added_tokens")
     if isinstance(vocabulary, list):  # of Unigram: [word, score] in the order of the ids
         pairs = (plain.as_list(pair, "an entry of vocab") for pair in vocabulary)
         words = {str(pair[:1]): number for number, pair in enumerate(pairs)}
     else:
         words = dict(plain.as_object(vocabulary, "vocab"))
-    for token in plain.as_list(values.get("added_tokens") or [], "added_tokens"):
+    for token in added:
         token = plain.as_object(token, "an added token")
         word = plain.field(token, "content")
-        if isinstance(vocabulary, list):
-            word = str([word])
-        words[str(word)] = plain.field(token, "id")
-    return words
-
-
-def check_ids(words: Mapping[str, Any], vocab_size: int | None) -> None:
-    """Raises ValueError unless each word has an id of its own, which a model of V ids has."""
+        words[str([word] if isinstance(vocabulary, list) else word)] = plain.field(token, "id")
     most = LARGEST_ID if vocab_size is None else vocab_size - 1
     for word, number in words.items():
         plain.as_whole(number, f"the id of {plain.quoted(word)}", 0, most)
