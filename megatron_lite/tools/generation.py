@@ -1,25 +1,25 @@
 """Loads the model of a checkpoint and continues texts with it: the work of `generate`.
 
-The tensor-parallel size is the number of ranks, at any parallel size of the checkpoint. generate.py
-reads the command line.
+The tensor-parallel size is the number of ranks, at any parallel size of the checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -27,11 +27,11 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizer_files import READ_FILES, read_from
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.collectives import broadcast_
+from megatron_lite.parallel.collectives import all_gather_bytes, broadcast_
 from megatron_lite.parallel.launch import read_launch
 from megatron_lite.parallel.rng import derive_seed
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.tools.sampling import Sampling, generate_tokens, text_pieces
+from megatron_lite.tools.generate import Sampling
 from megatron_lite.training.build_trainer import build_model
 
 # --- the checkpoint ---
@@ -61,19 +61,19 @@ def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfi
         ) from error
 
 
-def tokenizer_with_files(saved: TokenizerConfig, files: dict[str, str | None]) -> TokenizerConfig:
-    """Returns the saved tokenizer's config with other paths of its files.
+def tokenizer_with_files(saved: TokenizerConfig, flags: argparse.Namespace) -> TokenizerConfig:
+    """Returns the saved tokenizer's config with the files that the flags name.
 
     Raises InputError for a file that this type of tokenizer does not have.
     """
-    moved = {name: path for name, path in files.items() if path is not None}
+    names = ("tokenizer_model", "vocab_file", "merge_file")
+    moved = {name: getattr(flags, name) for name in names if hasattr(flags, name)}
     for name in moved:
         if name not in READ_FILES[str(saved.tokenizer_type)]:
             raise InputError(
-                f"--{name.replace('_', '-')} is no part of the checkpoint's "
-                f"{saved.tokenizer_type}: leave it out"
+                f"{flag(name)} is no part of the checkpoint's {saved.tokenizer_type}: leave it out"
             )
-    return replace(saved, **moved)  # type: ignore[arg-type]
+    return replace(saved, **moved)
 
 
 def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTModel:
@@ -87,30 +87,36 @@ def load_model(step: Path, config: RunConfig, parallel: ParallelState) -> GPTMod
 # --- the texts ---
 
 
-def run(args: argparse.Namespace, sampling: Sampling, program: str) -> None:
+def run(args: argparse.Namespace, program: str) -> None:
     """Continues every prompt of a parsed command line. Rank 0 prints.
 
     program: the name of the program that the user started, for advice.
     """
     step, notices = find_step(args.load, args.iteration, program)
     num_ranks = dist.get_world_size() if dist.is_initialized() else read_launch().world_size
-    config = config_for_ranks(read_config(step), num_ranks, args.distributed_backend)
-    tokenizer = build_tokenizer(
-        tokenizer_with_files(
-            read_from(config.tokenizer, step),
-            {name: getattr(args, name) for name in ("tokenizer_model", "vocab_file", "merge_file")},
-        )
-    )
-    if tokenizer.vocab_size > config.tokenizer.true_vocab_size:
+    backend = getattr(args, "distributed_backend", "auto")
+    config = config_for_ranks(read_config(step), num_ranks, backend)
+    tokenizer = build_tokenizer(tokenizer_with_files(read_from(config.tokenizer, step), args))
+    model_size = config.tokenizer.true_vocab_size
+    if tokenizer.vocab_size > model_size:
         raise InputError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model "
-            f"{config.tokenizer.true_vocab_size}: it is not the one that the model was trained with"
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {model_size}: it is not the "
+            "one that the model was trained with"
         )
-    eod = end_of_document(tokenizer)
+    try:
+        eod: int | None = tokenizer.eod
+    except InputError:
+        eod = None
     with parallel_state(config.parallel, seed=args.seed) as parallel:
+
+        def say(text: str, *, to_errors: bool = False) -> None:
+            if parallel.rank == 0:
+                stream = sys.stderr if to_errors else sys.stdout
+                print(text, end="", file=stream, flush=True)
+
         model = load_model(step, config, parallel)
-        if parallel.rank == 0 and notices:
-            print(*notices, sep="\n", file=sys.stderr, flush=True)
+        say("".join(f"{notice}\n" for notice in notices), to_errors=True)
+        window = config.data.seq_length
         for number, text in enumerate(args.prompt):
             prompt = read_prompt(parallel) if text == "-" else text
             # An empty prompt is the start of a document.
@@ -120,69 +126,121 @@ def run(args: argparse.Namespace, sampling: Sampling, program: str) -> None:
                     "--prompt is empty and the tokenizer has no end-of-document token to start "
                     "from: give a text"
                 )
-            window = config.data.seq_length
-            if parallel.rank == 0 and len(tokens) + args.max_new_tokens > window:
-                print(
+            if len(tokens) + args.max_new_tokens > window:
+                say(
                     f"note: the model sees the last {window} tokens only (its --seq-length), fewer "
                     f"than the prompt's {len(tokens)} and --max-new-tokens {args.max_new_tokens} "
-                    "together",
-                    file=sys.stderr,
-                    flush=True,
+                    "together\n",
+                    to_errors=True,
                 )
             new_tokens = generate_tokens(
                 model,
                 tokens,
-                sampling=sampling,
+                sampling=args.sampling,
                 max_new_tokens=args.max_new_tokens,
                 window=window,
                 eod=eod,
                 generator=torch.Generator().manual_seed(derive_seed(args.seed, number)),
                 parallel=parallel,
             )
-            show(
-                prompt,
-                text_pieces(tokenizer, tokens, new_tokens),
-                first=number == 0,
-                silent=parallel.rank != 0,
-            )
-
-
-def show(prompt: str, pieces: Iterable[str], *, first: bool, silent: bool) -> None:
-    """Prints the prompt and its continuation, after a line of dashes unless `first`.
-
-    A terminal gets them piece by piece, anything else at once. A silent rank prints nothing but
-    still consumes the pieces, because the other ranks wait for it.
-    """
-    streams = sys.stdout.isatty()
-    text = prompt if first else f"{'-' * 40}\n{prompt}"
-    if not streams or silent:
-        text += "".join(pieces)
-        if not silent:
-            print(text, flush=True)
-        return
-    print(text, end="", flush=True)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print(flush=True)
+            say(f"{'-' * 40}\n{prompt}" if number else prompt)
+            for piece in text_pieces(tokenizer, tokens, new_tokens):
+                say(piece)
+            say("\n")
 
 
 def read_prompt(parallel: ParallelState) -> str:
     """Returns rank 0's standard input on every rank, without the final newline that a shell adds.
 
-    Issues two broadcasts over the TP group. Raises InputError unless the input is UTF-8.
+    Issues one exchange over all ranks. Raises InputError unless the input is UTF-8.
     """
-    data = sys.stdin.buffer.read() if parallel.rank == 0 else b""
-    size = int(broadcast_(torch.tensor([len(data)], device=parallel.device), parallel.tp_group))
-    characters = torch.tensor(list(data) or [0] * size, dtype=torch.uint8, device=parallel.device)
+    own = sys.stdin.buffer.read() if parallel.rank == 0 else b""
     try:
-        return bytes(broadcast_(characters, parallel.tp_group).tolist()).decode().removesuffix("\n")
+        return all_gather_bytes(own, parallel.world_group)[0].decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise InputError(f"--prompt -: standard input is not UTF-8 text ({error})") from error
 
 
-def end_of_document(tokenizer: Tokenizer) -> int | None:
-    """Returns the id that ends a document, or None if the tokenizer has none."""
-    try:
-        return tokenizer.eod
-    except InputError:
-        return None
+def text_pieces(
+    tokenizer: Tokenizer, prompt: Sequence[int], tokens: Iterable[int]
+) -> Iterator[str]:
+    """Yields the text that each token adds.
+
+    A character whose bytes are spread over several tokens comes with the last of them.
+    """
+    tokens_so_far, shown, text = list(prompt), tokenizer.detokenize(prompt), ""
+    for token in tokens:
+        tokens_so_far.append(token)
+        text = tokenizer.detokenize(tokens_so_far)
+        complete = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        yield complete[len(shown) :]
+        shown = max(shown, complete, key=len)
+    yield text[len(shown) :]
+
+
+# --- the tokens ---
+
+
+def generate_tokens(
+    model: Callable[[Tensor], Tensor],
+    prompt: Sequence[int],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    window: int,
+    eod: int | None,
+    generator: torch.Generator,
+    parallel: ParallelState,
+) -> Iterator[int]:
+    """Yields at most `max_new_tokens` new tokens. Ends before `eod`, which it does not yield.
+
+    model: maps [1, n] ids to [1, n, V] logits.
+    Every rank must consume the iterator in step: each token is one broadcast over the TP group.
+    Raises InputError if the logits are not finite.
+    """
+    tokens = list(prompt)
+    for _ in range(max_new_tokens):
+        with torch.inference_mode():
+            context = torch.tensor([tokens[-window:]], device=parallel.device)
+            logits = model(context)[0, -1].float().cpu()
+        if not logits.isfinite().all():
+            raise InputError(
+                "the model's logits are not finite: its training has diverged. Load an earlier "
+                "--iteration"
+            )
+        chosen = torch.tensor([next_token(logits, sampling, generator)], device=parallel.device)
+        token = int(broadcast_(chosen, parallel.tp_group))
+        if token == eod:
+            return
+        tokens.append(token)
+        yield token
+
+
+def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Returns one token id. logits: [V], on the CPU.
+
+    Draws one number from the generator, unless greedy. If the logits of two ranks differ only in
+    rounding, both draw the same token, except for a draw exactly on the border between two tokens.
+    """
+    if sampling.greedy:
+        return int(logits.argmax())
+    cumulative = token_probabilities(logits, sampling).cumsum(0)
+    draw = torch.rand(1, dtype=torch.float64, generator=generator) * cumulative[-1]
+    return int(torch.searchsorted(cumulative, draw, right=True))
+
+
+def token_probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Returns the probability of each token after temperature, top-k and top-p.
+
+    The result is [V] float64 and sums to 1. logits: [V].
+    """
+    ordered, ids = torch.sort(logits.double(), descending=True, stable=True)
+    # At most 0: a low temperature cannot overflow upwards.
+    ordered = (ordered - ordered[0]) / sampling.temperature
+    if sampling.top_k:
+        ordered[sampling.top_k :] = -torch.inf
+    kept = ordered.softmax(0)
+    if sampling.top_p < 1.0:
+        # A token is dropped if the tokens before it reach top_p already.
+        kept[kept.cumsum(0) - kept >= sampling.top_p] = 0.0
+    return torch.zeros_like(kept).scatter_(0, ids, kept / kept.sum())

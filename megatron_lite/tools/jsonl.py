@@ -34,16 +34,19 @@ class Line(NamedTuple):
     content: bytes
 
 
-def add_max_line_bytes(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag --max-line-bytes."""
-    parser.add_argument(
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a file of JSON lines: --input, --json-keys and --max-line-bytes."""
+    add = parser.add_argument
+    add("--input", required=True, help="file with one JSON object per line")
+    keys = "keys whose texts are read (default: text)"
+    add("--json-keys", "--json-key", nargs="+", default=["text"], metavar="KEY", help=keys)
+    add(
         "--max-line-bytes",
         type=int,
         default=MAX_LINE_BYTES,
         metavar="N",
         help="longest line that is read; a tokenizer takes about 170 bytes of memory for each "
-        "byte of a text "
-        f"(default: {MAX_LINE_BYTES})",
+        f"byte of a text (default: {MAX_LINE_BYTES})",
     )
 
 
@@ -83,8 +86,8 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
         document: Any = json.loads(line)
     # Bad UTF-8 is a UnicodeDecodeError, which is a ValueError. Deep nesting is a RecursionError.
     except (ValueError, RecursionError) as error:
-        text = line.lstrip()[:1] not in (b"{", b"[")
-        advice = PLAIN_TEXT_ADVICE if text else ""
+        is_text = line.lstrip()[:1] not in (b"{", b"[")
+        advice = PLAIN_TEXT_ADVICE if is_text else ""
         raise InputError(f"{where}: not a line of JSON ({error}){advice}") from None
     if not isinstance(document, dict):
         raise InputError(
@@ -93,21 +96,18 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
         )
     texts = []
     for key in keys:
-        if not isinstance(document.get(key), str):
-            found = (
-                type(document[key]).__name__
-                if key in document
-                else "only " + (", ".join(document) or "an empty object")
-            )
+        text = document.get(key)
+        if not isinstance(text, str):
+            found = type(text).__name__ if key in document else f"only {', '.join(document)}"
             raise InputError(
-                f"{where}: expected a string under {key!r}, found {found} (--json-keys names "
-                "the keys to read)"
+                f"{where}: expected a string under {key!r}, found {found} (--json-keys names the "
+                "keys to read)"
             )
         try:
-            check_encodes(document[key])
+            check_encodes(text)
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
-        texts.append(document[key])
+        texts.append(text)
     return texts
 
 

@@ -16,36 +16,29 @@ import functools
 import os
 import signal
 import sys
-import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
-from multiprocessing.connection import wait
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import (
-    MODEL_FILES,
-    TIKTOKEN_PATTERNS,
-    TOKENIZER_TYPES,
-    TokenizerConfig,
-)
+from megatron_lite.config.checks import InputError, require_at_least
+from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parser import Parser
+from megatron_lite.config.run_flags import add_flag, fields_of
 from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer
 from megatron_lite.parallel.signals import STOPPING
 from megatron_lite.tools.command import exit_status
-from megatron_lite.tools.document_progress import document_progress
-from megatron_lite.tools.jsonl import Line, add_max_line_bytes, lines_of, parse_line
+from megatron_lite.tools.jsonl import Line, add_input_flags, lines_of, parse_line
 
 PROGRAM = "python -m megatron_lite.tools.preprocess_data"
-
 BLOCK_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
@@ -73,7 +66,23 @@ class Encoded(NamedTuple):
 def main(
     argv: Sequence[str] | None = None, program: str = PROGRAM, *, block_bytes: int = BLOCK_BYTES
 ) -> int:
-    args = _parser(program).parse_args(argv)
+    parser = Parser(
+        prog=program,
+        allow_abbrev=False,
+        description="Writes .bin and .idx token files from a file of JSON lines.",
+    )
+    add_input_flags(parser)
+    add = parser.add_argument
+    add("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")
+    for field in fields_of(TokenizerConfig):
+        add_flag(parser, field)
+    add("--append-eod", action="store_true", help="end documents with the end-of-document token")
+    add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
+    partitions = "the order of documents: lines n with equal n %% PARTITIONS together"
+    add("--partitions", type=int, default=1, help=partitions)
+    interval = "documents between two log lines (default: 1000)"
+    add("--log-interval", type=int, default=1000, help=interval)
+    args = parser.parse_args(argv)
     return exit_status(lambda: preprocess(args, block_bytes), program)
 
 
@@ -83,23 +92,12 @@ def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None
     Raises InputError for a fault in the flags, in the tokenizer's files or in a line.
     """
     try:
-        config = TokenizerConfig(
-            tokenizer_type=args.tokenizer_type,
-            tokenizer_model=args.tokenizer_model,
-            vocab_file=args.vocab_file,
-            merge_file=args.merge_file,
-            vocab_size=args.vocab_size,
-            tiktoken_pattern=args.tiktoken_pattern,
-            tiktoken_num_special_tokens=args.tiktoken_num_special_tokens,
-            tokenizer_special_tokens=tuple(args.tokenizer_special_tokens),
-        )
+        given = vars(args)
+        names = [field.name for field in fields_of(TokenizerConfig) if field.name in given]
+        config = TokenizerConfig(**{name: given[name] for name in names})
+        require_at_least(args, 1, "workers", "partitions", "log_interval", "max_line_bytes")
     except ValueError as error:
         raise InputError(str(error)) from error
-    for name in ("workers", "partitions", "log_interval", "max_line_bytes"):
-        if getattr(args, name) < 1:
-            raise InputError(
-                f"--{name.replace('_', '-')} must be at least 1 (got {getattr(args, name)})"
-            )
     if args.workers % args.partitions:
         raise InputError(
             f"--workers {args.workers} is not divisible by --partitions {args.partitions}"
@@ -115,33 +113,40 @@ def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None
     if args.append_eod:
         _ = tokenizer.eod  # a tokenizer without one raises InputError here, before any work is done
     encoding = Encoding(config, tuple(args.json_keys), args.append_eod, args.input)
-    prefixes = {key: f"{args.output_prefix}_{key}_document" for key in encoding.json_keys}
+    prefixes = [f"{args.output_prefix}_{key}_document" for key in encoding.json_keys]
+    documents, num_bytes, began = 0, 0, time.monotonic()
     with contextlib.ExitStack() as stack:
         writers = [
             stack.enter_context(IndexedDatasetWriter(prefix, token_dtype(tokenizer.vocab_size)))
-            for prefix in prefixes.values()
+            for prefix in prefixes
         ]
-        progress = stack.enter_context(
-            document_progress(os.path.getsize(args.input), args.log_interval)
-        )
         blocks = _line_blocks(args.input, args.partitions, args.max_line_bytes, block_bytes)
-        for encoded in stack.enter_context(
-            contextlib.closing(_encode_all(encoding, blocks, args.workers))
-        ):
+        encoded_blocks = _encode_all(encoding, blocks, args.workers)
+        for encoded in stack.enter_context(contextlib.closing(encoded_blocks)):
             for document in encoded.documents:
                 for writer, ids in zip(writers, document, strict=True):
                     writer.add_document(ids)
-            progress.advance(len(encoded.documents), encoded.num_bytes)
-        if not progress.documents:
+            before, documents = documents, documents + len(encoded.documents)
+            num_bytes += encoded.num_bytes
+            if documents // args.log_interval > before // args.log_interval:
+                seconds = max(time.monotonic() - began, 1e-9)
+                print(
+                    f"processed {documents:,} documents ({documents / seconds:,.0f} documents/s, "
+                    f"{num_bytes / 1e6 / seconds:.2f} MB/s, "
+                    f"{num_bytes / os.path.getsize(args.input):.0%} of the file)",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if not documents:
             raise InputError(f"--input {args.input}: no documents in it")
-        for key, writer in zip(prefixes, writers, strict=True):
+        for key, writer in zip(encoding.json_keys, writers, strict=True):
             if not writer.num_tokens:
                 raise InputError(
                     f"--input {args.input}: no tokens in it, every text under {key!r} is empty"
                 )
-    for prefix, writer in zip(prefixes.values(), writers, strict=True):
+    for prefix, writer in zip(prefixes, writers, strict=True):
         print(
-            f"{prefix}.bin: {progress.documents:,} documents, {writer.num_tokens:,} tokens of "
+            f"{prefix}.bin: {documents:,} documents, {writer.num_tokens:,} tokens of "
             f"{writer.dtype.name}",
             flush=True,
         )
@@ -184,7 +189,7 @@ def _encode_all(
         yield from map(encode, blocks)
         return
     others = active_children()
-    # spawn: the tokenizer library's threads and the progress bar's do not survive a fork
+    # spawn: the tokenizer library's threads do not survive a fork
     with ProcessPoolExecutor(workers, get_context("spawn"), _follow_parent) as pool:
         pending: deque[Future[Encoded]] = deque()
         try:
@@ -236,72 +241,17 @@ def _tokenizer(config: TokenizerConfig) -> Tokenizer:
 def _follow_parent() -> None:
     """Makes this worker ignore signals, which are the parent's, and end when the parent is gone.
 
-    The worker ends also if the parent was killed.
+    On Linux the kernel kills this worker when the parent ends, also while the tokenizer holds
+    Python's lock for a minute. On other systems it ends when it has encoded its blocks.
     """
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    parent = parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    # The thread cannot run while the tokenizer holds Python's lock, a minute for a long text. On
-    # Linux the kernel therefore kills this worker when the parent ends.
     if sys.platform == "linux":
+        parent = parent_process()
+        assert parent is not None
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent.pid:  # the parent ended before this call
             os._exit(1)
-
-
-def _parser(program: str = PROGRAM) -> argparse.ArgumentParser:
-    parser = Parser(
-        prog=program,
-        allow_abbrev=False,
-        description="Writes .bin and .idx token files from a file of JSON lines.",
-    )
-    add = parser.add_argument
-    add("--input", required=True, help="file with one JSON object per line")
-    add(
-        "--json-keys",
-        "--json-key",
-        nargs="+",
-        default=["text"],
-        help="keys whose texts are read, one dataset each (default: text)",
-    )
-    add("--output-prefix", required=True, help="files are named PREFIX_KEY_document.bin and .idx")
-    add("--tokenizer-type", required=True, choices=TOKENIZER_TYPES)
-    add(
-        "--tokenizer-model", help="; ".join(f"{name}: {file}" for name, file in MODEL_FILES.items())
-    )
-    add("--tiktoken-pattern", choices=TIKTOKEN_PATTERNS, help="TikTokenizer: how it splits a text")
-    add("--tiktoken-num-special-tokens", type=int, default=1000, help="TikTokenizer: their number")
-    add("--tokenizer-special-tokens", nargs="+", default=[], help="TikTokenizer: the first names")
-    add("--vocab-file", help="GPT2BPETokenizer: vocab.json")
-    add("--merge-file", help="GPT2BPETokenizer: merges.txt")
-    add("--vocab-size", type=int, help="NullTokenizer and TikTokenizer: the number of ids")
-    add(
-        "--append-eod",
-        action="store_true",
-        help="end every document with the end-of-document token",
-    )
-    add("--workers", type=int, default=1, help="processes that tokenize (default: 1)")
-    add(
-        "--partitions",
-        type=int,
-        default=1,
-        help="the order of documents: lines n with equal n %% PARTITIONS together",
-    )
-    add(
-        "--log-interval",
-        type=int,
-        default=1000,
-        help="documents between two log lines (default: 1000)",
-    )
-    add_max_line_bytes(parser)
-    return parser
 
 
 if __name__ == "__main__":

@@ -29,11 +29,11 @@ def unigram_entropy(prefix: str) -> float:
     tokens = IndexedDataset(prefix).tokens
     if not len(tokens):
         raise InputError(f"{prefix}.bin holds no tokens")
-    counts = np.zeros(0, dtype=np.int64)
-    for start in range(0, len(tokens), BLOCK):
-        block = np.bincount(tokens[start : start + BLOCK], minlength=len(counts))
-        block[: len(counts)] += counts
-        counts = block
+    blocks = range(0, len(tokens), BLOCK)
+    largest = max(int(tokens[start : start + BLOCK].max()) for start in blocks)
+    counts = np.zeros(largest + 1, dtype=np.int64)
+    for start in blocks:
+        counts += np.bincount(tokens[start : start + BLOCK], minlength=largest + 1)
     shares = counts[counts > 0] / len(tokens)
     return float(-(shares * np.log(shares)).sum())
 

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.samplers import microbatch_indices
 from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.model.documents import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.sample_order import SampleOrder
+from megatron_lite.training.sample_order import SampleOrder, microbatch_indices
 
 
 class SampleDataset(Protocol):

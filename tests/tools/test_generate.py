@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import itertools
 import json
@@ -25,19 +26,16 @@ from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tools.generate import main
+from megatron_lite.tools.generate import Sampling, main
 from megatron_lite.tools.generation import (
     config_for_ranks,
     find_step,
-    load_model,
-    tokenizer_with_files,
-)
-from megatron_lite.tools.sampling import (
-    Sampling,
     generate_tokens,
+    load_model,
     next_token,
     text_pieces,
     token_probabilities,
+    tokenizer_with_files,
 )
 from tests.support.checkpoints import flip_bit
 from tests.support.commands import ROOT, environment
@@ -633,9 +631,7 @@ def test_moved_tokenizer_files_replace_the_saved_ones() -> None:
     saved = TokenizerConfig(
         tokenizer_type="HuggingFaceTokenizer", tokenizer_model="old.json", vocab_size=50
     )
-    moved = tokenizer_with_files(
-        saved, {"tokenizer_model": "new.json", "vocab_file": None, "merge_file": None}
-    )
+    moved = tokenizer_with_files(saved, argparse.Namespace(tokenizer_model="new.json"))
     assert moved == replace(saved, tokenizer_model="new.json")
 
 
