@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from megatron_lite.convert.hf_tensors import (
     row_of,
     their_shapes,
 )
-from megatron_lite.convert.safetensors_file import SafetensorsFile
+from megatron_lite.convert.safetensors_file import safetensors_files
 from megatron_lite.convert.staging import complete_folder
 from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
 from megatron_lite.convert.weights import (
@@ -265,19 +264,17 @@ def write_hf(
     if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
         # AutoTokenizer asks this file for the class.
         texts["tokenizer_config.json"] = json_bytes({"tokenizer_class": "PreTrainedTokenizerFast"})
-    with complete_folder(path) as folder, ExitStack() as stack:
-        files = {}
-        for name, tensors in zip(names, shards, strict=True):
-            files[name] = SafetensorsFile(folder / name, tensors, {"format": "pt"})
-            stack.callback(files[name].close)
+    tensors = dict(zip(names, shards, strict=True))
+    with complete_folder(path) as folder:
+        with safetensors_files(folder, tensors, {"format": "pt"}) as files:
 
-        def put(name: str, key: str, tensor: Tensor) -> None:
-            row = row_of(name_there, name)
-            if key == WEIGHT:
-                values = LAYOUTS[row.layout].split(tensor, model)
-                for part, value in zip(row.theirs, values, strict=True):
-                    files[weight_map[part]].write(part, value)
+            def put(name: str, key: str, tensor: Tensor) -> None:
+                row = row_of(name_there, name)
+                if key == WEIGHT:
+                    values = LAYOUTS[row.layout].split(tensor, model)
+                    for part, value in zip(row.theirs, values, strict=True):
+                        files[weight_map[part]].write(part, value)
 
-        copy_tensors(source, put, advance)
+            copy_tensors(source, put, advance)
         for name, content in texts.items():
             (folder / name).write_bytes(content)

@@ -8,7 +8,7 @@ random-number streams: those of other systems mean nothing here.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.convert.safetensors_file import SafetensorsFile
+from megatron_lite.convert.safetensors_file import safetensors_files
 from megatron_lite.convert.staging import complete_folder
 from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
 from megatron_lite.convert.weights import (
@@ -148,10 +148,12 @@ def write_native(
         held = stages(config.parallel, config.model.num_layers)
     except ValueError as error:
         raise InputError(f"--to megatron-lite: {error}") from error
-    texts = stored_tokenizer(described).contents
-    if described.token_ids:
-        texts[TOKEN_IDS] = json_bytes(dict(described.token_ids))
-    texts[CONFIG] = config.to_json().encode()
+    layouts = {
+        name: replace(SavedLayout.of(spec), pp_rank=stage.rank)
+        for stage in held
+        for name, spec in specs.items()
+        if is_held(name, stage)
+    }
     metadata = Metadata(
         progress=progress,
         tp_size=tp_size,
@@ -159,56 +161,52 @@ def write_native(
         dp_size=1,
         cp_size=1,
         num_updates=described.num_updates if described.state_keys else 0,
-        parameters={},
+        parameters=layouts,
         missing=("rng",) if described.state_keys else ("optimizer", "rng"),
     )
-    texts[METADATA] = metadata.to_json().encode()
-    stage_of = {name: stage for stage in held for name in specs if is_held(name, stage)}
-    tensors: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    texts = {
+        **stored_tokenizer(described).contents,
+        CONFIG: config.to_json().encode(),
+        METADATA: metadata.to_json().encode(),
+    }
+    if described.token_ids:
+        texts[TOKEN_IDS] = json_bytes(dict(described.token_ids))
 
-    def place(name: str, key: str, tp_rank: int) -> tuple[str, str]:
-        """Returns the file of a tensor, and its name there."""
+    def places(name: str, key: str) -> Iterator[tuple[int, str, str]]:
+        """Yields the TP ranks that hold a part of a tensor, with its file and its name there."""
         kind, full = ("optimizer", f"{name}/{key}") if key else ("model", name)
-        return shard_file(kind, stage_of[name].rank, tp_rank, tp_size), full
+        for tp_rank in range(1 if specs[name].tp_dim is None else tp_size):
+            yield tp_rank, shard_file(kind, layouts[name].pp_rank, tp_rank, tp_size), full
 
-    for stage in held:
-        layouts = {
-            name: replace(SavedLayout.of(spec), pp_rank=stage.rank)
-            for name, spec in specs.items()
-            if stage_of[name] is stage
-        }
-        text = replace(metadata, parameters=layouts).parameters_to_json()
-        texts[parameters_file(stage.rank)] = text.encode()
+    tensors: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+    for rank in range(pp_size):
+        own = {name: layout for name, layout in layouts.items() if layout.pp_rank == rank}
+        text = replace(metadata, parameters=own).parameters_to_json()
+        texts[parameters_file(rank)] = text.encode()
+        for kind in ("model", "optimizer")[: len(described.keys)]:  # also of ranks without tensors
+            tensors |= {shard_file(kind, rank, tp_rank, tp_size): {} for tp_rank in range(tp_size)}
+    for name, layout in layouts.items():
         for key in described.keys:
-            for tp_rank in range(tp_size):
-                kind = "optimizer" if key else "model"
-                tensors.setdefault(shard_file(kind, stage.rank, tp_rank, tp_size), {})
-                for name, layout in layouts.items():
-                    if layout.tp_dim is not None or tp_rank == 0:
-                        file, full = place(name, key, tp_rank)
-                        shape = layout.file_shape(tp_rank, tp_size)
-                        tensors[file][full] = (described.dtype_of(name, key), shape)
+            for tp_rank, file, full in places(name, key):
+                shape = layout.file_shape(tp_rank, tp_size)
+                tensors[file][full] = (described.dtype_of(name, key), shape)
 
     with complete_folder(path) as folder:
         step = folder / step_name
         step.mkdir()
-        with ExitStack() as stack:
-            files = {}
-            for file, own in tensors.items():
-                files[file] = SafetensorsFile(step / file, own)
-                stack.callback(files[file].close)
+        with safetensors_files(step, tensors) as files:
 
             def put(name: str, key: str, whole: Tensor) -> None:
-                for tp_rank in range(tp_size):
-                    local = shard(whole, specs[name], tp_rank, tp_size)
-                    rows = owned_rows(local, specs[name], tp_rank=tp_rank, tp_size=tp_size)
-                    if rows is not None:
-                        file, full = place(name, key, tp_rank)
-                        files[file].write(full, rows)
+                spec = specs[name]
+                for tp_rank, file, full in places(name, key):
+                    local = shard(whole, spec, tp_rank, tp_size)
+                    rows = owned_rows(local, spec, tp_rank=tp_rank, tp_size=tp_size)
+                    assert rows is not None
+                    files[file].write(full, rows)
 
             copy_tensors(source, put, advance)
         for name, content in texts.items():
             (step / name).write_bytes(content)
-        rows = {file.name: row_of(file) for file in step.iterdir()}
-        (step / MANIFEST).write_text(Manifest(progress.iteration, rows).to_json())
+        manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
+        (step / MANIFEST).write_text(manifest.to_json())
         (folder / LATEST).write_text(str(progress.iteration))

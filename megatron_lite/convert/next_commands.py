@@ -16,7 +16,6 @@ from megatron_lite.checkpointing.step_files import CONFIG
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.invocation import filled_lines, subcommand, training_command
-from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_words
 from megatron_lite.data.tokenizers import build_tokenizer
 
@@ -34,37 +33,32 @@ def next_lines(save: Path, program: str) -> Iterator[str]:
     program: the name of the program that wrote it, as the user typed it.
     """
     step = find_step(str(save)).step
-    config = read_config(step)
-    reads_ids = config.tokenizer.tokenizer_type in IDS
+    config, metadata = read_config(step), Metadata.read(step)
+    training, reads_ids = config.training, config.tokenizer.tokenizer_type in IDS
+    # Without optimizer states a run begins at iteration 0.
+    done = 0 if "optimizer" in metadata.missing else metadata.progress.iteration
+    preprocess = (
+        *subcommand(program, "preprocess"),
+        *("--input", f"{TEXT}.jsonl", "--output-prefix", TEXT),
+        *_tokenizer_flags(config.tokenizer),
+    )
+    train = (
+        *training_command(program, config.parallel.model_ranks),
+        *("--config-json", str(step / CONFIG), "--load", str(save)),
+        # The file has it too. Who writes a command of his own must not miss it.
+        *(["--bf16"] * training.bf16 + ["--fp16"] * training.fp16),
+        *("--seq-length", str(min(config.data.seq_length, USUAL_LENGTH))),
+        *("--data-path", f"{TEXT}_text_document"),
+        *("--train-iters", str(done + NUM_ITERATIONS), "--lr", LEARNING_RATE),
+        *("--save", f"{save}-trained"),
+    )
+    prompt = "1 2 3" if reads_ids else "Once upon a time"
+    generate = (*subcommand(program, "generate"), "--load", str(save), "--prompt", prompt)
     yield ""
     if reads_ids:
         yield "The source has no tokenizer. A text is token ids in the commands below."
     yield f"To train further on the text of {TEXT}.jsonl, and to generate:"
-    yield filled_lines(
-        [
-            *subcommand(program, "preprocess"),
-            *("--input", f"{TEXT}.jsonl", "--output-prefix", TEXT),
-            *_tokenizer_flags(config.tokenizer),
-        ]
-    )
-    yield filled_lines([*_training(save, step, config, program)])
-    prompt = "1 2 3" if reads_ids else "Once upon a time"
-    yield filled_lines([*subcommand(program, "generate"), "--load", str(save), "--prompt", prompt])
-
-
-def _training(save: Path, step: Path, config: RunConfig, program: str) -> Iterator[str]:
-    parallel, training = config.parallel, config.training
-    metadata = Metadata.read(step)
-    # Without optimizer states a run begins at iteration 0.
-    done = 0 if "optimizer" in metadata.missing else metadata.progress.iteration
-    yield from training_command(program, parallel.model_ranks)
-    yield from ("--config-json", str(step / CONFIG), "--load", str(save))
-    # The file has it too. Who writes a command of his own must not miss it.
-    yield from ["--bf16"] * training.bf16 + ["--fp16"] * training.fp16
-    yield from ("--seq-length", str(min(config.data.seq_length, USUAL_LENGTH)))
-    yield from ("--data-path", f"{TEXT}_text_document")
-    yield from ("--train-iters", str(done + NUM_ITERATIONS), "--lr", LEARNING_RATE)
-    yield from ("--save", f"{save}-trained")
+    yield from (filled_lines([*words]) for words in (preprocess, train, generate))
 
 
 def _tokenizer_flags(config: TokenizerConfig) -> Iterator[str]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -23,18 +24,35 @@ ALIGNMENT = 8
 NAMES = {dtype: name for name, dtype in FLOATS.items()}
 
 
+Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, by name
+
+
+@contextmanager
+def safetensors_files(
+    folder: Path, tensors: Mapping[str, Tensors], metadata: Mapping[str, str] | None = None
+) -> Iterator[Mapping[str, SafetensorsFile]]:
+    """Yields new files to write into, by their names. The caller syncs them.
+
+    tensors: what each file will hold, by the file's name.
+    metadata: texts for the headers.
+    """
+    with ExitStack() as stack:
+        files = {}
+        for name, own in tensors.items():
+            files[name] = SafetensorsFile(folder / name, own, metadata)
+            stack.callback(files[name].close)
+        yield files
+
+
 class SafetensorsFile:
-    """A safetensors file that is being written. Its caller closes it and syncs the folder.
+    """A safetensors file that is being written.
 
     tensors: the dtype and the shape of every tensor, by name. Each must be written once.
     metadata: texts for the header.
     """
 
     def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        metadata: Mapping[str, str] | None = None,
+        self, path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
     ) -> None:
         header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
         self._starts: dict[str, int] = {}

@@ -8,10 +8,9 @@ killed conversion can be run again. docs/convert.md has the formats and the mode
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_lite.config.checks import InputError
@@ -22,7 +21,7 @@ from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.convert"
 
-SECONDS_A_LINE = 5.0  # for progress in a log
+SECONDS_A_LINE = 5.0  # of progress
 FORMAT_HELP = {
     "hf": "a folder of Hugging Face: config.json, safetensors, tokenizer",
     "megatron-lite": "a checkpoint directory, the --save of a training run",
@@ -68,57 +67,28 @@ def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) 
         check()
         for note in source.described.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-        with progress_bar(source.described.num_bytes) as advance:
+        told = progress_lines(source.described.num_bytes)
 
-            def written(num_bytes: int) -> None:
-                check()
-                advance(num_bytes)
+        def advance(num_bytes: int) -> None:
+            check()
+            told(num_bytes)
 
-            target.write(source, save, written, **options)
+        target.write(source, save, advance, **options)
     check()
     print(f"{save}: converted from {load} ({args.source} -> {args.target})", flush=True)
     if args.target == "megatron-lite":
         print(*next_lines(save, program), sep="\n", flush=True)
 
 
-@contextlib.contextmanager
-def progress_bar(
+def progress_lines(
     total: int, clock: Callable[[], float] = time.monotonic
-) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the number of bytes after each tensor.
+) -> Callable[[int], None]:
+    """Returns a function to call with the number of bytes after each tensor.
 
-    A terminal gets a bar on stderr, any other stderr a line every few seconds.
+    It prints a line on stderr now and then, and never two in a short time.
 
-    total: all bytes.
-    clock: returns seconds, for the lines.
+    total: all bytes. clock: returns seconds.
     """
-    if not sys.stderr.isatty():
-        yield _lines(total, clock)
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    with Progress(
-        TextColumn("converting, bytes of tensors"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda num_bytes: bar.update(task, advance=num_bytes)
-
-
-def _lines(total: int, clock: Callable[[], float]) -> Callable[[int], None]:
-    """Returns a function that prints a line now and then, and never two in a short time."""
     started = told = clock()
     done = 0
 
@@ -126,12 +96,11 @@ def _lines(total: int, clock: Callable[[], float]) -> Callable[[int], None]:
         nonlocal done, told
         done += num_bytes
         now = clock()
-        if now - told < SECONDS_A_LINE:
-            return
-        told = now
-        rate = done / 1e6 / (now - started)
-        text = f"converted {done / 1e6:.1f} of {total / 1e6:.1f} MB ({rate:.0f} MB/s)"
-        print(text, file=sys.stderr, flush=True)
+        if now - told >= SECONDS_A_LINE:
+            told = now
+            rate = done / 1e6 / (now - started)
+            text = f"converted {done / 1e6:.1f} of {total / 1e6:.1f} MB ({rate:.0f} MB/s)"
+            print(text, file=sys.stderr, flush=True)
 
     return advance
 

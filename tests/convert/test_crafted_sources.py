@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config.hf_config import from_hf
 from tests.convert.megatron.test_pickles import archive
 from tests.support.conversions import converted, save_tokenizer, saved_peer
 
@@ -53,16 +52,6 @@ def test_the_ids_of_special_tokens_survive_the_way_there_and_back(tmp_path: Path
     assert not (tmp_path / "again/token_ids.json").exists()
 
 
-def test_a_known_rotary_object_is_read_in_every_form() -> None:
-    sizes = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8)
-    config = dict(model_type="llama", max_position_embeddings=8, vocab_size=9, **sizes)
-    for parameters in (
-        {"rope_theta": 500.0, "rope_type": "default"},
-        {"rope_theta": 500, "rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 1.0},
-    ):
-        assert from_hf({**config, "rope_parameters": parameters}).fields["rotary_base"] == 500
-
-
 def saved_by_megatron(folder: Path, model: dict[str, Any], **args: Any) -> None:
     (folder / "mp_rank_00").mkdir(parents=True)
     known = dict(num_layers=1, hidden_size=8, num_attention_heads=2, max_position_embeddings=8)
@@ -78,7 +67,6 @@ WORD = "embedding.word_embeddings.weight"
     [
         (dict(tensor_model_parallel_size=2**20 - 1, pipeline_model_parallel_size=2**20 - 1), "PP"),
         (dict(num_layers=65536), "layers"),
-        (dict(rotary_base=float("inf")), "rotary_base of its args has a value of no model"),
         (dict(rotary_base=1e300), "rotary_base of its args has a value of no model"),
         (dict(num_experts="x" * 10**6), "num_experts"),
     ],

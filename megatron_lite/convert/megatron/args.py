@@ -24,31 +24,30 @@ ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernor
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
 # Spellings of older releases. The newer one is read first.
 OLDER_NAMES = {"norm_epsilon": "layernorm_epsilon", "max_position_embeddings": "seq_length"}
-# Arguments that must be off, or have one of these values, and why. One that ModelConfig has as a
-# field is read as that field, and has no effect here.
-REASONS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "num_experts": ("mixture-of-experts layers are not built", (1,)),
-    "multi_latent_attention": ("multi-latent attention is not built", ()),
-    "mtp_num_layers": ("multi-token prediction is not built", ()),
-    "hybrid_layer_pattern": ("state-space layers are not built", ()),
-    "hybrid_override_pattern": ("state-space layers are not built", ()),
-    "heterogeneous_layers_config_path": ("all layers have the same sizes", ()),
-    "heterogeneous_layers_config_encoded_json": ("all layers have the same sizes", ()),
-    "apply_layernorm_1p": ("its norms multiply by 1 + weight", ()),
-    "layernorm_zero_centered_gamma": ("its norms multiply by 1 + weight", ()),
-    "apply_residual_connection_post_layernorm": ("the residual stream goes around the norm", ()),
-    "rotary_interleaved": ("rotation pairs the two halves of a head", ()),
-    "rotary_scaling_factor": ("it belongs to multi-latent attention", (1, 40)),
-    "quick_geglu": ("the activation is not built", ()),
-    "glu_linear_offset": ("the activation is not built", ()),
-    "activation_func_clamp_value": ("the activation is not built", ()),
-    "attention_output_gate": ("gated attention is not built", ()),
-    "experimental_attention_variant": ("the attention is not built", ()),
-    "qk_l2_norm": ("queries and keys have no L2 norm", ()),
-    "softmax_type": ("the softmax has no sink", ("vanilla",)),
-    "retro_add_retriever": ("retrieval is not built", ()),
-    "onnx_safe": ("its GELU is another one", ()),
+# Arguments that must be off, by the reason. One that ModelConfig has as a field is read as that
+# field, and has no effect here.
+REASONS = {
+    "mixture-of-experts layers are not built": ("num_experts",),
+    "multi-latent attention is not built": ("multi_latent_attention", "rotary_scaling_factor"),
+    "multi-token prediction is not built": ("mtp_num_layers",),
+    "state-space layers are not built": ("hybrid_layer_pattern", "hybrid_override_pattern"),
+    "all layers have the same sizes": (
+        "heterogeneous_layers_config_path",
+        "heterogeneous_layers_config_encoded_json",
+    ),
+    "its norms multiply by 1 + weight": ("apply_layernorm_1p", "layernorm_zero_centered_gamma"),
+    "the residual stream goes around the norm": ("apply_residual_connection_post_layernorm",),
+    "rotation pairs the two halves of a head": ("rotary_interleaved",),
+    "the activation is not built": (
+        *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "onnx_safe"),
+    ),
+    "the attention is not built": ("attention_output_gate", "experimental_attention_variant"),
+    "queries and keys have no L2 norm": ("qk_l2_norm",),
+    "the softmax has no sink": ("softmax_type",),
+    "retrieval is not built": ("retro_add_retriever",),
 }
+# Further values with which the model is the one of this project.
+NEUTRAL = {"num_experts": (1,), "rotary_scaling_factor": (1, 40), "softmax_type": ("vanilla",)}
 VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-LM
 ADAM, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 # Of Megatron's schedule of the learning rate. The run that loads it takes its own values with
@@ -76,14 +75,15 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
     Raises InputError if this project has no such model; it names the argument.
     """
-    for name, (reason, neutral) in REASONS.items():
-        value = args.get(name)
-        is_neutral = value is None or (_is_scalar(value) and value in (False, *neutral))
-        if name not in MODEL_FIELDS and not is_neutral:
-            raise InputError(
-                f"{where}: was trained with {name} = {_text(value)}, which cannot be converted: "
-                f"{reason}"
-            )
+    for reason, names in REASONS.items():
+        for name in names:
+            value = args.get(name)
+            is_off = _is_scalar(value) and value in (False, *NEUTRAL.get(name, ()))
+            if value is not None and not is_off and name not in MODEL_FIELDS:
+                raise InputError(
+                    f"{where}: was trained with {name} = {_text(value)}, which cannot be "
+                    f"converted: {reason}"
+                )
     values: dict[str, Any] = {}
     for name in SHARED:
         value = args.get(name)
@@ -140,10 +140,12 @@ def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) 
 
     Raises InputError for numbers that no run reaches.
     """
-    found = {"iteration": (common, MOST_ITERATIONS), "consumed_train_samples": (args, MOST_SAMPLES)}
     numbers = []
-    for name, (values, most) in found.items():
-        number = 0 if values.get(name) is None else values[name]
+    for name, values, most in (
+        ("iteration", common, MOST_ITERATIONS),
+        ("consumed_train_samples", args, MOST_SAMPLES),
+    ):
+        number = values.get(name) or 0
         if type(number) is not int or not 0 <= number <= most:
             raise InputError(
                 f"{where}: its {name} must be a whole number from 0 to {most} (got {_text(number)})"
@@ -160,14 +162,13 @@ def size_of(args: Mapping[str, Any], *names: str) -> int | None:
 
 def _plain(name: str, value: Any, where: str) -> Any:
     """Returns a value of a type that ModelConfig may have. Lists become tuples."""
-    is_row = isinstance(value, (list, tuple)) and len(value) <= MOST_LAYERS
-    if is_row and all(type(one) in (int, bool) for one in value):
-        return tuple(int(one) for one in value)
+    if isinstance(value, (list, tuple)) and all(type(one) in (int, bool) for one in value):
+        return tuple(map(int, value))
     if name == "rotary_base" and type(value) is float and value.is_integer():
         value = int(value)
     most = MOST_LAYERS if name == "num_layers" else MOST_ELEMENTS
     # NaN and infinity are not at most a size either.
-    if type(value) in (bool, str) or (type(value) in (int, float) and abs(value) <= most):
+    if _is_scalar(value) and (type(value) is str or abs(value) <= most):
         return value
     raise InputError(f"{where}: {name} of its args has a value of no model ({_text(value)})")
 

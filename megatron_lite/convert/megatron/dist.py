@@ -16,9 +16,8 @@ import json
 import math
 import pickle
 import re
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +43,8 @@ from megatron_lite.convert.megatron.names import (
     EXTRA_STATE,
     FUSED_NORMS,
     LINEARS,
-    layers_in,
     our_name,
+    stacked_names,
 )
 from megatron_lite.convert.megatron.pickles import LONGEST_NAME, MOST_BYTES, read_pickle
 from megatron_lite.convert.megatron.source import (
@@ -93,52 +92,48 @@ class Chunk(NamedTuple):
 
 
 class DistTensor(NamedTuple):
-    """One tensor of the checkpoint, in chunks in the order of their first rows."""
+    """One tensor of the checkpoint, or one layer's part of a stack. chunks: those that it needs.
+
+    layer: the index of the first dim of all chunks, in a stack of layers.
+    """
 
     name: str
-    full_shape: tuple[int, ...]
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-    layer: int | None = None  # the only index of the first dim that counts, in a stack of layers
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.full_shape if self.layer is None else self.full_shape[1:]
+    chunks: Sequence[Chunk]
+    layer: int | None = None
 
     def read(self) -> Tensor:
         """Returns the tensor. Raises InputError if a chunk has another shape.
 
         Numbers that no chunk holds are NaN.
         """
-        # Rows [first, last) of the first dim are wanted. A tensor without dims is one row.
-        shape = self.full_shape or (1,)
-        first, last = (0, shape[0]) if self.layer is None else (self.layer, self.layer + 1)
-        whole = torch.full((last - first, *shape[1:]), math.nan, dtype=self.dtype)
-        longest = max(chunk.sizes[0] for chunk in self.chunks)
-        begin, end = (
-            bisect_left(self.chunks, row, key=lambda chunk: chunk.offsets[0])
-            for row in (first - longest + 1, last)
-        )
-        for chunk in self.chunks[begin:end]:
-            start = max(first, chunk.offsets[0])
-            stop = min(last, chunk.offsets[0] + chunk.sizes[0])
-            place = whole[start - first : max(start, stop) - first]
-            for dim in range(1, len(shape)):
-                place = place.narrow(dim, chunk.offsets[dim], chunk.sizes[dim])
-            if place.numel():
-                rows = self._values(chunk)[start - chunk.offsets[0] : stop - chunk.offsets[0]]
-                place.copy_(rows)
-        return whole.reshape(self.shape)
+        whole = torch.full(self.shape, math.nan, dtype=self.dtype)
+        for offsets, sizes, window in self.chunks:
+            value = read_torch_file(window)
+            is_tensor = isinstance(value, Tensor) and value.dtype == self.dtype
+            if not is_tensor or value.shape != sizes:
+                raise InputError(
+                    f"{window}: must hold a chunk {sizes} of {self.name}: the checkpoint is damaged"
+                )
+            if self.layer is not None:
+                value, offsets, sizes = value[self.layer - offsets[0]], offsets[1:], sizes[1:]
+            place = whole
+            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+                place = place.narrow(dim, offset, size)
+            place.copy_(value)
+        return whole
 
-    def _values(self, chunk: Chunk) -> Tensor:
-        value = read_torch_file(chunk.window)
-        is_tensor = isinstance(value, Tensor) and value.dtype == self.dtype
-        if not is_tensor or (value.shape or (1,)) != chunk.sizes:
-            raise InputError(
-                f"{chunk.window}: must hold a chunk {chunk.sizes} of {self.name}: the checkpoint "
-                "is damaged"
-            )
-        return value.reshape(chunk.sizes)
+    def layers(self) -> Iterator[DistTensor]:
+        """Yields the parts of a stack of layers."""
+        # A chunk that holds numbers holds at least one for each of its rows, so this takes no more
+        # time than the numbers take bytes.
+        chunks = defaultdict(list)
+        for chunk in self.chunks:
+            for row in range(chunk.sizes[0]):
+                chunks[chunk.offsets[0] + row].append(chunk)
+        for layer in range(self.shape[0]):
+            yield self._replace(shape=self.shape[1:], chunks=chunks[layer], layer=layer)
 
 
 def dist_source(path: Path) -> MegatronSource:
@@ -157,7 +152,7 @@ def _opened(folder: Path) -> MegatronSource:
     args = megatron_args.arguments_of(common, folder / COMMON)
     model = megatron_args.model_of(args, where)
     # Layers may be stacked in one tensor, but each has at least one number.
-    numbers = sum(math.prod(tensor.full_shape) for tensor in tensors.values())
+    numbers = sum(math.prod(tensor.shape) for tensor in tensors.values())
     check_layers(model.num_layers, numbers, where)
     found: dict[str, dict[str, list[DistTensor]]] = defaultdict(dict)
     for full, tensor in tensors.items():
@@ -165,13 +160,17 @@ def _opened(folder: Path) -> MegatronSource:
         ours = our_name(name)
         if ours is None or state not in KEYS or full.startswith(NO_PARAMETERS):
             continue
-        for layer, own in layers_in(ours, model.num_layers):
-            if layer is not None and tensor.full_shape[:1] != (model.num_layers,):
-                raise InputError(
-                    f"{where}: {full} has the shape {tensor.full_shape}, and the first dim must be "
-                    f"the {model.num_layers} layers of the model"
-                )
-            found[KEYS[state]][own] = [tensor._replace(layer=layer)]
+        names = stacked_names(ours, model.num_layers)
+        if not names:
+            found[KEYS[state]][ours] = [tensor]
+        elif tensor.shape[:1] != (len(names),):
+            raise InputError(
+                f"{where}: {full} has the shape {tensor.shape}, and the first dim must be the "
+                f"{len(names)} layers of the model"
+            )
+        else:
+            of_layers = zip(names, tensor.layers(), strict=True)
+            found[KEYS[state]] |= {own: [part] for own, part in of_layers}
     weights = found[WEIGHT]
     states = {
         key: found[key]
@@ -242,9 +241,9 @@ def _place(name: Any, offsets: Any) -> str:
 def _window(folder: Path, place: Mapping[str, Any]) -> Window:
     name, start, length = (place[key] for key in ("relative_path", "offset", "length"))
     # A name with folders could point at any file of this machine.
-    if type(name) is not str or name != Path(name).name or name in ("", ".", ".."):
+    if name != Path(name).name:
         raise ValueError("a chunk is outside of the folder")
-    if type(start) is not int or type(length) is not int or min(start, length) < 0:
+    if not type(start) is type(length) is int or min(start, length) < 0:
         raise ValueError(f"a chunk of {name} has no place")
     if place.get("transform_descriptors"):
         raise ValueError("its chunks are compressed or encrypted")
@@ -265,11 +264,12 @@ def _tensor(name: str, found: Mapping[str, Any], windows: Mapping[str, Window]) 
         window = windows.get(_place(name, offsets))
         if window is None or math.prod(sizes) * dtype.itemsize > (window.length or 0):
             raise ValueError(f"a chunk of {name} is in no file")
-        chunks.append(Chunk(offsets or (0,), sizes or (1,), window))
+        if math.prod(sizes):
+            chunks.append(Chunk(offsets, sizes, window))
     covered, numel = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(shape)
     if covered != numel:
         raise ValueError(f"the chunks of {name} hold {covered} of its {numel} numbers")
-    return DistTensor(name, shape, dtype, tuple(sorted(chunks, key=lambda one: one.offsets)))
+    return DistTensor(name, shape, dtype, chunks)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:

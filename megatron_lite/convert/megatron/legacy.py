@@ -12,7 +12,6 @@ written to its places, so that only one is in memory.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +29,7 @@ from megatron_lite.config.input_file import crafted
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage, stages
 from megatron_lite.convert.megatron import args as megatron_args
-from megatron_lite.convert.megatron.legacy_states import (
-    DISTRIBUTED_OPTIMIZER,
-    Named,
-    States,
-    read_states,
-)
+from megatron_lite.convert.megatron.legacy_states import Named, States, read_states
 from megatron_lite.convert.megatron.names import (
     EXTRA_STATE,
     LINEARS,
@@ -66,7 +60,7 @@ from megatron_lite.parallel.torch_internals import FakeTensorMode
 
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
-CHUNK = re.compile(r"model(\d{0,3})")
+CHUNK = re.compile(r"model\d{1,3}")
 
 Ranks = tuple[int, int]  # a TP rank and a pipeline rank
 
@@ -83,18 +77,14 @@ def legacy_source(path: Path) -> MegatronSource:
 
 def _opened(folder: Path) -> MegatronSource:
     where, files = str(folder), _rank_files(folder)
-    values = {}
-    for ranks, file in sorted(files.items()):
-        values[ranks] = value = read_torch_file(Window(file))
-        if not isinstance(value, dict):
-            raise InputError(f"{file}: holds no state dict, but a {type(value).__name__}")
+    values = {ranks: read_torch_file(Window(file)) for ranks, file in sorted(files.items())}
     first = min(values)
     args = megatron_args.arguments_of(values[first], files[first])
     tp_size, pp_size = _sizes(where, args, values)
     # Folders of another run may lie beside those of this one.
     values = {(tp, pp): one for (tp, pp), one in values.items() if tp < tp_size and pp < pp_size}
     model = megatron_args.model_of(args, where)
-    parts = _parts(where, values, tp_size, pp_size, model.num_layers)
+    parts = _parts(where, values, pp_size, model.num_layers)
     weights: dict[str, list[Tensor]] = defaultdict(list)
     for name, tensor in itertools.chain(*itertools.chain(*parts.values())):
         weights[name].append(tensor)
@@ -102,41 +92,28 @@ def _opened(folder: Path) -> MegatronSource:
         if len(held) != tp_size:
             raise InputError(f"{where}: {len(held)} of {tp_size} TP ranks hold {name}")
     version = values[first].get("checkpoint_version", 0)
-    if type(version) not in (int, float) or version not in (0, 1, 2, 3):
+    if version not in (0, 1, 2, 3):
         raise InputError(f"{where}: its checkpoint_version must be 0, 1, 2 or 3")
     states: States = {}
     updates: int | str
     try:
-        states, updates = read_states(
-            {
-                ranks: (files[ranks].parent, value.get("optimizer"))
-                for ranks, value in values.items()
-            },
-            parts,
-            distributed=any(
-                (one.parent / DISTRIBUTED_OPTIMIZER).exists() for one in files.values()
-            ),
-        )
+        optimizers = {ranks: value.get("optimizer") for ranks, value in values.items()}
+        states, updates = read_states(optimizers, files, parts)
     except Unmapped as error:
         updates = f"the optimizer states are left out ({error})"
+    tensors = {WEIGHT: weights, **states}
+    common = values[first]
     return MegatronSource(
-        where,
-        values[first],
-        args,
-        model,
-        {WEIGHT: weights, **states},
-        updates,
-        tp_size=tp_size,
-        version=version,
+        where, common, args, model, tensors, updates, tp_size=tp_size, version=version
     )
 
 
 def _rank_files(folder: Path) -> dict[Ranks, Path]:
     found = {}
-    for one, file in itertools.product(sorted(folder.iterdir()), reversed(MODEL_FILES)):
-        name = RANK_FOLDER.fullmatch(one.name)
-        if name is not None and os.path.lexists(one / file):
-            found[int(name[1]), int(name[2] or 0)] = one / file
+    for file in sorted(folder.glob("mp_rank_*/model_*rng.pt"), reverse=True):
+        name = RANK_FOLDER.fullmatch(file.parent.name)
+        if name is not None and file.name in MODEL_FILES:
+            found[int(name[1]), int(name[2] or 0)] = file
     if not found:
         is_dist = (folder / DIST_METADATA).exists()
         hint = ". It is a torch_dist checkpoint: use --from megatron-dist" if is_dist else ""
@@ -164,23 +141,22 @@ def _sizes(where: str, args: Mapping[str, Any], found: Mapping[Ranks, object]) -
 
 
 def _parts(
-    where: str, values: Mapping[Ranks, dict[str, Any]], tp_size: int, pp_size: int, num_layers: int
+    where: str, values: Mapping[Ranks, dict[str, Any]], pp_size: int, num_layers: int
 ) -> dict[Ranks, list[list[Named]]]:
     """Returns the tensors of each rank's model chunks, by their names in the whole model."""
-    chunks = {ranks: _chunks(f"{where}: {ranks}", value) for ranks, value in values.items()}
-    count = len(chunks[0, 0])
-    if any(len(one) != count for one in chunks.values()):
-        raise InputError(f"{where}: the ranks hold different numbers of model chunks")
-    # Ranks in the order of the TP ranks, so that the parts of a tensor are joined in that order.
+    chunks = {ranks: _chunks(f"{where}: TP and PP rank {ranks}", values[ranks]) for ranks in values}
+    # The TP ranks are in their order, in which the parts of a tensor are joined.
     found: dict[Ranks, list[list[Named]]] = {ranks: [] for ranks in sorted(values)}
     first_layer = 0
     seen: set[int] = set()
     # stage number = chunk * PP + pipeline rank
-    for chunk, pp in itertools.product(range(count), range(pp_size)):
+    for chunk, pp in itertools.product(range(max(map(len, chunks.values()))), range(pp_size)):
         layers = 0
-        for tp in range(tp_size):
+        for ranks in found:
+            if ranks[1] != pp:
+                continue
             named = []
-            for key, value in flat(chunks[tp, pp][chunk], seen):
+            for key, value in flat(chunks[ranks][chunk], seen):
                 name = our_name(key)
                 if name is None or value is None:
                     continue
@@ -191,7 +167,7 @@ def _parts(
                     layers = max(layers, layer + 1)
                     name = f"{LAYERS}{first_layer + layer}.{own}"
                 named.append((name, value))
-            found[tp, pp].append(named)
+            found[ranks].append(named)
         first_layer += layers
     if first_layer != num_layers:
         raise InputError(
@@ -201,18 +177,14 @@ def _parts(
     return found
 
 
-def _chunks(where: str, value: dict[str, Any]) -> list[Any]:
+def _chunks(where: str, value: Mapping[Any, Any]) -> list[Any]:
     """Returns the model chunks of one rank in their order: one without virtual stages."""
-    found = {
-        int(name[1] or 0): value[key]
-        for key in value
-        if isinstance(key, str) and (name := CHUNK.fullmatch(key)) is not None
-    }
-    if not found or sorted(found) != list(range(len(found))):
-        raise InputError(
-            f"{where}: its file holds no model, or not all of its chunks (got {sorted(found)})"
-        )
-    return [found[number] for number in sorted(found)]
+    if "model" in value:
+        return [value["model"]]
+    count = sum(CHUNK.fullmatch(str(key)) is not None for key in value)
+    if count == 0:
+        raise InputError(f"{where}: its file holds no model")
+    return [value[f"model{number}"] for number in range(count)]
 
 
 # --- writing ---

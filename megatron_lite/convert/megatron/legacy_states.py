@@ -20,48 +20,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_lite.config.checks import InputError
 from megatron_lite.convert.megatron.args import ADAM, MASTER
 from megatron_lite.convert.megatron.names import has_decay
 from megatron_lite.convert.megatron.source import Unmapped, need, updates_of
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
+ROWS = {**dict(zip(ADAM, ADAM, strict=True)), MASTER: "param"}  # keys of its file
 ALIGNMENT = 64
 COMPARED = 256  # numbers of each parameter
 # What values of another form than Megatron's lead to.
-FOREIGN = (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError)
+FOREIGN = (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ValueError)
 
+Ranks = tuple[int, int]
 Named = tuple[str, Tensor]
 Own = dict[str, Tensor]  # one parameter's states
 States = dict[str, dict[str, list[Tensor]]]  # by state and parameter, the part of each TP rank
 
 
 def read_states(
-    saved: Mapping[tuple[int, int], tuple[Path, Any]],
-    parts: Mapping[tuple[int, int], Sequence[Sequence[Named]]],
-    *,
-    distributed: bool,
+    saved: Mapping[Ranks, Any],
+    files: Mapping[Ranks, Path],
+    parts: Mapping[Ranks, Sequence[Sequence[Named]]],
 ) -> tuple[States, int]:
     """Returns the states that can be mapped exactly, and how many updates were made.
 
-    saved: by TP and pipeline rank, the folder of its files, and its optimizer.
+    saved: the optimizer of each TP and pipeline rank. files: where it was read.
     parts: by rank, its model chunks with names and weights, in the order of the model.
-    distributed: whether the states are those of the distributed optimizer.
     Raises Unmapped, with the reason, if there are none.
     """
-    need(
-        any(optimizer for _, optimizer in saved.values()),
-        "the checkpoint holds no optimizer states",
-    )
+    need(any(saved.values()), "the checkpoint holds no optimizer states")
     found: States = {}
     updates, keys = set(), set()
     try:
-        for ranks, (folder, optimizer) in sorted(saved.items()):
+        for ranks, optimizer in sorted(saved.items()):
             inner = optimizer.get("optimizer", optimizer)
             groups, states = inner["param_groups"], inner.get("state", {})
-            if distributed:
-                own = dict(_of_chunks(folder / DISTRIBUTED_OPTIMIZER, parts[ranks]))
-                states = {}
+            distributed = files[ranks].with_name(DISTRIBUTED_OPTIMIZER)
+            if distributed.exists():
+                own, states = dict(_of_chunks(distributed, parts[ranks])), {}
             else:
                 named = [one for chunk in parts[ranks] for one in chunk]
                 own = _of_rank(optimizer, groups, states, named)
@@ -70,9 +68,11 @@ def read_states(
                 keys.add(tuple(of_parameter))
                 for key, tensor in of_parameter.items():
                     found.setdefault(key, {}).setdefault(name, []).append(tensor)
+    except InputError:
+        raise
     except FOREIGN as error:
         raise Unmapped("they are not those of one optimizer of Megatron-LM") from error
-    need(len(updates) == 1 and len(keys) == 1, "the ranks or the parameters have different states")
+    need(len(updates) == len(keys) == 1, "the ranks or the parameters have different states")
     return found, updates.pop()
 
 
@@ -122,29 +122,18 @@ def _of_chunks(path: Path, chunks: Sequence[Sequence[Named]]) -> Iterator[tuple[
 
     chunks: the names and weights of each model chunk, in the order of the model's parameters.
     """
-    need(path.exists(), f"{path.parent.name} has no {path.name}")
     value = read_torch_file(Window(path))
-    if isinstance(value, list) and len(value) == 1:
-        value = value[0]
+    value = value[0] if isinstance(value, list) else value
     need(
-        isinstance(value, dict) and value.get("buckets_coalesced") is True,
-        "the file of the distributed optimizer is of an older release",
+        value.get("buckets_coalesced") is True and len(value) == 1 + len(chunks),
+        "the file of the distributed optimizer is of an older release, or of another model",
     )
-    buffers = [value[key] for key in sorted(key for key in value if type(key) is int)]
-    need(
-        len(buffers) == len(chunks),
-        "the distributed optimizer has other buffers than the model has chunks",
-    )
-    for buffer, named in zip(buffers, chunks, strict=True):
-        (states,) = buffer.values() if len(buffer) == 1 else ({},)
-        rows = {key: states[key] for key in ADAM if key in states}
-        rows[MASTER] = states.get("param")
+    for number, named in enumerate(chunks):
+        ((_, states),) = value[number].items()  # of one dtype
+        rows = {key: states[name] for key, name in ROWS.items()}
         need(
-            len(rows) == 3
-            and all(isinstance(one, Tensor) and one.ndim == 1 for one in rows.values())
-            and len({one.shape for one in rows.values()}) == 1,
-            "a buffer of the distributed optimizer holds other states than Adam's, or several "
-            "dtypes",
+            len({one.shape for one in rows.values()}) == 1 == rows[MASTER].ndim,
+            "the distributed optimizer holds other states than Adam's",
         )
         starts = _starts(rows[MASTER], named)
         for (name, weight), start in zip(reversed(named), starts, strict=True):

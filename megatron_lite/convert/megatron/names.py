@@ -73,16 +73,11 @@ def our_name(name: str) -> str | None:
     return name
 
 
-def layers_in(name: str, num_layers: int) -> Iterator[tuple[int | None, str]]:
-    """Yields the parameters that a tensor holds: its number of each in a stack, and the name.
-
-    num_layers: the layers of the model, which a stacked tensor all holds.
-    """
-    if name.startswith(LAYERS) and layer_of(name)[0] is None:
-        for layer in range(num_layers):
-            yield layer, f"{LAYERS}{layer}.{name.removeprefix(LAYERS)}"
-    else:
-        yield None, name
+def stacked_names(name: str, num_layers: int) -> list[str]:
+    """Returns the parameters that a tensor holds for all layers; [] if it is no stack of layers."""
+    if not name.startswith(LAYERS) or layer_of(name)[0] is not None:
+        return []
+    return [f"{LAYERS}{layer}.{name.removeprefix(LAYERS)}" for layer in range(num_layers)]
 
 
 def in_order(names: Iterable[str]) -> list[str]:

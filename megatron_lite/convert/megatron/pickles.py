@@ -10,7 +10,6 @@ kind fails at once.
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 import pickletools
@@ -29,7 +28,10 @@ MOST_KEY_PARTS = MOST_ARGUMENTS = 16
 SMALL_KEY, LARGEST_KEY = 2**20, 2**63  # optimizer states are numbered from 0
 LONGEST_NAME = 512
 REFUSED = frozenset(
-    ("INST", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "NEXT_BUFFER", "READONLY_BUFFER")
+    (
+        *("INST", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "NEXT_BUFFER", "READONLY_BUFFER"),
+        *("NEWOBJ_EX", "DICT"),
+    )
 )
 # Every name in these modules and in their submodules becomes a record, and so do the single names.
 MODULES = (
@@ -92,20 +94,13 @@ def read_pickle(
     persistent_load: returns the value for a persistent id, which torch uses for storages.
     Raises InputError if the pickle names anything else, or is damaged, or is too large.
     """
-    # Without this the garbage collector visits all new objects again and again: twice the time.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with crafted(f"{where}: its pickle"):
-            _scan(data)
-            machine = _Machine(io.BytesIO(data))
-            machine.where, machine.names = where, NAMES | names
-            machine.calls = {**CALLS, **(calls or {})}
-            machine.stored = persistent_load
-            return machine.load()
-    finally:
-        if collects:
-            gc.enable()
+    with crafted(f"{where}: its pickle"):
+        _scan(data)
+        machine = _Machine(io.BytesIO(data))
+        machine.where, machine.names = where, NAMES | names
+        machine.calls = {**CALLS, **(calls or {})}
+        machine.persistent_load = persistent_load  # type: ignore[assignment,method-assign]
+        return machine.load()
 
 
 def _scan(data: bytes) -> None:
@@ -128,7 +123,6 @@ class _Machine(pickle._Unpickler):
     where: str
     calls: Mapping[str, Call]
     names: frozenset[str]
-    stored: Call | None
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
@@ -145,24 +139,14 @@ class _Machine(pickle._Unpickler):
             )
         return Name(full)
 
-    def persistent_load(self, pid: Any) -> Any:
-        if self.stored is None:
-            raise ValueError("it refers to storages, and there are none")
-        return self.stored(pid)
-
     def _reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(function) is not Name or type(arguments) is not tuple:
             raise ValueError("it calls what is no name")
-        if len(arguments) > MOST_ARGUMENTS:
+        if len(arguments) > MOST_ARGUMENTS:  # many calls with a long list would take endless time
             raise ValueError(f"it calls a name with {len(arguments)} arguments")
         call = self.calls.get(function.text)
         self.stack.append(PickledObject(function.text, arguments) if not call else call(*arguments))
-
-    def _newobj_ex(self) -> None:
-        if self.stack.pop() != {}:
-            raise ValueError("an object is made with keyword arguments")
-        self._reduce()
 
     def _build(self) -> None:
         state = self.stack.pop()
@@ -179,11 +163,6 @@ class _Machine(pickle._Unpickler):
 
     def _setitems(self) -> None:
         self._set(self._marked())
-
-    def _dict(self) -> None:
-        items = self._marked()
-        self.stack.append({})
-        self._set(items)
 
     def _additems(self) -> None:
         items = self._marked()
@@ -206,11 +185,9 @@ class _Machine(pickle._Unpickler):
     dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {
         pickle.REDUCE[0]: _reduce,
         pickle.NEWOBJ[0]: _reduce,  # of a class and its arguments
-        pickle.NEWOBJ_EX[0]: _newobj_ex,
         pickle.BUILD[0]: _build,
         pickle.SETITEM[0]: _setitem,
         pickle.SETITEMS[0]: _setitems,
-        pickle.DICT[0]: _dict,
         pickle.ADDITEMS[0]: _additems,
         pickle.FROZENSET[0]: _frozenset,
     }
@@ -237,23 +214,15 @@ def _scalar_key(value: Any, *, small: int) -> Any:
     raise ValueError(f"a {kind.__name__} is used as a key")
 
 
-def _ordered(items: Any = ()) -> dict[Any, Any]:
-    if items:
-        raise ValueError("an ordered dict is made from items")
-    return {}
-
-
-def _size(sizes: Any) -> tuple[int, ...]:
-    if type(sizes) not in (list, tuple) or len(sizes) > MOST_DIMS:
+def _size(sizes: Any) -> tuple[Any, ...]:
+    if len(sizes) > MOST_DIMS:  # many copies of a long list would need endless memory
         raise ValueError(f"a torch.Size has more than {MOST_DIMS} dims")
-    if any(type(size) is not int for size in sizes):
-        raise ValueError("a torch.Size is no list of numbers")
     return tuple(sizes)
 
 
 CALLS: dict[str, Call] = {
     "collections.defaultdict": lambda *_: {},
-    "collections.OrderedDict": _ordered,
+    "collections.OrderedDict": lambda: {},
     "torch.Size": _size,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,

@@ -63,10 +63,9 @@ def iteration_folder(path: Path) -> Path:
 
 def updates_of(groups: list[Any], states: Mapping[Any, Any]) -> int:
     """Returns how many updates an optimizer made. Raises Unmapped if that is not clear."""
-    holders = [one for one in (*groups, *states.values()) if isinstance(one, dict)]
-    steps = {float(one["step"]) for one in holders if one.get("step") is not None}
-    if states.get("common_step") is not None:
-        steps.add(float(states["common_step"]))
+    holders = [*groups, *states.values(), {"step": states.get("common_step")}]
+    found = [one.get("step") for one in holders if isinstance(one, dict)]
+    steps = {float(step) for step in found if step is not None}
     step = steps.pop() if len(steps) == 1 else -1.0
     need(
         step.is_integer() and 0 <= step <= MOST_UPDATES,

@@ -24,9 +24,8 @@ from megatron_lite.config.input_file import crafted, open_input, regular_path
 from megatron_lite.convert.megatron.pickles import (
     CALLS,
     LONGEST_NAME,
+    MOST_ARGUMENTS,
     MOST_BYTES,
-    Name,
-    PickledObject,
     read_pickle,
 )
 
@@ -103,14 +102,13 @@ class _Archive:
 
     def value(self) -> Any:
         pickles = [name for name in self._members if name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise ValueError(f"it has {len(pickles)} members data.pkl, not one")
-        self._folder = pickles[0].removesuffix("data.pkl")
+        (name,) = pickles
+        self._folder = name.removesuffix("data.pkl")
         order = f"{self._folder}byteorder"
         if order in self._members and self._contents(order) != b"little":
             raise ValueError("its numbers are not little-endian")
         return read_pickle(
-            self._contents(pickles[0]),
+            self._contents(name),
             str(self._window),
             calls={REBUILD: self._tensor, RETYPE: self._retyped},
             names=TORCH_NAMES,
@@ -153,7 +151,7 @@ class _Archive:
         return torch.frombuffer(self._bytes, dtype=dtype, count=held, offset=start)
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
-        if not isinstance(storage, Tensor) or type(shape) is not tuple or len(shape) > MOST_DIMS:
+        if not isinstance(storage, Tensor) or not len(stride) == len(shape) <= MOST_DIMS:
             raise ValueError(f"a tensor has no storage, or more than {MOST_DIMS} dims")
         if any(type(one) is not int for one in (offset, *shape, *stride)):
             raise ValueError("a tensor has sizes that are no numbers")
@@ -164,11 +162,6 @@ class _Archive:
             raise ValueError(f"a tensor of shape {shape} repeats its numbers")
         return found
 
-    def _retyped(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    def _retyped(self, made: Any, _: Any, given: Any, *__: Any) -> Any:
         """Returns a tensor that torch saved with its Python attributes, which are left out."""
-        if type(function) is Name and type(arguments) is tuple:
-            if function.text == REBUILD:
-                return self._tensor(*arguments)
-            if function.text in CALLS:
-                return CALLS[function.text](*arguments)
-        return PickledObject(RETYPE, (function, kind, arguments, state))
+        return {**CALLS, REBUILD: self._tensor}[made.text](*given[:MOST_ARGUMENTS])

@@ -4,6 +4,7 @@ Megatron-LM does it, from a model with known weights."""
 from __future__ import annotations
 
 import argparse
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.legacy import legacy_source
 from megatron_lite.convert.megatron.source import MegatronSource
+from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.weights import parameter_specs
 from tests.support.models import tiny_config
 
@@ -119,7 +121,7 @@ LAYOUTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_whole_weights(
     layout: str, tp: int, tied: bool, tmp_path: Path
@@ -144,38 +146,34 @@ def te_names(model: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def old_names(model: Mapping[str, Any]) -> dict[str, Any]:
+def old_names(model: Mapping[str, Any], attention: str = "self_attention") -> dict[str, Any]:
     """The names before Megatron core: nested dicts."""
-    found: dict[str, Any] = {"language_model": {}}
-    inner = found["language_model"]
+    embedding: dict[str, Any] = {}
+    layers, inner = OrderedDict(), {"embedding": embedding}
     for name, value in model.items():
         if name.startswith("embedding."):
-            _, kind, _ = name.split(".")
-            inner.setdefault("embedding", {}).setdefault(kind, OrderedDict())["weight"] = value
+            embedding[name.split(".")[1]] = OrderedDict(weight=value)
         elif name == OUTPUT:
             inner["output_layer"] = OrderedDict(weight=value)
         else:
             for new, old in (
                 ("decoder.", ""),
-                ("self_attention.linear_qkv.", "self_attention.query_key_value."),
-                ("self_attention.linear_proj.", "self_attention.dense."),
+                ("self_attention.linear_qkv.", f"{attention}.query_key_value."),
+                ("self_attention.linear_proj.", f"{attention}.dense."),
+                ("self_attention.", f"{attention}."),
                 ("mlp.linear_fc1.", "mlp.dense_h_to_4h."),
                 ("mlp.linear_fc2.", "mlp.dense_4h_to_h."),
                 ("pre_mlp_layernorm.", "post_attention_layernorm."),
             ):
                 name = name.replace(new, old)
-            inner.setdefault("encoder", OrderedDict())[name] = value
-    return found
+            layers[name] = value
+    inner["encoder" if attention == "self_attention" else "transformer"] = layers
+    return {"language_model": inner}
 
 
 def oldest_names(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of Megatron-LM 1.0 and 2.0, with its table of attention."""
-    inner = old_names(model)["language_model"]
-    layers = {
-        name.replace("self_attention.", "attention."): value
-        for name, value in inner.pop("encoder").items()
-    }
-    return {"language_model": {**inner, "transformer": layers}}
+    """The names of Megatron-LM 1.0 and 2.0."""
+    return old_names(model, "attention")
 
 
 @pytest.mark.parametrize("rename", [te_names, old_names, oldest_names])
@@ -212,42 +210,32 @@ def test_a_release_and_the_folder_of_an_iteration_are_found(tmp_path: Path) -> N
     check(tmp_path, weights)
 
 
-def test_padding_stays_if_the_size_of_the_vocabulary_is_not_known(tmp_path: Path) -> None:
-    save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"], vocab_size=None)
-    described = legacy_source(tmp_path).described
-    assert described.true_vocab_size == PADDED
-    assert any(f"{PADDED} rows" in note for note in described.notes)
-
-
 def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
+    """Padding stays if the size of the vocabulary is not known."""
     config = tiny_config(**LLAMA, position_embedding_type="rope")
     more = dict(norm_epsilon=None, layernorm_epsilon=1e-5, position_embedding_type=None)
-    more |= dict(
-        use_rotary_position_embeddings=True, add_bias_linear=None, disable_bias_linear=True
-    )
+    more |= dict(use_rotary_position_embeddings=True, disable_bias_linear=True, vocab_size=None)
     more |= dict(max_position_embeddings=None, seq_length=17, num_query_groups=4)
-    save(tmp_path, config, LAYOUTS["one file"], **more)
-    assert legacy_source(tmp_path).described.model == config
+    save(tmp_path, config, LAYOUTS["one file"], add_bias_linear=None, **more)
+    described = legacy_source(tmp_path).described
+    assert described.model == config and described.true_vocab_size == PADDED
+    assert any(f"{PADDED} rows" in note for note in described.notes)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (dict(num_experts=8), "num_experts = 8.*mixture-of-experts"),
-        (dict(multi_latent_attention=True), "multi-latent"),
-        (dict(rotary_interleaved=True), "rotary_interleaved = True"),
         (dict(num_layers=None), "no num_layers"),
         (dict(num_layers=4), "hold 5 layers"),
         (dict(num_layers=2**40), "num_layers"),
         (dict(hidden_size="wide"), "describe no model"),
         (dict(hidden_size=[[]]), "hidden_size"),
         (dict(ffn_hidden_size=44), r"linear_fc\d.*\(88, 32\)|\(80, 32\).*\(88, 32\)"),
-        (dict(swiglu=False), r"\(80, 32\)"),
         (dict(add_bias_linear=True), "lacks decoder.layers"),
         (dict(position_embedding_type="rope"), "holds embedding.position_embeddings"),
         (dict(position_embedding_type="yarn"), "yarn"),
         (dict(tensor_model_parallel_size=2), r"TP 2 x PP 1.*TP rank 1, pipeline rank 0"),
-        (dict(pipeline_model_parallel_size=2), r"TP 1 x PP 2.*TP rank 0, pipeline rank 1"),
     ],
 )
 def test_arguments_that_do_not_fit_are_one_clear_error(
@@ -262,63 +250,57 @@ def test_arguments_that_do_not_fit_are_one_clear_error(
 
 
 def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
-    for path, message in (
-        (tmp_path / "nowhere", "no such directory"),
-        (tmp_path, "holds no mp_rank"),
-    ):
+    def refused(message: str, path: Path = tmp_path) -> None:
         with pytest.raises(InputError, match=message):
             legacy_source(path)
+
+    refused("no such directory", tmp_path / "nowhere")
+    refused("holds no mp_rank")
     save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"], tp=2)
     pointer = tmp_path / "latest_checkpointed_iteration.txt"
     for text, message in (("x", "expected an iteration"), ("41", "iter_0000041 does not exist")):
         pointer.write_text(text)
-        with pytest.raises(InputError, match=message):
-            legacy_source(tmp_path)
+        refused(message)
     pointer.write_text("40")
     file = tmp_path / "iter_0000040" / "mp_rank_01" / "model_optim_rng.pt"
     whole = file.read_bytes()
     for contents in (whole[:-100], b"", whole[:50]):
         file.write_bytes(contents)
-        with pytest.raises(InputError, match="mp_rank_01"):
-            legacy_source(tmp_path)
+        refused("mp_rank_01")
     for value, message in (
-        ([1], "no state dict"),
+        ([1], "cannot be read|holds no model"),
         ({"model": {}}, "1 of 2 TP ranks hold"),
         ({"args": 1}, "no model"),
         ({"model": {WORDS: 1}}, "no plain tensor"),
+        ({"model": [1]}, "cannot be read"),
     ):
         torch.save(value, file)
-        with pytest.raises(InputError, match=message):
-            legacy_source(tmp_path)
+        refused(message)
     file.unlink()
-    with pytest.raises(InputError, match="TP rank 1, pipeline rank 0"):
-        legacy_source(tmp_path)
+    refused("TP rank 1, pipeline rank 0")
 
 
 def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
     config = tiny_config(**LLAMA)
     weights = save(tmp_path, config, LAYOUTS["one file"])
     path = tmp_path / "iter_0000040" / "mp_rank_00" / "model_optim_rng.pt"
-    value = torch.load(path, weights_only=False)
-    names = list(weights)
-    padded = {name: value["model"][name] for name in names}
-    groups = [[n for n in names if padded[n].ndim > 1], [n for n in names if padded[n].ndim == 1]]
+    model = read_torch_file(Window(path))["model"]
+    held = {name: model[name].clone() for name in weights}
+    value = dict(args=args_of(config, 1, 1), iteration=40, model=held, checkpoint_version=3.0)
+    groups = [[n for n in held if held[n].ndim > 1], [n for n in held if held[n].ndim == 1]]
     order = [name for group in groups for name in group]
 
     def optimizer(order: list[str], **change: Any) -> dict[str, Any]:
         first = len(groups[0])
-        inner = {
-            "state": {
-                number: dict(exp_avg=padded[name], exp_avg_sq=padded[name])
-                for number, name in enumerate(order)
-            },
-            "param_groups": [
-                dict(wd_mult=1.0, step=3, params=list(range(first))),
-                dict(wd_mult=0.0, step=3, params=list(range(first, len(order)))),
-            ],
-        }
-        masters = [[padded[name] for name in order[:first]], [padded[n] for n in order[first:]]]
-        return {"optimizer": {**inner, **change}, "fp32_from_fp16_params": masters}
+        states = {n: dict.fromkeys(("exp_avg", "exp_avg_sq"), held[m]) for n, m in enumerate(order)}
+        numbers = list(range(len(order)))
+        of_groups = [
+            dict(wd_mult=1.0, step=3, params=numbers[:first]),
+            dict(wd_mult=0.0, step=3, params=numbers[first:]),
+        ]
+        masters = [[held[name] for name in order[:first]], [held[name] for name in order[first:]]]
+        inner = {"state": states, "param_groups": of_groups, **change}
+        return {"optimizer": inner, "fp32_from_fp16_params": masters}
 
     def described(saved: Any) -> Any:
         torch.save({**value, "optimizer": saved}, path)
@@ -329,10 +311,7 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
     torch.save({"model": {}}, path.parent.parent / "mp_rank_01" / path.name)
     good = described(optimizer(order))
     assert (good.state_keys, good.num_updates) == (("exp_avg", "exp_avg_sq", "master"), 3)
-    others = {"layers.0.": "layers.1.", "layers.1.": "layers.0."}
-    swapped = [
-        next((name.replace(a, b) for a, b in others.items() if a in name), name) for name in order
-    ]
+    swapped = [re.sub(r"layers\.([01])\.", lambda m: f"layers.{1 - int(m[1])}.", n) for n in order]
     for saved, message in (
         (optimizer(swapped), "float32 weights"),
         (optimizer(order[:-1]), "other parameters than"),
@@ -343,15 +322,15 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
         found = described(saved)
         assert found.state_keys == () and message in found.notes[0], found.notes
     distributed = path.parent / "distrib_optim.pt"
-    numel = sum(padded[name].numel() for name in order) + 999
+    numel = sum(held[name].numel() for name in order) + 999
     row = torch.zeros(numel)
     state = {"param": row, "exp_avg": row, "exp_avg_sq": row}
     dtypes = (torch.float32, torch.float32)
     for contents, message in (
-        ([{}, {}], "older release"),
+        ({}, "older release"),
         ({0: {dtypes: state}}, "older release"),
-        ({"buckets_coalesced": True}, "other buffers"),
-        ({"buckets_coalesced": True, 0: {dtypes: {}}}, "other states"),
+        ({"buckets_coalesced": True}, "of another model"),
+        ({"buckets_coalesced": True, 0: {dtypes: {}}}, "one optimizer"),
         ({"buckets_coalesced": True, 0: {dtypes: {**state, "param": row[1:]}}}, "other states"),
         ({"buckets_coalesced": True, 0: {dtypes: state}}, "is not where"),
     ):
