@@ -15,8 +15,9 @@ from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel import fsdp as units
 from tests.optim import test_grad_buffer, test_layouts, test_zero1
 from tests.parallel import test_fsdp
-from tests.support.layouts import LAYOUTS
+from tests.pipeline import test_pipeline
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.support.pipelines import Layout
 
 Patch = pytest.MonkeyPatch
 
@@ -80,21 +81,28 @@ def fsdp_averages(_, self, factor):
     pass
 
 
-SENT = test_grad_buffer.test_with_overlap_every_bucket_is_sent_during_the_last_backward
-TIED = (
-    test_grad_buffer.test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_once
-)
+SENT = test_grad_buffer.test_buckets_are_sent_during_the_last_backward_with_overlap_else_afterwards
+OVERLAPPED = dict(config=test_grad_buffer.OVERLAP, announced=True, expected=None)
 TRAINS = test_layouts.test_every_layout_trains_as_a_single_process
 SAME_BITS = test_layouts.test_zero1_and_overlap_change_no_bit
-DP2 = dict(world_size=2, tp_size=1, layouts=("zero1, overlap",), dtype=torch.bfloat16)
+DP2 = dict(world_size=2, tp_size=1, layouts=("zero1, overlap",), dtype=torch.bfloat16, rule="adam")
 WAITED = test_zero1.test_every_weight_is_waited_for_before_it_is_used
 MUTANTS = [
-    Mutant(buckets_are_sent_in_every_micro_batch, SENT, error="came after its bucket was sent"),
+    Mutant(
+        buckets_are_sent_in_every_micro_batch,
+        SENT,
+        OVERLAPPED,
+        error="came after its bucket was sent",
+    ),
     Mutant(
         late_gradients_are_lost,
         test_grad_buffer.test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error,
     ),
-    Mutant(tied_gradients_are_not_added, TIED, dict(layout=LAYOUTS["zero1"])),
+    Mutant(
+        tied_gradients_are_not_added,
+        test_pipeline.test_data_parallel_layouts_train_a_pipeline_alike,
+        dict(layout=Layout(pp=2, dp=2, num_chunks=2)),
+    ),
     Mutant(
         partial_sums_stop_at_the_part,
         TRAINS,

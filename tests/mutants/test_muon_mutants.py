@@ -15,7 +15,7 @@ from megatron_lite.optim import muon_update
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.muon_update import MOMENTUM, SCALES, Muon
 from megatron_lite.optim.optimizer import Optimizer
-from tests.optim import test_muon, test_muon_layouts
+from tests.optim import test_layouts, test_muon, test_muon_layouts
 from tests.support.mutants import Mutant, assert_seen, replaces
 
 Patch = pytest.MonkeyPatch
@@ -145,10 +145,7 @@ TORCHS = (
         adjustment="original",
     ),
 )
-BAD = (
-    test_muon.test_a_step_with_a_bad_gradient_changes_nothing_and_the_next_one_goes_on,
-    dict(where="tall", fault=float("nan"), dtype=torch.float32),
-)
+FINITE = (test_muon.test_a_skipped_finite_step_changes_nothing_and_nothing_waits_for_the_device,)
 SPLIT = (
     test_muon.test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise,
     dict(split=True),
@@ -161,10 +158,9 @@ OVER_TP = (
     test_muon_layouts.test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized,
     dict(mode="duplicated"),
 )
-ZERO1 = (test_muon_layouts.test_zero1_changes_no_bit, dict(dtype=torch.float32))
-TP2 = (
-    test_muon_layouts.test_every_layout_trains_as_a_single_process,
-    dict(world_size=2, tp_size=2, sequence_parallel=False, name="llama", layouts=("replicated",)),
+ZERO1 = (
+    test_layouts.test_zero1_and_overlap_change_no_bit,
+    dict(world_size=2, tp_size=1, layouts=("zero1",), dtype=torch.float32, rule="muon"),
 )
 RESUMED = (
     test_muon_layouts.test_a_resumed_run_goes_on_bit_for_bit,
@@ -173,7 +169,7 @@ RESUMED = (
 MUTANTS = [
     Mutant(momentum_is_a_sum_and_no_mean, *TORCHS),
     Mutant(scales_take_columns_for_rows, *TORCHS),
-    Mutant(a_skipped_step_moves_the_momentum, *BAD),
+    Mutant(a_skipped_step_moves_the_momentum, *FINITE),
     Mutant(query_key_and_value_are_cut_as_three_blocks, *SPLIT),
     Mutant(embeddings_are_matrices_too, *REST),
     Mutant(columns_are_gathered_as_rows, *OVER_TP),

@@ -16,9 +16,7 @@ from tests.optim.test_muon import state_of, step
 from tests.optim.test_optimizer import CONFIG, RATES, Plain
 from tests.support import apex
 from tests.support.apex import Calls
-from tests.support.layouts import LAYOUTS, Run, differing, train
 from tests.support.models import tp_state
-from tests.support.ranks import run_ranks
 
 KERNEL = "multi_tensor_adam_capturable"
 # Both compute in float32, in another order: a few roundings of the weight, and of an update of the
@@ -119,37 +117,3 @@ def test_states_load_across_implementations(
         if writer == reader:
             assert torch.equal(actual[key], value), key
         torch.testing.assert_close(actual[key], value, **ROUNDING, msg=key)
-
-
-def test_every_layout_over_data_parallel_ranks_makes_the_same_updates(calls: Calls) -> None:
-    """Sums over two ranks are the same in every order; FSDP2's gradients are those of replicas up
-    to the order of sums."""
-    layouts = ("replicated", "zero1", "zero1, overlap", "fsdp2")
-
-    def work(rank: int, world_size: int) -> dict[str, Run]:
-        with tp_state(1) as parallel:
-            return {
-                layout: train(
-                    "gpt2",
-                    parallel,
-                    LAYOUTS[layout],
-                    steps=3,
-                    optimizer_impl="apex",
-                    dtype=torch.float32,
-                )
-                for layout in layouts
-            } | {
-                "torch": train(
-                    "gpt2", parallel, LAYOUTS["replicated"], steps=3, dtype=torch.float32
-                )
-            }
-
-    for runs in run_ranks(work, 2, detail=False):
-        for layout in ("zero1", "zero1, overlap"):
-            assert differing(runs["replicated"], runs[layout]) == [], layout
-        for layout in ("torch", "fsdp2"):
-            assert runs[layout].losses == pytest.approx(runs["replicated"].losses, rel=1e-5), layout
-            assert runs[layout].grad_norms == pytest.approx(
-                runs["replicated"].grad_norms, rel=1e-4
-            ), layout
-        assert differing(runs["replicated"], runs["torch"]) != []

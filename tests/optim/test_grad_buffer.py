@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
-from megatron_lite.parallel.state import parallel_state
 from tests.support.collectives import Sent, recorded_collectives
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
@@ -23,25 +23,14 @@ OVERLAP = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=70)
 
 
 class Chain(nn.Module):
-    """Four vectors of 40 weights, used one after the other; `twice` is used by each, outside of
-    their order."""
+    """Four vectors of 40 weights, used one after the other."""
 
     def __init__(
-        self,
-        *,
-        dtype: torch.dtype = torch.float32,
-        partial: tuple[str, ...] = (),
-        tied: str = "",
-        is_copy: bool = False,
+        self, *, dtype: torch.dtype = torch.float32, partial: tuple[str, ...] = ()
     ) -> None:
         super().__init__()
         for number, name in enumerate(NAMES):
-            spec = ParameterSpec(
-                global_shape=(40,),
-                sum_grad_over_tp=name in partial,
-                tied=name == tied,
-                is_copy=is_copy and name == tied,
-            )
+            spec = ParameterSpec(global_shape=(40,), sum_grad_over_tp=name in partial)
             weight = torch.linspace(0.5, 1.5, 40, dtype=dtype) + number
             self.register_parameter(name, mark(nn.Parameter(weight), spec))
 
@@ -103,26 +92,27 @@ def sent_during_two_micro_batches(
     return run_ranks(work, 2)[0]
 
 
-def test_with_overlap_every_bucket_is_sent_during_the_last_backward() -> None:
-    half = Sent("allreduce_", (128,))  # two parameters of 40, each aligned to 32
-    assert sent_during_two_micro_batches(OVERLAP) == [[], [half, half], []]
-    assert sent_during_two_micro_batches(OVERLAP, announced=False) == [[], [], [half, half]]
+HALF = (128,)  # two parameters of 40, each aligned to 32
 
 
-def test_without_overlap_all_is_sent_at_once_afterwards() -> None:
-    assert sent_during_two_micro_batches(DataParallelConfig()) == [
-        [],
-        [],
-        [Sent("allreduce_", (256,))],
-    ]
-
-
-def test_a_distributed_optimizer_sends_half_of_an_all_reduce() -> None:
-    config = DataParallelConfig(
-        overlap_grad_reduce=True, ddp_bucket_size=70, use_distributed_optimizer=True
-    )
-    half = Sent("_reduce_scatter_base_", (128,))
-    assert sent_during_two_micro_batches(config) == [[], [half, half], []]
+@pytest.mark.parametrize(
+    ("config", "announced", "expected"),
+    [
+        (OVERLAP, True, [[], [Sent("allreduce_", HALF)] * 2, []]),
+        (OVERLAP, False, [[], [], [Sent("allreduce_", HALF)] * 2]),
+        (DataParallelConfig(), True, [[], [], [Sent("allreduce_", (256,))]]),
+        (
+            replace(OVERLAP, use_distributed_optimizer=True),
+            True,
+            [[], [Sent("_reduce_scatter_base_", HALF)] * 2, []],
+        ),
+    ],
+)
+def test_buckets_are_sent_during_the_last_backward_with_overlap_else_afterwards(
+    config: DataParallelConfig, announced: bool, expected: list[list[Sent]]
+) -> None:
+    """In the first backward, in the last one, and in reduce_()."""
+    assert sent_during_two_micro_batches(config, announced=announced) == expected
 
 
 @pytest.mark.parametrize("used", [("second", "third"), ("fourth",), ()])
@@ -213,60 +203,3 @@ def test_micro_batches_are_summed_in_float32_even_if_ranks_exchange_bf16() -> No
     """256 + 1 + 1 is 258 in both; but bf16 would drop each 1 as it comes."""
     parts = [[256.0, 1.0, 1.0], [0.0]]
     assert reduced(2, DataParallelConfig(grad_reduce_in_bf16=True), parts) == [258.0]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        DataParallelConfig(),
-        OVERLAP,
-        DataParallelConfig(use_distributed_optimizer=True),
-        DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True),
-    ],
-    ids=["replicated", "overlap", "zero1", "zero1-overlap"],
-)
-def test_first_and_last_stage_add_the_gradients_of_a_tied_weight_and_count_it_once(
-    layout: DataParallelConfig,
-) -> None:
-    """Two stages, two data-parallel ranks each. Of different other parameters, so that a common
-    bucket would be cut elsewhere."""
-
-    def work(rank: int, world_size: int) -> Any:
-        config = ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo")
-        with parallel_state(config, seed=1) as parallel:
-            last = parallel.pp_rank == 1
-            model = Chain(tied="third", is_copy=last)
-            if last:
-                del model.first, model.second
-            optimizer = Optimizer(model, OptimizerConfig(), parallel, layout)
-            optimizer.sync_next_backward()
-            model(inputs(rank), ("third", "fourth") if last else NAMES).backward()
-            norm = optimizer.step(0.1).grad_norm.item()
-            optimizer.finish()
-            return norm, optimizer.params_norm().item(), model.third.detach().clone()
-
-    def expected(rank: int) -> dict[str, Tensor]:
-        model = Chain()
-        model(inputs(rank), ("third", "fourth") if rank >= 2 else NAMES).backward()
-        return {
-            name: parameter.grad
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-
-    grads = [expected(rank) for rank in range(4)]
-    parts = [
-        sum(grad["third"] for grad in grads),
-        *(grads[0][name] + grads[1][name] for name in ("first", "second", "fourth")),
-        grads[2]["fourth"] + grads[3]["fourth"],
-    ]
-    results = run_ranks(work, 4, detail=True)  # ranks that reduce other buckets are an error
-    start = Chain()
-    weights = torch.cat(
-        [start.first, start.second, start.third, start.fourth, start.fourth]
-    ).detach()
-    for norm, params_norm, third in results:
-        assert norm == pytest.approx(torch.cat(parts).norm().item(), rel=1e-5)
-        assert abs(params_norm / weights.norm().item() - 1.0) < 0.05  # one step later
-        assert torch.equal(third, results[0][2])
-    assert not torch.equal(results[0][2], start.third.detach())

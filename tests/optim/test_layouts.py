@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.config.optimizer_settings import LossScaleConfig
+from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.parallel.state import ParallelState
 from tests.support.equality import difference
@@ -20,7 +20,7 @@ from tests.support.ranks import run_ranks
 
 STEPS = 4
 # world size, TP size, sequence parallel, variant, steps, layouts, further options of the model
-MESHES = {
+MESHES: dict[str, tuple[Any, ...]] = {
     "dp2": (2, 1, False, "gpt2", STEPS, tuple(LAYOUTS), {}),
     "dp3": (
         3,
@@ -49,7 +49,15 @@ MESHES = {
         ("overlap", "zero1, overlap", "fsdp2"),
         {},
     ),
+    "muon-dp2": (2, 1, False, "llama", 3, ("replicated", "zero1, overlap", "fsdp2"), {}),
+    "muon-dp3": (3, 1, False, "gpt2", 3, ("zero1", "fsdp2"), {}),
+    "muon-tp2": (2, 2, False, "llama", 3, ("replicated",), {}),
+    "muon-dp2-tp2": (4, 2, True, "gpt2", 3, ("zero1", "fsdp2, memory-efficient"), {}),
 }
+# Newton-Schulz multiplies a rounding error by less than 1000.
+MUON = OptimizerConfig(
+    optimizer="muon", muon_fp32_matmul_prec="high", muon_nesterov=True, clip_grad=0.5
+)
 
 
 def train_everywhere(
@@ -71,7 +79,7 @@ def train_everywhere(
 @pytest.mark.parametrize(
     ("mesh", "dtype"),
     [
-        *only([(mesh, torch.float64) for mesh in MESHES], 0, 2),
+        *only([(mesh, torch.float64) for mesh in MESHES], 0, 2, 4, 6),
         pytest.param("dp2", torch.float32, marks=pytest.mark.long),
     ],
 )
@@ -80,7 +88,8 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
     turns the rounding noise of a gradient that is zero in exact arithmetic (a key's bias) into
     steps of full size."""
     world_size, tp_size, sequence_parallel, name, steps, layouts, options = MESHES[mesh]
-    options = {**options, "clip_grad": 0.5, "dtype": dtype}
+    rule = dict(settings=MUON) if mesh.startswith("muon") else dict(clip_grad=0.5)
+    options = {**options, **rule, "dtype": dtype}
     with tp_state(1) as parallel:
         expected = train(name, parallel, LAYOUTS["replicated"], steps=steps, **options)
     assert min(expected.grad_norms) > 0.5  # every step clips
@@ -111,8 +120,16 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
                     layout,
                     kind,
                 )
+            momentum = {
+                key: difference(state["momentum_buffer"], run.states[key]["momentum_buffer"])
+                for key, state in expected.states.items()
+                if "momentum_buffer" in state
+            }
+            assert bool(momentum) == mesh.startswith("muon")
+            assert max(momentum.values(), default=0.0) < 1e-9
 
 
+@pytest.mark.parametrize("rule", ["adam", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("world_size", "tp_size", "layouts"),
@@ -123,17 +140,20 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
     ],
 )
 def test_zero1_and_overlap_change_no_bit(
-    world_size: int, tp_size: int, layouts: tuple[str, ...], dtype: torch.dtype
+    world_size: int, tp_size: int, layouts: tuple[str, ...], dtype: torch.dtype, rule: str
 ) -> None:
     """Sums over two ranks are the same in every order. Over three they run in the same order where
     the buckets are as long. The norm is the root of a sum over other parts; without clipping it
     changes nothing."""
-    options = dict(dtype=dtype, sequence_parallel=tp_size > 1)
+    settings = OptimizerConfig(optimizer=rule, clip_grad=0.0)  # type: ignore[arg-type]
+    # The border of two parts cuts a matrix of llama.
+    name = "llama" if rule == "muon" else "gpt2"
+    options = dict(dtype=dtype, sequence_parallel=tp_size > 1, settings=settings)
     for of_rank in run_ranks(
         train_everywhere,
         world_size,
         tp_size,
-        "gpt2",
+        name,
         options,
         3,
         ("replicated", *layouts),
@@ -145,7 +165,7 @@ def test_zero1_and_overlap_change_no_bit(
             assert differing(replicated, run) == [], layout
             assert (run.losses, run.zeros) == (replicated.losses, replicated.zeros), layout
             assert run.grad_norms == pytest.approx(replicated.grad_norms, rel=1e-6)
-            assert (len(run.states["decoder.final_layernorm.bias"]) == 3) == (
+            assert (len(run.states["decoder.final_layernorm.weight"]) == 3) == (
                 dtype == torch.bfloat16
             )
 

@@ -187,25 +187,6 @@ def test_a_damaged_schedule_is_refused(changes, message):
         LrSchedule.from_plain({**dataclasses.asdict(schedule()), **changes})
 
 
-def test_lengths_given_in_samples_are_taken_as_they_are():
-    by_samples = schedule(num_iterations=10, batch_size=4, lr_decay_samples=37, lr_warmup_samples=5)
-    assert (by_samples.decay_samples, by_samples.warmup_samples) == (37, 5)
-    wsd = schedule(lr_decay_style="WSD", lr_wsd_decay_samples=7)
-    assert (wsd.decay_samples, wsd.wsd_samples) == (40, 7)
-
-
-def test_the_rate_depends_on_consumed_samples_only():
-    """Twice the batch in half the iterations: the same rates at the same samples."""
-    config = LrScheduleConfig(lr=1.0, lr_decay_style="cosine", lr_warmup_fraction=0.1)
-    small, large = (
-        LrSchedule.build(config, train_samples=40, batches=BatchSchedule.constant(batch))
-        for batch in (2, 4)
-    )
-    assert [small.at(consumed) for consumed in range(50)] == [
-        large.at(consumed) for consumed in range(50)
-    ]
-
-
 @pytest.mark.parametrize(
     "config, message",
     [

@@ -20,81 +20,11 @@ from megatron_lite.optim.muon_update import STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
 from megatron_lite.parallel.state import ParallelState
-from tests.optim.test_layouts import train_everywhere
-from tests.optim.test_muon import HIGH, MATRICES
+from tests.optim.test_muon import HIGH
 from tests.support.equality import difference
-from tests.support.layouts import LAYOUTS, differing, train
 from tests.support.models import tp_state
-from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
-
-
-@pytest.mark.parametrize(
-    ("world_size", "tp_size", "sequence_parallel", "name", "layouts"),
-    only(
-        [
-            (2, 1, False, "llama", ("replicated", "zero1, overlap", "fsdp2")),
-            (3, 1, False, "gpt2", ("zero1", "fsdp2")),
-            (2, 2, False, "llama", ("replicated",)),
-            (4, 2, True, "gpt2", ("zero1", "fsdp2, memory-efficient")),
-        ],
-        0,
-        2,
-    ),
-)
-def test_every_layout_trains_as_a_single_process(
-    world_size: int, tp_size: int, sequence_parallel: bool, name: str, layouts: tuple[str, ...]
-) -> None:
-    """Float64. Newton-Schulz multiplies a rounding error by less than 1000."""
-    options = dict(
-        dtype=torch.float64, settings=OptimizerConfig(**HIGH, muon_nesterov=True, clip_grad=0.5)
-    )  # type: ignore[arg-type]
-    with tp_state(1) as parallel:
-        expected = train(name, parallel, LAYOUTS["replicated"], steps=3, **options)
-    assert min(expected.grad_norms) > 0.5
-    for of_rank in run_ranks(
-        train_everywhere,
-        world_size,
-        tp_size,
-        name,
-        dict(options, sequence_parallel=sequence_parallel),
-        3,
-        layouts,
-        detail=False,
-    ):
-        for layout, run in of_rank.items():
-            assert run.losses == pytest.approx(expected.losses, rel=1e-10), layout
-            assert run.weights.keys() == expected.weights.keys()
-            for key, value in expected.weights.items():
-                is_matrix = key.endswith(MATRICES)
-                # AdamW turns the noise of a gradient that is 0 in exact arithmetic into more than
-                # its share.
-                assert difference(value, run.weights[key]) < (1e-10 if is_matrix else 1e-6), (
-                    layout,
-                    key,
-                )
-                if is_matrix:
-                    assert run.states[key].keys() == {"momentum_buffer"}
-                    assert (
-                        difference(
-                            expected.states[key]["momentum_buffer"],
-                            run.states[key]["momentum_buffer"],
-                        )
-                        < 1e-9
-                    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_zero1_changes_no_bit(dtype: torch.dtype) -> None:
-    """Momentum and directions are made element by element, and each rank orthogonalizes the same
-    whole matrices."""
-    options = dict(dtype=dtype, settings=OptimizerConfig(optimizer="muon", clip_grad=0.0))
-    layouts = ("replicated", "zero1", "zero1, overlap")
-    for of_rank in run_ranks(train_everywhere, 2, 1, "llama", options, 3, layouts, detail=False):
-        for layout in layouts[1:]:
-            assert differing(of_rank["replicated"], of_rank[layout]) == [], layout
-            assert of_rank[layout].piece_elements < of_rank["replicated"].piece_elements
 
 
 class Split(nn.Module):
@@ -158,10 +88,7 @@ def muon_run(config: RunConfig, **settings: Any) -> RunConfig:
 
 
 REPLICATED = DataParallelConfig()
-ZERO1, FSDP2 = (
-    DataParallelConfig(use_distributed_optimizer=True),
-    DataParallelConfig(use_torch_fsdp2=True),
-)
+ZERO1 = DataParallelConfig(use_distributed_optimizer=True)
 
 
 def _run(rank: int, world_size: int, config: RunConfig) -> None:
@@ -179,16 +106,8 @@ def _run(rank: int, world_size: int, config: RunConfig) -> None:
             dict(bf16=True),
             marks=pytest.mark.long,
         ),
-        pytest.param(2, {}, FSDP2, {}, marks=pytest.mark.long),
-        pytest.param(
-            2,
-            dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
-            REPLICATED,
-            dict(bf16=True),
-            marks=pytest.mark.long,
-        ),
     ],
-    ids=["fp16", "TP 2, ZeRO-1, bf16", "FSDP2", "PP 2, interleaved, bf16"],
+    ids=["fp16", "TP 2, ZeRO-1, bf16"],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(
     ranks: int,

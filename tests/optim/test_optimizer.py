@@ -253,16 +253,6 @@ def test_biases_and_vectors_do_not_decay_and_matrices_and_embeddings_do():
     }
 
 
-def test_params_norm_of_a_bf16_model_is_that_of_its_masters():
-    with tp_state(1) as parallel:
-        model = Plain(torch.bfloat16)
-        optimizer = Optimizer(model, OptimizerConfig(), parallel)
-        model.loss(0).backward()
-        optimizer.step(1e-4)
-    masters = torch.cat([state["master"].flatten() for state in optimizer.states.values()])
-    assert optimizer.params_norm().item() == pytest.approx(masters.norm().item(), rel=1e-6)
-
-
 def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
     """Every element of a fresh buffer is zero: as many as there are parameters, padding rows of the
     vocabulary included."""

@@ -7,10 +7,8 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec
 from tests.support.pairs import in_one_test
 
 PADDING = -1
@@ -75,11 +73,3 @@ def test_spans_say_where_each_row_stands(length, blocks, extra, tp_size):
 def test_a_dim_that_does_not_split_is_an_error(spec, tp_size, message):
     with pytest.raises(ValueError, match=message):
         spec.local_shape(tp_size)
-
-
-def test_a_forgotten_mark_is_an_error_that_names_the_shape():
-    spec = ParameterSpec(global_shape=(2, 3))
-    parameter = nn.Parameter(torch.zeros(2, 3))
-    with pytest.raises(TypeError, match=r"shape \(2, 3\) carries no ParameterSpec"):
-        spec_of(parameter)
-    assert spec_of(mark(parameter, spec)) is spec

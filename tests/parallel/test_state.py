@@ -18,37 +18,19 @@ from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 
-def test_a_two_by_two_mesh_puts_tensor_parallel_neighbours_next_to_each_other():
+def test_tensor_parallel_ranks_are_neighbours_in_the_mesh():
     def work(rank, world_size):
         with tp_state(2) as parallel:
-            ranks = [
-                dist.get_process_group_ranks(group)
-                for group in (parallel.tp_group, parallel.dp_group)
-            ]
-            return (
-                *ranks,
-                parallel.tp_rank,
-                parallel.dp_rank,
-                parallel.rank == rank,
-                parallel.world_size,
-            )
+            groups = (parallel.tp_group, parallel.dp_group)
+            places = (parallel.tp_rank, parallel.dp_rank, parallel.rank)
+            return *map(dist.get_process_group_ranks, groups), *places
 
     assert run_ranks(work, 4) == [
-        ([0, 1], [0, 2], 0, 0, True, 4),
-        ([0, 1], [1, 3], 1, 0, True, 4),
-        ([2, 3], [0, 2], 0, 1, True, 4),
-        ([2, 3], [1, 3], 1, 1, True, 4),
+        ([0, 1], [0, 2], 0, 0, 0),
+        ([0, 1], [1, 3], 1, 0, 1),
+        ([2, 3], [0, 2], 0, 1, 2),
+        ([2, 3], [1, 3], 1, 1, 3),
     ]
-
-
-def test_a_single_process_has_no_mesh_and_needs_no_torch_distributed():
-    with tp_state(1) as parallel:
-        assert not dist.is_initialized()
-        assert (parallel.mesh, parallel.tp_group, parallel.dp_group, parallel.world_group) == (
-            None,
-        ) * 4
-        assert (parallel.rank, parallel.world_size) == (0, 1)
-        assert parallel.all_agree(True) and not parallel.all_agree(False)
 
 
 def test_streams_follow_the_place_in_the_mesh():

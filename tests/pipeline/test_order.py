@@ -8,14 +8,7 @@ from fractions import Fraction
 
 import pytest
 
-from megatron_lite.pipeline.order import (
-    Action,
-    forwards_only,
-    in_flight,
-    keeping_all,
-    most_in_flight,
-    order,
-)
+from megatron_lite.pipeline.order import Action, in_flight, keeping_all, most_in_flight, order
 from tests.support.bubble import bubble
 
 LAYOUTS = [
@@ -127,14 +120,6 @@ def test_neighbours_send_in_the_order_in_which_they_receive():
                     if one.kind == kind and 0 <= one.chunk - offset < num_chunks
                 ]
                 assert sent == received
-
-
-def test_an_evaluation_has_the_forwards_of_a_step_in_their_order():
-    for size, num_chunks, microbatches in LAYOUTS:
-        for own in orders(size, num_chunks, microbatches):
-            assert [one for one in own if one.kind == "forward"] == forwards_only(
-                size=size, num_microbatches=microbatches, num_chunks=num_chunks
-            )
 
 
 @pytest.mark.parametrize(

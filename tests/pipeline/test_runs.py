@@ -19,7 +19,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.pipeline_memory import rank_memory, ticks
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.training.build_trainer import build_stages, build_trainer
+from megatron_lite.training.build_trainer import build_trainer
 from tests.support.models import whole_tensors
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
@@ -184,23 +184,3 @@ def test_a_rank_never_holds_more_than_with_the_micro_batches_that_are_priced(num
             tick.kept_bytes for tick in ticks(config, "cpu", rank=rank, num_microbatches=120)
         )
         assert rank_memory(config, "cpu", rank).held_bytes == longest
-
-
-def test_block_counts_the_layers_of_each_virtual_stage():
-    config = parse_args(
-        (SIZES + "--recompute-method block --recompute-granularity full").split()
-    ).config
-    config = in_layout(config, **INTERLEAVED)
-
-    def work(rank, world_size):
-        with parallel_state(config.parallel, seed=1) as parallel:
-            return [
-                ([*dict(chunk.decoder.layers.named_children())], str(chunk.decoder.plan))
-                for chunk in build_stages(config, parallel)
-            ]
-
-    policy = "0:full; 1:none"
-    assert run_ranks(work, 2) == [
-        [(["0", "1"], policy), (["4", "5"], policy)],
-        [(["2", "3"], policy), (["6", "7"], policy)],
-    ]

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from megatron_lite.checkpointing.other_systems import DIST_METADATA
 from megatron_lite.checkpointing.step_files import LATEST
@@ -56,7 +55,7 @@ from megatron_lite.convert.weights import (
     shard,
 )
 from megatron_lite.parallel.parameter_spec import ParameterSpec
-from megatron_lite.parallel.torch_internals import FakeTensorMode
+from megatron_lite.parallel.torch_internals import FakeTensorMode, tree_leaves
 
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
