@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-import torch
 
 from megatron_lite.config import operators
 from megatron_lite.description import linears
@@ -35,26 +34,6 @@ def results_are_counted_over_the_whole_process(patch: Patch) -> None:
     shared(patch)
 
 
-@replaces("Choice", ops)
-def every_second_begins_with_the_second(choice, names):
-    late = choice(names)
-    for name in names:
-        late.keeps(next(iter(operators.parse_entry(name).operators)))  # counts as the first
-    return late
-
-
-@replaces("save", ops.KeptResults)
-def kept_results_stay_with_torch(_, self):
-    pass
-
-
-@replaces("_reuse", ops.KeptResults)
-def a_replay_uses_the_results_up(reuse, self, place, args, kwargs):
-    result = reuse(self, place, args, kwargs)
-    self._kept[place] = self._kept.get(place) and torch.zeros(())
-    return result
-
-
 @replaces("replayed", Randomness)
 def random_numbers_go_on_in_the_replay(_, self):
     return nullcontext()
@@ -63,11 +42,6 @@ def random_numbers_go_on_in_the_replay(_, self):
 @replaces("recomputing", hooked)
 def a_replay_does_not_say_that_it_is_one(_):
     return nullcontext()
-
-
-@replaces("_check", ops)
-def draws_are_kept(_, operator, name, setting):
-    pass
 
 
 @replaces("_draws_dropout", ops)
@@ -90,11 +64,6 @@ def nobody_looks_whether_the_output_was_written_to(_, self):
     return self._packed.detach()
 
 
-@replaces("enter_tail", ops.KeptResults)
-def the_tail_is_run_again(_, self):
-    pass
-
-
 @replaces("_linear", linears)
 def the_list_forgets_that_sharded_linears_add_their_bias_apart(linear, bias):
     return linear(True)
@@ -114,31 +83,8 @@ MUTANTS = [
         test_ops.test_every_second_result_is_counted_anew_in_each_layer_and_each_forward,
     ),
     Mutant(
-        every_second_begins_with_the_second,
-        test_layer_operators.test_a_replay_adds_exactly_what_the_peak_says,
-        dict(variant="gpt2", policy="*:ops(matmul/2,attention,collective)"),
-    ),
-    Mutant(
-        kept_results_stay_with_torch,
-        test_ops.test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them,
-    ),
-    Mutant(
-        a_replay_uses_the_results_up,
-        test_ops.test_backward_may_run_twice_and_finds_the_kept_results_again,
-        error="the forward saved",
-    ),
-    Mutant(
         random_numbers_go_on_in_the_replay,
         test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is,
-    ),
-    Mutant(
-        a_replay_does_not_say_that_it_is_one,
-        test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is,
-    ),
-    Mutant(
-        draws_are_kept,
-        test_ops.test_operators_that_draw_random_numbers_are_refused,
-        dict(name="aten.bernoulli.p"),
     ),
     Mutant(
         attention_with_dropout_is_kept,
@@ -151,10 +97,6 @@ MUTANTS = [
         dict(sequence_parallel=False),
     ),
     Mutant(
-        collectives_write_in_place,
-        test_ops.test_the_layers_are_right_under_anybodys_selective_checkpoint,
-    ),
-    Mutant(
         nobody_looks_whether_a_result_was_written_to,
         test_ops.test_a_result_that_is_written_to_later_is_not_kept,
     ),
@@ -162,7 +104,6 @@ MUTANTS = [
         nobody_looks_whether_the_output_was_written_to,
         test_ops.test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward,
     ),
-    Mutant(the_tail_is_run_again, test_ops.test_the_result_of_the_last_matmul_is_not_kept),
     Mutant(
         the_list_forgets_that_sharded_linears_add_their_bias_apart,
         test_layer_operators.test_a_layers_operators_and_result_bytes_are_those_torch_dispatches,

@@ -8,23 +8,20 @@ test_region_mutants.py.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
 from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
-from megatron_lite.model import block, core_attention
+from megatron_lite.model import core_attention
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
 from megatron_lite.recompute import phase, randomness
-from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.tensor_parallel.rank_context import RankContext
-from tests.parallel import test_rng
 from tests.recompute import (
     test_checkpoint,
     test_equality,
@@ -72,26 +69,9 @@ def the_streams_stay_where_the_replay_left_them(_, self):
     yield
 
 
-@replaces("fork", RngStreams)
-@contextmanager
-def a_fork_inside_a_fork_starts_from_the_stored_state(_, self, name):
-    outer = self._get()
-    self._set(self._states[name])
-    yield
-    self._states[name] = self._get()
-    self._set(outer)
-
-
 @replaces("drawn_from", RngStreams)
 def a_redrawn_mask_comes_from_the_numbers_that_are_next(_, self, state):
     return nullcontext()
-
-
-@replaces("drawn_from", RngStreams)
-@contextmanager
-def redrawing_a_mask_moves_the_stream(_, self, state):
-    self._set(state)
-    yield
 
 
 @replaces("residual_stream", RankContext)
@@ -118,31 +98,6 @@ def the_last_shorter_unit_is_left_out(plan_stage, *args):
     )
 
 
-def layers_are_counted_over_all_forwards_of_the_process(patch: Patch) -> None:
-    forwards = itertools.count()
-
-    @replaces("run_layers", block)
-    def counting(run_layers, plan: RecomputePlan, *args, **facts):
-        start = next(forwards) % plan.num_layers
-        moved = plan.segments[start:] + plan.segments[:start]
-        plan = RecomputePlan(
-            tuple(dataclasses.replace(part, first_layer=place) for place, part in enumerate(moved))
-        )
-        return run_layers(plan, *args, **facts)
-
-    counting(patch)
-
-
-@replaces("run", regions.Regions)
-def regions_capture_their_arguments(_, self, name, function, first, *others, skip_tail=False):
-    self._called.add(name)
-    return (
-        regions.checkpoint(lambda tensor: function(tensor, *others, skip_tail), first, rng=self.rng)
-        if name in self.rebuilt
-        else function(first, *others, skip_tail)
-    )
-
-
 @replaces("_whole_input", engine)
 def parts_are_gathered_in_the_wrong_order(whole_input, ctx, shard):
     return whole_input(ctx, shard).roll(1, 0)
@@ -161,11 +116,6 @@ def the_gather_ahead_is_of_this_units_part(whole_input, ctx, shard):
         ctx.call.previous.gather.wait()
         ctx.call.previous.gather = mine
     return whole
-
-
-@replaces("_whole_input", engine)
-def nothing_is_gathered_ahead(_, ctx, shard):
-    return engine.start_all_gather_first_dim(shard, ctx.call.split_group).wait().view(ctx.shape)
 
 
 def the_callers_tensor_becomes_its_part(patch: Patch) -> None:
@@ -187,16 +137,6 @@ def the_callers_tensor_becomes_its_part(patch: Patch) -> None:
         part(patch)
 
 
-@replaces("split_for_rank", engine)
-def the_part_is_a_view_of_the_whole(_, tensor, group):
-    return tensor.detach().reshape(group.size(), -1)[group.rank()]
-
-
-@replaces("is_grad_enabled", torch)
-def evaluation_goes_through_the_function_too(_):
-    return True
-
-
 @replaces("autocast_states", engine)
 def autocast_is_forgotten(_, kinds):
     return []
@@ -210,15 +150,6 @@ def there_is_no_anchor(apply, call, anchor, *values):
 @replaces("_not_a_parameter", engine)
 def parameters_are_returned_as_they_are(_, value):
     return value
-
-
-@replaces("apply", engine._Receive)
-def gradients_are_read_off_a_leaf(_, received, places, *leaves):
-    for place, leaf in zip(places, leaves, strict=True):
-        leaf.register_post_accumulate_grad_hook(
-            lambda full, place=place: received.__setitem__(place, full.grad)
-        )
-    return leaves
 
 
 class _Switch(threading.local):
@@ -238,19 +169,6 @@ class _Switch(threading.local):
 @replaces("_phase", phase)
 def the_phase_is_a_switch(_):
     return _Switch()
-
-
-def an_exception_leaves_the_phase_on(patch: Patch) -> None:
-    @replaces("recomputing", engine)
-    @contextmanager
-    def without_finally(_):
-        phase._phase.depth = 1
-        yield
-        phase._phase.depth = 0
-
-    # The end of the test must end the phase, which the fault leaves on.
-    patch.setattr(phase._phase, "depth", 0, raising=False)
-    without_finally(patch)
 
 
 @replaces("recomputing", engine)
@@ -311,15 +229,6 @@ MUTANTS = [
         STREAMS_UNMOVED,
         dict(recompute=test_randomness.UNITS_OF_TWO),
     ),
-    Mutant(
-        redrawing_a_mask_moves_the_stream,
-        STREAMS_UNMOVED,
-        dict(recompute=test_randomness.POINTWISE),
-    ),
-    Mutant(
-        a_fork_inside_a_fork_starts_from_the_stored_state,
-        test_rng.test_a_fork_inside_a_fork_of_the_same_name_goes_on_with_that_stream,
-    ),
     Mutant(nothing_is_restored, EQUAL, gpt_with("uniform 1")),
     Mutant(nothing_is_restored, EQUAL, gpt_with("core_attn")),
     # Residual masks are the TP ranks' own under sequence parallelism and shared without it,
@@ -358,28 +267,13 @@ MUTANTS = [
             segments=[test_schedule.unit(0, 2), test_schedule.unit(2, 2), test_schedule.unit(4)],
         ),
     ),
-    Mutant(
-        layers_are_counted_over_all_forwards_of_the_process,
-        test_runner.test_which_layers_run_again_depends_on_their_place_in_the_stage_alone,
-    ),
-    Mutant(
-        regions_capture_their_arguments,
-        test_runner.test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward,
-        dict(recompute=test_runner.REGIONS),
-    ),
     # Split inputs.
     Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=False)),
     Mutant(parts_are_gathered_in_the_wrong_order, SPLIT),
     Mutant(parts_are_gathered_in_the_wrong_order, EQUAL, gpt_with("uniform 2 split")),
     Mutant(the_gather_ahead_is_of_this_units_part, SPLIT),
-    Mutant(nothing_is_gathered_ahead, SPLIT),
-    Mutant(the_part_is_a_view_of_the_whole, SPLIT),
     # In and out of the Function.
-    Mutant(
-        evaluation_goes_through_the_function_too,
-        test_checkpoint.test_where_gradients_are_off_nothing_is_kept_and_the_result_is_direct,
-    ),
     Mutant(autocast_is_forgotten, test_checkpoint.test_a_replay_sees_the_autocast_of_its_forward),
     Mutant(
         autocast_is_forgotten,
@@ -396,19 +290,7 @@ MUTANTS = [
         dict(frozen="embeddings", recompute=test_runner.UNITS_OF_TWO),
     ),
     Mutant(parameters_are_returned_as_they_are, test_checkpoint.test_a_parameter_may_be_returned),
-    Mutant(
-        gradients_are_read_off_a_leaf,
-        test_checkpoint.test_a_gradient_is_handed_on_in_the_layout_that_backward_gave_it,
-    ),
     Mutant(the_phase_is_a_switch, test_checkpoint.test_the_phase_nests_and_belongs_to_its_thread),
-    Mutant(
-        an_exception_leaves_the_phase_on,
-        test_checkpoint.test_a_replay_knows_that_it_is_one_and_ends_by_an_exception_too,
-    ),
-    Mutant(
-        a_replay_does_not_say_that_it_is_one,
-        test_checkpoint.test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards,
-    ),
     Mutant(
         inputs_are_kept_on_the_context,
         test_checkpoint.test_what_is_kept_can_be_moved_away_and_brought_back,

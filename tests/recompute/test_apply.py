@@ -138,13 +138,6 @@ def test_a_verified_replay_that_differs_names_the_layer(monkeypatch: pytest.Monk
         loss.backward()
 
 
-def test_the_layers_of_a_dictionary_are_counted_in_its_order() -> None:
-    model = nn.Module()
-    model.blocks = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("b", "a", "c")})
-    apply_policy_(model, layers_fqn="blocks", policy="1:full")
-    assert ["forward" in layer.__dict__ for layer in model.blocks.values()] == [False, True, False]
-
-
 @pytest.mark.parametrize(
     ("fqn", "text", "message"),
     [
@@ -198,25 +191,6 @@ def test_the_layers_of_a_sequential_have_a_policy() -> None:
     (plain_bytes, plain), (num_bytes, grads) = step(None), step("every-2:full")
     assert num_bytes < plain_bytes and len(grads) == 12
     assert all(map(torch.equal, plain, grads))
-
-
-def test_the_error_lists_only_the_outermost_lists() -> None:
-    model = nn.Module()
-    model.body = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
-    with pytest.raises(ValueError, match="its lists of modules are body$"):
-        apply_policy_(model, layers_fqn="h", policy="*:full")
-    with pytest.raises(ValueError, match=r"modules are '' \(the model itself\), 0, 1.body$"):
-        apply_policy_(
-            nn.Sequential(nn.Sequential(nn.ReLU()), model), layers_fqn="h", policy="*:full"
-        )
-
-
-def test_a_warning_shows_the_line_of_the_users_program() -> None:
-    model = gpt2()
-    apply_policy_(model, layers_fqn="transformer.h", policy="*:full")
-    with pytest.warns(UserWarning, match="keep no keys and values") as caught:
-        model(input_ids=TOKENS, labels=TOKENS)
-    assert [warning.filename for warning in caught] == [__file__]
 
 
 class Chain(nn.Module):

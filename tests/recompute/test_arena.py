@@ -231,22 +231,6 @@ def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits() -> N
     assert in_use(model) == 0
 
 
-def test_without_gradients_there_is_no_arena() -> None:
-    model = alone("*:full")
-    with torch.no_grad():
-        model.loss(*sample_tokens())
-    assert model.decoder.stores.storages() == set()
-
-
-def test_an_evaluation_between_forward_and_backward_takes_no_slot() -> None:
-    model = alone("*:full")
-    loss = model.loss(*sample_tokens()).mean()
-    with torch.no_grad():
-        model.loss(*sample_tokens(4))
-    assert in_use(model) == NUM_LAYERS * INPUT
-    loss.backward()
-
-
 def test_a_graph_that_is_dropped_without_a_backward_gives_its_slots_back_at_once() -> None:
     model = alone("*:full")
     gc.disable()
@@ -284,17 +268,6 @@ def test_an_exception_gives_the_slots_back(in_backward: bool) -> None:
     assert equal(step(model), step(plain))
 
 
-def test_two_backwards_through_a_retained_graph_equal_those_without() -> None:
-    def outcome(model: GPTModel) -> list[Tensor]:
-        model.context.rng.restore(RngStreams(CPU, seed=5).snapshot())
-        loss = model.loss(*sample_tokens()).mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
-
-    assert equal(outcome(alone("*:full")), outcome(alone("*:none", contiguous=False)))
-
-
 def test_the_input_of_a_unit_is_freed() -> None:
     """It is a copy that is kept."""
     inputs: list[weakref.ref[torch.UntypedStorage]] = []
@@ -328,20 +301,3 @@ def test_slots_are_disjoint_aligned_and_the_smallest_that_fits() -> None:
     assert int(arena.take(530).memory.storage_offset()) == 2048
     with pytest.raises(RuntimeError, match="the input of a unit has 1537 bytes"):
         arena.take(1537)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {},
-        dict(recompute_granularity="selective"),
-        dict(recompute_policy="*:none@host"),
-        dict(recompute_policy="0:pointwise; *:core_attn"),
-    ],
-)
-def test_the_flag_needs_a_unit(flags: dict[str, Any]) -> None:
-    with pytest.raises(
-        ValueError,
-        match=f"^{FLAG} is for the inputs of layers that are recomputed whole, and none is",
-    ):
-        RecomputeConfig(contiguous_saved_activations=True, **flags)

@@ -55,22 +55,6 @@ def test_every_backward_sees_the_numbers_of_the_forward(rng: RngStreams, times: 
     )
 
 
-@pytest.mark.parametrize("current", [DEFAULT, TENSOR_PARALLEL])
-def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng: RngStreams, current: str) -> None:
-    def run(recompute: bool):  # type: ignore[no-untyped-def]
-        def forward(hidden: Tensor, weight: Tensor) -> Tensor:
-            with rng.fork(current):
-                return (
-                    checkpoint(noisy, rng, hidden, weight, rng=rng)
-                    if recompute
-                    else noisy(rng, hidden, weight)
-                )
-
-        return forward
-
-    assert_equal(grads(rng, run(True)), grads(rng, run(False)))
-
-
 def test_backward_leaves_the_streams_as_it_found_them(rng: RngStreams) -> None:
     hidden = torch.ones(4, 6, requires_grad=True)
     output = checkpoint(noisy, rng, hidden, WEIGHT, rng=rng)
@@ -143,12 +127,6 @@ def test_a_parameter_may_be_returned(rng: RngStreams) -> None:
     assert linear.bias.is_leaf
     (output.sum() + bias.sum()).backward()
     assert torch.equal(linear.bias.grad, torch.full((2,), 5.0))
-
-
-def test_without_gradients_the_function_just_runs(rng: RngStreams) -> None:
-    with torch.no_grad():
-        output = checkpoint(noisy, rng, torch.ones(4, 6), WEIGHT, rng=rng)
-    assert output.grad_fn is None
 
 
 def test_a_replay_knows_that_it_is_one_and_ends_by_an_exception_too(rng: RngStreams) -> None:
@@ -300,16 +278,6 @@ def test_where_gradients_are_off_nothing_is_kept_and_the_result_is_direct(
             )  # type: ignore[arg-type]
 
 
-def test_the_phase_nests_and_belongs_to_its_thread() -> None:
-    with recomputing():
-        with pytest.raises(ArithmeticError), recomputing():
-            raise ArithmeticError
-        assert is_recomputing()
-        with ThreadPoolExecutor(1) as pool:
-            assert not pool.submit(is_recomputing).result()
-    assert not is_recomputing()
-
-
 def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(
     rng: RngStreams,
 ) -> None:
@@ -326,6 +294,52 @@ def test_a_side_effect_happens_once_also_in_nested_units_and_with_two_backwards(
     output.backward(retain_graph=True)
     output.backward()
     assert (len(runs), len(counted)) == (2 + 2 * 3, 2)
+
+
+def test_a_complex_output_has_its_gradient(rng: RngStreams) -> None:
+    """Only outputs that cannot have one are marked as such."""
+    x = torch.arange(6.0)
+    expected, actual = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.fft.rfft(expected).abs().sum().backward()
+    checkpoint(torch.fft.rfft, actual, rng=rng).abs().sum().backward()
+    assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
+
+
+def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(
+    rng: RngStreams,
+) -> None:
+    """The backward of a replay reaches every parameter: `torch.autograd.grad` would fill their
+    .grad behind the caller's back."""
+    linear, x = torch.nn.Linear(6, 6), torch.ones(3, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"without `inputs`"):
+        torch.autograd.grad(checkpoint(linear, x, rng=rng).sum(), [x])
+    assert linear.weight.grad is None
+
+
+@pytest.mark.parametrize("current", [DEFAULT, TENSOR_PARALLEL])
+def test_a_unit_inside_an_open_fork_replays_in_that_stream(rng: RngStreams, current: str) -> None:
+    def run(recompute: bool):  # type: ignore[no-untyped-def]
+        def forward(hidden: Tensor, weight: Tensor) -> Tensor:
+            with rng.fork(current):
+                return (
+                    checkpoint(noisy, rng, hidden, weight, rng=rng)
+                    if recompute
+                    else noisy(rng, hidden, weight)
+                )
+
+        return forward
+
+    assert_equal(grads(rng, run(True)), grads(rng, run(False)))
+
+
+def test_the_phase_nests_and_belongs_to_its_thread() -> None:
+    with recomputing():
+        with pytest.raises(ArithmeticError), recomputing():
+            raise ArithmeticError
+        assert is_recomputing()
+        with ThreadPoolExecutor(1) as pool:
+            assert not pool.submit(is_recomputing).result()
+    assert not is_recomputing()
 
 
 def test_what_is_kept_can_be_moved_away_and_brought_back(rng: RngStreams) -> None:
@@ -348,23 +362,3 @@ def test_what_is_kept_can_be_moved_away_and_brought_back(rng: RngStreams) -> Non
     assert_equal(
         [output.detach(), leaf.grad, weight.grad], grads(rng, lambda h, w: noisy(rng, h, w))
     )
-
-
-def test_a_complex_output_has_its_gradient(rng: RngStreams) -> None:
-    """Only outputs that cannot have one are marked as such."""
-    x = torch.arange(6.0)
-    expected, actual = x.clone().requires_grad_(), x.clone().requires_grad_()
-    torch.fft.rfft(expected).abs().sum().backward()
-    checkpoint(torch.fft.rfft, actual, rng=rng).abs().sum().backward()
-    assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
-
-
-def test_a_backward_for_chosen_inputs_is_refused_before_it_writes_a_gradient(
-    rng: RngStreams,
-) -> None:
-    """The backward of a replay reaches every parameter: `torch.autograd.grad` would fill their
-    .grad behind the caller's back."""
-    linear, x = torch.nn.Linear(6, 6), torch.ones(3, 6, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"without `inputs`"):
-        torch.autograd.grad(checkpoint(linear, x, rng=rng).sum(), [x])
-    assert linear.weight.grad is None

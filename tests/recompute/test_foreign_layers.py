@@ -37,12 +37,6 @@ def test_every_way_to_train_gives_the_gradients_of_the_plain_model(situation: st
     )
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", LAYERS)
-def test_verify_finds_nothing_to_object_to(name: str) -> None:
-    assert faults(name, "*:full", verify=True) == []
-
-
 @pytest.mark.parametrize("name", UNSEEN)
 def test_verify_finds_a_replay_that_draws_or_counts_otherwise(name: str) -> None:
     """Unless the engine puts that state back, too, and all is equal."""
@@ -213,26 +207,3 @@ def test_a_policy_can_be_taken_off_and_another_put_on(text: str) -> None:
 
     assert differences(train(foreign), train(foreign, prepare=put_and_taken)) == []
     assert differences(train(foreign), train(foreign, prepare=and_again)) == []
-
-
-@pytest.mark.parametrize(
-    "text", ["9:full", "3-4:full", "every-9+8:full", "stage3/0:full", "stage1/*:full; *:none"]
-)
-def test_a_policy_that_names_what_is_not_there_is_refused_in_the_words_of_the_call(
-    text: str,
-) -> None:
-    model = LAYERS["a tensor"].build()
-    with pytest.raises(ValueError) as raised:
-        apply_policy_(model, layers_fqn="blocks", policy=text)
-    message = str(raised.value)
-    assert "--" not in message and re.search("does not exist|names no layer", message)
-    assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-@pytest.mark.parametrize(
-    "text", ["*:ful", "*:mlp", "*:ops(aten.mmm.default)", "*:ops(aten.add_.Tensor)", "*:full/2", ""]
-)
-def test_no_error_speaks_of_a_flag_to_a_python_caller(text: str) -> None:
-    with pytest.raises(ValueError) as raised:
-        apply_policy_(LAYERS["a tensor"].build(), layers_fqn="blocks", policy=text)
-    assert "--" not in str(raised.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 from collections.abc import Callable
 
@@ -196,16 +195,6 @@ def test_a_layer_may_name_its_arguments_as_the_engine_does(policy: str) -> None:
     )
 
 
-def test_a_policy_can_be_taken_off_and_put_on_again() -> None:
-    model = Model(Block)
-    forward = model.layers[2].forward = model.layers[2].forward  # another library's wrapper
-    apply_policy_(model, layers_fqn="layers", policy="*:full")
-    assert remove_policy_(model) == 3 and remove_policy_(model) == 0
-    assert "forward" not in vars(model.layers[0]) and vars(model.layers[2])["forward"] == forward
-    apply_policy_(model, layers_fqn="layers", policy="0:ops(matmul)")
-    assert remove_policy_(model) == 1
-
-
 def test_a_graph_outlives_its_policy() -> None:
     def taken_off(model: nn.Module) -> list[Tensor]:
         loss = model(batches()[0])
@@ -307,14 +296,3 @@ def test_other_errors_in_a_layer_are_its_own() -> None:
         and torch.equal(torch.get_rng_state(), state)
         and vars(model.layers[1]) == attributes
     )
-
-
-def test_a_model_with_a_policy_is_saved_and_loaded_by_its_state() -> None:
-    model, other = Model(Norms), Model(Norms)
-    apply_policy_(model, layers_fqn="layers", policy="*:full@host")
-    model(batches()[0]).backward()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert_equal([*other.state_dict().values()], [*model.state_dict().values()])

@@ -231,15 +231,3 @@ def test_a_policy_that_cannot_apply_is_refused_in_the_words_of_this_api(
     with pytest.raises(ValueError, match=message) as raised:
         apply_policy_(model, layers_fqn="layers", policy=policy)
     assert "--recompute-policy" not in str(raised.value) and remove_policy_(model) == 0
-
-
-def test_a_rule_that_says_more_than_it_does_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match="policy for layers '0-31:full'"):
-        apply_policy_(Model(Block), layers_fqn="layers", policy="0-31:full")
-
-
-def test_a_list_without_layers_is_refused() -> None:
-    model = nn.Module()
-    model.layers = nn.ModuleList()
-    with pytest.raises(ValueError, match="'layers' is empty"):
-        apply_policy_(model, layers_fqn="layers", policy="*:full")

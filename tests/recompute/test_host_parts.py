@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from arguments import parse_args
-from megatron_lite.config.notices import notices
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.regions import MEGATRON_PARTS, PARTS
+from megatron_lite.config.regions import PARTS
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 
@@ -40,10 +37,6 @@ POLICIES = {
 )
 def test_megatrons_flags_are_policies(flags: dict[str, Any], policy: str) -> None:
     assert str(RecomputeConfig(**flags).policy) == policy
-
-
-def test_megatrons_names_are_parts() -> None:
-    assert set(MEGATRON_PARTS) < set(PARTS)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +72,3 @@ def test_a_part_moves_what_its_module_saves_first_and_nothing_else(
         stay = {name: size for name, size in plain.items() if name not in modules}
         assert {name: size for name, size in with_parts.items() if size} == stay
         assert torch.is_grad_enabled() and model.decoder.stores.host_bytes == 0
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--recompute-policy", "0:none@host(mlp_norm+core_attn); *:none@host(attn_norm)"],
-        ["--fine-grained-activation-offloading", "--offload-modules", "attn_norm", "mlp_norm"],
-    ],
-)
-def test_a_notice_names_the_norms_that_a_layer_does_not_have(flags: list[str]) -> None:
-    found = []
-    for position in ("after", "before"):
-        config = parse_args([*SMALL_RUN, *MOCK, *flags, "--norm-position", position]).config
-        found.append(
-            [one.split()[0] for one in notices(config, "recompute") if "in host memory" in one]
-        )
-    assert found == [["attn_norm", "mlp_norm"], []]

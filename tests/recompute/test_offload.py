@@ -34,7 +34,6 @@ from tests.support.offload import (
     equal,
     step,
 )
-from tests.support.storages import addresses
 
 Layer = Callable[..., Tensor]
 
@@ -127,20 +126,6 @@ def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng: RngStreams) -
             grads_of(layer, "*:none", rng, CopyStreams()),
         )
         and copy_streams.faults == []
-    )
-
-
-def test_a_storage_that_was_written_to_between_two_saves_goes_twice(rng: RngStreams) -> None:
-    """torch allows it where the first save is not read."""
-
-    def layer(hidden: Tensor, _: Regions) -> Tensor:
-        y = hidden * 1
-        y.square()
-        return y.add_(1.0).square()
-
-    assert equal(
-        grads_of(layer, "*:none@host", rng, CopyStreams()),
-        grads_of(layer, "*:none", rng, CopyStreams()),
     )
 
 
@@ -285,75 +270,6 @@ def test_what_a_layer_kept_comes_back_before_the_layers_backward_in_its_order(
     output.sum().backward()
     rows = [size // 4 for _, size in copy_streams.events]
     assert rows == [10, 5, 6, 3, 4, 2]
-
-
-def test_a_buffer_goes_back_when_its_last_reader_is_done(rng: RngStreams) -> None:
-    stores = Stores(CPU)
-    in_use: list[int] = []
-
-    def layer(hidden: Tensor, _: Regions) -> Tensor:
-        for _ in range(3):
-            hidden = hidden.tanh()  # keeps its output
-            hidden.register_hook(lambda _: in_use.append(stores.host_bytes))
-        return hidden * 1
-
-    output = run_layers(
-        plan_stage(config_of("*:none@host"), 1),
-        [layer],
-        torch.ones(5, requires_grad=True),
-        rng=rng,
-        tp_group=None,
-        stores=stores,
-    )
-    output.sum().backward()
-    assert in_use == [60, 40, 20]
-
-
-def test_hooks_outside_get_what_stays_and_nothing_that_was_moved(rng: RngStreams) -> None:
-    weight = nn.Parameter(torch.ones(4, 4))
-    module = nn.Module()
-    module.weight = weight
-    module.forward = lambda hidden, _: (hidden @ weight).tanh()
-    seen: list[Tensor] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen.append(tensor)
-        return tensor.detach()
-
-    leaf = torch.ones(6, 4, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = run_layers(
-            plan_stage(config_of("*:none@host"), 1), [module], leaf * 1, rng=rng, tp_group=None
-        )
-        inside = list(seen)
-        output.square()
-    # the square's
-    assert addresses(inside) == addresses([weight]) and len(seen) == len(inside) + 1
-    output.sum().backward()
-    assert leaf.grad is not None
-
-
-def test_a_lent_tensor_is_neither_moved_nor_kept(rng: RngStreams) -> None:
-    copy_streams, stores = Noting(), Stores(CPU)
-    stores.copy_streams = copy_streams
-
-    def layer(hidden: Tensor, regions: Regions) -> Tensor:
-        return regions.run_discarding("layernorm", torch.tanh, hidden).square()
-
-    leaf = torch.ones(6, 4, requires_grad=True)
-    output = run_layers(
-        plan_stage(config_of("*:layernorm@host"), 1),
-        [layer],
-        leaf * 1,
-        rng=rng,
-        tp_group=None,
-        stores=stores,
-    )
-    assert copy_streams.events == [("out", 6 * 4 * 4)]  # tanh's input, not the discarded result
-    output.sum().backward()
-    assert torch.allclose(
-        leaf.grad, 2 * torch.tanh(torch.ones(6, 4)) * (1 - torch.tanh(torch.ones(6, 4)) ** 2)
-    )
 
 
 def test_the_model_may_itself_run_in_a_checkpoint(rng: RngStreams) -> None:

@@ -18,7 +18,6 @@ import torch
 import torch._dynamo
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.operators import GROUPS, IN_GROUPS
@@ -29,7 +28,6 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute import ops
 from megatron_lite.recompute.hooked import rebuild_saved
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.ops import KeptResults, find_operators
@@ -37,15 +35,8 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.verify import RecomputeMismatch
-from megatron_lite.tensor_parallel import linear
 from tests.support.collectives import recorded_collectives
-from tests.support.models import (
-    build_tiny_model,
-    loss_and_grads,
-    sample_tokens,
-    tiny_config,
-    tp_state,
-)
+from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.storages import addresses
 
@@ -148,17 +139,6 @@ def test_without_tail_skip_the_whole_layer_runs_again_and_its_last_matmul_is_kep
         assert backward.replayed(("addmm",))["addmm"] == NUM_LAYERS * addmms
 
 
-def test_without_bias_a_linear_is_another_operator_of_the_same_group() -> None:
-    loss = (
-        build("*:ops(matmul)", attention_backend="unfused", add_bias_linear=False)
-        .loss(*sample_tokens())
-        .mean()
-    )
-    with Dispatched() as backward:
-        loss.backward()
-    assert backward.replayed(MATMULS) == {}
-
-
 def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() -> None:
     """A counter of the process would keep other results in the next layer, micro-batch or model."""
     for model in (
@@ -174,20 +154,6 @@ def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() ->
                 loss.backward()
             assert backward.replayed(("addmm",)) == {"addmm": NUM_LAYERS}
         assert kept[0] == kept[1]
-
-
-def test_the_result_of_the_last_matmul_is_not_kept() -> None:
-    """Backward reads no layer's output. Bytes of a layer's fc2: s b h float32, by the sizes of the
-    model and its sample."""
-    kept = []
-    for tail_skip in (True, False):
-        model = build("*:ops(matmul)", tail_skip=tail_skip, attention_backend="flash")
-        with kept_for_backward(exclude=model.parameters()) as meter:
-            loss = model.loss(*sample_tokens()).mean()
-        kept.append(meter.total_bytes())
-        del loss
-    output = sample_tokens()[0].numel() * model.config.hidden_size * 4
-    assert kept[1] - kept[0] == NUM_LAYERS * output
 
 
 # Collectives
@@ -251,19 +217,6 @@ def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
         assert by_name == {name: NUM_LAYERS * count for name, count in again.items()}
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_no_collective_that_writes_in_place_runs_where_results_are_kept(
-    sequence_parallel: bool,
-) -> None:
-    """What it returns is no tensor, and what it writes is not seen: kept or not, it would spoil
-    what was kept before it."""
-    for _, watched, _ in run_ranks(
-        collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False
-    ):
-        assert any(name.startswith("_c10d_functional.") for name in watched)
-        assert not [name for name in watched if name.startswith("c10d.")]
-
-
 def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
     def work(rank: int, world_size: int) -> None:
         with tp_state(world_size) as parallel:
@@ -278,54 +231,6 @@ def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
         run_ranks(work, 2, detail=False)
 
 
-def test_with_collectives_in_place_a_result_that_they_write_to_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Why they are functional: the sum after proj overwrites the kept matmul. A replay computes
-    such a matmul again."""
-
-    def work(rank: int, world_size: int) -> None:
-        with tp_state(world_size) as parallel:
-            loss_and_grads(build("*:ops(matmul)", parallel=parallel), parallel, micro_batches=1)
-
-    for module in (collectives, linear):
-        monkeypatch.setattr(module, "results_may_be_kept", lambda: False)
-    run_ranks(work, 2, detail=False)
-
-
-def gradients_under_a_foreign_checkpoint(rank: int, world_size: int) -> list[bool]:
-    """Of a sharded linear under torch's own selective checkpoint, put around it by somebody else,
-    and of the same without."""
-    names = [torch.ops.aten.mm.default, torch.ops._c10d_functional.all_reduce.default]
-    found = []
-    with tp_state(world_size) as parallel:
-        for wrap in (False, True):
-            model = build("*:none", parallel=parallel)
-            linear = model.decoder.layers[0].mlp.linear_fc2
-            leaf = torch.linspace(-1, 1, 6 * linear.weight.shape[1]).view(3, 2, -1).requires_grad_()
-
-            def run(x: Tensor, linear: Any = linear) -> Tensor:
-                return linear(x.sin()).cos()
-
-            output = (
-                checkpoint(
-                    run,
-                    leaf,
-                    use_reentrant=False,
-                    context_fn=partial(create_selective_checkpoint_contexts, names),
-                )
-                if wrap
-                else run(leaf)
-            )
-            output.square().sum().backward()
-            found.append((leaf.grad, linear.weight.grad, linear.bias.grad))
-    return [torch.equal(one, other) for one, other in zip(*found, strict=True)]
-
-
-def test_the_layers_are_right_under_anybodys_selective_checkpoint() -> None:
-    assert run_ranks(gradients_under_a_foreign_checkpoint, 2, detail=False) == [[True] * 3] * 2
-
-
 # What cannot be kept
 
 
@@ -335,32 +240,6 @@ def test_the_layers_are_right_under_anybodys_selective_checkpoint() -> None:
 def test_operators_that_draw_random_numbers_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"{name}.*draws random numbers"):
         find_operators((name,))
-
-
-def test_keeping_a_draw_would_give_wrong_gradients_without_an_error(
-    rng: RngStreams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Why they are refused: the replay skips the first draw, and the second one then gets its
-    numbers."""
-
-    def two_draws(x: Tensor) -> Tensor:
-        kept, repeated = (torch.native_dropout(x.sin(), 0.5, True)[0] for _ in range(2))
-        return (kept.exp() * repeated.exp()).sum()
-
-    def gradient() -> Tensor:
-        leaf = torch.linspace(0.1, 1.0, 64).requires_grad_()
-        with rng.drawn_from(state):
-            results = KeptResults(("aten.native_dropout.default/2",), skip_tail=True)
-            rebuild_saved(two_draws, leaf, results=results, rng=rng).backward()
-        return leaf.grad
-
-    state, leaf = rng.state(), torch.linspace(0.1, 1.0, 64).requires_grad_()
-    with rng.drawn_from(state):
-        two_draws(leaf).backward()
-    with pytest.raises(InputError):
-        gradient()
-    monkeypatch.setattr(ops, "_check", lambda operator, name, setting: None)
-    assert not torch.equal(gradient(), leaf.grad)
 
 
 @pytest.mark.parametrize(
@@ -490,17 +369,6 @@ def test_a_replay_restores_streams_and_autocast_and_says_what_it_is(rng: RngStre
     assert all(torch.equal(before.states[name], after.states[name]) for name in before.states)
 
 
-def test_where_gradients_are_off_the_layer_runs_without_a_checkpoint(rng: RngStreams) -> None:
-    with torch.no_grad():
-        output = rebuild_saved(
-            lambda x: (x * 2, collectives.results_may_be_kept()),
-            torch.ones(2, requires_grad=True),
-            results=KeptResults(("matmul",), skip_tail=True),
-            rng=rng,
-        )
-    assert output[1] is False and not output[0].requires_grad
-
-
 def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng: RngStreams) -> None:
     @contextmanager
     def failing_in_replays() -> Iterator[None]:
@@ -581,3 +449,16 @@ def test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them(
     assert len(packed) == 2 + 2 + 2  # the inputs, the states of two streams, two products
     output.sum().backward()
     assert {id(one) for one in unpacked} == {id(one) for one in packed}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_no_collective_that_writes_in_place_runs_where_results_are_kept(
+    sequence_parallel: bool,
+) -> None:
+    """What it returns is no tensor, and what it writes is not seen: kept or not, it would spoil
+    what was kept before it."""
+    for _, watched, _ in run_ranks(
+        collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False
+    ):
+        assert any(name.startswith("_c10d_functional.") for name in watched)
+        assert not [name for name in watched if name.startswith("c10d.")]

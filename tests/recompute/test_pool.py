@@ -3,7 +3,6 @@ none is taken without need."""
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -11,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.recompute.pool import Pool, Slot
+from megatron_lite.recompute.pool import Pool
 from tests.support.models import sample_tokens
-from tests.support.offload import CONTIGUOUS, NUM_LAYERS, POLICIES, Late, build, equal, step
+from tests.support.offload import CONTIGUOUS, POLICIES, Late, build, equal, step
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -90,38 +89,6 @@ def test_without_gradients_nothing_is_taken(policy: str) -> None:
     with torch.no_grad():
         model.loss(*sample_tokens())
     assert model.decoder.stores.storages() == set()
-
-
-def test_a_plan_that_keeps_all_on_the_device_has_no_pool() -> None:
-    model = build("*:full; 0:pointwise")
-    step(model)
-    assert model.decoder.stores.storages() == set()
-
-
-def test_two_models_have_two_pools_and_a_copy_of_a_model_its_own() -> None:
-    model, other = build("*:full@host"), build("*:full@host")
-    step(model), step(other)
-    twin = copy.deepcopy(model)
-    step(twin)
-    stores = [each.decoder.stores.storages() for each in (model, other, twin)]
-    assert len(set.union(*stores)) == 3 * NUM_LAYERS
-
-
-def test_the_pool_never_holds_more_than_was_in_use_at_one_time() -> None:
-    pool, random = Pool(pinned=False), torch.Generator().manual_seed(1)
-    most = 0
-    held: list[Slot] = []
-    for number in torch.randint(1, 9, (300,), generator=random).tolist():
-        if number < 4 and held:
-            held.pop(number % len(held))
-        else:
-            held.append(pool.take(number))
-            assert held[-1].memory.numel() == number
-        in_use = sum(slot.memory.numel() for slot in held)
-        most = max(most, in_use)
-        assert pool.bytes_in_use == in_use and pool.num_bytes <= most
-        addresses = [slot.memory.data_ptr() for slot in held]
-        assert len(set(addresses)) == len(addresses)
 
 
 def test_a_buffer_remembers_its_last_use_for_the_next_who_takes_it() -> None:

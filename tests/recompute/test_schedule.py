@@ -71,21 +71,6 @@ def test_the_plan_of_five_layers(flags: dict[str, object], segments: list[Segmen
     assert plan == RecomputePlan(tuple(segments)) and plan.num_layers == 5
 
 
-def test_a_plan_reads_as_runs_of_layers() -> None:
-    config = RecomputeConfig(
-        recompute_granularity="full", recompute_method="block", recompute_num_layers=2
-    )
-    assert str(plan_stage(config, 5)) == "0-1:full; 2-4:none"
-    config = RecomputeConfig(
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=2,
-        distribute_saved_activations=True,
-    )
-    assert str(plan_stage(config, 5)) == "0-4:full/2@split"
-    assert str(plan_stage(RecomputeConfig(recompute_activations=True), 2)) == "0-1:core_attn"
-
-
 @pytest.mark.parametrize(
     ("policy", "num_layers", "text"),
     [
