@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
-from megatron_lite.cli.explanation import explanation
-from megatron_lite.cli.planner_command import auto_settings
+from megatron_lite.cli.explanation import auto_settings, explanation
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from megatron_lite.cli import pretrain
 from megatron_lite.config.invocation import subcommand
@@ -11,7 +13,6 @@ from megatron_lite.config.known_models import PRESETS
 from megatron_lite.parallel.signals import dies_without_reader
 from megatron_lite.plan.hardware import machine_names
 
-WIDTH = 80
 USUAL_LENGTH = 8192  # the longest --seq-length that is assumed
 
 HELP = """usage: {program} FLAGS
@@ -20,20 +21,13 @@ Prints, layer by layer, what a run keeps for backward, rebuilds and sends, the
 memory of each rank, and what other recompute flags would do. It trains nothing
 and needs no GPU.
 
-FLAGS are the flags of the run. Only those of sizes and layout are needed:
-  {program} --model llama3-8b \\
-      --recompute-policy 'every-2:full'
-  {program} --hf-config config.json \\
-      --seq-length 8192 --micro-batch-size 1
-  {program} --num-layers 32 --hidden-size 4096 \\
-      --num-attention-heads 32 --seq-length 4096 \\
-      --max-position-embeddings 4096 --micro-batch-size 1 --vocab-size 50257 \\
-      --bf16 --recompute-granularity selective
+FLAGS are those of the run, of which only sizes and layout are needed:
+  {program} --model llama3-8b --recompute-policy 'every-2:full'
+  {program} --hf-config config.json --seq-length 8192 --micro-batch-size 1
 
 --model NAME, or --preset NAME, is one of
 {names}.
 It assumes --bf16, --micro-batch-size 1 and a --seq-length, and says so.
-
 --gpu NAME, or --machine FILE, is the machine of the run, one of
 {machines}.
 
@@ -44,14 +38,14 @@ It assumes --bf16, --micro-batch-size 1 and a --seq-length, and says so.
 
 def main(argv: Sequence[str], program: str = "megatron-lite explain") -> int:
     """Prints the explanation and returns the exit status."""
-    position = next((at for at, word in enumerate(argv) if word in ("-h", "--help")), None)
-    if not argv or position == len(argv) - 1:
+    if not argv or argv[-1] in ("-h", "--help"):
+        text = HELP.format(
+            program=program,
+            names=textwrap.fill(", ".join(PRESETS), 80),
+            train=" ".join(subcommand(program, "train")),
+            machines=", ".join(machine_names()),
+        )
         with dies_without_reader():
-            train = subcommand(program, "train")
-            names = textwrap.fill(", ".join(PRESETS), WIDTH)
-            machines = ", ".join(machine_names())
-            words = " ".join(train)
-            text = HELP.format(program=program, names=names, train=words, machines=machines)
             print(text, end="")
         return 0 if argv else 2
     assumed = assumed_words(argv)
@@ -59,32 +53,25 @@ def main(argv: Sequence[str], program: str = "megatron-lite explain") -> int:
         with dies_without_reader():
             print(f"assumed for this model: {' '.join(assumed)}")
     # The planner's --gpu takes the names that --machine takes here.
-    renamed = [
-        f"--machine{equals}{value}" if name == "--gpu" else word
-        for word in argv
-        for name, equals, value in [word.partition("=")]
-    ]
+    renamed = [re.sub("^--gpu(?==|$)", "--machine", word) for word in argv]
     return pretrain.main([*renamed, *assumed, "--explain-recompute"], program)
 
 
 def assumed_words(argv: Sequence[str]) -> list[str]:
     """Returns the flags that a command line with a known `--model` lacks, with usual values."""
-    given = {word.partition("=")[0].replace("_", "-") for word in argv}
-    known = next((PRESETS[name] for name in _model_names(argv) if name in PRESETS), None)
-    if known is None:
+    words = [part for word in argv for part in word.split("=", 1)]
+    given = {word.replace("_", "-") for word in words}
+    names = [
+        name
+        for flag, name in itertools.pairwise(words)
+        if flag in ("--model", "--preset") and name in PRESETS
+    ]
+    if not names:
         return []
-    positions = known.fields["max_position_embeddings"]
+    positions = PRESETS[names[0]].fields["max_position_embeddings"]
     usual = {
         ("--seq-length",): ["--seq-length", str(min(positions, USUAL_LENGTH))],
         ("--micro-batch-size",): ["--micro-batch-size", "1"],
         ("--bf16", "--fp16", "--no-bf16"): ["--bf16"],
     }
     return [word for flags, words in usual.items() if not given & {*flags} for word in words]
-
-
-def _model_names(argv: Sequence[str]) -> Iterator[str]:
-    """Yields the values of `--model NAME` and `--model=NAME`."""
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
-        name, equals, value = word.partition("=")
-        if name in ("--model", "--preset"):
-            yield value if equals else following

@@ -6,25 +6,35 @@ which takes seconds, for the last one only.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron_lite.cli.planner_command import auto_settings, planner_lines
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
-from megatron_lite.config.invocation import SCRIPT
+from megatron_lite.config.invocation import SCRIPT, shell_lines, subcommand
 from megatron_lite.config.notices import notices as notices_of
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.parser import help_columns
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import flags_of
+from megatron_lite.config.units import ByteUnit, parse_bytes
 from megatron_lite.data.tokenizers import resolve_vocabulary
-from megatron_lite.memory.explain.recompute_report import explain, likely_device
+from megatron_lite.memory.explain.prices import ComparedRun, full, with_flags
+from megatron_lite.memory.explain.recompute_report import explain, likely_device, of_one_replica
 from megatron_lite.memory.explain.report_text import report_text
+from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.plan.auto_policy import with_chosen_policy
-from megatron_lite.plan.hardware import load_hardware, machine_for_policy
+from megatron_lite.plan.auto_policy import choose_policy, with_chosen_policy
+from megatron_lite.plan.hardware import CPU_MACHINE, load_hardware, machine_for_policy
+from megatron_lite.plan.problem import KEPT_RECOMPUTE, SEARCHED
+
+USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
 
 def print_dry_run(
@@ -64,12 +74,14 @@ def explanation(
     Raises InputError for a fault in the tokenizer's files, and for a batch or a number of ranks
     that the run would refuse.
     """
-    config, device = _with_vocabulary(config), planned_device(config)
-    config, chosen = _with_policy(config, world_size, device)
-    notices = [*notices, *chosen]
+    machine = config.logging.machine
+    device = likely_device(config.parallel.distributed_backend)
+    if machine is not None and config.parallel.distributed_backend != "gloo":
+        device = load_hardware(machine).device
+    config, chosen = _complete(config, world_size, device)
     told_in_report = notices_of(config, "recompute")
+    num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
     try:
-        num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
         report = explain(
             config,
             device,
@@ -78,29 +90,78 @@ def explanation(
         )
     except ValueError as error:
         raise InputError(str(error)) from error
+    intro = (
+        "The fastest layout, micro-batch and policy of this run that fit into memory are printed "
+        "by this command."
+    )
+    if machine is None and config.parallel.distributed_backend != "gloo":
+        intro += f" Replace {USUAL_GPU} by your GPU, or by {CPU_MACHINE}."
+        if device == "cpu":
+            intro += (
+                " No GPU is here, so the figures above are a CPU's: --machine NAME gives a GPU's."
+            )
     return [
-        *(notice for notice in notices if notice not in told_in_report),
+        *(notice for notice in [*notices, *chosen] if notice not in told_in_report),
         report_text(report, help_columns()),
-        *planner_lines(config, device, num_ranks, help_columns(), program),
+        "",
+        *textwrap.wrap(intro, help_columns()),
+        shell_lines(planner_command(config, num_ranks, program)),
     ]
 
 
-def planned_device(config: RunConfig) -> str:
-    """Returns the device of --machine, else the one on which training would run here."""
-    backend, machine = config.parallel.distributed_backend, config.logging.machine
-    if machine is None or backend == "gloo":
-        return likely_device(backend)
-    return load_hardware(machine).device
+def auto_settings(config: RunConfig, device: str, num_ranks: int) -> list[ComparedRun]:
+    """Returns the run with the policy that `--recompute-policy auto` would choose.
+
+    The budget is the run's own peak. If the run recomputes nothing, it is halfway between its peak
+    and the one with every layer recomputed. The list is empty if no policy fits. Raises ValueError
+    if the ranks or the batch do not divide.
+    """
+    dp_size = config.parallel.data_parallel_size(num_ranks)
+    own = of_one_replica(config, dp_size)
+    runs = [own, own if config.recomputes else full(own, "uniform", 1)]
+    dp_cp_size = dp_size * config.parallel.context_parallel_size
+    peaks = [fullest_step_peak(run, device=device, dp_cp_size=dp_cp_size).num_bytes for run in runs]
+    budget = sum(peaks) // 2
+    unit = ByteUnit.of(budget)
+    # rounded up, so that the run itself fits
+    words = f"{-(-budget * 1000 // unit.num_bytes) / 1000:.3f}{unit.name}"
+    machine = config.logging.machine
+    if machine is None and device == "cuda":
+        machine = USUAL_GPU
+    hardware = machine_for_policy(machine, device=device, gpu_name=None)
+    try:
+        budget = parse_bytes("--memory-budget", words)
+        text = choose_policy(with_flags(config), hardware, budget, num_ranks)
+    except InputError:
+        return []
+    return [ComparedRun(f"auto {words}", with_flags(config, recompute_policy=text))]
 
 
-def _with_policy(config: RunConfig, world_size: int, device: str) -> tuple[RunConfig, list[str]]:
-    """Returns the configuration with the policy that `auto` chooses, and a line about it."""
-    if not config.recompute.is_to_be_chosen:
-        return config, []
-    machine = machine_for_policy(config.logging.machine, device=device, gpu_name=None)
-    num_ranks = max(world_size, config.parallel.model_ranks)
-    chosen = with_chosen_policy(config, machine, num_ranks, device_bytes=machine.memory_bytes)
-    return chosen.config, [chosen.notice]
+def planner_command(config: RunConfig, num_ranks: int, program: str = SCRIPT) -> list[str]:
+    """Returns the words of the command that plans a run: its own flags without layout and policy.
+
+    The dimensions that the planner searches are left out, so it searches all of them. The
+    vocabulary size must be known.
+    program: the name of the program that the user started.
+    """
+    training, machine = config.training, config.logging.machine
+    if machine is None:
+        # A machine without a GPU may be where its owner plans, so only a flag chooses the CPU.
+        on_cpu = config.parallel.distributed_backend == "gloo"
+        machine = CPU_MACHINE if on_cpu else USUAL_GPU
+    kind = "--machine" if machine.endswith(".json") else "--gpu"
+    words = [*subcommand(program, "plan"), "--gpus", str(num_ranks), kind, machine]
+    if training.memory_limit is not None:
+        words += ["--memory-budget", training.memory_limit, "--reserve", "0"]
+    left_out = {"global_batch_size", "memory_limit", "machine", *SEARCHED}
+    for topic in (DataParallelConfig, RecomputeConfig):
+        left_out.update(one.name for one in dataclasses.fields(topic))
+    left_out -= {"grad_reduce_in_bf16", *KEPT_RECOMPUTE}
+    batch = training.batch_size(config.parallel.data_parallel_size(num_ranks))
+    words += [*flags_of(config, without=left_out), "--global-batch-size", str(batch)]
+    if not (training.bf16 or training.fp16):
+        words += ["--fix", "bf16=false"]
+    return words
 
 
 def print_dry_run_memory(
@@ -115,41 +176,46 @@ def print_dry_run_memory(
     """
     if launch.rank != 0:
         return
-    config, backend = _with_vocabulary(config), config.parallel.distributed_backend
+    backend = config.parallel.distributed_backend
     device = settings.dry_run_device or likely_device(backend)
     try:
         world_size = settings.world_size(config.parallel, launched=launch.world_size)
-        config, chosen = _with_policy(config, world_size, device)
-        notices = [*notices, *chosen]
+        config, chosen = _complete(config, world_size, device)
         ranks = settings.ranks(config.parallel, config.model.num_layers, world_size=world_size)
         config.batch_schedule(config.parallel.data_parallel_size(world_size))
     except ValueError as error:
         raise InputError(str(error)) from error
     if settings.dry_run_device is None and device == "cpu" and backend == "auto":
-        notices = [*notices, "no GPU is here: add --dry-run-device cuda if the run will have GPUs"]
+        chosen += ["no GPU is here: add --dry-run-device cuda if the run will have GPUs"]
     # Imported late: these modules import torch.
     from megatron_lite.training.dry_run import dry_run
     from megatron_lite.training.dry_run_text import dry_run_text
 
-    measured = []
     told = partial(print, file=sys.stderr, flush=True)
-    for rank in ranks:
-        measured.append(dry_run(config, rank, world_size=world_size, device=device, told=told))
-    print(*notices, dry_run_text(config, measured, device=device), sep="\n")
+    measured = [
+        dry_run(config, rank, world_size=world_size, device=device, told=told) for rank in ranks
+    ]
+    print(*notices, *chosen, dry_run_text(config, measured, device=device), sep="\n")
 
 
-def _with_vocabulary(config: RunConfig) -> RunConfig:
-    """Returns the run with the size of its vocabulary.
+def _complete(config: RunConfig, world_size: int, device: str) -> tuple[RunConfig, list[str]]:
+    """Returns the run with the size of its vocabulary and the policy that `auto` chooses, and a
+    line about the policy.
 
     With `--vocab-size` the files of the tokenizer may be missing: nothing else is read of them.
     """
     tokenizer = config.tokenizer
     files = (tokenizer.vocab_file, tokenizer.merge_file, tokenizer.tokenizer_model)
-    if all(path is None or os.path.exists(path) for path in files):
-        return replace(config, tokenizer=resolve_vocabulary(tokenizer))
-    if tokenizer.vocab_size is not None:
-        return config
+    is_missing = any(path is not None and not os.path.exists(path) for path in files)
     try:
-        return replace(config, tokenizer=resolve_vocabulary(tokenizer))
+        if not is_missing or tokenizer.vocab_size is None:
+            config = replace(config, tokenizer=resolve_vocabulary(tokenizer))
     except InputError as error:
-        raise InputError(f"{error}. With --vocab-size N it is not needed here") from None
+        advice = ". With --vocab-size N it is not needed here" if is_missing else ""
+        raise InputError(f"{error}{advice}") from None
+    if not config.recompute.is_to_be_chosen:
+        return config, []
+    machine = machine_for_policy(config.logging.machine, device=device, gpu_name=None)
+    num_ranks = max(world_size, config.parallel.model_ranks)
+    found = with_chosen_policy(config, machine, num_ranks, device_bytes=machine.memory_bytes)
+    return found.config, [found.notice]

@@ -15,7 +15,7 @@ from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import CONFIG
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig
-from megatron_lite.config.invocation import filled_lines, subcommand, training_command
+from megatron_lite.config.invocation import shell_lines, subcommand, training_command
 from megatron_lite.config.run_flags import flag_words
 from megatron_lite.data.tokenizers import build_tokenizer
 
@@ -58,7 +58,7 @@ def next_lines(save: Path, program: str) -> Iterator[str]:
     if reads_ids:
         yield "The source has no tokenizer. A text is token ids in the commands below."
     yield f"To train further on the text of {TEXT}.jsonl, and to generate:"
-    yield from (filled_lines([*words]) for words in (preprocess, train, generate))
+    yield from (shell_lines([*words]) for words in (preprocess, train, generate))
 
 
 def _tokenizer_flags(config: TokenizerConfig) -> Iterator[str]:

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.invocation import shell_lines
+from megatron_lite.config.invocation import shell_lines, subcommand, training_command
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
 from tests.plan.runs import preset_run, small_run
 
+MODULE = "python -m megatron_lite"
 WINDOWS = dict(
     position_embedding_type="rope",
     window_size=(127, 0),
@@ -21,21 +22,30 @@ WINDOWS = dict(
 )
 
 
-def test_the_lines_of_a_command_are_read_back_by_a_shell() -> None:
-    words = ["torchrun", "--node-rank", "$RANK", "-m", "a", "train", "--lr", "1", "--x", "b c; *:d"]
+def test_the_lines_of_a_command_fit_and_are_read_back_by_a_shell() -> None:
+    words = ["torchrun", "--node-rank", "$RANK", "-m", "a", "train", "--x", "b c; *:d"]
+    assert shell_lines(words) == "torchrun --node-rank $RANK -m a train --x 'b c; *:d'"
+    words += [f"--flag-{number}" for number in range(20)]
     text = shell_lines(words)
-    assert text.splitlines() == [
-        "torchrun --node-rank $RANK \\",
-        "  -m a train \\",
-        "  --lr 1 \\",
-        "  --x 'b c; *:d'",
-    ]
     assert shlex.split(text.replace("\\\n", "")) == words
-    assert shell_lines(["python", "run.py", "--lr", "1"]) == "python run.py \\\n  --lr 1"
+    assert max(map(len, text.splitlines())) <= 80 and len(text.splitlines()) < 6
     assert shell_lines([]) == ""
-    long = ["torchrun", "--node-rank", "$RANK", "--master-addr", 50 * "a", "-m", "megatron_lite"]
-    assert shell_lines(long).splitlines()[:2] == ["torchrun \\", "  --node-rank $RANK \\"]
-    assert shlex.split(shell_lines(long).replace("\\\n", "")) == long
+
+
+@pytest.mark.parametrize(
+    ("program", "report", "train"),
+    [
+        ("pretrain_gpt.py", f"{MODULE} report", "python pretrain_gpt.py"),
+        ("megatron-lite convert", "megatron-lite report", "megatron-lite train"),
+        (f"{MODULE}.tools.convert", f"{MODULE} report", f"{MODULE} train"),
+    ],
+)
+def test_each_program_names_the_commands_beside_it(program: str, report: str, train: str) -> None:
+    assert " ".join(subcommand(program, "report")) == report
+    assert " ".join(training_command(program)) == train
+    on_2 = " ".join(training_command(program, 2))
+    is_script = program == "pretrain_gpt.py"
+    assert on_2.endswith(f"2 {program if is_script else '-m megatron_lite train'}")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +54,6 @@ def test_the_lines_of_a_command_are_read_back_by_a_shell() -> None:
         small_run(),
         small_run(**WINDOWS),
         small_run(bias_gelu_fusion=False, add_bias_linear=False, qk_layernorm=True),
-        preset_run("llama3-8b", seq_length=8192, batch=64),
         preset_run("qwen3-0.6b", seq_length=4096, batch=64),
         small_run(
             layers=8,
