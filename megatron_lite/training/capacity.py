@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,29 +35,38 @@ FIX = (
 
 
 def check_fits(config: RunConfig, parallel: ParallelState) -> None:
+    """Raises InputError if what a rank holds for its parameters cannot fit into its memory."""
+    needed = least_bytes(config, parallel)
+    require(
+        parallel,
+        needed,
+        "the model does not fit: weights, gradients and optimizer state of one rank take "
+        f"{size(needed)}",
+        lambda there: FIX,
+    )
+
+
+def require(
+    parallel: ParallelState, num_bytes: int, need: str, remedy: Callable[[int], str]
+) -> None:
     """Raises InputError if a host's ranks, or a GPU's rank, need more memory than it has.
 
-    The other ranks raise PeerError. On a CPU this all-gathers the host names, to count the ranks
-    that share a host.
+    The other ranks raise PeerError. On a CPU this all-gathers the needs, because the ranks of a
+    host share its memory.
+    need: the beginning of the message. remedy: returns its end from the bytes that a rank may have.
     """
-    on_cpu = parallel.device.type == "cpu"
-    host = socket.gethostname()
-    ranks_here = gather_texts(host, parallel).count(host) if on_cpu else 1
+    device, host = parallel.device, socket.gethostname()
+    here, place = [num_bytes], str(device)
+    if device.type == "cpu":
+        rows = [text.rpartition(" ") for text in gather_texts(f"{host} {num_bytes}", parallel)]
+        here, place = [int(number) for name, _, number in rows if name == host], host
 
     def check() -> None:
-        needed = least_bytes(config, parallel)
-        there = memory_bytes(parallel.device)
-        if there is not None and needed * ranks_here > there:
-            together = (
-                f" ({size(needed * ranks_here)} for its {ranks_here} ranks there)"
-                if ranks_here > 1
-                else ""
-            )
-            raise InputError(
-                "the model does not fit: weights, gradients and optimizer state of one rank take "
-                f"{size(needed)}{together}, and {host if on_cpu else parallel.device} has "
-                f"{size(there)}: {FIX}"
-            )
+        there = memory_bytes(device)
+        if there is not None and sum(here) > there:
+            of_all = f" ({size(sum(here))} for the {len(here)} ranks there)" if here[1:] else ""
+            end = remedy(there // len(here))
+            raise InputError(f"{need}{of_all}, and {place} has {size(there)}: {end}")
 
     parallel.together("the memory of the machine", check)
 

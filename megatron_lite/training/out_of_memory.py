@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import resource
 import shlex
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,10 +19,10 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.step_peak import StepPeak
-from megatron_lite.parallel.state import ParallelState, gather_texts
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.plan.auto_policy import choose_policy
 from megatron_lite.plan.hardware import machine_for_policy
-from megatron_lite.training.capacity import FIX, least_bytes, memory_bytes
+from megatron_lite.training.capacity import FIX, least_bytes, memory_bytes, require
 from megatron_lite.training.peak_memory import own_step_peak
 
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
@@ -159,36 +158,22 @@ def advice(
 def check_peak_fits(config: RunConfig, parallel: ParallelState, *, num_microbatches: int) -> None:
     """Raises InputError if the predicted peaks of a host's ranks, or of a GPU's, exceed its memory.
 
-    Only the certain part of a peak counts, so that a run that fits is never refused. The other
-    ranks raise PeerError. On a CPU this all-gathers the peaks. It does nothing under
-    --allow-predicted-out-of-memory, and for compiled code, whose temporaries are not known.
+    Only the certain part of a peak counts, so that a run that fits is never refused. It does
+    nothing under --allow-predicted-out-of-memory, and for compiled code, whose temporaries are not
+    known.
     """
     training = config.training
     if training.allow_predicted_out_of_memory or training.torch_compile:
         return
     peak = own_step_peak(config, parallel, num_microbatches)
     certain = round(sum(CERTAIN[term.tag] * term.num_bytes for term in peak.terms))
-    device, host = parallel.device, socket.gethostname()
-    here = [certain]
-    if device.type == "cpu":
-        rows = [text.rpartition(" ") for text in gather_texts(f"{host} {certain}", parallel)]
-        here = [int(num_bytes) for name, _, num_bytes in rows if name == host]
 
-    def check() -> None:
-        there = memory_bytes(device)
-        if there is None or sum(here) <= there:
-            return
-        others = f", of the {len(here)} ranks there {size(sum(here))}" if len(here) > 1 else ""
-        cheapest = _cheapest(
-            config, there // len(here), num_ranks=parallel.world_size, device=device
-        )
-        raise InputError(
-            f"the run does not fit. {_need(peak)}. {size(certain)} of it are certain{others}, and "
-            f"{host if device.type == 'cpu' else device} has {size(there)}. {cheapest}. "
-            "--allow-predicted-out-of-memory starts the run all the same"
-        )
+    def remedy(there: int) -> str:
+        cheapest = _cheapest(config, there, num_ranks=parallel.world_size, device=parallel.device)
+        return f"{cheapest}. --allow-predicted-out-of-memory starts the run all the same"
 
-    parallel.together("the memory of the machine", check)
+    need = f"the run does not fit. {_need(peak)}. {size(certain)} of it are certain"
+    require(parallel, certain, need, remedy)
 
 
 def _need(peak: StepPeak) -> str:

@@ -16,7 +16,7 @@ from megatron_lite.config.units import size
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer as build
-from megatron_lite.training import capacity, out_of_memory
+from megatron_lite.training import capacity
 from megatron_lite.training.capacity import check_fits, least_bytes, memory_bytes
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from tests.support.commands import MOCK, SMALL_RUN
@@ -45,7 +45,7 @@ def test_a_model_beyond_the_hosts_memory_is_refused_on_every_rank_with_numbers()
             "the model does not fit: weights, gradients and optimizer state of one rank take "
         )
         assert (
-            "for its 2 ranks there), and " in text
+            "for the 2 ranks there), and " in text
             and "has 3.000 MiB: give more ranks (--tensor-model-parallel-size" in text
         )
 
@@ -61,7 +61,8 @@ def test_ranks_of_one_host_are_counted_together_and_those_of_others_are_not(
             (["a", "a", "b"], True),
             (["a", "a", "a"], False),
         ):
-            monkeypatch.setattr(capacity, "gather_texts", lambda text, parallel, hosts=hosts: hosts)
+            texts = [f"{host} {needed}" for host in hosts]
+            monkeypatch.setattr(capacity, "gather_texts", lambda text, parallel, texts=texts: texts)
             monkeypatch.setattr(capacity.socket, "gethostname", lambda: "a")
             if fits:
                 check_fits(RUN, parallel)
@@ -114,15 +115,6 @@ def test_an_allocation_that_fails_in_the_build_is_one_line_with_both_numbers(all
     )
 
 
-def test_another_error_of_the_build_stays_what_it_is() -> None:
-    with (
-        parallel_state(RUN.parallel, seed=1) as parallel,
-        pytest.raises(RuntimeError, match="shapes"),
-        told_where_memory_runs_out(RUN, parallel),
-    ):
-        raise RuntimeError("shapes cannot be multiplied")
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -168,7 +160,8 @@ def test_memory_that_runs_out_in_the_build_of_one_rank_ends_all_with_one_line() 
 
 
 def _start(config: RunConfig, memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "memory_bytes", lambda device: memory)
+    monkeypatch.setattr(capacity, "memory_bytes", lambda device: memory)
+    monkeypatch.setattr(build, "check_fits", lambda *args: None)  # the states alone fit
     with parallel_state(config.parallel, seed=1) as parallel:
         build.build_trainer(config, parallel)
 
@@ -203,4 +196,4 @@ def test_the_peaks_of_the_ranks_of_one_host_are_added() -> None:
     peak = step_peak(config, 0, device="cpu", dp_cp_size=2, num_microbatches=1)
     for text in run_ranks(work, 2, peak.num_bytes * 5 // 4):
         assert "the run does not fit. A step of this rank needs" in text
-        assert "of the 2 ranks there" in text
+        assert "for the 2 ranks there" in text

@@ -13,12 +13,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
-from megatron_lite.training.out_of_memory import (
-    advice,
-    is_out_of_memory,
-    limit_notices,
-    memory_limited,
-)
+from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
 from megatron_lite.training.peak_memory import PeakMemory
 from tests.support.commands import run_command
 from tests.support.layouts import LAYOUTS
@@ -53,17 +48,6 @@ def test_errors_of_failed_allocations_are_known(error: Exception, expected: bool
 def message_of(config: RunConfig) -> str:
     peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
     return advice(config, peak, num_ranks=1, device=CPU, when="in iteration 3 on rank 0")
-
-
-def test_a_limit_below_the_predicted_peak_is_told_at_the_start() -> None:
-    config = tiny_run(training=dict(memory_limit="12MiB"))
-    assert limit_notices(config, 12 * 2**20, CPU) == ()
-    assert limit_notices(tiny_run(), 12 * 2**40, CPU) == ()
-    (notice,) = limit_notices(config, 12 * 2**20 + 1, CPU)
-    assert notice.startswith("--memory-limit 12MiB is less than the predicted peak")
-    assert "256.000 MiB on top for libraries" in notice
-    (on_gpu,) = limit_notices(config, 12 * 2**20 + 1, torch.device("cuda"))
-    assert "libraries" not in on_gpu
 
 
 def large_run(**training: Any) -> RunConfig:
@@ -116,12 +100,6 @@ def test_memory_that_runs_out_on_one_rank_is_an_input_error_there(
     ] * 2
 
 
-def test_another_error_of_a_step_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    first_step_fails(monkeypatch, RuntimeError("shapes cannot be multiplied"))
-    with pytest.raises(RuntimeError, match="shapes"):
-        run_to_end(tiny_run())
-
-
 def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
     def work(rank: int, world_size: int) -> bool:
         with memory_limited(tiny_run(training=dict(memory_limit="64MiB")), CPU):
@@ -141,16 +119,6 @@ def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
     lines = [line for line in done.stderr.splitlines() if "out of memory" in line]
     assert len(lines) == 1 and "Traceback" not in done.stderr
     assert "The fastest setting that fits: --recompute-policy" in lines[0]
-
-
-@pytest.mark.long
-def test_a_measured_peak_comes_without_warnings_of_the_profiler() -> None:
-    small = ["--num-layers", "2", "--seq-length", "64", "--micro-batch-size", "1"]
-    two_steps = ["--global-batch-size", "1", "--train-iters", "2", "--log-peak-memory"]
-    done = run_command(*SIZE, *small, *two_steps)
-    assert done.returncode == 0, done.stderr
-    assert "peak of a step, highest of all ranks" in done.stdout + done.stderr
-    assert "unknown size" not in done.stdout + done.stderr
 
 
 def test_the_second_step_is_measured_and_compared(
@@ -194,13 +162,6 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
     found = run_to_end(config).peak
     assert found is not None
     assert found.predicted / found.measured == pytest.approx(1.0, abs=0.02)
-
-
-def test_a_run_that_measures_no_peak_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    run_to_end(tiny_run(training=dict(train_iters=3)))
-    out = capsys.readouterr().out
-    assert "  peak         not measured (--log-peak-memory measures it)\n" in out
-    assert "% of it" not in out
 
 
 def test_every_rank_takes_part_in_the_measurement(capfd: pytest.CaptureFixture[str]) -> None:
