@@ -27,6 +27,7 @@ from megatron_lite.memory.measure.step_meter import (
     MASTERS,
     OPTIMIZER,
     OTHER,
+    STATES,
     WEIGHTS,
     StepMeter,
 )
@@ -52,7 +53,6 @@ from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.step import StageRunner, train_step
 
 SEED = 1  # no operator computes, so no draw depends on it
-STATES = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ def dry_run(
     number = num_microbatches or enough_microbatches(replica, place.pp_rank)
     whole, measured = StepSize(config, number, size), None
     if num_microbatches is None and not in_full:
-        measured = measured_from_smaller(whole, place, measure, STATES)
+        measured = measured_from_smaller(whole, place, measure)
     is_derived = measured is not None
     group = dict(dp_cp_size=place.dp_cp_size, dp_cp_rank=place.dp_cp_rank)
     predicted = step_peak(

@@ -13,7 +13,8 @@ virtual stages or with an arena of saved inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -21,9 +22,9 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import most_in_flight, stages, stages_of_rank
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, StepPeakMeasured
+from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES, StepPeakMeasured
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.update_memory import update_memory
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.schedule import plan_stage
@@ -73,99 +74,77 @@ class RankPlace(NamedTuple):
     device: str
 
 
-class _Exact(NamedTuple):
-    """The bytes that the closed form knows: the states by kind, and what is kept for backward."""
+def _exact(step: StepSize, place: RankPlace) -> Counter[str]:
+    """Returns the bytes that the closed form knows, by category: states, kept, in host memory."""
+    config = step.config
+    (stage,) = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
+    found = Counter(dict(zip(STATES, _states(config, place), strict=True)))
+    waiting = most_in_flight(
+        size=step.pipeline_size, rank=place.pp_rank, num_microbatches=step.num_microbatches
+    )
+    plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+    sizes = Sizes.of(config, device="cpu", stage=stage)
+    for term in activation_terms(config.model, plan, sizes):
+        if term.tensor.given or not term.tensor.shared:
+            found[HOST if term.on_host else FORWARD] += waiting * term.num_bytes
+    return found
 
-    states: tuple[int, ...]
-    kept: int
-    host: int
 
-    @classmethod
-    def of(cls, step: StepSize, place: RankPlace) -> _Exact:
-        config = step.config
-        (stage,) = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
-        states = rank_states(
-            config, place.pp_rank, dp_cp_size=place.dp_cp_size, dp_cp_rank=place.dp_cp_rank
-        )
-        waiting = most_in_flight(
-            size=step.pipeline_size, rank=place.pp_rank, num_microbatches=step.num_microbatches
-        )
-        terms = activation_terms(
-            config.model,
-            plan_stage(config.recompute, stage.num_layers, stage.number),
-            Sizes.of(config, device="cpu", stage=stage),
-        )
-        on_device, on_host = (
-            sum(
-                term.num_bytes
-                for term in terms
-                if term.on_host == host and (term.tensor.given or not term.tensor.shared)
-            )
-            for host in (False, True)
-        )
-        return cls(states, waiting * on_device, waiting * on_host)
-
-    def __sub__(self, other: _Exact) -> _Exact:
-        pairs = zip(self.states, other.states, strict=True)
-        return _Exact(
-            tuple(a - b for a, b in pairs), self.kept - other.kept, self.host - other.host
-        )
+def _states(config: RunConfig, place: RankPlace) -> RankStates:
+    size, rank = place.dp_cp_size, place.dp_cp_rank
+    return rank_states(config, place.pp_rank, dp_cp_size=size, dp_cp_rank=rank)
 
 
 def measured_from_smaller(
-    whole: StepSize,
-    place: RankPlace,
-    measure: Callable[[StepSize], MeasuredStep],
-    kinds: Sequence[str],
+    whole: StepSize, place: RankPlace, measure: Callable[[StepSize], MeasuredStep]
 ) -> MeasuredStep | None:
     """Returns the memory of a step, measured on smaller ones, or None if it must run in full.
 
     measure: measures a step.
-    kinds: the categories of the states, in the order of RankStates.
     """
     (base, _), *neighbours = _smaller(whole, place)
     if not neighbours:
         return None
-    small, exact = measure(base), _Exact.of(base, place)
-    counts_host = place.device == "cpu"
+    small, known = measure(base), _exact(base, place)
+
+    def beyond(step: StepSize) -> Counter[str]:
+        more = _exact(step, place)
+        more.subtract(known)
+        return more
+
+    def in_peak(more: Counter[str]) -> int:
+        return sum(more.values()) - (0 if place.device == "cpu" else more[HOST])
+
     counters = 0  # of AdamW's steps, one number for each parameter
     for other, times in neighbours:
-        found, more = measure(other), _Exact.of(other, place) - exact
-        own = found.held[OTHER] - small.held[OTHER]
-        counters += times * own
-        total = sum(more.states) + more.kept + own + (more.host if counts_host else 0)
-        is_linear = found.peak.num_bytes - small.peak.num_bytes == total
-        if not is_linear or found.host_bytes - small.host_bytes != more.host:
+        found, more = measure(other), beyond(other)
+        more[OTHER] = found.held[OTHER] - small.held[OTHER]
+        counters += times * more[OTHER]
+        is_linear = found.peak.num_bytes - small.peak.num_bytes == in_peak(more)
+        if not is_linear or found.host_bytes - small.host_bytes != more[HOST]:
             return None
-    rest = _Exact.of(whole, place) - exact
-    if _update_bytes(whole, place) > small.peak.num_bytes + sum(rest.states) + rest.kept:
+    rest = beyond(whole)
+    if _update_bytes(whole.config, place) > small.peak.num_bytes + in_peak(rest) - rest[HOST]:
         return None
-    states = dict(zip(kinds, rest.states, strict=True)) | {OTHER: counters}
-    added = states | {FORWARD: rest.kept} | ({HOST: rest.host} if counts_host else {})
-    categories = _added(small.peak.by_category, added)
+    rest[OTHER] = counters
+    categories = {kind: size + rest[kind] for kind, size in small.peak.by_category.items()}
     return MeasuredStep(
-        held=_added(small.held, states),
+        held={kind: size + rest[kind] for kind, size in small.held.items()},
         peak=small.peak._replace(num_bytes=sum(categories.values()), by_category=categories),
-        host_bytes=small.host_bytes + rest.host,
+        host_bytes=small.host_bytes + rest[HOST],
         num_microbatches=small.num_microbatches,
     )
 
 
-def _update_bytes(whole: StepSize, place: RankPlace) -> int:
+def _update_bytes(config: RunConfig, place: RankPlace) -> int:
     """Returns the closed form of what the rank holds at most after the last backward.
 
     The update's temporaries can grow faster with the number of layers than what a backward holds.
     """
-    config = whole.config
     (stage,) = stages_of_rank(config.parallel, config.model.num_layers, place.pp_rank)
-    size, rank = place.dp_cp_size, place.dp_cp_rank
-    states = rank_states(config, place.pp_rank, dp_cp_size=size, dp_cp_rank=rank)
-    update = update_memory(config, stage, states, dp_cp_size=size, device="cpu")
+    states = _states(config, place)
+    update = update_memory(config, stage, states, dp_cp_size=place.dp_cp_size, device="cpu")
     return states.total + update.num_bytes
-
-
-def _added(one: Mapping[str, int], more: Mapping[str, int]) -> dict[str, int]:
-    return {kind: size + more.get(kind, 0) for kind, size in one.items()}
 
 
 def _smaller(whole: StepSize, place: RankPlace) -> Iterator[tuple[StepSize, int]]:

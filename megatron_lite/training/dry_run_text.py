@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 from megatron_lite.config.parser import paragraph
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import ByteUnit, plural, size
-from megatron_lite.memory.measure.step_meter import (
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    HOST,
-    MASTERS,
-    OPTIMIZER,
-    OTHER,
-    REPLAY,
-    UPDATE,
-    WEIGHTS,
-)
+from megatron_lite.memory.explain.report_text import table
+from megatron_lite.memory.measure.step_meter import HELD, HOST, MASTERS, PHASES
 from megatron_lite.training.dry_run import DryRank
 
-LABEL_WIDTH, WIDTH, RANKS_ABREAST = 28, 18, 4
-LABELS = {
-    WEIGHTS: "weights",
-    MASTERS: "main weights",
-    GRADIENTS: "gradients",
-    OPTIMIZER: "optimizer",
-    OTHER: "other",
-    FORWARD: "made in forward",
-    REPLAY: "made in replays",
-    BACKWARD: "made in backward",
-    UPDATE: "made in the update",
-    HOST: "offloaded, host memory",
+RANKS_ABREAST = 4
+LABELS = {MASTERS: "main weights", HOST: "offloaded, host memory"} | {
+    phase: f"made in {phase}" for phase in PHASES
 }
 
 
@@ -72,48 +52,50 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
     return "\n".join(lines)
 
 
-def _table(ranks: Sequence[DryRank]) -> Iterator[str]:
+def _table(ranks: Sequence[DryRank]) -> list[str]:
     unit = ByteUnit.of(max(rank.measured.peak.num_bytes for rank in ranks))
+    measured = [rank.measured for rank in ranks]
+    peaks = [one.peak for one in measured]
 
-    def row(label: str, cell: Callable[[DryRank], str]) -> str:
-        return label.ljust(LABEL_WIDTH) + "".join(cell(rank).rjust(WIDTH) for rank in ranks)
+    def amounts(label: str, numbers: Sequence[int]) -> tuple[str, ...]:
+        return label, *map(unit.number, numbers)
 
-    def amounts(label: str, figure: Callable[[DryRank], int]) -> str:
-        return row(label, lambda rank: unit.number(figure(rank)))
+    def in_bytes(label: str, numbers: Sequence[int]) -> tuple[str, ...]:
+        return label, *(f"{number:,}" for number in numbers)
 
-    def in_bytes(label: str, figure: Callable[[DryRank], int]) -> str:
-        return row(label, lambda rank: f"{figure(rank):,}")
-
-    yield row(f"in {unit.name}", lambda rank: f"rank {rank.rank}")
-    yield row("pipeline rank", lambda rank: str(rank.pp_rank))
-    yield "held between steps"
-    for kind in (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER, OTHER):
-        yield amounts(f"  {LABELS[kind]}", partial(_held, kind))
-    yield in_bytes("  without other, bytes", lambda rank: rank.held_bytes)
-    yield in_bytes("  closed form, bytes", lambda rank: rank.states.total)
-    yield row("  difference", lambda rank: f"{rank.held_bytes - rank.states.total:+,}")
-    yield "alive at the peak"
-    for kind, label in LABELS.items():
-        if any(_alive(kind, rank) for rank in ranks):
-            yield amounts(f"  {label}", partial(_alive, kind))
-    yield amounts("  peak", lambda rank: rank.measured.peak.num_bytes)
-    yield in_bytes("  peak, bytes", lambda rank: rank.measured.peak.num_bytes)
-    yield in_bytes("  closed form, bytes", lambda rank: rank.predicted_peak)
-    yield row(
-        "  difference", lambda rank: f"{rank.peak_difference / rank.measured.peak.num_bytes:+.2%}"
-    )
-    if any(rank.beside_tensors for rank in ranks):
-        yield amounts("  rounding and cuBLAS", lambda rank: rank.beside_tensors)
-    if any(rank.measured.host_bytes for rank in ranks):
-        yield amounts("host memory, at most", lambda rank: rank.measured.host_bytes)
-
-
-def _held(kind: str, rank: DryRank) -> int:
-    return rank.measured.held[kind]
-
-
-def _alive(kind: str, rank: DryRank) -> int:
-    return rank.measured.peak.by_category.get(kind, 0)
+    empty = [""] * len(ranks)
+    rows: list[Sequence[str]] = [
+        (f"in {unit.name}", *(f"rank {rank.rank}" for rank in ranks)),
+        ("pipeline rank", *(str(rank.pp_rank) for rank in ranks)),
+        ("held between steps", *empty),
+    ]
+    for kind in HELD:
+        rows.append(amounts(f"  {LABELS.get(kind, kind)}", [one.held[kind] for one in measured]))
+    differences = [rank.held_bytes - rank.states.total for rank in ranks]
+    rows += [
+        in_bytes("  without other, bytes", [rank.held_bytes for rank in ranks]),
+        in_bytes("  closed form, bytes", [rank.states.total for rank in ranks]),
+        ("  difference", *(f"{one:+,}" for one in differences)),
+        ("alive at the peak", *empty),
+    ]
+    for kind in (*HELD, *PHASES, HOST):
+        alive = [one.by_category.get(kind, 0) for one in peaks]
+        if any(alive):
+            rows.append(amounts(f"  {LABELS.get(kind, kind)}", alive))
+    shares = [rank.peak_difference / rank.measured.peak.num_bytes for rank in ranks]
+    rows += [
+        amounts("  peak", [one.num_bytes for one in peaks]),
+        in_bytes("  peak, bytes", [one.num_bytes for one in peaks]),
+        in_bytes("  closed form, bytes", [rank.predicted_peak for rank in ranks]),
+        ("  difference", *(f"{share:+.2%}" for share in shares)),
+    ]
+    for label, numbers in (
+        ("  rounding and cuBLAS", [rank.beside_tensors for rank in ranks]),
+        ("host memory, at most", [one.host_bytes for one in measured]),
+    ):
+        if any(numbers):
+            rows.append(amounts(label, numbers))
+    return table(rows, 100)
 
 
 def _moment(rank: DryRank) -> Iterator[str]:

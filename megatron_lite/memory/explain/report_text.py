@@ -38,12 +38,12 @@ Block = tuple[str, int] | list[Sequence[str]]
 
 def _lines(block: Block, width: int) -> list[str]:
     if isinstance(block, list):
-        return _table(block, width)
+        return table(block, width)
     text, indent = block
     return textwrap.wrap(text, width, subsequent_indent=indent * " ", break_on_hyphens=False)
 
 
-def _table(rows: list[Sequence[str]], width: int) -> list[str]:
+def table(rows: list[Sequence[str]], width: int) -> list[str]:
     """Returns rows of cells as lines. The first column is to the left, and cut if too wide."""
     others = [max(map(len, column)) for column in list(zip(*rows, strict=True))[1:]]
     first = min(max(len(row[0]) for row in rows), width - sum(others) - 3 * len(others))

@@ -37,7 +37,8 @@ OTHER, HOST = "other", "host"
 FORWARD, REPLAY, BACKWARD, UPDATE = "forward", "replay", "backward", "update"
 # The categories besides HOST: those that are held between steps, and by phase those that a step
 # creates.
-HELD = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER, OTHER)
+STATES = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER)
+HELD = (*STATES, OTHER)
 PHASES = (FORWARD, REPLAY, BACKWARD, UPDATE)
 
 
