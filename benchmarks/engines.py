@@ -17,12 +17,10 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import default_chunk_size
-from megatron_lite.config.stages import Stage
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.recompute_plan import RecomputePlan
@@ -88,17 +86,13 @@ PRESETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The settings that the rows of one block have in common.
-
-    kernels: the compiled kernels of our model; None: torch's operators.
-    """
+    """The settings that the rows of one block have in common."""
 
     shape: Shape
     device: torch.device
     dtype: str
     dropout: float
     attention_backend: str = "auto"
-    kernels: CompiledKernels | None = None
 
     @property
     def tokens(self) -> int:
@@ -144,20 +138,10 @@ Step = Callable[[], Tensor]
 
 
 def our_model(
-    setting: Setting,
-    parallel: ParallelState,
-    *,
-    sequence_parallel: bool = False,
-    plan: RecomputePlan | None = None,
-    stage: Stage | None = None,
+    setting: Setting, parallel: ParallelState, *, plan: RecomputePlan | None = None
 ) -> GPTModel:
-    """Returns this rank's shard of a freshly initialised model, or of one pipeline stage of it."""
-    context = RankContext.of(
-        parallel,
-        sequence_parallel=sequence_parallel,
-        params_dtype=DTYPES[setting.dtype],
-        kernels=setting.kernels,
-    )
+    """Returns a freshly initialised model."""
+    context = RankContext.of(parallel, sequence_parallel=False, params_dtype=DTYPES[setting.dtype])
     vocab_size = setting.shape.vocab_size
     model = GPTModel(
         setting.model_config(),
@@ -165,7 +149,6 @@ def our_model(
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,
         plan=plan,
-        stage=stage,
     )
     initialize_parameters_(model, seed=SEED, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     return model

@@ -36,7 +36,7 @@ mkdir -p "$(dirname "$output")" || exit 2
 cat <<FIRST
 If you have this GPU for 5 minutes only, know this:
   - The first part, of at most 100 s, answers the main question: how near a bf16 step is to the card's own matmul rate ("of
-    GEMM", target 55%), and whether a peer is faster ("/ ours" below 1). Peers: transformers and litgpt, where they are installed.
+    GEMM", target 55%), and whether a peer is faster ("/ ours" below 1). Peer: transformers, where it is installed.
   - Then come the tests (110 s), the step times (60 s) and recomputation (100 s). Each part ends by itself at its limit.
   - Every part writes what it has finished, so $output has results even if a part was cut short.
     If you stop the whole script, the printed tables remain.
@@ -68,7 +68,7 @@ for preset in $PRESETS; do
 done
 
 echo "[4/5] Recomputation, $preset"
-timeout 100 "$PYTHON" benchmarks/recompute.py --device "$DEVICE" --tp 1 --preset "$preset" --dtype bf16 --dropout 0.1 \
+timeout 100 "$PYTHON" benchmarks/recompute.py --device "$DEVICE" --preset "$preset" --dtype bf16 --dropout 0.1 \
     --repeats 3 --steps-per-round 1 --json "$parts/recompute.json" --engines none "uniform 1" "uniform 2" core_attn mlp \
     "*:pointwise" "*:full@host" "torch layers, reentrant" "torch layers, non-reentrant" "torch mlp, reentrant" \
     "transformers, none" "transformers, reentrant"

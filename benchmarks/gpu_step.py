@@ -69,7 +69,7 @@ def hardware_flops_of(name: str, setting: Setting) -> int | None:
     if policy is None or not name.startswith("ours, "):
         return None
     shape = setting.shape
-    flags = policies(shape.num_layers, tp_size=1, sequence_parallel=False)[policy]
+    flags = policies(shape.num_layers)[policy]
     return hardware_flops(
         setting.model_config(),
         plan_stage(RecomputeConfig(**flags), shape.num_layers),
@@ -189,7 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", choices=list(PRESETS), help="default: what fills the card")
     parser.add_argument("--models", nargs="+", default=["llama"], choices=["llama", "gpt"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--compile", action="store_true", help="also torch.compile's contestants")
     parser.add_argument("--json", help="the report")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
@@ -213,9 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     for family, kind in blocks(args):
         setting = kind(shape=shape, device=device, dtype="bf16", dropout=0.0)
-        contestants, skipped = build_contestants(
-            family, setting, peers=("plain", "transformers", "litgpt"), compiled=args.compile
-        )
+        contestants, skipped = build_contestants(family, setting, peers=("plain", "transformers"))
         found = rows(measure(contestants, setting, args.rounds, skipped), setting, rate, peak)
         print(f"\n{family}, bf16, forward and backward", HEADER, *map(shown, found), sep="\n")
         for who, why in skipped.items():

@@ -12,9 +12,8 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,36 +64,6 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
 
-def profile(
-    title: str,
-    actions: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    *,
-    steps: int = 3,
-    top: int = 20,
-) -> str:
-    """Returns, as text, the self time of each action's most expensive operators, in ms per call."""
-    from torch.profiler import ProfilerActivity
-
-    cuda = device.type == "cuda"
-    lines = []
-    for name, action in actions.items():
-        action()
-        with torch.profiler.profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
-            record_shapes=not cuda,
-        ) as trace:
-            Clock(device=device, steps=steps).ms(action)
-        time_of = attrgetter("self_device_time_total" if cuda else "self_cpu_time_total")
-        cost = {event: time_of(event) / 1000.0 / steps for event in trace.key_averages()}
-        lines.append(f"\n{name}, {title}: {sum(cost.values()):.1f} ms per step in operators")
-        for event in sorted(cost, key=lambda event: -cost[event])[:top]:
-            lines.append(
-                f"  {cost[event]:9.2f} ms {event.count // steps:6d} calls  {event.key[:60]}"
-            )
-    return "\n".join(lines)
-
-
 def benchmark_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
     """Returns a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
@@ -128,9 +97,6 @@ def benchmark_parser(program: str, description: str, *, repeats: int) -> argpars
         help="steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA",
     )
     add_clock_arguments(parser)
-    parser.add_argument(
-        "--profile", action="store_true", help="also print each engine's most expensive operators"
-    )
     return parser
 
 
@@ -220,7 +186,7 @@ def heading(report: dict[str, Any]) -> str:
 def versions() -> dict[str, str | None]:
     """Returns the versions of the libraries; None: not installed."""
     found: dict[str, str | None] = {}
-    for package in ("torch", "transformers", "litgpt", "numpy"):
+    for package in ("torch", "transformers", "numpy"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

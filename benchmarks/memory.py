@@ -1,24 +1,14 @@
-"""Predicts the whole peak of a training step, and measures it in a real step on the CPU.
+"""Runs whose whole peak is predicted, and measured in a real training step on the CPU.
 
-    configuration | rank | predicted MiB | measured MiB | ratio | what holds the peak
-
-Each row runs two steps of the trainer's own parts over 1 or 2 gloo ranks. Measured is the most that
-torch's CPU allocator had at once in the second step (benchmarks/step_peaks.py).
+Each case runs two steps of the trainer's own parts over 1 or 2 gloo ranks. Measured is the most
+that torch's CPU allocator had at once in the second step (benchmarks/step_peaks.py).
+`pytest tests/memory/test_step_peak.py` compares both.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, NamedTuple
-
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from arguments import parse_args
 from benchmarks.step_peaks import measure
@@ -27,7 +17,6 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.peak_memory import own_step_peak
 from tests.support.ranks import run_ranks
 
-MIB = 2.0**20
 # V / h = 32, and as many tokens in a sequence as channels.
 SIZES = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
@@ -208,7 +197,7 @@ def row_of_rank(rank: int, world_size: int, case: Case) -> Row:
         name=case.name,
         rank=rank,
         predicted_bytes=predicted.num_bytes,
-        measured_bytes=measured.num_bytes,
+        measured_bytes=measured,
         moment=predicted.moment,
     )
 
@@ -217,54 +206,3 @@ def rows(case: Case) -> list[Row]:
     """Runs a case. Returns the row of every rank; ranks of equal sizes give one row."""
     found = run_ranks(row_of_rank, case.ranks, case, detail=False)
     return list({(row.predicted_bytes, row.measured_bytes): row for row in found}.values())
-
-
-def table(found: Iterable[Row]) -> Iterator[str]:
-    """Yields the lines of the rows."""
-    for row in found:
-        yield (
-            f"{row.name:40}{row.rank:5}{row.predicted_bytes / MIB:11.3f}"
-            f"{row.measured_bytes / MIB:10.3f}{row.ratio:8.4f}  {row.moment}"
-        )
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="memory.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument(
-        "--only", metavar="TEXT", default="", help="only rows with this text in their names"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write settings and rows")
-    args = parser.parse_args(argv)
-    args.cases = [case for case in CASES if args.only in case.name]
-    if not args.cases:
-        parser.error(f"--only {args.only!r}: no row has this text in its name")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table, and the worst row. Returns 0."""
-    args = parse(argv)
-    print(SIZES, "", sep="\n")
-    header = f"{'':40}{'rank':>5}{'predicted':>11}{'measured':>10}{'ratio':>8}"
-    print(f"{header}\n{'configuration':45}{'MiB':>11}{'MiB':>10}{'':8}  what holds the peak")
-    found: list[Row] = []
-    for case in args.cases:
-        own = rows(case)
-        found += own
-        print("\n".join(table(own)), flush=True)
-    worst = max(found, key=lambda row: abs(row.ratio - 1.0))
-    print(f"\nThe worst case is {worst.name!r}: {worst.ratio - 1.0:+.2%} on rank {worst.rank}.")
-    if args.json:
-        report: dict[str, Any] = {
-            "sizes": SIZES,
-            "rows": [{**asdict(row), "ratio": row.ratio} for row in found],
-        }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,16 +1,14 @@
 """Compares the time model with published runs.
 
 No constant is fitted to a run: the figures of a machine come from its data sheet and from published
-microbenchmarks (megatron_lite/plan/machines/*.json). ASSUMPTIONS says what the papers do not.
-`python benchmarks/published.py --output docs/planning.md` puts the table into the page.
+microbenchmarks (megatron_lite/plan/machines/*.json). docs/planning.md has the table, and says what
+the papers do not.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.page_part import replace_part
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
@@ -30,27 +27,8 @@ from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.plan.step_time import StepTime, step_time
 
-BEGIN, END = "<!-- begin: published runs -->\n", "<!-- end: published runs -->"
 MICRO_BATCH_SIZES = (1, 2, 4, 8)
 MEGATRON, LLAMA = "arXiv 2104.04473, Table 1", "arXiv 2407.21783, Table 4"
-ASSUMPTIONS = """\
-- 2104.04473 does not state micro-batch sizes (b). It searched 1, 2, 4 and 8, so each row has the
-  one of them that the model finds fastest. Whether it fits into memory is not checked.
-- 2104.04473, section 5.1, says that all runs use the interleaved schedule, but not with how many
-  virtual stages (v). Each row has the fewest above one that divide the layers of a rank.
-- In 2104.04473 ranks of a stage send a part of the hidden states each (section 4.1) and do not
-  compute meanwhile. The gather inside a node that follows is not counted.
-- 2104.04473 trained in mixed precision. Here weights and gradients are bfloat16, gradients are
-  reduced in that format, and a fused kernel sums them, which moves as many bytes as a 16-bit sum.
-  Attention is unfused, with dropout, and every layer is recomputed whole.
-- The achieved figures of 2104.04473 count FLOPs by its formula 3, recomputation included. So do
-  the predicted ones.
-- Llama 3 405B has micro-batches of one sequence, sequence parallelism, no recomputation, and
-  causal flash attention by torch's kernel. Gradients and optimizer states are sharded: here
-  `--use-distributed-optimizer` with both overlaps. The 126 layers lie on 128 virtual stages, 8 for
-  each rank, of which the first and the last have no layer (section 3.3.2). FLOPs are those that
-  the logs count, with attention over the whole square.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,38 +247,7 @@ def table(found: Sequence[Row]) -> Iterator[str]:
             f"| {row.run.name} | {row.run.source} | {row.run.num_gpus} | {row.micro_batch_size} "
             f"| {row.virtual_stages} | {row.run.tflops:.0f} | {row.tflops:.0f} | {row.error:+.1%} |"
         )
-    errors = [row.error for row in found]
-    yield ""
-    yield (
-        f"The mean of the absolute errors is {statistics.mean(map(abs, errors)):.1%}, the largest "
-        f"is {max(map(abs, errors)):.1%}, and the mean error is {statistics.mean(errors):+.1%}."
-    )
-
-
-def main(argv: Sequence[str] | None = None, make_rows: Callable[[], Iterable[Row]] = rows) -> int:
-    """Prints the table, or writes it into a page between its marks. Returns 0."""
-    parser = argparse.ArgumentParser(
-        prog="published.py", description=(__doc__ or "").partition("\n")[0], allow_abbrev=False
-    )
-    parser.add_argument("--output", metavar="PAGE", help="a page with the marks of the table")
-    parser.add_argument("--terms", action="store_true", help="also print the terms of each step")
-    args = parser.parse_args(argv)
-    found = list(make_rows())
-    text = "\n".join([*table(found), "", ASSUMPTIONS])
-    if args.output is None:
-        print(text)
-    else:
-        try:
-            replace_part(Path(args.output), BEGIN, END, text)
-        except ValueError as error:
-            parser.error(str(error))
-    if args.terms:
-        for row in found:
-            print(f"\n{row.run.name}: {row.time.seconds:.2f} s")
-            for term, seconds in sorted(row.time.terms.items(), key=lambda one: -one[1]):
-                print(f"  {term:36}{seconds:9.3f} s {seconds / row.time.seconds:7.1%}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(*table(list(rows())), sep="\n")

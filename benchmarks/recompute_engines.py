@@ -4,7 +4,7 @@ ours            `policies` by name, as flags; all share one set of weights
 torch ..        our model and weights with torch.utils.checkpoint around each layer, MLP or core
                 attention
 transformers    GPT2LMHeadModel of the same shape, without and with
-                gradient_checkpointing_enable (one rank only)
+                gradient_checkpointing_enable
 """
 
 from __future__ import annotations
@@ -52,15 +52,7 @@ class Engine:
         self.forward().backward()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The ranks on which the engines of one block run."""
-
-    parallel: ParallelState
-    sequence_parallel: bool
-
-
-def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[str, Flags]:
+def policies(num_layers: int) -> dict[str, Flags]:
     """Returns the flags of our policies by name."""
     unit: Flags = dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
@@ -76,8 +68,6 @@ def policies(num_layers: int, *, tp_size: int, sequence_parallel: bool) -> dict[
             "recompute_num_layers": num_layers // 2,
         },
     }
-    if tp_size > 1 and not sequence_parallel:  # sequence parallelism splits inputs already
-        table["uniform 1, distribute"] = {**unit, "distribute_saved_activations": True}
     for modules in (
         "core_attn",
         "mlp",
@@ -119,11 +109,7 @@ MODES = {"reentrant": True, "non-reentrant": False}
 def engine_names(num_layers: int) -> set[str]:
     """Returns the names of all rows that some setting has."""
     peers = {f"{name}, {mode}" for name in (*TORCH_PEERS, "transformers") for mode in MODES}
-    return {
-        *policies(num_layers, tp_size=2, sequence_parallel=False),
-        *peers,
-        f"transformers, {NONE}",
-    }
+    return {*policies(num_layers), *peers, f"transformers, {NONE}"}
 
 
 @dataclass(frozen=True)
@@ -134,15 +120,10 @@ class Contestants:
     skipped: dict[str, str]
 
 
-def build_contestants(setting: Setting, place: Place) -> Contestants:
+def build_contestants(setting: Setting, parallel: ParallelState) -> Contestants:
     """Returns every policy that this version has, and every peer that can run here."""
     engines, skipped = [], {}
-    table = policies(
-        setting.shape.num_layers,
-        tp_size=place.parallel.tp_size,
-        sequence_parallel=place.sequence_parallel,
-    )
-    for name, flags in table.items():
+    for name, flags in policies(setting.shape.num_layers).items():
         if name.endswith("@host") and setting.device.type == "cpu":
             skipped[name] = "on a CPU the host's memory is the device's"
             continue
@@ -151,14 +132,14 @@ def build_contestants(setting: Setting, place: Place) -> Contestants:
         except (TypeError, ValueError) as reason:
             skipped[name] = str(reason)
             continue
-        engines.append(_ours(name, config, setting, place, like=engines[0] if engines else None))
+        engines.append(_ours(name, config, setting, parallel, like=engines[0] if engines else None))
     for name, (rival, part, step) in TORCH_PEERS.items():
         for mode, use_reentrant in MODES.items():
             engine = _ours(
                 f"{name}, {mode}",
                 RecomputeConfig(),
                 setting,
-                place,
+                parallel,
                 like=engines[0],
                 rival=rival,
                 prepare=partial(
@@ -166,11 +147,10 @@ def build_contestants(setting: Setting, place: Place) -> Contestants:
                 ),
             )
             engines.append(engine)
-    if place.parallel.tp_size == 1:
-        try:
-            engines += _transformers(setting)
-        except ImportError as reason:
-            skipped["transformers"] = str(reason)
+    try:
+        engines += _transformers(setting)
+    except ImportError as reason:
+        skipped["transformers"] = str(reason)
     return Contestants(tuple(engines), skipped)
 
 
@@ -178,7 +158,7 @@ def _ours(
     name: str,
     config: RecomputeConfig,
     setting: Setting,
-    place: Place,
+    parallel: ParallelState,
     *,
     like: Engine | None,
     rival: str | None = None,
@@ -188,12 +168,8 @@ def _ours(
 
     prepare: changes the model, for example to put a checkpoint around each layer.
     """
-    model = our_model(
-        setting,
-        place.parallel,
-        sequence_parallel=place.sequence_parallel,
-        plan=plan_stage(config, setting.shape.num_layers),
-    )
+    plan = plan_stage(config, setting.shape.num_layers)
+    model = our_model(setting, parallel, plan=plan)
     if like is not None:
         names = (parameter_name for parameter_name, _ in model.named_parameters())
         model.load_state_dict(dict(zip(names, like.parameters, strict=True)), assign=True)

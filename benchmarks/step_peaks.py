@@ -9,10 +9,8 @@ and the copies that gloo's collectives make. Memory outside of torch's allocator
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,25 +30,10 @@ STEP = "the measured step"
 LEARNING_RATE = 1e-4
 
 
-class Block(NamedTuple):
-    """Memory that was allocated at the peak. where: the operators that allocated it, outermost
-    first."""
+def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int) -> int:
+    """Returns the most bytes allocated at once in this rank's second step.
 
-    num_bytes: int
-    where: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredPeak:
-    """The most bytes that were allocated at once in the step, and the blocks of that moment, the
-    largest first."""
-
-    num_bytes: int
-    blocks: tuple[Block, ...]
-
-
-def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int) -> MeasuredPeak:
-    """Measures this rank's second step. Every rank of the run calls it at the same time.
+    Every rank of the run calls it at the same time.
 
     num_microbatches: those of one data-parallel rank.
     """
@@ -106,51 +89,27 @@ class _Samples:
         )
 
 
-def _peak(profile: Any) -> MeasuredPeak:
-    events = sorted(_events(profile), key=lambda event: event[0])
-    alive: dict[int, Block] = {}
-    total = most = 0
-    at_most: list[Block] = []
-    begins, ends = (
-        next(time for time, address, _, where in events if address is None and where == mark)
-        for mark in ("begin", "end")
-    )
-    best: int = 0
-    # The second pass collects the blocks, since copying them at every event takes too long.
-    for collects in (False, True):
-        alive.clear()
-        total = 0
-        for time, address, size, where in events:
-            if address is None:
-                continue
-            if size > 0:
-                if address in alive:  # another thread freed it
-                    total -= alive[address].num_bytes
-                alive[address] = Block(size, where)
-                total += size
-            elif address in alive:
-                total -= alive.pop(address).num_bytes
-            if begins <= time <= ends:
-                if not collects and total > most:
-                    most, best = total, time
-                elif collects and time == best and total == most:
-                    at_most = list(alive.values())
-    return MeasuredPeak(
-        num_bytes=most, blocks=tuple(sorted(at_most, key=lambda block: -block.num_bytes))
-    )
-
-
-def _events(profile: Any) -> Iterator[tuple[int, int | None, int, str]]:
-    """Yields (time, address, bytes, where) of each allocation, and the marks of the step."""
-    pending = [(event, "") for event in profile.profiler.kineto_results.experimental_event_tree()]
+def _peak(profile: Any) -> int:
+    """Returns the most bytes that were allocated at once during the marked step."""
+    events: list[tuple[int, int, int]] = []
+    begins = ends = 0
+    pending = list(profile.profiler.kineto_results.experimental_event_tree())
     while pending:
-        event, where = pending.pop()
+        event = pending.pop()
+        pending += event.children
         if event.name == STEP:
-            yield event.start_time_ns, None, 0, "begin"
-            yield event.end_time_ns, None, 0, "end"
-        inside = f"{where} > {event.name}" if where else event.name
-        pending += [(child, inside) for child in event.children]
-        if not type(event.extra_fields).__name__.endswith("Allocation"):
-            continue
-        fields = event.extra_fields
-        yield event.start_time_ns, fields.ptr, fields.alloc_size, where
+            begins, ends = event.start_time_ns, event.end_time_ns
+        if type(event.extra_fields).__name__.endswith("Allocation"):
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    alive: dict[int, int] = {}
+    total = most = 0
+    for time, address, size in sorted(events, key=lambda event: event[0]):
+        if size > 0:  # memory that another thread freed is used again
+            total += size - alive.get(address, 0)
+            alive[address] = size
+        else:
+            total -= alive.pop(address, 0)
+        if begins <= time <= ends:
+            most = max(most, total)
+    return most

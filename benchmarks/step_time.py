@@ -30,7 +30,6 @@ from benchmarks.harness import (
     heading,
     new_report,
     parse_benchmark,
-    profile,
     write_report,
 )
 from benchmarks.peer_engines import PEERS, build_engines
@@ -175,7 +174,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     report = new_report(args)
     print(heading(report), f"\n{HEADER}", sep="\n", flush=True)
-    profiles = []
     for dtype, dropout in itertools.product(args.dtype, args.dropout):
         setting = Setting(shape=args.shape, device=args.device, dtype=dtype, dropout=dropout)
         engines = build_engines(setting, available_peers(args.peer))
@@ -187,10 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             flush=True,
         )
         report["rows"] += [asdict(row) for row in rows]
-        if args.profile:
-            profiles.append(profile(f"{dtype}, dropout {dropout}", engines, args.device))
         write_report(report, args.json)
-    print(*profiles, sep="\n")
     return 0
 
 

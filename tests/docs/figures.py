@@ -217,6 +217,13 @@ def flags_page() -> str:
 # Pictures and texts
 
 
+def published_runs() -> str:
+    """Returns the table of published runs with their predictions."""
+    from benchmarks.published import rows, table
+
+    return "\n".join([*table(list(rows()))])
+
+
 def picture_of_memory() -> str:
     """Returns the picture of the README, as tools/plot_memory makes it."""
     import matplotlib
@@ -271,6 +278,7 @@ def terminal_row() -> str:
 TEXTS: dict[str, Callable[[], str]] = {
     "grammar": grammar,
     "ladder": ladder,
+    "published-runs": published_runs,
     "regions": regions_table,
     "schedule": schedule,
     "terminal-row": terminal_row,
