@@ -81,27 +81,29 @@ def fuse_weight_gradients_(
     compiled_layers: whether each layer is one graph of the compiler, which cannot call a kernel.
     """
     kernel = apex.weight_gradient_kernel(parallel.device.type)
-    paths = weight_paths(
-        training, model, optimizer, kernel, _compiled_weights(model) if compiled_layers else set()
-    )
+    compiled = {
+        # only transformer layers are compiled
+        parameter
+        for chunk in model
+        for parameter in (chunk.decoder.layers.parameters() if compiled_layers else ())
+    }
+    paths = weight_paths(training, model, optimizer, kernel, compiled)
+    tables = {
+        chunk.embedding.word_embeddings.weight
+        for chunk in model
+        if chunk.stage.is_first and chunk.embedding is not None
+    }
     gradients = optimizer.layout.gradients
     if isinstance(gradients, GradBuffer):
-        for function, own in (
-            (kernel.value, (FUSED, FUSED_PROJECTION)),
-            (None, (ADDMM, ADDMM_PROJECTION, ROUNDED)),
-        ):
-            accumulate_with_(
-                function,
-                [
-                    (parameter, gradients.grads[name])
-                    for name, parameter in model.named_parameters()
-                    if paths.get(name) in own
-                ],
-            )
-        if not _reason_for_all(training, optimizer):
-            accumulate_lookups_(
-                (weight, gradients.grads[name]) for name, weight in _lookup_weights(model)
-            )
+        for name, parameter in model.named_parameters():
+            total = [(parameter, gradients.grads[name])]
+            if paths.get(name) in (FUSED, FUSED_PROJECTION):
+                accumulate_with_(kernel.value, total)
+            elif paths.get(name) in (ADDMM, ADDMM_PROJECTION, ROUNDED):
+                accumulate_with_(None, total)
+            adds = training.gradient_accumulation_fusion and lookup_adds(parameter)
+            if parameter in tables and adds:
+                accumulate_lookups_(total)
     dtype = next(iter(model)).context.params_dtype
     line = summary(paths, dtype, kernel.reason, device_type=parallel.device.type)
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
@@ -167,23 +169,3 @@ def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:
         for name, parameter in model.named_parameters()
         if parameter in linear or parameter in tied
     ]
-
-
-def _lookup_weights(model: ModelStages) -> list[tuple[str, nn.Parameter]]:
-    """Returns the name and weight of the token embedding that this rank looks up in, if the lookup
-    can add its gradient by itself."""
-    tables = {
-        chunk.embedding.word_embeddings.weight
-        for chunk in model
-        if chunk.stage.is_first and chunk.embedding is not None
-    }
-    return [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter in tables and lookup_adds(parameter)
-    ]
-
-
-def _compiled_weights(model: ModelStages) -> set[nn.Parameter]:
-    """Returns the parameters of the transformer layers: only layers are compiled."""
-    return {parameter for chunk in model for parameter in chunk.decoder.layers.parameters()}

@@ -51,7 +51,6 @@ from megatron_lite.training.out_of_memory import (
     limit_notices,
     told_where_memory_runs_out,
 )
-from megatron_lite.training.processor import slow_precision_notices
 from megatron_lite.training.profiler import Profiler
 from megatron_lite.training.run_notices import run_notices
 from megatron_lite.training.sample_order import sample_order
@@ -236,7 +235,6 @@ def _build(
         notices=(
             accumulation,
             *attention,
-            *slow_precision_notices(config.training.precision, parallel.device),
             *_predicted_peak(config, parallel, batches),
             *notices.in_log,
             *followed,

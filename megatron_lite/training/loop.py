@@ -44,8 +44,8 @@ from megatron_lite.training.peak_memory import (
     own_step_peak,
     peak_of_all_ranks,
 )
-from megatron_lite.training.processor import described, moved_notices
 from megatron_lite.training.profiler import Profiler
+from megatron_lite.training.run_notices import described, moved_notices
 from megatron_lite.training.sample_order import SampleOrder
 from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.started_step import StartedStep, StepEnd

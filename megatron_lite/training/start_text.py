@@ -14,7 +14,7 @@ from megatron_lite.config.run_flags import changed_settings
 from megatron_lite.config.units import plural
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.log_files import log_file_path
-from megatron_lite.training.processor import described
+from megatron_lite.training.run_notices import described
 
 LONGEST_VALUE = 60
 

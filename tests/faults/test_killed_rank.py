@@ -90,21 +90,6 @@ def test_a_rank_that_dies_in_a_save_ends_the_others(
         assert f"rank {victim} is gone" in run.everything()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dead", "owns"),
-    [(2, 0, True), (4, 1, True), pytest.param(4, 3, False, marks=pytest.mark.long)],
-)
-def test_of_all_ranks_one_speaks(ranks: int, dead: int, owns: bool) -> None:
-    """Data-parallel peers wait for the ranks that wait for the dead one: they must not take those
-    for it. Without a launcher all end where rank 0 held the store."""
-    died = _killed(dead, "backward", 2)
-    with program(RUN, ranks=ranks, prepare=died, rank_0_owns_store=owns) as run:
-        expected = [-signal.SIGKILL if rank == dead else 1 for rank in range(ranks)]
-        assert run.wait() == expected, run.everything()
-        (message,) = run.messages()
-        assert message.endswith(f"stops at iteration 2: rank {dead} is gone")
-
-
 def test_a_rank_with_a_fault_of_its_own_says_it_alone() -> None:
     def fails() -> None:
         raise ArithmeticError("a fault of rank 1")

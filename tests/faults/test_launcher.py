@@ -80,18 +80,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_killed_rank_is_named_with_the_iteration(tmp_path: Path) -> None:
-    with _torchrun(tmp_path, *RUN, "--train-iters", "100000") as process:
-        os.kill(_workers(process)[1], signal.SIGKILL)
-        assert process.wait(timeout=HANG_S) == 1
-    log = (tmp_path / "log").read_text()
-    assert (
-        log.count("pretrain_gpt.py: [rank 0] stops at iteration ") == 1
-        and ": rank 1 is gone" in log
-    )
-    assert "terminate called" not in log
-
-
 def test_a_signal_to_the_launcher_saves_and_the_run_goes_on_from_there(
     tmp_path: Path, whole: Path
 ) -> None:

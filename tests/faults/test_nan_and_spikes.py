@@ -236,17 +236,6 @@ def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(
     assert row["lm_loss"] > 2.0 * row["mean_loss"] or shape == "tp2"
 
 
-def test_without_flag_below_the_ratio_or_before_the_mean_settles_nothing_is_skipped() -> None:
-    for ratio, factor, at in (
-        (None, 100.0, SETTLED + 2),
-        (2.0, 1.5, SETTLED + 2),
-        (2.0, 100.0, SETTLED),
-    ):
-        config = spike_config("alone", ratio)
-        *_, progress, error, _ = _poisoned(0, 1, config, "loss", factor, (at,))
-        assert (progress.skipped_iterations, error) == (0, None)
-
-
 def test_a_run_with_spikes_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     """Resumed before the mean has settled: it must not start again. The second spike comes
     after."""
@@ -267,20 +256,6 @@ def test_a_run_with_spikes_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     assert json.loads((parts / name).read_text())["mean_loss"]["count"] == last - 1
 
 
-def test_a_spike_does_not_lower_the_loss_scale_of_a_float16_run() -> None:
-    config = spike_config("alone", 2.0)
-    config = replace(
-        config,
-        training=replace(config.training, fp16=True),
-        loss_scaling=LossScaleConfig(initial_loss_scale=64.0, hysteresis=1),
-    )
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        during_iteration(monkeypatch, (SETTLED + 2,), lambda: Poison("loss", 9.0))
-        trainer, error = run_until_it_ends(config)
-    assert error is None and trainer.progress.skipped_iterations == 1
-    assert trainer.optimizer.loss_scale.scale.item() == 64.0  # type: ignore[union-attr]
-
-
 def test_the_mean_is_that_of_the_losses_of_updates() -> None:
     """Against a plain loop, past the window."""
     guard, mean, count = SpikeGuard(3.0, torch.device("cpu")), 0.0, 0
@@ -294,19 +269,6 @@ def test_the_mean_is_that_of_the_losses_of_updates() -> None:
     assert guard.state() == MeanLossState(mean=mean, count=WINDOW)
     assert guard.judge(torch.tensor(3.0 * mean * 1.001), torch.zeros(())).item() == 1.0
     assert guard.judge(torch.tensor(3.0 * mean * 0.999), torch.zeros(())).item() == 0.0
-
-
-def test_a_count_that_is_under_way_goes_through_a_checkpoint(tmp_path: Path) -> None:
-    config = with_checkpoint(
-        run_config("alone", training=dict(max_skipped_updates=3)),
-        save=str(tmp_path),
-        load=str(tmp_path),
-        allow_fresh_start=True,
-    )
-    stops = replace(config, training=replace(config.training, exit_interval=4))
-    assert _poisoned(0, 1, stops, "loss", math.nan, (3, 4))[3] is None
-    *_, progress, error, _ = _poisoned(0, 1, config, "loss", math.nan, (1,))  # the fifth of the run
-    assert progress.skipped_in_a_row == 3 and "iteration 5" in error
 
 
 def test_spikes_in_a_row_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,13 +43,6 @@ def test_the_slowest_are_named_first_and_no_more_of_them_than_asked_for() -> Non
     assert of_two == ["slow rank: 0 (node0) 1.5x the median of 2 ranks (15.0 ms against 10.0 ms)"]
 
 
-@pytest.mark.parametrize(
-    "ms", [(10.0,), (10.0, 12.0), (10.0, 11.9, 10.0), (0.0, 0.0), (20.0, 20.0, 20.0)]
-)
-def test_nobody_is_named_within_the_ratio(ms: tuple[float, ...]) -> None:
-    assert slow_ranks(times(*ms), ratio=1.2, at_most=9) == []
-
-
 def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
     """The last stage has the loss to compute."""
     assert (

@@ -58,11 +58,6 @@ def test_a_signal_to_one_rank_ends_the_run_on_all_and_nothing_is_lost(
     )
 
 
-def test_without_the_handler_the_signal_kills() -> None:
-    with pytest.raises(RuntimeError, match="rank 1 of 2 died|failed"):
-        run_ranks(_run, 2, tiny_run(training=dict(train_iters=6), tp_size=2), 1)
-
-
 def test_a_run_ends_after_its_duration_and_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,11 +73,3 @@ def test_a_run_ends_after_its_duration_and_says_why(
         == 3
     )
     assert "exiting at iteration 3: --exit-duration-in-mins 1" in capsys.readouterr().out
-
-
-def test_the_handler_is_gone_after_the_run() -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    run_to_end(
-        tiny_run(training=dict(train_iters=1, exit_signal_handler=True, exit_signal="SIGUSR1"))
-    )
-    assert signal.getsignal(signal.SIGUSR1) is before

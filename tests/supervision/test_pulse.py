@@ -32,20 +32,6 @@ def test_a_stretch_may_take_the_timeout_longer_than_the_longest_before_it() -> N
     assert pulse.seconds_left(10.0) == 14.0
 
 
-def test_a_larger_batch_may_take_longer_by_its_factor() -> None:
-    clock = Clock()
-    pulse = Pulse(clock)
-    pulse.at("iteration 1", limited=False)
-    clock.seconds += 3.0
-    pulse.at("iteration 2", growth=8.0)  # nothing but the first iteration is known
-    assert pulse.seconds_left(10.0) == 34.0
-    clock.seconds += 30.0
-    pulse.at("saving", limited=False)
-    clock.seconds += 1000.0
-    pulse.at("iteration 3", growth=2.0)
-    assert pulse.seconds_left(10.0) == 70.0  # the save does not count
-
-
 def test_the_loop_tells_how_the_batch_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     at = Pulse.at

@@ -69,12 +69,6 @@ def test_a_signal_ends_the_run_unless_the_training_loop_takes_care_of_it(gracefu
     )
 
 
-def test_a_signal_with_a_rank_missing_is_no_way_to_stop() -> None:
-    assert judged("signal", STOPPED, number=signal.SIGTERM, graceful=True) == Verdict(
-        0, 1, "rank 1 is gone"
-    )
-
-
 def test_ctrl_c_ends_a_run_that_takes_care_of_other_signals() -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -179,20 +179,20 @@ class Streams:
         always: whether it does so without `async_op`.
         """
 
+        name = getattr(function, "__name__", "partial")
+
         def start(*tensors: Any, async_op: bool = False, **options: Any) -> Work | None:
             own = [one for one in tensors if isinstance(one, Tensor)]
             stream = Stream()
             stream.wait_stream(self.current)
-            self.use(
-                reads=own, writes=own[:1] if function.__name__ != "isend" else (), stream=stream
-            )
+            self.use(reads=own, writes=own[:1] if name != "isend" else (), stream=stream)
             work = Work(self, stream, own)
             if async_op or always:
                 return work
             work.wait()
             return None
 
-        start.__name__ = function.__name__
+        start.__name__ = name
         return start
 
     def batch(self, operations: Sequence[Any]) -> list[Work]:

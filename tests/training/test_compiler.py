@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lite.config.notices import notices
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.compiled import missing_compiler
 from megatron_lite.parallel.torch_internals import compiler_settings
@@ -58,27 +56,6 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients(
         for mine, other in zip(grads, expected, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
     assert kept[0] > kept[1] > kept[2]
-
-
-def test_layers_with_dropout_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The masks are drawn as in eager layers, so the losses are equal up to rounding."""
-    monkeypatch.setattr(
-        torch.nn.Module,
-        "compile",
-        functools.partialmethod(torch.nn.Module.compile, backend="aot_eager"),
-    )
-    losses = []
-    for compiled in (False, True):
-        torch.compiler.reset()
-        with tp_state(1) as parallel:
-            config = tiny_config(num_layers=1, hidden_dropout=0.3, attention_dropout=0.3)
-            model = build_tiny_model(config, parallel, dtype=torch.float64).train()
-            if compiled:
-                compile_layers_(model)
-            loss = model.loss(*sample_tokens()).mean()
-            loss.backward()
-            losses.append(loss.item())
-    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 @pytest.mark.slow
@@ -131,9 +108,3 @@ def test_what_does_not_go_together_is_refused(
             recompute=RecomputeConfig(**recompute),  # type: ignore[arg-type]
         )
     assert message in str(raised.value)
-
-
-def test_dropout_under_a_budget_is_a_warning() -> None:
-    budget = RecomputeConfig(activation_memory_budget=0.5)
-    config: RunConfig = replace(tiny_run(training=dict(torch_compile=True)), recompute=budget)
-    assert any("every dropout ends a graph" in warning for warning in notices(config, "recompute"))

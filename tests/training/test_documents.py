@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from arguments import parse_args
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
@@ -247,12 +245,6 @@ def test_a_step_has_the_gradients_of_megatrons_formula() -> None:
             assert difference(want, have) < 1e-12
 
 
-def test_a_step_without_any_token_that_counts_has_the_loss_0() -> None:
-    with tp_state(1) as alone:
-        mean = masked_mean([0, 0], alone, per_token=True)
-    assert mean.num_tokens == 1.0 and mean.factors.tolist() == [1.0, 1.0]
-
-
 def test_the_means_of_data_parallel_ranks_count_all_of_their_tokens() -> None:
     def work(rank: int, world_size: int) -> list[MaskedMean]:
         with runner_of(Layout(dp=2), variant_config("gpt2")) as runner:
@@ -382,23 +374,6 @@ def test_a_run_has_the_same_losses_in_every_layout(ranks: int, layout: str, tmp_
         assert have == pytest.approx(want, rel=2e-5)
 
 
-def test_each_flag_changes_a_run_and_no_flag_leaves_it_as_it_was(tmp_path: Path) -> None:
-    runs = {
-        flags: metrics_of(flags, tmp_path)
-        for flags in (
-            "",
-            "--calculate-per-token-loss",
-            "--eod-mask-loss",
-            "--eod-mask-loss --calculate-per-token-loss",
-            "--reset-position-ids",
-            "--reset-attention-mask",
-        )
-    }
-    assert runs[""] == runs.pop("--calculate-per-token-loss")
-    norms = [str(rows[0]["grad_norm"]) for rows in runs.values()]
-    assert len(set(norms)) == len(norms) == 5
-
-
 @pytest.mark.long
 def test_a_dry_run_has_the_bytes_of_the_prediction() -> None:
     for flags in ("", "--pipeline-model-parallel-size 2 --attention-backend unfused"):
@@ -416,39 +391,3 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> No
     config = config_of(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path} {FLAGS}")
     with pytest.raises(InputError, match="--eod-mask-loss and --reset-position-ids and --reset"):
         document_rules(config)
-
-
-def test_settings_without_effect_are_told() -> None:
-    def told(flags: str) -> str:
-        return "\n".join(notices(config_of(flags), "settings"))
-
-    assert "--calculate-per-token-loss has no effect without --eod-mask-loss" in told(
-        "--calculate-per-token-loss"
-    )
-    assert "--calculate" not in told("--calculate-per-token-loss --eod-mask-loss")
-    assert "--reset-position-ids has no effect with --position-embedding-type rope" in told(
-        "--reset-position-ids --position-embedding-type rope"
-    )
-    assert "--mock-data packs no documents: --eod-mask-loss, --reset-position-ids" in told(FLAGS)
-    assert "--mock-data" not in told("")
-
-
-def test_a_mask_hides_whole_blocks_of_keys_from_long_sequences() -> None:
-    """A CPU kernel takes 512 keys at a time: of some queries it hides the first blocks."""
-    from megatron_lite.model.window import windowed_attention
-
-    random = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1300, 2, 1, 8, generator=random) for _ in range(3))
-    starts = torch.zeros(2, 1300, dtype=torch.int64)
-    starts[0, 700:], starts[1, 1:] = 700, 1
-    output = windowed_attention(query, key, value, reach=None, scale=1.0, document_starts=starts)
-
-    def alone(sample: int, start: int, stop: int) -> Tensor:
-        own = (one[start:stop, sample, 0].double() for one in (query, key, value))
-        q, k, v = own
-        scores = (q @ k.T).masked_fill(torch.ones(len(q), len(q)).triu(1).bool(), -torch.inf)
-        return scores.softmax(-1) @ v
-
-    for sample, start, stop in ((0, 0, 700), (0, 700, 1300), (1, 0, 1), (1, 1, 1300)):
-        expected = alone(sample, start, stop)
-        assert torch.allclose(output[start:stop, sample, 0].double(), expected, atol=1e-5)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,10 @@ import pytest
 import torch
 
 from megatron_lite.checkpointing.step_files import METADATA
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.optimizer_settings import LossScaleConfig, LrScheduleConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.training.step import TrainingError
-from tests.support.checkpoints import sign
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
@@ -130,21 +126,6 @@ def test_losses_stay_near_those_of_float32(tmp_path: Path) -> None:
     assert expected[-1]["lm_loss"] < 0.8 * expected[0]["lm_loss"]
 
 
-def test_without_a_scale_small_gradients_vanish() -> None:
-    """Below 2^-25 they are zero in float16. None is in float32, thousands without a scale."""
-    small = dict(NO_DROPOUT, init_method_std=1e-3)
-    once = dict(train_iters=1, eval_iters=0)
-    zeros = [
-        int(run_to_end(config).optimizer.num_zeros_in_grad())
-        for config in (
-            tiny_run(model=small, training=once),
-            fp16_run(dict(loss_scale=1.0), model=small, training=once),
-            fp16_run(dict(loss_scale=2.0**15), model=small, training=once),
-        )
-    ]
-    assert zeros[0] == 0 and zeros[1] > 20 * zeros[2]
-
-
 # falls to where it fits, then goes up and down
 RESTLESS = dict(initial_loss_scale=2.0**24, loss_scale_window=3)
 
@@ -181,16 +162,6 @@ def test_a_resumed_run_leaves_the_same_bytes_and_the_same_scale(tmp_path: Path) 
     assert (
         any(row["skipped"] for row in resumed) and len({row["loss_scale"] for row in resumed}) > 1
     )
-
-
-def test_a_damaged_scale_in_a_checkpoint_is_one_error(tmp_path: Path) -> None:
-    save = fp16_run(training=dict(train_iters=1, eval_iters=0), checkpoint=dict(save=str(tmp_path)))
-    run_to_end(save)
-    path = tmp_path / "iter_0000001" / METADATA
-    path.write_text(path.read_text().replace('"scale": 1024.0', '"scale": -1.0'))
-    sign(path.parent)
-    with pytest.raises(InputError, match="damaged"):
-        run_to_end(fp16_run(checkpoint=dict(load=str(tmp_path))))
 
 
 def test_a_checkpoint_goes_on_in_another_precision(tmp_path: Path) -> None:
@@ -234,75 +205,6 @@ def test_an_overflow_that_no_lower_scale_can_mend_stops_the_run(
         match=rf"iteration {iteration}: .* with loss scale {minimum} \(at least {minimum}\)",
     ):
         run_to_end(fp16_run(scaling))
-
-
-def test_without_the_check_such_overflows_are_skipped_and_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    overflow_in(monkeypatch, (2, 3), num_microbatches=4)
-    trainer = run_to_end(
-        fp16_run(dict(loss_scale=16.0), training=dict(check_for_nan_in_loss_and_grad=False))
-    )
-    assert (trainer.progress.skipped_iterations, trainer.progress.nan_iterations) == (2, 0)
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_whatever_the_scale(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    true_losses = GPTModel.losses
-    monkeypatch.setattr(
-        GPTModel, "losses", lambda self, *batch: true_losses(self, *batch) * math.nan
-    )
-    with pytest.raises(
-        TrainingError, match=r"iteration 1: the loss is nan .* with loss scale 1024\.0"
-    ):
-        run_to_end(fp16_run())
-
-
-def test_the_log_has_the_scale_and_the_skipped_iterations(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    overflow_in(monkeypatch, (2,), num_microbatches=4)
-    config = fp16_run(dict(CALM, hysteresis=1), training=dict(train_iters=10, eval_iters=0))
-    run_to_end(replace(config, logging=replace(config.logging, tensorboard_dir=str(tmp_path))))
-    found = re.findall(
-        r"loss scale: (\S+) \|.* number of skipped iterations: +(\d+) \|",
-        (tmp_path / "train.log").read_text(),
-    )
-    assert found == [("512.0", "1"), ("512.0", "0")]
-    printed = capsys.readouterr().out
-    assert printed.count("  1 skipped update, 0 losses not finite since the last row\n") == 1
-    assert "skipped      1 update\n" in printed
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert [event.value for event in events.Scalars("loss-scale")] == [1024.0] * 2 + [512.0] * 8
-
-
-def _measure(rank: int, world_size: int, tp_size: int, folder: Path, policy: str) -> None:
-    config = fp16_run(
-        tp_size=tp_size,
-        sequence_parallel=tp_size > 1,
-        metrics=folder / "metrics",
-        training=dict(train_iters=1, eval_iters=0),
-    )
-    run_to_end(
-        replace(config, recompute=RecomputeConfig(recompute_policy=policy, recompute_verify=True))
-    )
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_run_keeps_the_bytes_that_were_predicted_and_nothing_beside_them(
-    tmp_path: Path, tp_size: int
-) -> None:
-    """Under --recompute-verify a difference stops the run, and so does a tensor outside the
-    graph."""
-    for number, policy in enumerate(("*:none", "0:full; *:pointwise")):
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
-        run_ranks(_measure, tp_size, tp_size, folder, policy, detail=False)
-        row = rows(folder / "metrics")[0]
-        assert row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0
 
 
 def test_a_skipped_update_does_not_advance_the_learning_rate_nor_does_a_restart(

@@ -71,38 +71,6 @@ def test_rows_that_fit_again_are_written_and_the_others_leave_nothing(
     assert capsys.readouterr().out.count("No space left") == 1
 
 
-def test_a_write_that_takes_a_part_is_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = os.write
-    monkeypatch.setattr(
-        log_files.os, "write", lambda descriptor, data: written(descriptor, data[:7])
-    )
-    run_to_end(run_config(metrics_jsonl=str(tmp_path / "m")))
-    assert [row["iteration"] for row in rows(tmp_path / "m")] == [1, 2, 3, 4]
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_tensorboard_folder_is_said_once_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tensorboard.summary.writer.record_writer import RecordWriter
-
-    written, count = RecordWriter.write, iter(range(10**6))
-
-    def write(self: RecordWriter, data: bytes) -> None:
-        if next(count) >= 30:
-            raise OSError(28, "No space left on device")
-        written(self, data)
-
-    monkeypatch.setattr(RecordWriter, "write", write)
-    trainer = run_to_end(run_config(tensorboard_dir=str(tmp_path)))
-    assert trainer.progress.iteration == 4
-    out = capsys.readouterr().out
-    assert out.count("No space left") == out.count("warning: --tensorboard-dir: iteration ") == 1
-    assert 0 < len(losses(tmp_path)) < 4
-
-
 def losses(folder: Path) -> list[tuple[int, float]]:
     """The points that TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -11,10 +11,8 @@ import pytest
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.layouts import LAYOUTS
 from tests.support.pairs import only
-from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
 
@@ -153,39 +151,3 @@ def test_kept_bytes_are_as_predicted_with_recomputation_and_sharded_weights(poli
         recompute=RecomputeConfig(recompute_policy=policy, recompute_verify=True),
     )
     assert run_ranks(_run, 2, config, detail=False) == [[None]] * 2
-
-
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "overlap"])
-def test_a_run_alone_needs_no_layout(layout: str, tmp_path: Path) -> None:
-    """With one data-parallel rank there is nothing to share out, and a command line may say so all
-    the same."""
-    expected, actual = tmp_path / "expected.jsonl", tmp_path / "actual.jsonl"
-    run_to_end(_config("replicated", iterations=2, metrics=expected))
-    run_to_end(_config(layout, iterations=2, metrics=actual))
-    assert rows(actual) == rows(expected)
-
-
-@pytest.mark.slow
-def test_the_command_line_starts_a_sharded_run_on_two_ranks_and_names_what_has_no_effect_on_one(
-    tmp_path: Path,
-) -> None:
-    flags = [
-        *SMALL_RUN,
-        *MOCK,
-        "--train-iters",
-        "2",
-        "--bf16",
-        "--use-torch-fsdp2",
-        "--fsdp-memory-efficient-wrapping",
-    ]
-    done = run_program(*flags, "--metrics-jsonl", str(tmp_path / "two"), ranks=2)
-    assert done.returncode == 0 and "has no effect" not in done.stdout, done.stdout + done.stderr
-    assert "Warning" not in done.stderr
-    alone = run_program(*flags, "--metrics-jsonl", str(tmp_path / "one"))
-    assert "--use-torch-fsdp2 has no effect at data-parallel size 1" in alone.stdout
-    first, second = (rows(tmp_path / name)[0] for name in ("one", "two"))
-    assert (
-        second["activation_bytes_measured"]
-        == second["activation_bytes_predicted"]
-        == first["activation_bytes_measured"]
-    )

@@ -66,13 +66,6 @@ def test_utilization_is_flops_over_time_ranks_and_peak() -> None:
     assert own_fields([record()]) == ["tokens/s/GPU: 640.0", "MFU: 30.0%", "HFU: 41.0%"]
 
 
-def test_utilization_is_that_of_the_mean_time_since_the_last_line() -> None:
-    assert own_fields([record(iteration_ms=50.0), record(iteration_ms=150.0)])[1:] == [
-        "MFU: 15.0%",
-        "HFU: 20.5%",
-    ]
-
-
 def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
     """1 and 3 samples in 50 ms each: half of the work, and so of the tokens and FLOPs, of two full
     batches of 4."""
@@ -136,10 +129,6 @@ def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(
     )
 
 
-def test_without_a_known_peak_there_is_no_utilization() -> None:
-    assert own_fields([record()], with_fields(FACTS, peak_flops=None)) == ["tokens/s/GPU: 640.0"]
-
-
 @pytest.mark.parametrize(
     ("predicted", "measured", "shown"),
     [
@@ -159,12 +148,6 @@ def test_bytes_kept_for_backward_are_shown_once_both_are_known(
 
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def test_the_given_peak_is_used() -> None:
-    config = LoggingConfig(peak_tflops_per_gpu=312.5)
-    for device in (CPU, GPU):
-        assert peak_rate(config, device, bf16=True) == (312.5e12, "--peak-tflops-per-gpu")
 
 
 def test_the_peak_is_found_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,58 +181,3 @@ def test_a_peak_that_nobody_measured_is_not_known(
     assert peak_rate(config, CPU, bf16=True) == (2e11, f"--machine {measured}")
     assert peak_rate(config, CPU, bf16=False).flops == 1e11
     assert peak_rate(config, GPU, bf16=True).flops is None
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
-def test_a_peak_that_is_none_is_refused(value: float) -> None:
-    with pytest.raises(ValueError, match="--peak-tflops-per-gpu must be above 0 and finite"):
-        LoggingConfig(peak_tflops_per_gpu=value)
-
-
-def test_a_run_logs_the_hardware_flops_of_its_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Per layer of h 32, f 128, s 16, in multiply-adds per token: qkv 3072, scores and context 512
-    each, projection 1024, MLP 4096 each; 2 layers, logits 32 * 128: 30720, a step three times that.
-    One unit of both layers runs all but one fc2 again."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    peak_tflops = 1e-3
-    config = tiny_run(
-        model=dict(attention_backend="unfused"), training=dict(train_iters=2, eval_iters=0)
-    )
-    run_to_end(
-        replace(
-            config,
-            logging=LoggingConfig(
-                peak_tflops_per_gpu=peak_tflops,
-                tensorboard_dir=str(tmp_path),
-                log_timers_to_tensorboard=True,
-            ),
-            recompute=RecomputeConfig(
-                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
-            ),
-        )
-    )
-    events = EventAccumulator(str(tmp_path)).Reload()
-    for step, share in enumerate(events.Scalars("MFU")):
-        seconds = events.Scalars("iteration-time")[step].value
-        model_flops, replay = 2 * 64 * 3 * 30720, 2 * 64 * (2 * 13312 - 4096)
-        # float32 events
-        assert share.value == pytest.approx(
-            100.0 * model_flops / seconds / (peak_tflops * 1e12), rel=1e-5
-        )
-        hardware = events.Scalars("HFU")[step].value
-        assert hardware == pytest.approx(
-            share.value * (model_flops + replay) / model_flops, rel=1e-5
-        )
-
-
-def test_on_a_cpu_without_a_peak_nothing_is_made_up(capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_run(training=dict(train_iters=1, eval_iters=0))
-    for style in ("short", "megatron"):
-        run_to_end(replace(config, logging=replace(config.logging, log_style=style)))
-        printed = capsys.readouterr().out
-        assert "MFU is left out: " in printed and not re.search(
-            "MFU |FU:", printed.split("left out")[1]
-        )

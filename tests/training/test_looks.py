@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import re
 import threading
-import time
-from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import changed_settings
-from megatron_lite.parallel.messages import told_if_slow, told_on_terminal
+from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.training import terminal
-from megatron_lite.training.iteration_line import Interval, IterationRecord, clock, short_row
-from megatron_lite.training.log import HEADING_EVERY, RunLog
+from megatron_lite.training.iteration_line import Interval, IterationRecord, short_row
 from megatron_lite.training.peak_memory import PeakMemory
 from megatron_lite.training.run_facts import RunFacts
 from megatron_lite.training.start_text import arguments_table, short_settings
@@ -94,31 +89,6 @@ def test_a_short_row_has_the_figures_of_the_run() -> None:
     assert "MFU" not in heading and "  1.500/1.000 MiB  " in row
 
 
-def test_the_heading_is_repeated_and_skipped_updates_are_counted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    config = tiny_run()
-    start = Progress(iteration=0, consumed_samples=0)
-    config = replace(config, logging=replace(config.logging, log_interval=2))
-    facts = with_fields(FACTS, num_iterations=10**6)
-    with RunLog(config, facts, enabled=True, start=start) as log:
-        for number in range(1, 4 * HEADING_EVERY + 1):
-            log.iteration(record(iteration=number))
-        for number, changes in ((101, {}), (102, dict(nan=1, lm_loss=float("nan")))):
-            log.iteration(record(iteration=number, skipped=1, **changes))
-    lines = capsys.readouterr().out.splitlines()
-    headings = [place for place, line in enumerate(lines) if "tokens/s" in line]
-    assert headings == [0, HEADING_EVERY + 1, 2 * HEADING_EVERY + 2]
-    assert lines[-1] == "  2 skipped updates, 1 loss not finite since the last row"
-    assert " 1.5000 " in lines[-2], "the mean of the finite losses"
-
-
-def test_a_duration_is_short() -> None:
-    assert [clock(seconds) for seconds in (0, 59.9, 3600 + 23 * 60 + 4, 359_999, 360_000)] == [
-        *("0:00:00", "0:00:59", "1:23:04", "99:59:59", "4d 04:00")
-    ]
-
-
 def test_the_settings_at_the_start_are_those_that_differ() -> None:
     config = tiny_run(model=dict(ffn_hidden_size=100, add_bias_linear=False))
     config = replace(config, recompute=RecomputeConfig(recompute_policy="*:full"))
@@ -138,16 +108,6 @@ def test_the_settings_at_the_start_are_those_that_differ() -> None:
     config = replace(config, data=replace(config.data, mock_data=False, data_path=paths))
     text = "\n".join(short_settings(config))
     assert "(200 words)" in text and len(text) < 1000
-
-
-def test_settings_that_follow_from_others_are_not_listed_and_numbers_are_no_switches() -> None:
-    config = tiny_run(model=dict(swiglu=True, hidden_dropout=0.0, norm_epsilon=1.0))
-    config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=2))
-    words = {" ".join(words) for _, words in changed_settings(config)}
-    assert {"--swiglu", "--hidden-size 32", "--hidden-dropout 0.0", "--norm-epsilon 1.0"} <= words
-    assert "--tensor-model-parallel-size 2" in words
-    flags = {one.split()[0] for one in words}
-    assert not {"--ffn-hidden-size", "--kv-channels", "--attention-dropout"} & flags
 
 
 def finished_run(folder: Path, **logging: Any) -> RunConfig:
@@ -194,14 +154,6 @@ def test_the_log_file_is_appended_to_and_has_the_error_that_ends_a_run(
     assert "the sky falls" not in capsys.readouterr().out
 
 
-def test_a_run_without_a_folder_writes_no_log_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run_to_end(tiny_run(training=dict(train_iters=1, eval_iters=0)))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_last_lines_say_what_the_run_did(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,16 +173,6 @@ def test_the_last_lines_say_what_the_run_did(
     assert "  skipped      no updates\n" in text
     assert f"  checkpoint   {saved}/iter_0000004\n  log          {saved}/train.log\n" in text
     assert text.endswith(f"megatron_lite report {tmp_path}/m.jsonl {saved}/train.log\n")
-
-
-def test_a_run_that_is_stopped_says_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = finished_run(tmp_path)
-    run_to_end(replace(config, training=replace(config.training, exit_interval=3)))
-    text = capsys.readouterr().out
-    assert "stopped at iteration 3 of 4 after " in text
-    assert "/iter_0000003\n" in text
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -277,54 +219,3 @@ def test_slow_work_is_told_of_and_short_work_is_not() -> None:
 class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-@pytest.mark.parametrize("output", [FakeTerminal, io.StringIO])
-def test_a_tool_tells_of_slow_work_on_a_terminal_only(output: type[io.StringIO]) -> None:
-    with (
-        redirect_stderr(output()) as written,
-        told_on_terminal("plans for 8 GPUs (number 1 of 2)", first_after_s=0.001),
-    ):
-        patiently_waited(lambda: "so far" in written.getvalue() or output is io.StringIO)
-    lines = written.getvalue().splitlines()
-    if output is FakeTerminal:
-        assert re.match(r"plans for 8 GPUs \(number 1 of 2\): \d+ s so far$", lines[0])
-        assert lines[-1].startswith("plans for 8 GPUs (number 1 of 2): done after ")
-    else:
-        assert lines == []
-
-
-def patiently_waited(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HANG_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_an_error_of_slow_work_goes_through() -> None:
-    with pytest.raises(InputError, match="disk"), told_if_slow("work", print):
-        raise InputError("disk")
-
-
-def test_the_start_and_the_first_step_tell_that_they_are_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from contextlib import contextmanager
-
-    named: list[str] = []
-
-    @contextmanager
-    def noted(what: str, say: Any, **_: Any) -> Any:
-        named.append(what)
-        yield
-
-    for module in ("parallel.messages", "training.log"):
-        monkeypatch.setattr(f"megatron_lite.{module}.told_if_slow", noted)
-    run_to_end(tiny_run(training=dict(train_iters=2)))
-    assert named == [
-        "reading the data and building its sample index",
-        "building the model and its optimizer",
-        "the first step of this start",
-        "evaluating the validation loss over 1 global batches",
-        "evaluating the test loss over 1 global batches",
-    ]

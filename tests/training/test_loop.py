@@ -6,13 +6,11 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.training.step import TrainingError
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
@@ -97,51 +95,6 @@ def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
         )
 
 
-def test_a_nan_loss_stops_the_run_and_says_where(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    _poison_the_loss(monkeypatch, iteration=3)
-    with pytest.raises(TrainingError, match=r"iteration 3: the loss is nan"):
-        run_to_end(tiny_run(metrics=tmp_path / "m"))
-    last = rows(tmp_path / "m")[-1]
-    assert {
-        "iteration": 3,
-        "consumed_samples": 12,
-        "lm_loss": None,
-        "grad_norm": None,
-        "learning_rate": 0.01 * 2 / 3,
-        "skipped": 1,
-        "nan": 1,
-    }.items() <= last.items()
-
-
-def test_without_the_check_a_nan_loss_is_skipped_and_counted(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    _poison_the_loss(monkeypatch, iteration=3)
-    trainer = run_to_end(
-        tiny_run(metrics=tmp_path / "m", training=dict(check_for_nan_in_loss_and_grad=False))
-    )
-    assert (trainer.progress.skipped_iterations, trainer.progress.nan_iterations) == (1, 1)
-    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
-    assert [row["iteration"] for row in rows(tmp_path / "m") if row["skipped"]] == [3]
-
-
-def _poison_the_loss(monkeypatch: pytest.MonkeyPatch, *, iteration: int) -> None:
-    """Makes the loss NaN in the first micro-batch of one iteration (4 micro-batches each)."""
-    from megatron_lite.model.gpt import GPTModel
-
-    true_losses, calls = GPTModel.losses, []
-
-    def losses(self: GPTModel, *batch: Any) -> torch.Tensor:
-        calls.append(1)
-        return true_losses(self, *batch) * (
-            float("nan") if len(calls) == 4 * (iteration - 1) + 1 else 1.0
-        )
-
-    monkeypatch.setattr(GPTModel, "losses", losses)
-
-
 def test_the_iteration_line_is_what_megatron_parsers_expect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,32 +135,6 @@ def test_validation_and_test_losses_are_printed(capsys: pytest.CaptureFixture[st
         abs(torch.tensor(float(loss)).exp() - float(perplexity)) < 1e-3
         for _, _, loss, perplexity in found
     )
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        (dict(global_batch_size=3, micro_batch_size=3), None),
-        (dict(train_iters=None), "set --train-iters or --train-samples"),
-    ],
-)
-def test_a_run_without_a_length_is_refused(broken: dict[str, int], message: str | None) -> None:
-    if message is None:
-        run_to_end(tiny_run(training=broken))
-        return
-    with pytest.raises(InputError, match=message):
-        run_to_end(tiny_run(training=broken))
-
-
-def test_metrics_of_an_interrupted_run_are_cut_to_where_it_resumes(tmp_path: Path) -> None:
-    from megatron_lite.training.log_files import MetricsFile
-
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"iteration": 1}\n{"iteration": 2}\n{"iteration": 3}\n{"iterat')
-    before = path.read_text()
-    MetricsFile(str(path), after_iteration=2).close()
-    assert path.read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
-    assert (tmp_path / "m.jsonl.previous").read_text() == before
 
 
 def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
@@ -258,55 +185,6 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
         "lm loss validation ppl",
     } <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
-
-
-def test_tensorboard_keeps_every_point_of_a_resumed_run(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for exit_interval in (10, None):
-        config = tiny_run(
-            training=dict(exit_interval=exit_interval),
-            checkpoint=dict(
-                save=str(tmp_path / "c"), load=str(tmp_path / "c"), allow_fresh_start=True
-            ),
-        )
-        run_to_end(
-            replace(config, logging=replace(config.logging, tensorboard_dir=str(tmp_path / "t")))
-        )
-    losses = EventAccumulator(str(tmp_path / "t")).Reload().Scalars("lm loss")
-    by_samples = (
-        EventAccumulator(str(tmp_path / "t" / "by_samples")).Reload().Scalars("lm loss vs samples")
-    )
-    assert [event.step for event in losses] == list(range(1, 21))
-    assert [event.step for event in by_samples] == list(range(4, 81, 4))
-
-
-def test_a_last_interval_cut_short_is_printed_too(capsys: pytest.CaptureFixture[str]) -> None:
-    run_to_end(tiny_run(training=dict(train_iters=7)))
-    printed = re.findall(r"^ *(\d+/7) ", capsys.readouterr().out, re.MULTILINE)
-    assert printed == ["5/7", "7/7"]
-
-
-def test_a_split_without_documents_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import numpy as np
-
-    from megatron_lite.data.indexed_writer import IndexedDatasetWriter
-
-    with IndexedDatasetWriter(str(tmp_path / "data"), np.dtype(np.uint16)) as writer:
-        for document in range(12):
-            writer.add_document(np.arange(40) + document)
-    config = tiny_run(training=dict(train_iters=2))
-    run_to_end(
-        replace(
-            config,
-            data=replace(
-                config.data, mock_data=False, data_path=(str(tmp_path / "data"),), split="90,10,0"
-            ),
-        )
-    )
-    assert "no test loss: --split '90,10,0' leaves no documents for it: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["metrics_jsonl", "tensorboard_dir"])

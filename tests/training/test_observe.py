@@ -148,17 +148,6 @@ def test_bytes_that_were_not_predicted_are_a_warning_and_under_verify_an_error(
         )
 
 
-def test_bytes_in_host_memory_that_were_not_predicted_are_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    _keep_a_tensor(monkeypatch, [], by_the_graph=True)
-    recompute = RecomputeConfig(recompute_policy="0:none@host; *:full", recompute_verify=True)
-    with pytest.raises(
-        TrainingError, match=r"keeps \d+ bytes in host memory, and \d+ were predicted"
-    ):
-        run_to_end(replace(tiny_run(training=dict(train_iters=1)), recompute=recompute))
-
-
 def test_a_tensor_that_lives_on_beside_the_graph_is_an_error_under_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,14 +205,6 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) ->
     exact = [one for one in points if one.exact]
     assert len(exact) == 5
     assert [one.predicted_bytes for one in exact] == [one.measured_bytes for one in exact]
-
-
-def test_a_run_too_short_for_a_timeline_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_run(training=dict(train_iters=1))
-    run_to_end(replace(config, logging=LoggingConfig(memory_timeline=str(tmp_path / "t.json"))))
-    assert "no memory timeline" in capsys.readouterr().out and not (tmp_path / "t.json").exists()
 
 
 def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megatron_lite.config.logging_settings import ProfilingConfig
-from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import profiler
 from megatron_lite.training.profiler import Profiler
@@ -59,18 +58,6 @@ def test_a_trace_holds_the_named_iterations_of_the_named_rank(tmp_path: Path) ->
     matmuls = [event for event in events if event.get("name") == "aten::addmm"]
     assert matmuls and all("Input Dims" in event["args"] for event in matmuls)
     assert rows(tmp_path / "with") == rows(tmp_path / "without")
-
-
-def test_a_run_that_ends_early_writes_what_it_has_recorded(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = _config(
-        tmp_path, "m", iterations=2, profile=True, use_pytorch_profiler=True, profile_step_start=1
-    )
-    run_to_end(config)
-    trace = tmp_path / "tb" / "torch_profile" / "rank-0.json.gz"
-    assert trace.exists()
-    assert f"profile of rank 0 written to {trace}" in capsys.readouterr().out
 
 
 class _Cuda:
@@ -121,19 +108,3 @@ def test_allocations_are_written_at_each_log_interval(
         profiler.begin(iteration)
         profiler.end(iteration)
     assert cuda.calls == ["history", "s_3.pickle", "s_3.pickle"]
-
-
-def test_what_has_no_effect_is_said(tmp_path: Path) -> None:
-    config = _config(tmp_path, "m", profile=True, record_memory_history=True)
-    found = notices(config, "placement")
-    assert [notice.partition(" has")[0] for notice in found] == [
-        "--profile",
-        "--record-memory-history",
-    ]
-    assert notices(config, "placement", device="cuda") == []
-    without = replace(config, profiling=ProfilingConfig())
-    assert notices(without, "settings", given=["profile_step_end", "wandb_entity"]) == [
-        "--wandb-entity has no effect without --wandb-project",
-        "--profile-step-end has no effect without --profile",
-    ]
-    assert notices(config, "settings", given=["profile_step_end"]) == []

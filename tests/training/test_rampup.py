@@ -13,7 +13,6 @@ from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.data.mock import MockDataset
 from megatron_lite.recompute.arena import Arena
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
@@ -48,49 +47,6 @@ def test_the_run_follows_the_ramp_and_its_learning_rate_the_samples(
     assert re.findall(r"iteration +(\d+)/ +7 .*global batch size: +(\d+) \|", printed) == [
         (str(number + 1), str(size)) for number, size in enumerate(SIZES)
     ]
-
-
-def test_lengths_in_iterations_are_those_of_the_run(tmp_path: Path) -> None:
-    """3 iterations of warm-up are 8 samples, and the decay ends with iteration 5, at 22."""
-    config = tiny_run(metrics=tmp_path / "m", training=dict(RAMP, train_iters=7))
-    schedule = LrScheduleConfig(
-        lr=1.0, lr_decay_style="linear", lr_warmup_iters=3, lr_decay_iters=5
-    )
-    run_to_end(replace(config, lr_schedule=schedule))
-    rates = [row["learning_rate"] for row in rows(tmp_path / "m")]
-    assert rates == [0.0, 2 / 8, 4 / 8, 1.0, 1 - 6 / 14, 0.0, 0.0]
-
-
-def _losses(rank: int, world_size: int, folder: Path, tp_size: int, pp_size: int) -> None:
-    config = tiny_run(
-        tp_size=tp_size,
-        model=NO_DROPOUT,
-        metrics=folder / f"world{world_size}-tp{tp_size}-pp{pp_size}",
-        training=dict(RAMP, train_iters=7),
-    )
-    recompute = RecomputeConfig(recompute_policy="*:full", contiguous_saved_activations=True)
-    run_to_end(
-        replace(
-            config,
-            parallel=replace(config.parallel, pipeline_model_parallel_size=pp_size),
-            recompute=recompute if pp_size > 1 else config.recompute,
-        )
-    )
-
-
-@pytest.mark.long
-def test_the_losses_of_a_ramp_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    """The same samples in each iteration, at every data-parallel size. float32 sums in another
-    order."""
-    for world_size, tp_size, pp_size in ((1, 1, 1), (2, 1, 1), (4, 2, 1), (2, 1, 2)):
-        run_ranks(_losses, world_size, tmp_path, tp_size, pp_size, detail=False)
-    expected = rows(tmp_path / "world1-tp1-pp1")
-    for name in ("world2-tp1-pp1", "world4-tp2-pp1", "world2-tp1-pp2"):
-        found = rows(tmp_path / name)
-        assert [row["consumed_samples"] for row in found] == CONSUMED
-        assert [row["lm_loss"] for row in found] == pytest.approx(
-            [row["lm_loss"] for row in expected], rel=1e-4
-        ), name
 
 
 def _with_slots(rank: int, world_size: int, folder: Path) -> list[int]:
@@ -165,30 +121,6 @@ def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(
             "INCREMENT that are multiples of 2, or leave the virtual stages out"
         )
         assert consumed == 8 + 2 * 8
-
-
-def test_every_sample_is_read_once_and_in_order_and_evaluations_take_the_full_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    read: list[int] = []
-    get = MockDataset.__getitem__
-    monkeypatch.setattr(
-        MockDataset, "__getitem__", lambda self, index: read.append(index) or get(self, index)
-    )
-    run_to_end(tiny_run(training=dict(RAMP, train_iters=7, eval_iters=2, eval_interval=2)))
-    evaluation = list(range(16))
-    assert read == [
-        *range(4),
-        *evaluation,
-        *range(4, 14),
-        *evaluation,
-        *range(14, 30),
-        *evaluation,
-        *range(30, 38),
-        # after iterations 2, 4 and 6, and validation and test at the end
-        *evaluation,
-        *evaluation,
-    ]
 
 
 def _run(

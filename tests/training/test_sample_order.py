@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.training.sample_order import CyclicOrder, microbatch_indices, sample_order
+from megatron_lite.training.sample_order import CyclicOrder, microbatch_indices
 from tests.support.runs import rows, run_to_end, tiny_run
 
 
@@ -60,22 +59,6 @@ def test_every_rank_reads_what_the_walk_reads_from_every_point(
             ] == expected
 
 
-@pytest.mark.parametrize("sharded", [True, False])
-def test_an_epoch_reads_every_sample_once_and_the_next_one_in_another_order(sharded: bool) -> None:
-    order = CyclicOrder(24, sharded=sharded)
-    epochs = [
-        [
-            sample
-            for number in range(4)
-            for rank in range(3)
-            for sample in order(24 * epoch, 2, rank, 3, number)
-        ]
-        for epoch in range(3)
-    ]
-    assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-
-
 def test_without_sharding_a_global_batch_does_not_depend_on_the_data_parallel_size() -> None:
     def batch(ranks: int, sharded: bool) -> list[int]:
         order = CyclicOrder(48, sharded=sharded)
@@ -96,13 +79,6 @@ def test_a_resume_within_a_step_and_too_little_data_are_errors() -> None:
         order(18, 4, 0, 2, 0)
     with pytest.raises(InputError, match="24 samples of the data are fewer"):
         order(0, 25, 0, 1, 0)
-
-
-def test_the_type_chooses_the_order() -> None:
-    data = DataConfig(seq_length=8, mock_data=True)
-    assert sample_order(data, 10) is microbatch_indices
-    cyclic = sample_order(replace(data, dataloader_type="cyclic"), 10)
-    assert isinstance(cyclic, CyclicOrder)
 
 
 def test_a_resumed_run_reads_the_samples_that_it_would_have_read(tmp_path: Path) -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_lite.checkpointing.metadata import Metadata
-from megatron_lite.checkpointing.step_files import METADATA, step_directory
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.optim.lr_schedule import LrSchedule
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 FIRST = dict(lr=0.01, lr_decay_style="linear", lr_warmup_iters=1, lr_decay_iters=9, min_lr=0.001)
@@ -112,28 +107,3 @@ def test_a_run_without_the_optimizers_state_follows_its_flags(tmp_path: Path, op
         _rates(tmp_path, "flags")[-2:]
         == _rates(tmp_path, "longer")[slice(2, 4) if option == "no_load_optim" else slice(4, 6)]
     )
-
-
-def test_a_checkpoint_without_a_schedule_tells_it_by_its_flags(tmp_path: Path) -> None:
-    _run(tmp_path, "first", FIRST, iterations=2)
-    step = step_directory(tmp_path / "first", 2)
-    metadata = json.loads((step / METADATA).read_text())
-    stored = metadata.pop("schedule")
-    assert Metadata.read(step).schedule == LrSchedule.from_plain(stored)
-    read = Metadata.read
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Metadata, "read", lambda step: replace(read(step), schedule=None))
-        taking = dict(OTHER, use_checkpoint_opt_param_scheduler=True)
-        _run(tmp_path, "taking", taking, iterations=4, load="first")
-    _run(tmp_path, "flags", FIRST, iterations=4, load="first")
-    assert _rates(tmp_path, "taking") == _rates(tmp_path, "flags")
-
-
-def test_a_wsd_decay_that_the_checkpoints_schedule_has_no_room_for_is_refused(
-    tmp_path: Path,
-) -> None:
-    _run(tmp_path, "first", dict(FIRST, lr_decay_style="WSD", lr_wsd_decay_iters=3), iterations=2)
-    wsd = dict(lr=0.5, lr_decay_style="WSD", lr_wsd_decay_iters=12)
-    with pytest.raises(InputError, match=r"\(48 samples\) is longer than what follows the warm-up"):
-        taking = dict(wsd, use_checkpoint_opt_param_scheduler=True)
-        _run(tmp_path, "taking", taking, iterations=20, load="first")
