@@ -49,17 +49,6 @@ def ran(page: Path, capfd: pytest.CaptureFixture[str]) -> tuple[int, list[str], 
     return status, printed.out.splitlines(), printed.err
 
 
-def test_blocks_run_in_order_in_one_shell(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    status, out, error = ran(page, capfd)
-    assert (status, error) == (0, "")
-    assert [line for line in out if not line.startswith(">>> ")] == [
-        "first word",
-        "from Python, in __main__",
-        "last here",
-    ]
-    assert not any("tests/run.sh" in line for line in out)
-
-
 def test_the_first_failure_ends_it_and_is_named(
     page: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,10 +56,6 @@ def test_the_first_failure_ends_it_and_is_named(
     status, out, error = ran(page, capfd)
     assert status == 3 and "status 3" in error
     assert out[-1] == ">>> page.md:13" and "last" not in out
-
-
-def test_another_environment_takes_the_place_of_the_pages(page: Path) -> None:
-    assert "\nsource /a/venv/bin/activate\n" in fresh_machine.script(page, venv="/a/venv")
 
 
 def test_it_runs_all_commands_of_the_readme() -> None:
@@ -85,9 +70,3 @@ def test_it_runs_all_commands_of_the_readme() -> None:
     left_out = set(text.splitlines()) - set(short.splitlines())
     assert len(left_out) == 2 and all(fresh_machine.TESTS in line for line in left_out)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-
-
-def test_a_new_shell_has_no_environment_of_python() -> None:
-    variables = {"PATH": "/own/bin:/usr/bin", "VIRTUAL_ENV": "/own", "VENV": "x", "STEPS": "5"}
-    made = fresh_machine.new_shell({**variables, "PYTHONPATH": "."})
-    assert made.keys() == {"PATH", "STEPS"} and made["PATH"].endswith("/usr/bin")

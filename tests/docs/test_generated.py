@@ -67,20 +67,6 @@ def test_what_stands_above_its_output_is_the_command_of_the_output() -> None:
         assert following.value.split() == block.text.replace("\\\n", " ").split(), block.name
 
 
-def test_no_block_is_hidden_from_the_marks() -> None:
-    """An indented block would be shown like a fenced one."""
-    found = []
-    for page in PAGES:
-        lines = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-        inside_list = False
-        for before, line in zip(["", *lines.splitlines()], lines.splitlines(), strict=False):
-            if line and not line.startswith(" "):
-                inside_list = bool(re.match(r"([-*]|\d+\.) ", line))
-            if line.startswith("    ") and not before and not inside_list:
-                found.append(f"{page.name}: {line}")
-    assert found == []
-
-
 # Numbers with a unit that are no results: limits and rules of the program, which its tests check,
 # and what is said of the past or of this project's own tests.
 RULES = (
@@ -148,45 +134,3 @@ def test_a_stale_figure_and_a_stale_block_are_shown_and_mended(
     assert main(["--write", str(page)], files={}) == 0
     assert "`core_attn`" in page.read_text() and page.read_text().endswith("\n\nEnd\n")
     assert main(["--check", str(page)], files={}) == 0
-
-
-def test_a_record_of_another_command_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "quickstart.txt").write_text("$ bash another.sh\nfine\n")
-    with pytest.raises(ValueError, match="record it again"):
-        outputs.record("quickstart", tmp_path)
-
-
-def test_the_timelines_of_the_picture_are_recorded_by_their_commands(tmp_path: Path) -> None:
-    ran = []
-
-    def run(command: str, where: Path) -> str:
-        ran.append(command)
-        Path(where, "one.json").write_text(command)
-        return ""
-
-    assert main(["--record", "memory"], records=tmp_path, run=run) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {
-        f"memory_{name}.json" for name in outputs.MEMORY_RUNS
-    }
-    assert all(
-        f"'{one}'" in text for one, text in zip(outputs.MEMORY_RUNS.values(), ran, strict=True)
-    )
-
-
-@pytest.mark.parametrize(
-    ("settings", "shown"),
-    [
-        ((), "one\ntwo\nthree\nfour"),
-        ((("keep", "two"),), "two\n..."),
-        ((("keep", "two .. three"),), "two\nthree\n..."),
-        ((("keep", "one"), ("keep", "three ++ 1")), "one\n...\nthree\nfour"),
-        ((("keep", "three"), ("cut", "4")), " ...\n..."),
-    ],
-)
-def test_the_lines_of_a_mark_are_kept(settings: tuple[tuple[str, str], ...], shown: str) -> None:
-    assert outputs.kept("one\ntwo\nthree\nfour", settings) == shown
-
-
-def test_a_line_that_the_output_lacks_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no line of the output contains 'five'"):
-        outputs.kept("one\ntwo", (("keep", "five"),))
