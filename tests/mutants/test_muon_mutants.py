@@ -160,7 +160,7 @@ OVER_TP = (
 )
 ZERO1 = (
     test_layouts.test_zero1_and_overlap_change_no_bit,
-    dict(world_size=2, tp_size=1, layouts=("zero1",), dtype=torch.float32, rule="muon"),
+    dict(world_size=2, tp_size=1, layouts=("zero1, overlap",), dtype=torch.float32, rule="muon"),
 )
 RESUMED = (
     test_muon_layouts.test_a_resumed_run_goes_on_bit_for_bit,

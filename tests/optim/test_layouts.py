@@ -146,8 +146,8 @@ def test_zero1_and_overlap_change_no_bit(
     the buckets are as long. The norm is the root of a sum over other parts; without clipping it
     changes nothing."""
     settings = OptimizerConfig(optimizer=rule, clip_grad=0.0)  # type: ignore[arg-type]
-    # The border of two parts cuts a matrix of llama.
-    name = "llama" if rule == "muon" else "gpt2"
+    # The border of two parts cuts a matrix of llama. Over three ranks its buckets differ in length.
+    name = "llama" if rule == "muon" and world_size == 2 else "gpt2"
     options = dict(dtype=dtype, sequence_parallel=tp_size > 1, settings=settings)
     for of_rank in run_ranks(
         train_everywhere,
