@@ -16,7 +16,7 @@ from megatron_lite.checkpointing.start import find_step
 from megatron_lite.data.indexed import token_dtype
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tools import generate, generation
+from megatron_lite.tools import generation
 from tests.support.conversions import converted
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
@@ -78,28 +78,6 @@ def test_logits_are_those_of_transformers(smollm2: Model) -> None:
     found = run_ranks(lambda rank, size: logits(folder, tokens, size), 3)
     for one in found:
         assert (one - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
-def test_the_same_greedy_tokens_without_any_flag_of_a_tokenizer(
-    smollm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tokenizers import Tokenizer
-
-    monkeypatch.chdir(tmp_path)
-    tokens = ids_of(smollm2.folder / "theirs", PROMPT)
-    expected = smollm2.theirs.generate(
-        torch.tensor([tokens]), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
-    )[0].tolist()
-    tokenizer = Tokenizer.from_file(str(smollm2.folder / "theirs/tokenizer.json"))
-    run = run_program(
-        *("--load", str(smollm2.folder / "ours"), "--prompt", PROMPT, "--greedy"),
-        *("--max-new-tokens", str(NEW_TOKENS), "--distributed-backend", "gloo"),
-        ranks=1,
-        main=generate.main,
-    )
-    assert run.returncode == 0, run.stderr
-    assert len(expected) == len(tokens) + NEW_TOKENS
-    assert run.stdout == tokenizer.decode(expected) + "\n"
 
 
 def test_training_goes_on_from_the_models_own_loss_alike_under_every_policy(

@@ -316,7 +316,6 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
         (optimizer(swapped), "float32 weights"),
         (optimizer(order[:-1]), "other parameters than"),
         (optimizer(order, state={}), "one optimizer"),
-        (optimizer(order, param_groups=[]), "in no group"),
         ([{}, {}], "one optimizer"),
     ):
         found = described(saved)
@@ -329,7 +328,6 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
     for contents, message in (
         ({}, "older release"),
         ({0: {dtypes: state}}, "older release"),
-        ({"buckets_coalesced": True}, "of another model"),
         ({"buckets_coalesced": True, 0: {dtypes: {}}}, "one optimizer"),
         ({"buckets_coalesced": True, 0: {dtypes: {**state, "param": row[1:]}}}, "other states"),
         ({"buckets_coalesced": True, 0: {dtypes: state}}, "is not where"),
