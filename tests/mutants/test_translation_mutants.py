@@ -1,5 +1,4 @@
-"""Mistakes in reading somebody else's config file, and a launcher's local rank, each put back: a
-named test must fail."""
+"""Mistakes in reading somebody else's config file, each put back: a named test must fail."""
 
 from __future__ import annotations
 
@@ -8,10 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_lite.parallel import launch
 from megatron_lite.tools import config_file, translators
 from megatron_lite.tools.translation import Translation, everything
-from tests.parallel import test_launch_environment
 from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.tools import test_config_file, test_whole_configs
 
@@ -31,11 +28,6 @@ def aliases_count_once(_, self, parent, index):
     return yaml.SafeLoader.compose_node(self, parent, index)
 
 
-@replaces("_agreed_local_rank", launch)
-def the_command_line_wins_over_the_environment(_, env, local_rank):
-    return local_rank
-
-
 MUTANTS = [
     Mutant(
         a_rule_may_name_layers_that_do_not_exist,
@@ -47,11 +39,6 @@ MUTANTS = [
         test_whole_configs.test_a_component_that_the_run_does_not_use_recomputes_nothing,
     ),
     Mutant(aliases_count_once, test_config_file.test_aliases_count_as_often_as_they_are_used),
-    Mutant(
-        the_command_line_wins_over_the_environment,
-        test_launch_environment.test_a_local_rank_that_contradicts_the_environment_is_an_error,
-        {"environ": {"LOCAL_RANK": "3"}, "local_rank": 0, "message": "contradicts"},
-    ),
 ]
 
 
