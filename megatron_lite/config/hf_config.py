@@ -112,7 +112,7 @@ def from_hf(config: Any) -> HfModel:
     fields = dict(family.fields)
     for key, entry in family.keys.items():
         null = {} if entry.null is REQUIRED else {"null": entry.null}
-        value = reader.value(key, entry.kind, entry.default, **null)
+        value = reader.value(key, entry.type, entry.default, **null)
         fields[entry.field] = not value if entry.inverted else value
     for key, rule in family.only.items():
         if reader.get(key) not in rule.values:

@@ -9,7 +9,7 @@ compares. Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from megatron_lite.config.model import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS, ModelConfig
@@ -89,7 +89,7 @@ class Key(NamedTuple):
     """
 
     field: str
-    kind: type
+    type: type
     default: Any = REQUIRED
     null: Any = REQUIRED
     inverted: bool = False
@@ -101,7 +101,7 @@ class Only(NamedTuple):
     The last value is the one that an exported config has.
     """
 
-    values: tuple[Any, ...]
+    values: Sequence[Any]
     reason: str
 
 
@@ -111,7 +111,7 @@ class TensorNames(NamedTuple):
     layout: a key of `LAYOUTS` in convert/hf_tensors.py.
     """
 
-    theirs: tuple[str, ...]
+    theirs: Sequence[str]
     layout: str = "same"
 
 
@@ -151,7 +151,7 @@ class FamilyKeys(NamedTuple):
 class Alike(NamedTuple):
     """Two keys that must have the same value, which is one field here. reason: why they must."""
 
-    keys: tuple[str, str]
+    keys: Sequence[str]
     field: str
     default: Any
     reason: str
