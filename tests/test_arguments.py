@@ -16,9 +16,7 @@ import pretrain_gpt
 from arguments import ParsedArguments, build_parser, parse_args, supported_flags, topics
 from megatron_lite.cli.help import EXAMPLE, MOST_USED, TOPICS
 from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED
-from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
-from megatron_lite.training.start_text import arguments_table
 from tests.support.pairs import sampled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,11 +62,6 @@ def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str])
     )
 
 
-def test_no_flags_at_all_is_a_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fault_of(["--vocab-size", "9"], capsys).startswith("missing --num-layers, ")
-    assert len(faults_of([], capsys)) == 2, "the vocabulary is missing too"
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -104,14 +97,6 @@ def test_a_flag_without_effect_gives_one_notice_and_the_same_run(flag: str) -> N
     parsed = parse(words_of(flag))
     assert parsed.config == parse("").config
     assert parsed.notices == (f"{flag} has no effect {NO_EFFECT[flag]}",)
-
-
-def test_all_flags_without_effect_together_are_one_notice() -> None:
-    parsed = parse(" ".join(map(words_of, NO_EFFECT)))
-    assert parsed.config == parse("").config
-    (notice,) = parsed.notices
-    assert notice.startswith(f"{len(NO_EFFECT)} flags have no effect here")
-    assert all(flag in notice for flag in NO_EFFECT)
 
 
 @pytest.mark.parametrize(("flag", "only"), ONLY_VALUE.items())
@@ -183,11 +168,6 @@ def test_no_fault_hides_another(words: str, least: int, capsys: pytest.CaptureFi
     assert set(alone) <= set(with_unknown)
 
 
-def test_a_fault_brings_no_other_fault_with_it(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--num-layers two --sequence-parallel --tensor-model-parallel-size x"
-    assert len(faults_of([*RUN.split(), *words.split()], capsys)) == 2
-
-
 @pytest.mark.parametrize("topic", ["refused", "ignored"])
 def test_help_lists_all_flags_that_set_no_field(
     topic: str, capsys: pytest.CaptureFixture[str]
@@ -229,14 +209,6 @@ def test_another_way_to_say_it_gives_the_same_run(old: str, today: str) -> None:
 def test_vocabulary_files_alone_mean_the_gpt2_tokenizer_as_in_megatron() -> None:
     run = RUN.replace("--vocab-size 99", "--vocab-file vocab.json --merge-file merges.txt").split()
     assert parse_args(run).config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
-
-
-def test_several_data_paths_keep_their_order() -> None:
-    assert parse("--data-path 0.3 b 0.7 a --bf16").config.data.data_path == ("0.3", "b", "0.7", "a")
-
-
-def test_the_last_of_two_equal_flags_wins() -> None:
-    assert parse("--seed 5 --seed 6").config.training.seed == 6
 
 
 def help_of(words: str, capsys: pytest.CaptureFixture[str], status: int = 0) -> str:
@@ -294,11 +266,6 @@ def test_help_on_another_spelling_is_the_same(
     assert found and found == flags_in(help_of(f"--help {same_as}", capsys))
 
 
-def test_help_on_one_flag_is_about_that_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert flags_in(help_of("--help --bf16", capsys)) == {"--bf16"}
-    assert flags_in(help_of("--help --seed", capsys)) == {"--seed"}
-
-
 @pytest.mark.parametrize(
     ("word", "said"),
     [
@@ -319,12 +286,6 @@ def test_help_on_nothing_known_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert "did you mean --help recompute?" in help_of("--help recomputing", capsys, status=2)
     assert help_of("--help zzz", capsys, status=2).count("\n") == 1
     assert "such as --fp8" in help_of("--help fp8", capsys, status=2)
-
-
-def test_help_lists_flags_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(help_of("--help all", capsys).split())
-    assert "--seed N" in text and "(default: 1234)" in text and "(required)" in text
-    assert "--use-mcore-models" not in text, "flags without effect are not advertised"
 
 
 # --dump-config and --config-json
@@ -358,13 +319,6 @@ def test_sizes_that_follow_from_others_follow_an_overriding_flag(tmp_path: Path)
     assert (model.kv_channels, model.ffn_hidden_size) == (8, 128)
 
 
-def test_sizes_that_were_set_stay_when_another_flag_overrides(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(parse("--kv-channels 6 --ffn-hidden-size 40").config.to_json())
-    model = parse_args(["--config-json", str(path), "--hidden-size", "32"]).config.model
-    assert (model.kv_channels, model.ffn_hidden_size) == (6, 40)
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -383,29 +337,6 @@ def test_a_file_that_is_no_run_is_named(
     )
 
 
-@pytest.mark.parametrize(
-    "words", ["--local_rank=3", "--local_rank 3", "--local-rank=3", "--local-rank 3"]
-)
-def test_a_launchers_local_rank_is_read_beside_the_run(words: str) -> None:
-    parsed = parse(words)
-    assert (parsed.local_rank, parsed.config, parsed.notices) == (
-        3,
-        parse("").config,
-        (),
-    ) and parse("").local_rank is None
-
-
-def test_a_local_rank_that_is_no_number_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--local_rank: two is no whole number" in fault_of(
-        [*RUN.split(), "--local_rank=two"], capsys
-    )
-
-
-def test_dump_config_is_told_apart_from_a_run() -> None:
-    assert parse("--dump-config").dump_config and not parse("").dump_config
-    assert parse("--dump-config").config == parse("").config
-
-
 def test_dump_config_prints_json_to_stdout_and_notices_to_stderr(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -417,48 +348,12 @@ def test_dump_config_prints_json_to_stdout_and_notices_to_stderr(
     assert len(err.splitlines()) == 2
 
 
-def test_the_arguments_table_has_megatrons_form() -> None:
-    lines = arguments_table(parse("").config).split("\n")
-    assert lines[0] == "------------------------ arguments ------------------------"
-    assert "  adam_beta1 ...................................... 0.9" in lines
-    assert lines[-1] == "-------------------- end of arguments ---------------------"
-    names = [line.split()[0] for line in lines[1:-1]]
-    assert names == sorted(names) and {
-        "num_layers",
-        "lr",
-        "data_path",
-        "tensor_model_parallel_size",
-    } <= set(names)
-    assert all(
-        line.split()[1].strip(".") == "" and len(line.split(" ")[2] + line.split(" ")[3]) == 48
-        for line in lines[1:-1]
-        if len(line.split()[0]) < 46
-    )
-
-
 def test_parsing_imports_no_torch() -> None:
     program = (
         f"import sys, arguments; arguments.parse_args({RUN.split()!r}); sys.exit('torch' "
         "in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
-
-
-def test_core_attention_is_priced_by_the_device_that_runs_it() -> None:
-    for words, on_cpu, on_cuda in (
-        ("--attention-backend flash", 0, 1),
-        ("", 0, 1),
-        ("--attention-backend unfused", 0, 0),
-        # the last is a notice of the command line already
-        ("--attention-dropout 0", 0, 0),
-    ):
-        config = parse(f"--recompute-activations {words}").config
-        found = [
-            len(notices(config, "placement", device=device, world_size=1))
-            for device in ("cpu", "cuda")
-        ]
-        assert found == [on_cpu, on_cuda], words
-        assert bool(notices(config, "settings")) == (words == "--attention-dropout 0")
 
 
 @pytest.mark.parametrize(

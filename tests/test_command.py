@@ -15,7 +15,6 @@ import pytest
 from megatron_lite import __main__ as command
 from megatron_lite import __version__
 from megatron_lite.cli import pretrain
-from megatron_lite.config.invocation import install_advice
 from tests.support.commands import MOCK, SMALL_RUN, environment
 from tests.support.limits import HANG_S
 
@@ -175,15 +174,6 @@ def test_without_torch_a_subcommand_that_needs_it_says_how_to_install_it(words: 
     assert ended.returncode == 2 and "Traceback" not in ended.stderr
     assert line.startswith(f"megatron-lite {words[0]}: error: it needs PyTorch")
     assert line.endswith("-m pip install torch`")
-
-
-def test_the_advice_for_a_missing_package_names_a_checkout_or_the_file_of_a_wheel(
-    tmp_path: Path,
-) -> None:
-    assert install_advice("plot").startswith("pip install -e '.[plot]'")
-    assert "FILE.whl[plot]" in install_advice("plot", tmp_path)
-    for path in (ROOT / "megatron_lite").rglob("*.py"):
-        assert "megatron-lite[" not in path.read_text(), f"{path} names a package of an index"
 
 
 @pytest.mark.long

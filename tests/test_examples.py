@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,13 +58,6 @@ POLICIES = {
     ),
     "selective_mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
 }
-ARRAYS = (
-    "GPT_MODEL_ARGS",
-    "TRAINING_ARGS",
-    "MODEL_PARALLEL_ARGS",
-    "DATA_ARGS",
-    "EVAL_AND_LOGGING_ARGS",
-)
 
 
 def run_script(
@@ -118,29 +110,6 @@ def test_the_help_of_a_script_is_about_that_script(path: Path) -> None:
         assert comment_of(path)[0] in done.stdout and comment_of(path)[1] in done.stdout
 
 
-def test_help_by_topic_reaches_the_program() -> None:
-    (script,) = [path for path in SMALL if path.name == "pretrain_gpt_small.sh"]
-    assert command_of(script, "--help", "recompute")[-2:] == ["--help", "recompute"]
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_is_valid_bash(path: Path) -> None:
-    subprocess.run(["bash", "-n", str(path)], check=True)
-    if shutil.which("shellcheck"):
-        # SC2054 takes the commas of --split for separators.
-        subprocess.run(
-            [
-                "shellcheck",
-                "--shell=bash",
-                "--severity=warning",
-                "--external-sources",
-                "--exclude=SC1091,SC2054",
-                str(path),
-            ],
-            check=True,
-        )
-
-
 @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.name)
 def test_the_program_accepts_every_flag_of_an_example_as_the_flag_it_is(path: Path) -> None:
     parsed = parse_args(training_flags(command_of(path)))
@@ -160,26 +129,12 @@ def test_an_example_starts_as_many_processes_as_its_tensor_parallel_size_needs(p
     )
 
 
-@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.name)
-def test_an_example_passes_every_array_in_megatrons_names(path: Path) -> None:
-    source, workload = path.read_text(), path.with_name("workload.sh")
-    defined = source + (workload.read_text() if workload.exists() else "")
-    for name in (
-        (*ARRAYS, "RECOMPUTE_ARGS") if POLICIES.get(path.stem, NOTHING) != NOTHING else ARRAYS
-    ):
-        assert f"{name}=(\n" in defined and f'"${{{name}[@]}}"' in defined, name
-
-
 @pytest.mark.parametrize(
     "path", [path for path in LAUNCHERS if path.name != "quickstart.sh"], ids=lambda path: path.name
 )
 def test_flags_after_an_example_win(path: Path) -> None:
     config = parse_args(training_flags(command_of(path, "--train-iters", "7"))).config
     assert config.training.train_iters == 7
-
-
-def test_every_recompute_example_is_a_policy_listed_here() -> None:
-    assert {path.stem for path in LAUNCHERS if path.parent.name == "recompute"} == set(POLICIES)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -249,13 +204,6 @@ def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path
         f"{tmp_path}/data-stdlib/corpus_text_document",
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_quickstart_help_names_every_option_and_its_variable() -> None:
-    completed = run_script(ROOT / "examples" / "quickstart.sh", "--help")
-    assert completed.returncode == 0
-    for option in ("corpus", "steps", "tp", "output", "venv"):
-        assert f"--{option} " in completed.stdout and f" {option.upper()} " in completed.stdout
 
 
 @pytest.mark.parametrize(

@@ -170,19 +170,6 @@ PLANNED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("program", "started"),
-    [
-        ("pretrain_gpt.py", "python -m megatron_lite plan --gpus"),
-        ("python -m megatron_lite explain", "python -m megatron_lite plan --gpus"),
-        ("megatron-lite explain", "megatron-lite plan --gpus"),
-    ],
-)
-def test_the_planners_command_is_one_that_the_user_has(program: str, started: str) -> None:
-    lines = explanation(parse_args(EXPLAIN).config, (), program=program)
-    assert lines[-1].startswith(started)
-
-
 @pytest.mark.parametrize("words", PLANNED, ids=" ".join)
 def test_the_last_lines_are_a_command_that_the_planner_accepts(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -60,19 +60,6 @@ def test_flags_override_the_file_and_a_notice_names_both(tmp_path: Path) -> None
     ]
 
 
-def test_another_activation_replaces_the_files(tmp_path: Path) -> None:
-    path = written(tmp_path, LLAMA_3_8B)
-    parsed = parse_args([*RUN, "--hf-config", path, "--squared-relu"])
-    assert parsed.config.model.activation == "squared_relu"
-    assert f"--hf-config {path} gives --swiglu, which the flags replace" in parsed.notices
-
-
-def test_a_key_that_is_not_read_is_a_notice(tmp_path: Path) -> None:
-    path = written(tmp_path, LLAMA_3_8B, new_key=1)
-    notices = parse_args([*RUN, "--hf-config", path]).notices
-    assert f"--hf-config {path}: keys that are not read: new_key" in notices
-
-
 def test_what_does_not_map_exactly_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,14 +8,13 @@ import functools
 import math
 import re
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import GIB, count
+from megatron_lite.config.units import GIB
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.predict.parameter_counts import parameter_count, rank_parameter_count
 from megatron_lite.recompute.recompute_plan import keep_everything
@@ -113,10 +112,6 @@ SMALLER = [
 ]
 
 
-def test_every_script_is_listed_here() -> None:
-    assert {path.stem for path in LARGE.glob("*.sh")} == {*PUBLISHED, "workload"}
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shape_and_layout_are_the_published_ones(name: str) -> None:
     facts = facts_of(name)
@@ -194,94 +189,6 @@ def test_a_script_recomputes_the_least_that_fits(name: str) -> None:
         )
 
 
-@pytest.mark.long
-def test_the_readme_has_a_row_of_both_tables_for_every_script() -> None:
-    layouts, memory = [], []
-    for name in PUBLISHED:
-        facts = facts_of(name)
-        parallel, training = facts.config.parallel, facts.config.training
-        layout = " x ".join(
-            f"{axis} {size}"
-            for axis, size in (
-                ("TP", parallel.tensor_model_parallel_size),
-                ("PP", parallel.pipeline_model_parallel_size),
-                ("DP", facts.replicas),
-            )
-            if size > 1
-        ) + (f", {facts.num_chunks} virtual stages" if facts.num_chunks > 1 else "")
-        peaks = [
-            f"{facts_of(name, settings).peak_bytes / GIB:.1f}" for settings in ("", POINTWISE, FULL)
-        ]
-        parameters = count(
-            parameter_count(facts.config.model, facts.config.tokenizer.true_vocab_size)
-        )
-        layouts.append(
-            f"| `{name}.sh` | {parameters} | {facts.ranks} | {layout} | "
-            f"{training.micro_batch_size}, {training.global_batch_size} | {facts.bubble:.1%} |"
-        )
-        memory.append(f"| `{name}.sh` | {' | '.join(peaks)} |")
-    written = [
-        line
-        for line in (LARGE / "README.md").read_text().splitlines()
-        if re.match(r"\| `\w+\.sh`", line)
-    ]
-    assert written == layouts + memory
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_tiny_version_keeps_the_kind_of_layout(name: str) -> None:
-    full, tiny = config_of(name), config_of(name, SIZE="tiny")
-    in_pipeline = name in ("gpt_175b", "gpt_530b", "gpt_1t", "llama3_70b")
-    virtual = 2 if in_pipeline and name != "gpt_1t" else None
-    assert tiny.parallel == replace(
-        full.parallel,
-        tensor_model_parallel_size=2,
-        pipeline_model_parallel_size=1 + in_pipeline,
-        num_virtual_stages_per_pipeline_rank=virtual,
-        distributed_backend="gloo",
-    )
-    assert tiny.recompute == full.recompute
-    sizes = (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "ffn_hidden_size",
-        "kv_channels",
-        "max_position_embeddings",
-    )
-    assert tiny.model == replace(full.model, **{size: getattr(tiny.model, size) for size in sizes})
-    assert (
-        tiny.model.query_groups < tiny.model.num_attention_heads
-        or not full.model.group_query_attention
-    )
-    assert (
-        tiny.parallel.data_parallel_size(processes(command_of(LARGE / f"{name}.sh", SIZE="tiny")))
-        == 1
-    )
-
-
-@pytest.mark.parametrize("size", ["full", "tiny"])
-def test_flags_at_the_end_win(size: str) -> None:
-    config = config_of("gpt_175b", "--train-iters 7 --num-layers 24", SIZE=size)
-    assert (config.training.train_iters, config.model.num_layers) == (7, 24)
-
-
-def test_data_and_a_checkpoint_path_are_variables() -> None:
-    config = config_of(
-        "llama3_70b",
-        DATA_PATH="/data/text_document",
-        TOKENIZER_MODEL="/tokens",
-        CHECKPOINT_PATH="/runs/llama",
-    )
-    assert config.data.data_path == ("/data/text_document",) and not config.data.mock_data
-    assert config.tokenizer.tokenizer_model == "/tokens" and config.tokenizer.vocab_size is None
-    assert (
-        config.checkpoint.save == config.checkpoint.load == "/runs/llama"
-        and config.checkpoint.allow_fresh_start
-    )
-
-
 def test_several_machines_meet_where_they_are_told() -> None:
     command = command_of(
         LARGE / "gpt_175b.sh", NODE_RANK="3", MASTER_ADDR="node0", MASTER_PORT="6001"
@@ -302,28 +209,10 @@ def test_several_machines_meet_where_they_are_told() -> None:
     assert "--standalone" in command_of(LARGE / "gpt_22b.sh") and "--standalone" not in command
 
 
-def test_a_machine_that_does_not_know_its_place_is_told_what_is_missing() -> None:
-    done = run_script(LARGE / "gpt_175b.sh", MASTER_ADDR="node0")
-    assert (
-        done.returncode == 2
-        and "on 8 machines set MASTER_ADDR" in done.stderr
-        and "NODE_RANK, 0 to 7" in done.stderr
-    )
-
-
 def test_a_task_of_srun_is_one_rank() -> None:
     command = command_of(LARGE / "gpt_530b.sh", LAUNCHER="srun")
     assert command[:3] == ["python", "-u", str(ROOT / "pretrain_gpt.py")]
     assert command[3:] == training_flags(command_of(LARGE / "gpt_530b.sh"))
-
-
-def test_explain_prints_the_report_of_gpus_without_any() -> None:
-    done = run_script(LARGE / "gpt_1t.sh", EXPLAIN="1", VENV=sys.prefix)
-    assert done.returncode == 0, done.stderr
-    peak = facts_of("gpt_1t").peak_bytes
-    held = r"held at the fullest moment, 64 forwards in flight"
-    assert re.search(rf"{held} +[\d.]+ +{peak:,}", done.stdout)
-    assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
 
 
 @pytest.mark.slow

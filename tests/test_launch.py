@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -160,31 +159,6 @@ def test_ranks_with_other_flags_end_with_status_2_and_name_them() -> None:
         "rank 0 has found a fault, and says which" in outputs[1]
         and "Traceback" not in outputs[0] + outputs[1]
     )
-
-
-def test_a_fault_ends_with_status_2_one_line_and_no_traceback() -> None:
-    done = run_program(*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "world size 1 is not a multiple of --tensor-model-parallel-size 2" in done.stderr
-
-
-def test_dump_config_needs_no_torch() -> None:
-    program = (
-        "import sys, pretrain_gpt; status = pretrain_gpt.main(sys.argv[1:]); "
-        "sys.exit(status or (3 if 'torch' in sys.modules else 0))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *SMALL_RUN, *MOCK, "--dump-config"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert '"num_layers": 2' in done.stdout
 
 
 def test_a_fault_of_one_rank_is_said_by_it_and_ends_the_others_without_a_traceback(

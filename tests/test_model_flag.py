@@ -56,18 +56,6 @@ def test_explain_is_of_the_gpu_that_is_named(flag: str, capsys: pytest.CaptureFi
     assert "no machine is called 'a900'" in capsys.readouterr().err
 
 
-def test_explain_without_a_gpu_sends_nobody_to_the_cpu_unasked(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert command.main(["explain", "--model", "gpt2"]) == 0
-    printed = capsys.readouterr().out
-    assert "the figures above are a CPU's" in printed
-    assert "--gpu cpu" not in printed and "by your GPU, or by cpu" in printed
-    assert command.main(["explain", "--model", "gpt2", "--distributed-backend", "gloo"]) == 0
-    assert "--gpu cpu" in capsys.readouterr().out
-
-
 def test_flags_override_the_model_and_a_notice_names_both() -> None:
     parsed = parse_args([*RUN, "--model", "llama3-8b", "--num-layers", "4", "--squared-relu"])
     assert parsed.config.model.num_layers == 4
@@ -122,10 +110,6 @@ def test_an_unknown_name_gets_the_nearest_ones(
     error = capsys.readouterr().err
     assert f"--model {name!r} is not known: did you mean " in error and error.count("\n") == 1
     assert nearest in error.partition("? The names are")[0]
-
-
-def test_a_name_like_none_gets_no_suggestion() -> None:
-    assert nearest_presets("x") == nearest_presets("") == []
 
 
 def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

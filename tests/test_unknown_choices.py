@@ -3,37 +3,26 @@ priced and counted: it never passes for one of the older choices."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.config import data_settings, optimizer_settings
 from megatron_lite.config import model as model_config
-from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import LrScheduleConfig, OptimizerConfig
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.context_parallel.exchange import EXCHANGES
-from megatron_lite.data.tokenizers import TOKENIZERS, build_tokenizer
+from megatron_lite.data.tokenizers import TOKENIZERS
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
 from megatron_lite.memory.explain.recompute_report import likely_device
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.model.norm import NORMS
-from megatron_lite.optim.lr_schedule import DECAYS, LrSchedule
-from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.state import choose_device
+from megatron_lite.optim.lr_schedule import DECAYS
 from megatron_lite.recompute.recompute_plan import keep_everything
 from tests.support.models import build_tiny_model, tiny_config, tp_state
-from tests.support.traffic import plan_collectives
 
 NEW = "Newest"
 SIZES = Sizes(
@@ -86,78 +75,6 @@ def test_a_new_choice_of_the_model_is_an_error_for_every_reader(
         ),
     ):
         READERS[reader](tiny_config(**{field: NEW}))
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_a_new_activation_is_an_error_for_every_reader(
-    reader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ModelConfig, "activation", NEW)
-    with pytest.raises(
-        ValueError,
-        match=f"^the activation {NEW} is not implemented here, only gelu, swiglu, squared_relu",
-    ):
-        READERS[reader](tiny_config())
-
-
-def schedule(**options: Any) -> Callable[[], Any]:
-    return lambda: LrSchedule.build(
-        LrScheduleConfig(lr=0.1, **options), train_samples=8, batches=BatchSchedule.constant(1)
-    )
-
-
-def optimizer(name: str) -> None:
-    config = OptimizerConfig()
-    object.__setattr__(config, "optimizer", name)
-    with tp_state(1) as parallel:
-        Optimizer(build_tiny_model(tiny_config(), parallel, dtype=torch.float32), config, parallel)
-
-
-def recompute(name: str) -> Any:
-    return RecomputeConfig(recompute_granularity="full", recompute_method=name).policy
-
-
-LAUNCH = Launch.__new__(Launch)
-OTHERS: dict[str, tuple[Any, str, Callable[[], Any]]] = {
-    "--lr-decay-style": (LrScheduleConfig, "lr_decay_style", schedule(lr_decay_style=NEW)),
-    "--lr-wsd-decay-style": (
-        LrScheduleConfig,
-        "lr_wsd_decay_style",
-        schedule(lr_wsd_decay_style=NEW),
-    ),
-    "--tokenizer-type": (
-        TokenizerConfig,
-        "tokenizer_type",
-        lambda: build_tokenizer(TokenizerConfig(tokenizer_type=NEW, vocab_size=61)),
-    ),
-    "--recompute-method": (RecomputeConfig, "recompute_method", lambda: recompute(NEW)),
-    "--distributed-backend": (
-        ParallelConfig,
-        "distributed_backend",
-        lambda: choose_device(ParallelConfig(distributed_backend=NEW), LAUNCH),
-    ),
-    "--optimizer": (None, "", lambda: optimizer(NEW)),
-    "--cp-comm-type": (
-        None,
-        "",
-        lambda: plan_collectives(
-            tiny_config(attention_backend="flash"),
-            keep_everything(3),
-            replace(SIZES, cp_size=2, cp_comm_type=NEW),
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("flag", OTHERS)
-def test_a_new_choice_elsewhere_is_an_error_at_construction(
-    flag: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner, known, reader = OTHERS[flag]
-    if owner is not None:
-        add_choice(monkeypatch, owner, known)
-    with pytest.raises(ValueError, match=f"^{re.escape(flag)} {NEW} is not implemented here"):
-        reader()
 
 
 def test_the_device_of_an_unknown_backend_is_not_guessed() -> None:

@@ -71,28 +71,6 @@ def test_every_batch_of_a_ramp_equals_megatron_core(schedule: BatchSchedule) -> 
         )
 
 
-def test_a_ramp_takes_the_start_first_and_reaches_the_full_batch_with_its_last_sample() -> None:
-    schedule = ramp(2, 3, 12, 11)
-    assert [schedule.at(consumed) for consumed in (0, 3, 4, 7, 8, 11, 12, 13, 10**9)] == [
-        2,
-        2,
-        5,
-        5,
-        8,
-        8,
-        11,
-        11,
-        11,
-    ]
-    assert schedule.sizes == (2, 5, 8, 11)
-
-
-def test_a_constant_batch_is_the_same_everywhere() -> None:
-    schedule = TrainingConfig(micro_batch_size=2, global_batch_size=12).batch_schedule(3)
-    assert {schedule.at(consumed) for consumed in range(50)} == {12} == set(schedule.sizes)
-    assert schedule.num_microbatches(12) == 2
-
-
 @given(ramps(), st.integers(0, 900), st.integers(0, 60))
 def test_the_sizes_that_a_run_still_has_are_those_of_its_iterations(
     schedule: BatchSchedule, consumed: int, iterations: int
@@ -103,15 +81,6 @@ def test_the_sizes_that_a_run_still_has_are_those_of_its_iterations(
         so_far += sizes[-1]
     assert list(schedule.sizes_from(consumed, num_iterations=iterations)) == list(
         dict.fromkeys(sizes)
-    )
-
-
-def test_a_steep_ramp_leaves_sizes_out() -> None:
-    schedule = ramp(4, 1, 6, 8)
-    assert schedule.sizes == (4, 5, 6, 7, 8) and schedule.sizes_from(0, num_iterations=9) == (
-        4,
-        6,
-        8,
     )
 
 

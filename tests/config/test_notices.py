@@ -38,33 +38,6 @@ def test_a_command_line_gives_these_notices_and_no_other(words: str, beginnings:
     assert all(map(str.startswith, notices, beginnings)), notices
 
 
-ZERO = DataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True)
-FSDP = DataParallelConfig(use_torch_fsdp2=True, overlap_grad_reduce=True, ddp_bucket_size=5)
-
-
-@pytest.mark.parametrize(
-    ("config", "dp_cp_size", "named"),
-    [
-        (DataParallelConfig(), None, []),
-        (DataParallelConfig(), 1, []),
-        (ZERO, 2, []),
-        (ZERO, 1, ["--overlap-grad-reduce", "--use-distributed-optimizer"]),
-        (DataParallelConfig(ddp_bucket_size=5), None, ["--ddp-bucket-size"]),
-        (FSDP, None, ["--overlap-grad-reduce", "--ddp-bucket-size"]),
-    ],
-)
-def test_settings_without_effect_are_named(
-    config: DataParallelConfig, dp_cp_size: int | None, named: list[str]
-) -> None:
-    run = tiny_run(data_parallel=config)
-    found = (
-        notices(run, "settings")
-        if dp_cp_size is None
-        else notices(run, "placement", world_size=dp_cp_size)
-    )
-    assert [line.partition(" has no effect ")[0] for line in found] == named
-
-
 @pytest.mark.parametrize(
     ("sizes", "world_size", "fsdp", "expected"),
     [
@@ -136,22 +109,6 @@ def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
     ):
         said = run_notices(each, device=device, world_size=1).in_log
         assert sum("cannot compare gradients" in line for line in said) == count
-
-
-def test_the_notices_of_a_command_line_stand_for_those_of_its_configuration() -> None:
-    config = tiny_run(
-        data_parallel=DataParallelConfig(ddp_bucket_size=5, use_distributed_optimizer=True)
-    )
-    found = run_notices(
-        config,
-        device="cpu",
-        world_size=1,
-        of_settings=["--old is an old spelling", "of the configuration"],
-    )
-    assert (
-        found.at_start[:2] == ("--old is an old spelling", "of the configuration")
-        and len(found.at_start) == 3
-    )
 
 
 def test_context_parallel_ranks_share_the_work_too() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.config.notices import notices
-from megatron_lite.config.operators import GROUPS, Choice, OperatorEntry, parse_entry
+from megatron_lite.config.operators import GROUPS, Choice
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -41,14 +41,6 @@ def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep() -> None:
     choice = Choice(("matmul/3", f"{MM}/2", "collective"))
     forward = [ADDMM, MM, SUM, MM, MM, ADDMM, MM]  # of matmul/3: places 0, 4; of mm/2: 1, 4
     assert [place for place, name in enumerate(forward) if choice.keeps(name)] == [0, 1, 2, 4]
-
-
-@pytest.mark.parametrize("name", [*GROUPS, MM, "mine.attention.causal"])
-def test_groups_and_operators_with_a_count(name: str) -> None:
-    assert parse_entry(name) == OperatorEntry(name, 1) and parse_entry(
-        f"{name}/2"
-    ) == OperatorEntry(name, 2)
-    assert str(parse_policy(f"*:ops({name}/2)")) == f"*:ops({name}/2)"
 
 
 @pytest.mark.parametrize(
@@ -107,17 +99,3 @@ def test_a_name_without_effect_is_a_warning(
 ) -> None:
     warnings = notices(run_with(policy, tp_size=tp_size, **model), "recompute")
     assert [one.split("(")[1].split(")")[0] for one in warnings if "keeps nothing" in one] == warned
-
-
-def test_the_tail_flags_have_an_effect_on_kept_operators() -> None:
-    run = run_with("*:ops(matmul)")
-    unskipped = replace(run, recompute=replace(run.recompute, recompute_tail_skip=False))
-    assert not notices(unskipped, "recompute")
-    verified = replace(run, recompute=replace(run.recompute, recompute_verify=True))
-    assert any("turns the tail skip off" in one for one in notices(verified, "recompute"))
-
-
-def test_operators_and_stores_combine() -> None:
-    with pytest.raises(ValueError, match="only the input of a unit can be split"):
-        parse_policy("*:ops(matmul)@split")
-    assert parse_policy("*:ops(matmul)@host").rules[0].store == "host"

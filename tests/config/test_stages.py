@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.stages import stages, stages_of_rank, whole_model
+from megatron_lite.config.stages import stages, stages_of_rank
 
 
 def of(**fields: int) -> ParallelConfig:
@@ -85,10 +85,6 @@ def test_layers_are_dealt_out_in_the_order_of_the_model(parallel, num_layers, ex
     )
 
 
-def test_without_a_pipeline_there_is_one_stage():
-    assert stages(ParallelConfig(), 7) == (whole_model(7),)
-
-
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
 VIRTUAL = "num_virtual_stages_per_pipeline_rank"
 PER_STAGE = "num_layers_per_virtual_pipeline_stage"
@@ -112,27 +108,3 @@ PER_STAGE = "num_layers_per_virtual_pipeline_stage"
 def test_layers_that_cannot_be_divided_are_refused_with_the_numbers(fields, num_layers, message):
     with pytest.raises(ValueError, match=message):
         stages(of(**fields), num_layers)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({VIRTUAL: 2}, "needs --pipeline-model-parallel-size > 1"),
-        ({LAST: 2}, "needs --pipeline-model-parallel-size > 1"),
-        ({"pipeline": 2, VIRTUAL: 2, PER_STAGE: 2}, "both give the number of virtual stages: set"),
-    ],
-)
-def test_flags_that_need_a_pipeline_say_so(fields, message):
-    with pytest.raises(ValueError, match=message):
-        of(**fields)
-
-
-def test_the_world_is_divided_with_the_arithmetic_spelled_out():
-    parallel = of(tensor=2, pipeline=3)
-    assert parallel.data_parallel_size(12) == 2
-    with pytest.raises(
-        ValueError,
-        match="world size 8 is not a multiple of --tensor-model-parallel-size 2 x "
-        "--pipeline-model-parallel-size 3 = 6: start a multiple of 6 processes",
-    ):
-        parallel.data_parallel_size(8)
