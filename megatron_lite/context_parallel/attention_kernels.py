@@ -30,14 +30,6 @@ class Attended(NamedTuple):
     lse: Tensor
 
 
-class AttentionGradients(NamedTuple):
-    """The gradients of query, key and value, in the shapes of those tensors."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 def has_kernel(query: Tensor) -> bool:
     """Returns whether a kernel supports tensors of this device, dtype and head dim.
 
@@ -66,15 +58,6 @@ def takes_groups(query: Tensor, key: Tensor) -> bool:
     return one_each or query.device.type != "cpu" or cpu_attention_takes_groups()
 
 
-def in_autocast_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the tensors in the dtype that torch's own attention uses: autocast's, if enabled."""
-    kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(kind)
-    return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
 def attend(
     query: Tensor,
     key: Tensor,
@@ -96,13 +79,14 @@ def attend(
     `causal`.
     """
     if query.device.type == "cpu":
-        key, value = _for_cpu(query, key, value)
+        if not cpu_attention_takes_groups():
+            key, value = _for_each_head(query, key, value)
         return Attended(
             *aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, causal, attn_mask=mask, scale=scale
             )
         )
-    if query.dtype == torch.float32 or mask is not None:
+    if _is_efficient(query, mask):
         key, value = _for_each_head(query, key, value)
         bias, causal = _bias(query, mask), causal and mask is None
         output, lse, *_ = aten._scaled_dot_product_efficient_attention(
@@ -126,48 +110,50 @@ def attend_backward(
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
-) -> AttentionGradients:
-    """Returns the gradients of these keys and values, and their part of the query's gradient.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns these keys' part of the query's gradient, and the gradients of key and value.
 
     attended: the result of these queries with all of their keys, not only with these keys.
     The shapes are those of `attend`.
     """
+    b, groups, m, d = key.shape
+    output, lse = attended
+    # The kernels for CUDA take the seed of a dropout. Dropout is 0 here, so any seed will do.
     if query.device.type == "cpu":
-        grad_query, grad_key, grad_value = (
-            aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_output,
-                query,
-                *_for_cpu(query, key, value),
-                *attended,
-                0.0,
-                causal,
-                attn_mask=mask,
-                scale=scale,
-            )
+        if not cpu_attention_takes_groups():
+            key, value = _for_each_head(query, key, value)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_output, query, key, value, output, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return _for_each_group(grad_query, grad_key, grad_value, key)
-    if query.dtype == torch.float32 or mask is not None:
-        return _efficient_backward(
+    elif _is_efficient(query, mask):
+        # This kernel expects the rows of lse padded to a multiple of 32. With lse = inf a padded
+        # row has softmax 0.
+        lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        seed = torch.empty((), dtype=torch.int64, device=query.device)
+        *grads, _ = aten._scaled_dot_product_efficient_attention_backward(
             grad_output,
             query,
-            key,
-            value,
-            attended,
-            causal=causal and mask is None,
+            *_for_each_head(query, key, value),
+            _bias(query, mask),
+            output,
+            lse,
+            seed,
+            seed,
+            0.0,
+            [True, True, True, False],
+            causal and mask is None,
             scale=scale,
-            mask=mask,
         )
-    # The kernel takes a dropout seed. Dropout is 0 here, so its value does not matter.
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)
-    lengths: list[Any] = [None, None, query.shape[2], key.shape[2]]
-    return AttentionGradients(
-        *aten._scaled_dot_product_flash_attention_backward(
+    else:
+        seed = torch.empty(2, dtype=torch.uint64, device=query.device)
+        lengths: list[Any] = [None, None, query.shape[2], m]
+        grads = aten._scaled_dot_product_flash_attention_backward(
             grad_output,
             query,
             key,
             value,
-            attended.output,
-            attended.lse.contiguous(),
+            output,
+            lse.contiguous(),
             *lengths,
             0.0,
             causal,
@@ -175,40 +161,15 @@ def attend_backward(
             torch.empty_like(seed[0]),
             scale=scale,
         )
-    )
+    grad_query, *shared = grads
+    if shared[0].shape[1] != groups:  # the key was repeated for every head
+        shared = [grad.reshape(b, groups, -1, m, d).sum(2) for grad in shared]
+    return grad_query, shared[0], shared[1]
 
 
-def _efficient_backward(
-    grad_output: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attended: Attended,
-    *,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-) -> AttentionGradients:
-    rows = attended.lse.shape[-1]
-    # This kernel expects the rows of lse padded to a multiple of 32. With lse = inf a padded row
-    # has softmax 0.
-    lse = torch.nn.functional.pad(attended.lse, (0, -rows % 32), value=torch.inf)
-    seed = torch.empty((), dtype=torch.int64, device=query.device)  # dropout is 0: any value
-    grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_output,
-        query,
-        *_for_each_head(query, key, value),
-        _bias(query, mask),
-        attended.output,
-        lse,
-        seed,
-        seed,
-        0.0,
-        [True, True, True, False],
-        causal,
-        scale=scale,
-    )
-    return _for_each_group(grad_query, grad_key, grad_value, key)
+def _is_efficient(query: Tensor, mask: Tensor | None) -> bool:
+    """Returns whether CUDA's memory-efficient kernel runs, not the flash kernel."""
+    return query.dtype == torch.float32 or mask is not None
 
 
 def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
@@ -222,28 +183,19 @@ def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
     return torch.nn.functional.pad(mask, (0, -m % 16))[..., :m].expand(*query.shape[:2], n, m)
 
 
-def _for_cpu(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns key and value, repeated for every head if torch's kernel reads one for each."""
-    return (key, value) if cpu_attention_takes_groups() else _for_each_head(query, key, value)
-
-
-def _for_each_group(
-    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, key: Tensor
-) -> AttentionGradients:
-    """Returns the gradients, summed over the heads of a group if the key was repeated for them."""
-    if grad_key.shape == key.shape:
-        return AttentionGradients(grad_query, grad_key, grad_value)
-    b, groups, m, d = key.shape
-    return AttentionGradients(
-        grad_query, *(grad.reshape(b, groups, -1, m, d).sum(2) for grad in (grad_key, grad_value))
-    )
-
-
 def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns key and value repeated for every head: this kernel does not support query groups."""
+    """Returns key and value repeated for every head, for a kernel without query groups."""
     repeats = query.shape[1] // key.shape[1]
-    return (
-        (key, value)
-        if repeats == 1
-        else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
-    )
+    if repeats == 1:
+        return key, value
+    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+
+
+def heads_first(tensor: Tensor) -> Tensor:
+    """Returns [n, b, a, d] as a view [b, a, n, d]."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def heads_last(tensor: Tensor) -> Tensor:
+    """Returns [b, a, n, d] as a view [n, b, a, d]."""
+    return tensor.permute(2, 0, 1, 3)

@@ -28,10 +28,12 @@ from megatron_lite.context_parallel.attention_kernels import (
     Attended,
     attend,
     attend_backward,
-    in_autocast_dtype,
+    heads_first,
+    heads_last,
 )
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.parallel.collectives import results_may_be_kept
+from megatron_lite.parallel.products import in_autocast_dtype
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.torch_internals import group_of_name
 
@@ -46,9 +48,9 @@ def context_parallel_attention(
     query's gradient are summed in float32 (float64). The gradients of keys and values are summed in
     their own dtype, with one addition per rank. Issues the collectives of exchange.py on cp.group.
     """
-    return _ContextParallelAttention.apply(
-        *in_autocast_dtype(query, key, value), cp.group, cp.comm_type, scale
-    )
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = in_autocast_dtype(query, key, value)
+    return _ContextParallelAttention.apply(query, key, value, cp.group, cp.comm_type, scale)
 
 
 class _ContextParallelAttention(torch.autograd.Function):
@@ -85,19 +87,16 @@ class _ContextParallelAttention(torch.autograd.Function):
         # the sum of the parts' gradients is the whole gradient.
         for source, keys_values in exchange.parts(own, ctx.group):
             queries, keys, causal = _reading(ctx.group.rank(), source, query.shape[0])
-            part_key, part_value = map(heads_first, keys_values[:, keys])
             attended = Attended(heads_first(output[queries]), lse[:, :, queries])
-            grads = attend_backward(
-                heads_first(grad_output[queries]),
-                heads_first(query[queries]),
-                part_key,
-                part_value,
-                attended,
-                causal=causal,
-                scale=ctx.scale,
+            grad, own_query, part_key, part_value = map(
+                heads_first, (grad_output[queries], query[queries], *keys_values[:, keys])
             )
-            grad_query[queries] += heads_last(grads.query)
-            grad_keys_values.add(source, keys, heads_last(grads.key), heads_last(grads.value))
+            grads = attend_backward(
+                grad, own_query, part_key, part_value, attended, causal=causal, scale=ctx.scale
+            )
+            of_query, of_key, of_value = map(heads_last, grads)
+            grad_query[queries] += of_query
+            grad_keys_values.add(source, keys, of_key, of_value)
         return grad_query.to(query.dtype), *grad_keys_values.result().unbind(), None, None, None
 
 
@@ -128,8 +127,8 @@ def _attend(
     total: Attended | None = None
     for source, keys_values in EXCHANGES[comm_type].parts(torch.stack((key, value)), group):
         queries, keys, causal = _reading(group.rank(), source, query.shape[0])
-        part_key, part_value = map(heads_first, keys_values[:, keys])
-        part = attend(heads_first(query[queries]), part_key, part_value, causal=causal, scale=scale)
+        own_query, part_key, part_value = map(heads_first, (query[queries], *keys_values[:, keys]))
+        part = attend(own_query, part_key, part_value, causal=causal, scale=scale)
         # The first part is this rank's own, which all queries read. So `total` has all rows, and
         # the other parts are merged into some of them.
         if total is None:
@@ -147,16 +146,6 @@ def merge_(total: Attended, part: Attended) -> None:
         part.output.to(total.output.dtype), torch.sigmoid(part.lse - total.lse).unsqueeze(-1)
     )
     torch.logaddexp(total.lse, part.lse, out=total.lse)
-
-
-def heads_first(tensor: Tensor) -> Tensor:
-    """Returns [n, b, a, d] as a view [b, a, n, d]."""
-    return tensor.permute(1, 2, 0, 3)
-
-
-def heads_last(tensor: Tensor) -> Tensor:
-    """Returns [b, a, n, d] as a view [n, b, a, d]."""
-    return tensor.permute(2, 0, 1, 3)
 
 
 def _attend_in_named_group(

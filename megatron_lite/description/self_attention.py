@@ -106,8 +106,9 @@ def _flash(
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
     exponentials. Its backward builds the scores again. With a window the layer keeps the same
-    tensors, since its mask is built again too (model/window.py). With documents it also keeps their
-    starts. The exception is a mask with dropout on CUDA: torch's own function keeps the mask.
+    tensors, since its mask is built again too (model/masked_attention.py). With documents it also
+    keeps their starts. The exception is a mask with dropout on CUDA: torch's own function keeps
+    the mask.
 
     starts: the starts of the documents, if attention needs them.
     """

@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.context_parallel.attention_kernels import has_kernel, takes_groups
+from megatron_lite.context_parallel.attention_kernels import (
+    has_kernel,
+    heads_first,
+    heads_last,
+    takes_groups,
+)
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
-from megatron_lite.model.documents import document_mask
 from megatron_lite.model.dropout import dropout
-from megatron_lite.model.window import attention_mask, window_mask, windowed_attention
+from megatron_lite.model.masked_attention import Readable, causal_mask, masked_attention
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
@@ -54,9 +58,9 @@ class CoreAttention(nn.Module):
     layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
     window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
     mask to its scores, which keeps no mask, and flash attention builds its mask [s, s] again in
-    backward (model/window.py). The exception is torch's own attention with a mask, which runs with
-    dropout on CUDA and for shapes that no CUDA kernel of attention_kernels.py takes. In that case
-    each layer with a window keeps a mask of its own.
+    backward (model/masked_attention.py). The exception is torch's own attention with a mask, which
+    runs with dropout on CUDA and for shapes that no CUDA kernel of attention_kernels.py takes. In
+    that case each layer with a window keeps a mask of its own.
     """
 
     def __init__(
@@ -90,78 +94,65 @@ class CoreAttention(nn.Module):
         document_starts: Tensor | None = None,
         skip_tail: bool = False,
     ) -> Tensor:
-        """Runs attention. skip_tail: the output's values are never read.
+        """Runs attention.
 
         document_starts: [b, s] of the whole sequence (model/documents.py). A query reads no key of
-        an earlier document.
-
-        Unfused attention then skips its last matmul. Flash attention, one kernel, skips nothing.
+            an earlier document.
+        skip_tail: the output's values are never read. Unfused attention then skips its last matmul.
+            Flash attention, one kernel, skips nothing.
         """
         dropout_p = self.dropout if self.training else 0.0
-        if self.always_unfused or (dropout_p > 0.0 and self.builds_scores(query.device.type)):
-            return self._unfused(query, key, value, dropout_p, skip_tail, document_starts)
-        # Under context parallelism the exchanges call torch's attention kernels without dropout and
-        # without a mask. Attention with dropout, a window or documents is therefore unfused.
-        if self.cp.group is None:
-            return self._flash(query, key, value, dropout_p, document_starts)
-        masked = self._reach(query) is not None or document_starts is not None
-        if dropout_p > 0.0 or masked or not has_kernel(query):
-            return self._unfused(query, key, value, dropout_p, skip_tail, document_starts)
-        return context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale).flatten(
-            2
-        )
+        readable = Readable(reach(self.window, query.shape[0] * self.cp.size), document_starts)
+        sharded = self.cp.group is not None
+        ours = dropout_p == 0.0 and has_kernel(query)  # our own Functions of torch's kernels
+        if (
+            self.always_unfused
+            or (dropout_p > 0.0 and self.builds_scores(query.device.type))
+            or (sharded and not (ours and readable.is_plain))
+        ):
+            return self._unfused(query, key, value, readable, dropout_p, skip_tail)
+        if sharded:
+            attended = context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale)
+        elif ours and not (readable.is_plain and takes_groups(query, key)):
+            attended = masked_attention(query, key, value, readable, scale=self.scale)
+        else:
+            attended = self._torchs(query, key, value, readable, dropout_p)
+        return attended.flatten(2)
 
-    def _reach(self, query: Tensor) -> int | None:
-        return reach(self.window, query.shape[0] * self.cp.size)
-
-    def _flash(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dropout_p: float,
-        document_starts: Tensor | None,
+    def _torchs(
+        self, query: Tensor, key: Tensor, value: Tensor, readable: Readable, dropout_p: float
     ) -> Tensor:
-        mask, limit = None, self._reach(query)
-        if limit is not None or document_starts is not None:
-            if dropout_p == 0.0 and has_kernel(query):
-                return windowed_attention(
+        """Returns torch's own attention, [s, b, a/t, d], which keeps its mask."""
+        mask = None if readable.is_plain else causal_mask(query, readable)
+        kernel = self.kernel if mask is None and dropout_p == 0.0 else nullcontext
+        query, key, value = map(heads_first, (query, key, value))
+        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else kernel():
+            return heads_last(
+                F.scaled_dot_product_attention(
                     query,
                     key,
                     value,
-                    reach=limit,
+                    attn_mask=mask,
+                    dropout_p=dropout_p,
+                    is_causal=mask is None,
                     scale=self.scale,
-                    document_starts=document_starts,
-                ).flatten(2)
-            mask = attention_mask(query, limit, document_starts)
-        elif dropout_p == 0.0 and not takes_groups(query, key):
-            return windowed_attention(query, key, value, reach=None, scale=self.scale).flatten(2)
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
-        kernel = self.kernel if mask is None and dropout_p == 0.0 else nullcontext
-        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else kernel():
-            attended = F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=mask,
-                dropout_p=dropout_p,
-                is_causal=mask is None,
-                scale=self.scale,
-                enable_gqa=query.shape[1] != key.shape[1],
+                    enable_gqa=query.shape[1] != key.shape[1],
+                )
             )
-        return attended.permute(2, 0, 1, 3).flatten(2)
 
     def _unfused(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        readable: Readable,
         dropout_p: float,
         skip_tail: bool,
-        document_starts: Tensor | None,
     ) -> Tensor:
         s, b, heads, _ = query.shape
-        hidden = self._hidden(query, document_starts)
+        mask = causal_mask(query, readable, self.cp)
+        if mask.dim() > 2:  # [b, 1, s, s] for every head
+            mask = mask.expand(-1, heads, -1, -1).flatten(0, 1)
         if self.cp.group is not None:  # one gather for both: [s, 2, b, g/t, d]
             key, value = gather_from_sequence_parallel_region(
                 torch.stack((key, value), 1), self.cp.group
@@ -171,12 +162,10 @@ class CoreAttention(nn.Module):
         # [b a/t, s, d]
         query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
         # [b a/t, s, s]. The mask is the term that baddbmm adds, so nothing keeps it for backward.
-        scores = torch.baddbmm(hidden, query, key.transpose(1, 2), alpha=self.scale)
-        dtype = (
-            torch.float32
-            if self.softmax_in_fp32 and scores.dtype != torch.float64
-            else scores.dtype
-        )
+        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=self.scale)
+        dtype = scores.dtype
+        if self.softmax_in_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         attended = weighted_sum(
             dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels),
@@ -184,42 +173,6 @@ class CoreAttention(nn.Module):
             skip_tail=skip_tail,
         )
         return attended.transpose(0, 1).reshape(s, b, -1)
-
-    def _hidden(self, query: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        """Returns -inf for each key after the query or before its window, and 0 for the others.
-
-        [s, s]; under context parallelism [s/c, s], with the keys in the order of a gather. With
-        documents [b a/t, s/c, s], and -inf for the keys of earlier documents too. The mask is added
-        to the scores; it has no gradient, and nothing keeps it for backward.
-        """
-        s, limit = query.shape[0], self._reach(query)
-        if document_starts is not None:
-            mask = self._document_mask(query, document_starts)  # [b, 1, s/c, s]
-            return mask.expand(*query.shape[1:3], *mask.shape[2:]).reshape(-1, *mask.shape[2:])
-        if self.cp.group is None:
-            return (
-                query.new_full((s, s), -torch.inf).triu_(1)
-                if limit is None
-                else window_mask(query, limit)
-            )
-        positions = self.cp.positions_by_rank(s, query.device)
-        keys, queries = positions.flatten(), positions[self.cp.rank].unsqueeze(1)
-        hidden = keys > queries
-        if limit is not None:
-            hidden |= keys < queries - limit
-        return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-
-    def _document_mask(self, query: Tensor, starts: Tensor) -> Tensor:
-        """Returns the mask of documents and window, [b, 1, s/c, s] with gathered keys."""
-        s, limit = query.shape[0], self._reach(query)
-        if self.cp.group is None:
-            return document_mask(query, starts, limit)
-        positions = self.cp.positions_by_rank(s, query.device)
-        keys, queries = positions.flatten(), positions[self.cp.rank]
-        first = starts[:, queries]  # [b, s/c]
-        first = first if limit is None else first.maximum(queries - limit)
-        hidden = (keys > queries.unsqueeze(1)) | (keys < first.unsqueeze(-1))
-        return query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
 
 def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool = False) -> Tensor:

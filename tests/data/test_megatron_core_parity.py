@@ -17,7 +17,7 @@ from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.model.documents import document_mask
+from megatron_lite.model.masked_attention import Readable, causal_mask
 from megatron_lite.training.batches import DocumentRules, cut
 from tests.support.corpora import written
 from tests.support.documents import EOD, packed_text
@@ -219,5 +219,5 @@ def test_documents_have_the_masks_and_positions_of_theirs(flags: tuple[bool, boo
             places = torch.arange(len(tokens)) if position_ids is None else position_ids[number]
             assert torch.equal(places, positions)
             if starts is not None:
-                hidden = document_mask(torch.empty(len(tokens)), starts)[number] != 0
+                hidden = causal_mask(torch.empty(len(tokens)), Readable(starts=starts))[number] != 0
                 assert torch.equal(hidden, attention)

@@ -16,16 +16,15 @@ from megatron_lite.config.stages import stages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model import core_attention
 from megatron_lite.model.core_attention import CoreAttention
+from megatron_lite.model.masked_attention import Readable, causal_mask, masked_attention
 from megatron_lite.model.rotary import rotary_tables
-from megatron_lite.model.window import window_mask, windowed_attention
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from megatron_lite.recompute.region_runner import Regions
-from tests.support.equality import LLAMA, difference
+from tests.support.equality import LLAMA
 from tests.support.models import (
     SEQ_LENGTH,
     VOCAB_SIZE,
     build_tiny_model,
-    loss_and_grads,
     sample_tokens,
     tiny_config,
     tp_state,
@@ -106,25 +105,13 @@ def test_every_backend_reads_the_window_as_the_loops_do(backend: str, groups: in
         )
 
 
-@pytest.mark.parametrize("backend", ["flash", "unfused"])
-def test_a_layer_that_the_frequency_skips_reads_everything_before(backend: str) -> None:
-    query, key, value = (tensor.detach() for tensor in heads(3))
-    for layer, reach in ((0, 3), (1, S), (2, 3)):
-        output = core(backend, layer=layer, window_size=(3, 0), window_attn_skip_freq=2)(
-            query, key, value
-        )
-        torch.testing.assert_close(
-            output, by_loops(query, key, value, reach), rtol=1e-12, atol=1e-12
-        )
-
-
 @pytest.mark.parametrize("reach", [0, 2, 7])
 @pytest.mark.parametrize("groups", [A, 3, 1])
 def test_gradients_of_the_fused_window_are_those_of_the_formula(groups: int, reach: int) -> None:
     inputs = heads(groups)
     grad = draw(S, B, A, D, seed=5)
     output, expected = (
-        windowed_attention(*inputs, reach=reach, scale=SCALE),
+        masked_attention(*inputs, Readable(reach), scale=SCALE),
         formula(*inputs, reach),
     )
     results = (output, *torch.autograd.grad(output, inputs, grad))
@@ -145,7 +132,7 @@ def test_the_bits_are_those_of_torchs_attention_with_a_mask(
     kernel."""
     inputs = heads(1, s=s, b=1, a=2, dtype=dtype)
     grad = draw(s, 1, 2, D, seed=5, dtype=dtype)
-    output = windowed_attention(*inputs, reach=reach, scale=SCALE)
+    output = masked_attention(*inputs, Readable(reach), scale=SCALE)
     places = torch.arange(s)
     distance = places.unsqueeze(1) - places
     hidden = torch.zeros(s, s, dtype=dtype).masked_fill_(
@@ -163,18 +150,6 @@ def test_the_bits_are_those_of_torchs_attention_with_a_mask(
     assert all(tensor.isfinite().all() for tensor in ours)
 
 
-def test_a_mask_hides_what_is_later_and_what_is_before_the_window() -> None:
-    hidden = window_mask(torch.empty(5, 1), 2)
-    assert (hidden == 0).int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [0, 1, 1, 1, 0],
-        [0, 0, 1, 1, 1],
-    ]
-    assert hidden[hidden != 0].eq(-torch.inf).all()
-
-
 def test_the_mask_is_that_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
@@ -184,25 +159,17 @@ def test_the_mask_is_that_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))
     for s, reach in ((7, 0), (7, 3), (12, 5)):
         hidden = theirs.get_sliding_window_causal_mask(s, s, (reach, 0))
-        assert torch.equal(window_mask(torch.empty(s, 1), reach) != 0, hidden)
-
-
-def test_a_second_backward_and_one_with_frozen_keys_give_the_same_gradients() -> None:
-    query, key, value = heads(3)
-    grad = draw(S, B, A, D, seed=5)
-    output = windowed_attention(query, key, value, reach=2, scale=SCALE)
-    first = torch.autograd.grad(output, (query, key, value), grad, retain_graph=True)
-    assert all(map(torch.equal, first, torch.autograd.grad(output, (query, key, value), grad)))
-    output = windowed_attention(query, key.detach(), value, reach=2, scale=SCALE)
-    assert torch.equal(torch.autograd.grad(output, query, grad)[0], first[0])
+        assert torch.equal(causal_mask(torch.empty(s, 1), Readable(reach)) != 0, hidden)
 
 
 def test_a_gradient_of_one_number_for_all_is_read_as_such() -> None:
     """`sum` gives backward an expanded tensor, whose elements stand nowhere."""
     inputs = heads(3)
-    expanded = torch.autograd.grad(windowed_attention(*inputs, reach=2, scale=SCALE).sum(), inputs)
+    expanded = torch.autograd.grad(
+        masked_attention(*inputs, Readable(2), scale=SCALE).sum(), inputs
+    )
     whole = torch.autograd.grad(
-        windowed_attention(*inputs, reach=2, scale=SCALE), inputs, torch.ones(S, B, A, D).double()
+        masked_attention(*inputs, Readable(2), scale=SCALE), inputs, torch.ones(S, B, A, D).double()
     )
     assert all(map(torch.equal, expanded, whole))
 
@@ -242,18 +209,6 @@ def test_a_window_adds_nothing_to_what_attention_keeps(backend: str, dtype: torc
     assert found[0] == found[1] and len(found[0]) >= 4
 
 
-def test_flash_attention_with_a_window_keeps_no_tensor_of_s_times_s() -> None:
-    s, dtype = 40, torch.float32
-    with kept_for_backward() as meter:
-        output = core("flash", window_size=(3, 0))(*heads(A, s=s, dtype=dtype))
-    assert output.requires_grad  # it holds the graph
-    rows, element = s * B * A, dtype.itemsize
-    assert sorted(kept.num_bytes for kept in meter.storages().values()) == [
-        rows * 4,
-        *[rows * D * element] * 4,
-    ]
-
-
 # --- the model ---
 
 
@@ -267,19 +222,6 @@ def differing(**overrides: Any) -> dict[str, Any]:
         "no_rope_freq": (0, 1, 1, 0, 0),
         **overrides,
     }
-
-
-def test_flash_and_unfused_windows_give_the_same_loss_and_gradients() -> None:
-    outcomes = []
-    for backend in ("flash", "unfused"):
-        with tp_state(1) as parallel:
-            model = build_tiny_model(tiny_config(**differing(attention_backend=backend)), parallel)
-            outcomes.append(loss_and_grads(model, parallel))
-    flash, unfused = outcomes
-    assert difference(flash.loss, unfused.loss) < 1e-13
-    assert {
-        key for key, grad in flash.grads.items() if difference(grad, unfused.grads[key]) > 1e-12
-    } == set()
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
@@ -301,28 +243,6 @@ def test_a_token_is_seen_as_far_as_the_windows_of_all_layers_reach(
         model = build_tiny_model(config, parallel)
         moved = (model(tokens) != model(changed)).flatten(2).any(dim=2)
     assert moved.tolist() == [[place in seen for place in range(SEQ_LENGTH)]] * len(tokens)
-
-
-@pytest.mark.parametrize("backend", ["flash", "unfused"])
-def test_a_window_as_long_as_the_sequence_is_none(backend: str) -> None:
-    outcomes = []
-    for overrides in ({}, {"window_size": (SEQ_LENGTH - 1, 0)}):
-        with tp_state(1) as parallel:
-            model = build_tiny_model(tiny_config(attention_backend=backend, **overrides), parallel)
-            outcomes.append(loss_and_grads(model, parallel))
-    plain, wide = outcomes
-    assert torch.equal(plain.loss, wide.loss) and all(
-        torch.equal(grad, wide.grads[key]) for key, grad in plain.grads.items()
-    )
-
-
-def test_shorter_and_longer_sequences_have_the_same_window() -> None:
-    tokens, _ = sample_tokens()
-    with tp_state(1) as parallel, torch.no_grad():
-        model = build_tiny_model(tiny_config(**differing()), parallel)
-        whole, short, again = model(tokens), model(tokens[:, :6]), model(tokens)
-    torch.testing.assert_close(short, whole[:, :6], rtol=1e-12, atol=1e-12)
-    assert torch.equal(whole, again)
 
 
 def test_a_layer_without_rotary_embedding_is_that_of_a_model_without_positions() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_lite.model import core_attention
 from megatron_lite.training import batches, loss_mask
 from megatron_lite.training.loss_mask import MaskedMean
 from megatron_lite.training.step import StageRunner
@@ -17,6 +18,13 @@ def the_end_of_a_document_belongs_to_the_next_one(starts, tokens, eod):
     ends = tokens == eod
     places = torch.arange(tokens.shape[1])
     return torch.where(ends, places, 0).cummax(1).values
+
+
+@replaces("causal_mask", core_attention)
+def gathered_keys_are_taken_in_the_order_of_the_sequence(mask, query, readable, cp=None):
+    s = query.shape[0]
+    whole = mask(query.new_empty(readable.starts.shape[1]), readable)
+    return whole[:, :, s * cp.rank : s * (cp.rank + 1)]
 
 
 @replaces("__init__", StageRunner)
@@ -40,6 +48,12 @@ PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_doc
 ONE_RANK = dict(tp_size=1, cp_size=1, sequence_parallel=False)
 MUTANTS = [
     Mutant(the_end_of_a_document_belongs_to_the_next_one, PACKED, ONE_RANK),
+    Mutant(
+        gathered_keys_are_taken_in_the_order_of_the_sequence,
+        PACKED,
+        dict(tp_size=1, cp_size=2, sequence_parallel=False),
+        long=True,
+    ),
     Mutant(
         stages_in_the_middle_know_no_documents,
         test_documents.test_every_stage_of_a_pipeline_keeps_documents_apart,
