@@ -6,7 +6,7 @@ loaded in any other tensor-parallel or pipeline-parallel layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,29 +68,20 @@ def load_checkpoint(
     # A converted step names no data: the run that trained its weights is not known.
     if data is not None and metadata.data and not (options.finetune or options.allow_changed_data):
         check_same_data(data, metadata.data, where=str(step))
-    reads_states = (
-        optimizer is not None
-        and "optimizer" not in metadata.missing
-        and not options.finetune
-        and not options.no_load_optim
-    )
-    if reads_states:
-        check_same_update_rule(config, saved, where=str(step))
     load_weights(step, metadata, parallel, model, optimizer)
     notices = [
         *start.notices,
         f"loaded the checkpoint of iteration {metadata.progress.iteration} from {options.load}",
         *changed_settings(config, saved),
     ]
-    if optimizer is not None and reads_states:
-        _load_optimizer(step, metadata, parallel, model, optimizer)
     if options.finetune:
-        return Loaded(
-            progress=start.progress,
-            notices=(*notices, "--finetune: weights only, starting at iteration 0"),
-        )
-    if "optimizer" in metadata.missing and optimizer is not None:
+        notices.append("--finetune: weights only, starting at iteration 0")
+        return Loaded(progress=start.progress, notices=tuple(notices))
+    if optimizer is not None and "optimizer" in metadata.missing:
         notices.append(f"{step} holds no optimizer states (it was converted): they start from zero")
+    elif optimizer is not None and not options.no_load_optim:
+        check_same_update_rule(config, saved, where=str(step))
+        _load_optimizer(step, metadata, parallel, model, optimizer)
     if "rng" in metadata.missing:
         notices.append(
             f"{step} holds no random-number streams (it was converted): they start from --seed"
@@ -112,24 +103,19 @@ def load_weights(
 
     Raises InputError if the parameters' names or global shapes differ from the checkpoint's.
     """
+    held = dict(model.named_parameters())
     # With several pipeline ranks each holds only the parameters of its own stages, so the other
     # parameters of the checkpoint are not unexpected.
-    held = {name for name, _ in model.named_parameters()}
-    unexpected = sorted(set(metadata.parameters) - held) if parallel.pp_size == 1 else []
-    if unexpected:
-        raise InputError(f"{step}: this model has no parameter {unexpected[0]}")
+    unexpected = sorted(set(metadata.parameters) - set(held)) if parallel.pp_size == 1 else []
+    missing = [name for name in held if name not in metadata.parameters]
+    if unexpected or missing:
+        name = (unexpected or missing)[0]
+        who = "this model has no" if unexpected else "the checkpoint has no"
+        raise InputError(f"{step}: {who} parameter {name}")
+    ranks = dict(tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     with ShardReader(step, "model", saved_tp_size=metadata.tp_size) as reader:
-        for name, parameter in model.named_parameters():
-            saved, wanted = metadata.parameters.get(name), spec_of(parameter)
-            if saved is None or saved.global_shape != wanted.global_shape:
-                raise InputError(
-                    f"{step}: parameter {name} is "
-                    f"{'missing' if saved is None else saved.global_shape}, this model has "
-                    f"{wanted.global_shape}"
-                )
-            values = reader.read(
-                name, saved, wanted, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
-            )
+        for name, parameter in held.items():
+            values = reader.read(name, metadata.parameters[name], spec_of(parameter), **ranks)
             if optimizer is None:
                 parameter.copy_(values)
             else:
@@ -140,22 +126,15 @@ def _load_optimizer(
     step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer
 ) -> None:
     states: dict[str, dict[str, Tensor]] = {}
+    ranks = dict(tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     with ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size) as reader:
         for name, parameter in model.named_parameters():
             saved, wanted = metadata.parameters[name], spec_of(parameter)
-            keys = [
-                *optimizer.state_names(name),
-                *(["master"] if reader.has(f"{name}/master", saved) else []),
-            ]
+            keys = list(optimizer.state_names(name))
+            if reader.has(f"{name}/master", saved):
+                keys.append("master")
             states[name] = {
-                key: reader.read(
-                    f"{name}/{key}",
-                    saved,
-                    wanted,
-                    tp_rank=parallel.tp_rank,
-                    tp_size=parallel.tp_size,
-                )
-                for key in keys
+                key: reader.read(f"{name}/{key}", saved, wanted, **ranks) for key in keys
             }
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale is not None:
@@ -203,18 +182,14 @@ def check_same_model(ours: RunConfig, saved: RunConfig, *, where: str) -> None:
         "init_method_std",
         "norm_impl",
     }
-    mine, theirs = asdict(ours.model), asdict(saved.model)
-    mine["vocabulary"] = ours.tokenizer.true_vocab_size
-    theirs["vocabulary"] = saved.tokenizer.true_vocab_size
-    differing = {
-        name: (theirs[name], mine[name])
-        for name in mine
-        if name not in free and mine[name] != theirs[name]
-    }
-    if differing:
+    mine, theirs = (
+        {**asdict(one.model), "vocabulary": one.tokenizer.true_vocab_size} for one in (ours, saved)
+    )
+    table = _differing(mine, theirs, without=free)
+    if table:
         raise InputError(
             f"{where} holds another model. Give the flags of its model, or another --load, or none "
-            f"to start from scratch:{_table(differing)}"
+            f"to start from scratch:{table}"
         )
 
 
@@ -235,15 +210,11 @@ def check_same_data(ours: Mapping[str, Any], saved: Mapping[str, Any], *, where:
     The error holds a table of the differing fields. The paths of the files do not count. --seed and
     the length of the run do not count either, because they decide only the order of the samples.
     """
-    differing = {
-        name: (saved.get(name), ours.get(name))
-        for name in sorted({*ours, *saved})
-        if ours.get(name) != saved.get(name)
-    }
-    if differing:
+    table = _differing(ours, saved)
+    if table:
         raise InputError(
             f"{where} was trained on other data, and its position there means nothing here. Give "
-            f"its data, or --allow-changed-data to go on with this one:{_table(differing)}"
+            f"its data, or --allow-changed-data to go on with this one:{table}"
         )
 
 
@@ -284,12 +255,18 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
     return lines
 
 
-def _table(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    rows = "".join(
-        f"\n  {name:40} {_shown(theirs):>20} {_shown(mine):>20}"
-        for name, (theirs, mine) in differing.items()
-    )
-    return f"\n  {'field':40} {'checkpoint':>20} {'this run':>20}{rows}"
+def _differing(
+    ours: Mapping[str, Any], saved: Mapping[str, Any], *, without: Collection[str] = ()
+) -> str:
+    """Returns a table of the fields that differ; "" if none does."""
+    names = [
+        name
+        for name in dict.fromkeys((*ours, *saved))
+        if name not in without and ours.get(name) != saved.get(name)
+    ]
+    rows = [("field", "checkpoint", "this run")]
+    rows += [(name, _shown(saved.get(name)), _shown(ours.get(name))) for name in names]
+    return "".join(f"\n  {row[0]:40} {row[1]:>20} {row[2]:>20}" for row in rows) if names else ""
 
 
 def _shown(value: Any) -> str:

@@ -239,7 +239,7 @@ def read_config(step: Path) -> RunConfig:
 def check_config_fits(step: Path, config: RunConfig, metadata: Metadata) -> None:
     """Raises InputError unless config.json describes a model with as many weights as the step."""
     counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
-    held = sum(math.prod(layout.global_shape) for layout in metadata.parameters.values())
+    held = sum(math.prod(layout.spec.global_shape) for layout in metadata.parameters.values())
     if counted != held:
         raise InputError(
             f"{step / CONFIG}: describes a model of {counted} weights, but the step holds {held}: "

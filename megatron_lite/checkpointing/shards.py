@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +25,20 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 MOST_DIMS = 8
 MOST_ELEMENTS = 2**48
 MOST_BLOCKS = 64
+FIELDS = ("global_shape", "tp_dim", "tp_blocks", "padded_length")
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SavedLayout:
     """The layout of a saved parameter over tensor-parallel (TP) ranks.
 
-    global_shape: the shape of the whole parameter, without padding.
-    tp_dim: the dim that is split over TP ranks; None if every TP rank holds the whole parameter.
-    tp_blocks: into how many blocks tp_dim falls, each of which is split over the ranks.
-    padded_length: the length of tp_dim with padding; None without padding.
+    spec: of which the fields FIELDS count.
     pp_rank: the pipeline rank whose files hold the parameter.
     """
 
-    global_shape: tuple[int, ...]
-    tp_dim: int | None
-    tp_blocks: int
-    padded_length: int | None
+    spec: ParameterSpec
     pp_rank: int = 0
-
-    @classmethod
-    def of(cls, spec: ParameterSpec) -> SavedLayout:
-        """Returns the layout of a parameter in this run."""
-        return cls(
-            global_shape=spec.global_shape,
-            tp_dim=spec.tp_dim,
-            tp_blocks=spec.tp_blocks,
-            padded_length=spec.padded_length,
-        )
 
     @classmethod
     def from_plain(cls, values: object, name: str, *, pp_rank: int, tp_size: int) -> SavedLayout:
@@ -65,24 +50,22 @@ class SavedLayout:
         """
         try:
             found = plain.as_object(values, "the layout")
-            plain.check_names(found, _FIELDS, "the layout")
+            plain.check_names(found, FIELDS, "the layout")
             sizes = plain.as_list(plain.field(found, "global_shape"), "global_shape")
-            if len(sizes) > MOST_DIMS:
-                raise ValueError(
-                    f"global_shape must have at most {MOST_DIMS} dims (got {len(sizes)})"
-                )
             shape = tuple(plain.as_whole(size, "global_shape", 0, MOST_ELEMENTS) for size in sizes)
-            if math.prod(shape) > MOST_ELEMENTS:
+            if len(shape) > MOST_DIMS or math.prod(shape) > MOST_ELEMENTS:
                 raise ValueError(
-                    f"global_shape must have at most {MOST_ELEMENTS} elements (got "
-                    f"{math.prod(shape)})"
+                    f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
+                    f"(got {plain.quoted(shape)})"
                 )
             layout = cls(
-                global_shape=shape,
-                pp_rank=pp_rank,
-                tp_blocks=plain.whole(found, "tp_blocks", 1, MOST_BLOCKS),
-                tp_dim=_optional(found, "tp_dim", 0, len(shape) - 1),
-                padded_length=_optional(found, "padded_length", 0, MOST_ELEMENTS),
+                ParameterSpec(
+                    global_shape=shape,
+                    tp_blocks=plain.whole(found, "tp_blocks", 1, MOST_BLOCKS),
+                    tp_dim=_optional(found, "tp_dim", len(shape) - 1),
+                    padded_length=_optional(found, "padded_length", MOST_ELEMENTS),
+                ),
+                pp_rank,
             )
             layout._check_split(tp_size)
         except ValueError as error:
@@ -91,58 +74,39 @@ class SavedLayout:
 
     def to_plain(self) -> dict[str, Any]:
         """Returns the fields as a JSON object, without `pp_rank`, which the file's name holds."""
-        return {name: value for name, value in asdict(self).items() if name != "pp_rank"}
-
-    def spec(self) -> ParameterSpec:
-        """Returns the split as a ParameterSpec."""
-        return ParameterSpec(
-            global_shape=self.global_shape,
-            tp_dim=self.tp_dim,
-            tp_blocks=self.tp_blocks,
-            padded_length=self.padded_length,
-        )
+        return {name: getattr(self.spec, name) for name in FIELDS}
 
     def file_shape(self, tp_rank: int, tp_size: int) -> tuple[int, ...]:
         """Returns the shape of the tensor in the file of one TP rank: its rows without padding."""
-        if self.tp_dim is None:
-            return self.global_shape
-        shape = list(self.global_shape)
-        shape[self.tp_dim] = sum(span.length for span in self.spec().spans(tp_rank, tp_size))
+        shape = list(self.spec.global_shape)
+        if self.spec.tp_dim is not None:
+            spans = self.spec.spans(tp_rank, tp_size)
+            shape[self.spec.tp_dim] = sum(span.length for span in spans)
         return tuple(shape)
 
     def _check_split(self, tp_size: int) -> None:
-        if self.tp_dim is None:
-            if self.tp_blocks != 1 or self.padded_length is not None:
-                raise ValueError(
-                    "tp_blocks must be 1 and padded_length null if tp_dim is null (got "
-                    f"{self.tp_blocks} and {self.padded_length})"
-                )
-            return
-        length = self.global_shape[self.tp_dim]
-        padded = length if self.padded_length is None else self.padded_length
-        if self.padded_length is not None and self.tp_blocks != 1:
+        spec, padded = self.spec, self.spec.padded_length
+        if spec.tp_blocks != 1 and (spec.tp_dim is None or padded is not None):
             raise ValueError(
-                f"tp_blocks must be 1 if padded_length is given (got {self.tp_blocks})"
+                "tp_blocks must be 1 if tp_dim is null or padded_length is given (got "
+                f"{spec.tp_blocks})"
             )
-        if padded < length or padded % (tp_size * self.tp_blocks):
-            what = "padded_length" if self.padded_length is not None else "global_shape[tp_dim]"
+        length = 0 if spec.tp_dim is None else spec.global_shape[spec.tp_dim]
+        if padded is not None and (spec.tp_dim is None or padded < length):
             raise ValueError(
-                f"{what} must be at least {length} and a multiple of tp_size x tp_blocks = "
-                f"{tp_size * self.tp_blocks} (got {padded})"
+                f"padded_length must be at least {length}, and null if tp_dim is (got {padded})"
             )
+        spec.local_shape(tp_size)  # its ValueError is about a split that does not come out even
 
 
-_FIELDS = tuple(field.name for field in fields(SavedLayout) if field.name != "pp_rank")
-
-
-def _optional(values: dict[str, Any], name: str, low: int, high: int) -> int | None:
-    return None if plain.field(values, name) is None else plain.whole(values, name, low, high)
+def _optional(values: dict[str, Any], name: str, high: int) -> int | None:
+    return None if plain.field(values, name) is None else plain.whole(values, name, 0, high)
 
 
 def layouts_of(model: nn.Module) -> dict[str, SavedLayout]:
     """Returns the layout of every parameter that this pipeline rank saves, by name."""
     return {
-        name: SavedLayout.of(spec_of(parameter))
+        name: SavedLayout(spec_of(parameter))
         for name, parameter in model.named_parameters()
         if not spec_of(parameter).is_copy
     }
@@ -193,8 +157,7 @@ class ShardReader:
 
     def has(self, key: str, saved: SavedLayout) -> bool:
         """Returns whether the file of TP rank 0 holds the key."""
-        keys = self._file(self._path(saved, 0)).keys()  # safe_open is no mapping
-        return key in keys
+        return key in self._file(self._path(saved, 0)).keys()  # noqa: SIM118, no mapping
 
     def suffixes(self, name: str, saved: SavedLayout) -> list[str]:
         """Returns STATE for each key NAME/STATE of a parameter in the file of TP rank 0."""
@@ -212,35 +175,33 @@ class ShardReader:
         Raises InputError if a file does not hold the tensor as the metadata describes it, or if the
         metadata describes another split than this model's.
         """
-        theirs = (saved.global_shape, saved.tp_dim, saved.tp_blocks)
-        ours = (wanted.global_shape, wanted.tp_dim, wanted.tp_blocks)
+        theirs, ours = (
+            (one.global_shape, one.tp_dim, one.tp_blocks) for one in (saved.spec, wanted)
+        )
         if theirs != ours:
             raise InputError(
                 f"{self._step}: {key} has global shape, tp_dim and tp_blocks {theirs}, this "
                 f"model has {ours}"
             )
         dtype = self.dtype_of(key, saved)
-        if wanted.tp_dim is None:
-            return self._slice(self._path(saved, 0), key, None)
         dim = wanted.tp_dim
+        if dim is None:
+            return self._slice(self._path(saved, 0), key, ())
         local = torch.zeros(wanted.local_shape(tp_size), dtype=dtype)
         # Every span has a place in the global tensor. The overlap of a saved span and a wanted span
         # is copied, which works for any pair of TP sizes. Padding is in no span and stays zero.
         for source in range(self._saved_tp_size):
             position = 0  # where the span begins in the tensor of the source file
-            for span in saved.spec().spans(source, self._saved_tp_size):
+            for span in saved.spec.spans(source, self._saved_tp_size):
                 for own in wanted.spans(tp_rank, tp_size):
                     start = max(span.global_start, own.global_start)
                     stop = min(span.global_start + span.length, own.global_start + own.length)
-                    if start >= stop:
-                        continue
-                    offset = position + start - span.global_start
-                    rows = self._slice(
-                        self._path(saved, source), key, (dim, offset, offset + stop - start)
-                    )
-                    local.narrow(
-                        dim, own.local_start + start - own.global_start, stop - start
-                    ).copy_(rows)
+                    if start < stop:
+                        first = position + start - span.global_start
+                        index = (slice(None),) * dim + (slice(first, first + stop - start),)
+                        rows = self._slice(self._path(saved, source), key, index)
+                        place = own.local_start + start - own.global_start
+                        local.narrow(dim, place, stop - start).copy_(rows)
                 position += span.length
         return local
 
@@ -251,54 +212,46 @@ class ShardReader:
         and in the same dtype.
         """
         dtypes = set()
-        for tp_rank in range(1 if saved.tp_dim is None else self._saved_tp_size):
+        for tp_rank in range(1 if saved.spec.tp_dim is None else self._saved_tp_size):
             path = self._path(saved, tp_rank)
+            with _naming(path, key):
+                part = self._file(path).get_slice(key)
             expected = saved.file_shape(tp_rank, self._saved_tp_size)
-            part = self._entry(path, key)
-            if tuple(part.get_shape()) != expected:
+            found, dtype = tuple(part.get_shape()), part.get_dtype()
+            if found != expected:
                 raise InputError(
                     f"{path}: {key} must have the shape {expected} that metadata describes (got "
-                    f"{tuple(part.get_shape())}): the checkpoint is damaged"
+                    f"{found}): the checkpoint is damaged"
                 )
-            if part.get_dtype() not in FLOATS:
+            dtypes.add(dtype)
+            if dtype not in FLOATS or len(dtypes) > 1:
                 raise InputError(
-                    f"{path}: {key} must hold one of {', '.join(FLOATS)} (got {part.get_dtype()}): "
-                    "the checkpoint is damaged"
+                    f"{path}: {key} must hold one of {', '.join(FLOATS)}, the same in all files "
+                    f"(got {dtype}): the checkpoint is damaged"
                 )
-            dtypes.add(part.get_dtype())
-        if len(dtypes) > 1:
-            raise InputError(
-                f"{self._step}: {key} must have one dtype in all files (got "
-                f"{', '.join(sorted(dtypes))}): the checkpoint is damaged"
-            )
         return FLOATS[dtypes.pop()]
 
     def _path(self, saved: SavedLayout, tp_rank: int) -> Path:
         return self._step / shard_file(self._kind, saved.pp_rank, tp_rank, self._saved_tp_size)
 
-    def _entry(self, path: Path, key: str) -> Any:
-        with _naming(path, f"read {key}"):
-            return self._file(path).get_slice(key)
-
-    def _slice(self, path: Path, key: str, rows: tuple[int, int, int] | None) -> Tensor:
-        with _naming(path, f"read {key}"):
-            if rows is None:
-                return self._file(path).get_tensor(key)
-            dim, start, stop = rows
-            index = (slice(None),) * dim + (slice(start, stop),)
-            return self._file(path).get_slice(key)[index]
+    def _slice(self, path: Path, key: str, index: tuple[slice, ...]) -> Tensor:
+        with _naming(path, key):
+            file = self._file(path)
+            return file.get_slice(key)[index] if index else file.get_tensor(key)
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
-            with _naming(path, "be read"):
+            with _naming(path, "it"):
                 self._files[path] = self._stack.enter_context(open_tensors(path))
         return self._files[path]
 
 
 @contextmanager
-def _naming(path: Path, what: str) -> Iterator[None]:
-    """Makes an InputError of an error of the library: the file cannot `what`."""
+def _naming(path: Path, key: str) -> Iterator[None]:
+    """Makes an InputError of an error of the library about a tensor of the file."""
     try:
         yield
     except SafetensorError as error:
-        raise InputError(f"{path}: cannot {what} ({error}): the checkpoint is damaged") from error
+        raise InputError(
+            f"{path}: cannot read {key} ({error}): the checkpoint is damaged"
+        ) from error

@@ -108,7 +108,7 @@ class NativeSource:
         saved = self._parameters[name]
         reader, full = (self._states, f"{name}/{key}") if key else (self._weights, name)
         tensor = reader.read(
-            full, saved, replace(saved.spec(), padded_length=None), tp_rank=0, tp_size=1
+            full, saved, replace(saved.spec, padded_length=None), tp_rank=0, tp_size=1
         )
         return tensor.float() if key else tensor
 
@@ -149,7 +149,7 @@ def write_native(
     except ValueError as error:
         raise InputError(f"--to megatron-lite: {error}") from error
     layouts = {
-        name: replace(SavedLayout.of(spec), pp_rank=stage.rank)
+        name: SavedLayout(spec, stage.rank)
         for stage in held
         for name, spec in specs.items()
         if is_held(name, stage)

@@ -104,7 +104,7 @@ CRAFTED = {
     "shape": (LAYOUTS, f"{EMBEDDING} global_shape", [2**40, 2**40], "global_shape"),
     "fraction": ("metadata.json", "progress iteration", 300.9, "(got 300.9)"),
     "other step": ("metadata.json", "progress iteration", 1, "(got 1)"),
-    "samples": ("metadata.json", "progress consumed_samples", 2**70, "beyond 64 bits"),
+    "samples": ("metadata.json", "progress consumed_samples", 2**70, "64 bits"),
     "infinite": ("metadata.json", "num_updates", float("inf"), "Infinity"),
     "unknown": ("metadata.json", "tp", 1, "'tp'"),
 }
