@@ -240,20 +240,17 @@ def machine_for_policy(machine: str | None, *, device: str, gpu_name: str | None
     device: "cpu" or "cuda". gpu_name: the name of the GPU, or None if there is none here.
     Raises InputError if no machine is known for the GPU.
     """
-    if machine is not None:
-        return load_hardware(machine)
-    if device == "cpu":
-        return load_hardware(CPU_MACHINE)
-    found = None if gpu_name is None else machine_of_gpu(gpu_name)
-    if found is None:
-        what = (
-            "no GPU is here" if gpu_name is None else f"no machine is known for {shown(gpu_name)}"
-        )
-        raise InputError(
-            f"--recompute-policy auto compares times, and {what}: give --machine, one of "
-            f"{', '.join(machine_names())}, or a file of python -m megatron_lite.tools.calibrate"
-        )
-    return found
+    if machine is None and device == "cuda":
+        found = machine_of_gpu(gpu_name or "")
+        if found is None:
+            raise InputError(
+                f"--recompute-policy auto compares times, and no machine is known for "
+                f"{shown(gpu_name or 'a GPU that is not here')}: give --machine, one of "
+                f"{', '.join(machine_names())}, or a file of python -m "
+                "megatron_lite.tools.calibrate"
+            )
+        return found
+    return load_hardware(machine or CPU_MACHINE)
 
 
 def from_json(text: str) -> Hardware:

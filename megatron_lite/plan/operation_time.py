@@ -113,6 +113,15 @@ class Clock(NamedTuple):
         """Returns by how much a transfer delays the computation that runs beside it."""
         return seconds if self.hardware.shares_cores else max(0.0, seconds - beside)
 
+    def in_parts(self, seconds: float, parts: int, beside: float) -> float:
+        """Returns by how much transfers in equal parts delay the computation beside them.
+
+        Each part is ready when the same share of the computation is done, or is needed for the
+        next one, so nothing runs beside one of the parts.
+        """
+        rest = (parts - 1) / parts
+        return seconds / parts + self.exposed(rest * seconds, rest * beside)
+
     def _matmuls(self, matmuls: Iterable[Matmul]) -> float:
         return sum(self.hardware.matmul_seconds(one, self.element_bytes) for one in matmuls)
 

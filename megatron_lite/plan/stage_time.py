@@ -10,7 +10,6 @@ again and again, so their times are cached. Standard library only.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
@@ -71,19 +70,26 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     """Returns the time of one micro-batch in a stage."""
     model, clock = run.config.model, run.clock
     sizes = Sizes.of(run.config, device=clock.hardware.device, stage=stage)
-    forward, backward = _ends(model, replace(sizes, first_layer=0), clock)
+    ends = _ends(model, replace(sizes, first_layer=0), clock)
     inner = layer_sizes(model, sizes)
-    for one, count in _layers(model, inner, stage.num_layers, clock):
-        forward += one.forward.times(count)
-        backward += one.backward.times(count)
+    layers = _layers(model, inner, stage.num_layers, clock)
+    forward, backward = ends.forward + layers.forward, ends.backward + layers.backward
     for segment in plan.segments:
         if segment.unit or segment.regions or segment.ops:
             backward += replay_time(model, segment, plan.skip_tail, clock, inner)
     parameters = stage_parameters(run.config, stage)
     backward += clock.memory_bound(GRADIENT_SUMS, _summed_bytes(run) * parameters)
-    computed = StageTime(forward, backward)
-    for beside in (_host_copies(run, plan, sizes, computed), _fsdp(run, stage, computed)):
-        forward, backward = forward + beside.forward, backward + beside.backward
+    computed = forward.total(), backward.total()
+    # Backward begins with the last layer, and nothing runs beside the copies of that one.
+    copied, parts = _host_copies(run, plan, sizes)
+    forward[HOST_COPIES] = clock.exposed(copied, computed[0])
+    backward[HOST_COPIES] = clock.in_parts(copied, parts, computed[1])
+    # Each layer is gathered while the layer before it computes.
+    units = max(stage.num_layers, 1)
+    gathered, reduced = _fsdp(run, parameters, units)
+    forward[FSDP] = clock.in_parts(gathered, units, computed[0])
+    again = gathered * run.config.data_parallel.torch_fsdp2_reshard_after_forward
+    backward[FSDP] = clock.in_parts(reduced + again, units, computed[1])
     return StageTime(forward, backward)
 
 
@@ -117,23 +123,14 @@ def _ends(model: ModelConfig, sizes: Sizes, clock: Clock) -> StageTime:
     )
 
 
-def _layers(
-    model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock
-) -> list[tuple[StageTime, int]]:
-    """Returns the time of each kind of layer, and how many there are."""
-    if layers_differ(model):
-        return _kinds(model, sizes, num_layers, clock)
-    return [(one, num_layers) for one, _ in _kinds(model, sizes, 1, clock)]
-
-
 @lru_cache(CACHED)
-def _kinds(
-    model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock
-) -> list[tuple[StageTime, int]]:
-    return [
-        (_operations_time(layer.operations, clock), count)
-        for layer, count in describe_kinds(model, sizes, num_layers)
-    ]
+def _layers(model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
+    forward, backward = Seconds(), Seconds()
+    for layer, count in describe_kinds(model, sizes, num_layers):
+        one = _operations_time(layer.operations, clock)
+        forward += one.forward.times(count)
+        backward += one.backward.times(count)
+    return StageTime(forward, backward)
 
 
 def _operations_time(operations: Iterable[Operation], clock: Clock) -> StageTime:
@@ -196,55 +193,26 @@ def stage_parameters(config: RunConfig, stage: Stage) -> int:
 _parameter_count = lru_cache(CACHED)(parameter_count)
 
 
-def _host_copies(
-    run: TimedRun, plan: RecomputePlan, sizes: Sizes, computed: StageTime
-) -> StageTime:
-    """Returns by how much copies to the host delay forward, and copies back delay backward."""
-    hardware, layers = run.clock.hardware, Counter[int]()
+def _host_copies(run: TimedRun, plan: RecomputePlan, sizes: Sizes) -> tuple[float, int]:
+    """Returns the seconds of the copies to host memory, and the number of layers with copies."""
+    layers, num_bytes = set(), 0
     if any(segment.on_host for segment in plan.segments):
         for term in activation_terms(run.config.model, plan, sizes):
             if term.on_host and term.layer is not None:
-                layers[term.layer] += term.num_bytes
-    total = layers.total() / hardware.host_bandwidth
-    # Backward begins with the last layer, and nothing runs beside the copies of that one.
-    first = layers[max(layers, default=0)] / hardware.host_bandwidth
-    return _beside(run.clock, HOST_COPIES, computed, (0.0, total), (first, total - first))
+                layers.add(term.layer)
+                num_bytes += term.num_bytes
+    return num_bytes / run.clock.hardware.host_bandwidth, max(len(layers), 1)
 
 
-def _fsdp(run: TimedRun, stage: Stage, computed: StageTime) -> StageTime:
-    """Returns by how much the collectives of FSDP2 delay forward and backward.
-
-    Each layer is gathered while the layer before it computes. Nothing runs beside the first gather
-    and the last reduction.
-    """
+def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:
+    """Returns the seconds of one gather of all weights, and of one reduction of all gradients."""
     options, element = run.config.data_parallel, run.clock.element_bytes
     if not options.use_torch_fsdp2:
-        return StageTime(Seconds(), Seconds())
-    units = max(stage.num_layers, 1)
-    each = stage_parameters(run.config, stage) / units
+        return 0.0, 0.0
 
     def seconds(kind: str, element_bytes: int) -> float:
-        collective = Collective(kind, round(each * element_bytes))
-        return run.clock.hardware.collective_seconds(collective, run.data_parallel)
+        one = Collective(kind, element_bytes * parameters // units)
+        return units * run.clock.hardware.collective_seconds(one, run.data_parallel)
 
-    gather = seconds(ALL_GATHER, element)
-    reduction = seconds(REDUCE_SCATTER, element if options.grad_reduce_in_bf16 else FLOAT32)
-    again = reduction + (gather if options.torch_fsdp2_reshard_after_forward else 0.0)
-    rest = units - 1
-    return _beside(run.clock, FSDP, computed, (gather, rest * gather), (again, rest * again))
-
-
-def _beside(
-    clock: Clock,
-    term: str,
-    computed: StageTime,
-    forward: tuple[float, float],
-    backward: tuple[float, float],
-) -> StageTime:
-    """Returns the delay by transfers, each given as (seconds alone, seconds beside computation)."""
-    return StageTime(
-        *(
-            Seconds({term: alone + clock.exposed(hidden, seconds.total())})
-            for (alone, hidden), seconds in zip((forward, backward), computed, strict=True)
-        )
-    )
+    sent = element if options.grad_reduce_in_bf16 else FLOAT32
+    return seconds(ALL_GATHER, element), seconds(REDUCE_SCATTER, sent)

@@ -5,7 +5,6 @@ Standard library only.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from megatron_lite.plan.stage_time import FLOAT32, TimedRun, stage_parameters
 # read for its norm, scaled in place and read again; master weight and two moments are read and
 # written.
 ADAM_BYTES = 4 + 8 + 4 + 24
+ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
 
 class UpdateTime(NamedTuple):
@@ -60,15 +60,8 @@ def update_time(
     buckets = 1 if bucket is None else max(1, math.ceil(parameters / bucket))
 
     def exposed(kind: str, element_bytes: int, beside: float, parts: int) -> float:
-        """Returns the part of a transfer in equal parts that computation does not hide.
-
-        The first part is ready when that share of the computation is done, and the last one when
-        all of it is done.
-        """
         collective = Collective(kind, element_bytes * parameters)
-        seconds = clock.hardware.collective_seconds(collective, group)
-        rest = (parts - 1) / parts
-        return seconds / parts + clock.exposed(rest * seconds, rest * beside)
+        return clock.in_parts(clock.hardware.collective_seconds(collective, group), parts, beside)
 
     reduction = clock.hardware.collective_seconds(_tied_gradient(config, stages), embeddings)
     gather, shards = 0.0, 1
@@ -101,25 +94,38 @@ def _tied_gradient(config: RunConfig, stages: Sequence[Stage]) -> Collective:
 def _muon(run: TimedRun, stages: Sequence[Stage], shards: int) -> float:
     """Returns the seconds that Muon adds to the update of a rank.
 
-    Ranks that share out the parameters gather every matrix and share out the work. Each matrix
-    counts as it lies on the rank, and the three parts of linear_qkv count as one.
+    Ranks that share out the parameters gather every matrix and share out the work, and in the mode
+    "duplicated" each tensor-parallel rank works on whole matrices. The three parts of linear_qkv
+    count as one.
     """
     clock, options = run.clock, run.config.optimizer
     element = FLOAT32 if options.muon_fp32_matmul_prec == "high" else 2
+    t = clock.tp.size if options.muon_tp_mode == "duplicated" else 1
     seconds, elements, number = 0.0, 0, 0
     for stage in stages:
         sizes = Sizes.of(run.config, device=clock.hardware.device, stage=stage)
         for layer, count in describe_kinds(run.config.model, sizes, stage.num_layers):
-            for parameter in itertools.chain(*(one.parameters for one in layer.operations)):
-                if len(parameter.shape) == 2:
-                    seconds += count * _newton_schulz_step(clock, *parameter.shape, element)
-                    elements += count * parameter.num_elements
-                    number += count
-    gathered = Collective(ALL_GATHER, FLOAT32 * elements * (shards > 1))
+            for operation in layer.operations:
+                for parameter in operation.parameters:
+                    if len(parameter.shape) == 2:
+                        rows, columns = parameter.shape
+                        if operation.name in ROW_PARALLEL:
+                            columns *= t
+                        else:
+                            rows *= t
+                        seconds += count * _newton_schulz_step(clock, rows, columns, element)
+                        elements += count * rows * columns
+                        number += count
     # A rank also works on the matrices in which its share begins and ends.
     share = min(1.0, 1 / shards + 1 / max(number, 1))
-    return options.muon_num_ns_steps * seconds * share + clock.hardware.collective_seconds(
-        gathered, run.data_parallel
+    gathers = (
+        (FLOAT32 * elements * (shards > 1), run.data_parallel),
+        (element * elements * (t > 1), clock.tp),
+    )
+    return options.muon_num_ns_steps * seconds * share + sum(
+        clock.hardware.collective_seconds(Collective(ALL_GATHER, num_bytes), group)
+        for num_bytes, group in gathers
+        if num_bytes
     )
 
 

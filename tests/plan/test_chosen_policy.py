@@ -74,17 +74,9 @@ def test_a_flag_replaces_the_auto_policy_of_a_file_and_its_budget(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("gpu", "machine"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-    ],
+    ("gpu", "machine"), [("NVIDIA A100-SXM4-80GB", "a100-80gb"), ("NVIDIA B200", "b200")]
 )
 def test_a_gpus_name_leads_to_its_machine(gpu: str, machine: str) -> None:
-    found = machine_of_gpu(gpu)
-    assert found is not None and found.name == machine
     assert machine_for_policy(None, device="cuda", gpu_name=gpu).name == machine
     assert machine_for_policy("h200", device="cuda", gpu_name=gpu).name == "h200"
 

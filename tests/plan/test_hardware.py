@@ -20,7 +20,7 @@ from megatron_lite.description.operations import (
     Collective,
     Matmul,
 )
-from megatron_lite.plan.hardware import MACHINES, Group, from_json, load_hardware
+from megatron_lite.plan.hardware import MACHINES, Group, load_hardware
 from tests.plan.machines import ideal
 from tests.support.changes import with_fields
 
@@ -52,19 +52,18 @@ def test_a_path_of_a_file_is_a_machine(tmp_path: Path) -> None:
         (dict(inside=dict(latency_s=0.0, bandwidth=0.0)), "inside.bandwidth must be in"),
         (dict(inside=7), "inside: expected an object"),
         (dict(sources=["a"]), "sources: expected an object of texts"),
+        ("{", "wrong.json"),
+        ("[" * 100_000, "wrong.json"),
+        ('{"a": 1, "a": 2}', "is given twice"),
     ],
 )
-def test_a_wrong_figure_is_named(changes: dict[str, Any], fault: str, tmp_path: Path) -> None:
+def test_a_wrong_file_is_one_error(
+    changes: dict[str, Any] | str, fault: str, tmp_path: Path
+) -> None:
     path = tmp_path / "wrong.json"
-    path.write_text(text_of(**changes))
+    path.write_text(changes if isinstance(changes, str) else text_of(**changes))
     with pytest.raises(InputError, match=fault):
         load_hardware(str(path))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{", "NaN", "[" * 100_000, '{"a": 1, "a": 2}'])
-def test_a_text_that_is_no_machine_is_one_error(text: str) -> None:
-    with pytest.raises(ValueError):
-        from_json(text)
 
 
 def test_one_tile_more_than_a_round_costs_a_second_round() -> None:

@@ -68,16 +68,13 @@ def drawn(seed: int, *, alike: bool) -> tuple[Durations, dict[str, int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_run_that_repeats_has_the_times_of_the_whole_simulation(seed: int) -> None:
+def test_a_run_that_repeats_has_the_times_of_the_whole_and_a_lower_bound(seed: int) -> None:
     (quick, shape), (whole, _) = drawn(seed, alike=True), drawn(seed, alike=False)
     for one, other in zip(run_pipeline(quick, **shape), run_pipeline(whole, **shape), strict=True):
         assert one.end == pytest.approx(other.end, rel=1e-9)
         assert one.busy == pytest.approx(other.busy, rel=1e-9)
 
-
-@pytest.mark.parametrize("seed", range(40))
-def test_the_shortest_pipeline_is_a_lower_bound(seed: int) -> None:
-    durations, shape = drawn(seed, alike=True)
-    bound, ran = shortest_pipeline(durations, **shape), run_pipeline(durations, **shape)
-    for low, one in zip(bound, ran, strict=True):
+    for low, one in zip(
+        shortest_pipeline(quick, **shape), run_pipeline(whole, **shape), strict=True
+    ):
         assert low.end <= one.end * (1 + 1e-12) and low.busy == pytest.approx(one.busy)
