@@ -12,12 +12,18 @@ their queries may read.
 
 MFU is the model FLOPs, and HFU the hardware FLOPs, over time and peak_flops. Every figure is the
 sum over all TP and CP ranks. The matmuls come from description/. Standard library only.
+
+Every function takes `batch`, the number of sequences, and further fields of Sizes by their names:
+`seq_length`, `padded_vocab_size` if logits count, and `device` if attention runs again. `tp_size` and
+`cp_size` matter only to policies that name single operators: sharded linears add their bias in
+another operator, and attention over context-parallel ranks is an operator of its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import head_operations
@@ -46,128 +52,42 @@ PEAK_TFLOPS = (
 )
 
 
-def forward_flops(
-    model: ModelConfig, *, batch: int, seq_length: int, padded_vocab_size: int
-) -> int:
-    """Returns the FLOPs of one forward pass of `batch` sequences, logits included (2205.05198,
-    appendix A)."""
-    kinds = describe_kinds(model, _sizes(batch, seq_length), model.num_layers)
-    return sum(count * _forward(layer.operations) for layer, count in kinds) + logits_flops(
-        model, batch=batch, seq_length=seq_length, padded_vocab_size=padded_vocab_size
-    )
+def forward_flops(model: ModelConfig, **shape: Any) -> int:
+    """Returns the FLOPs of one forward pass, logits included (2205.05198, appendix A)."""
+    kinds = describe_kinds(model, _sizes(shape), model.num_layers)
+    layers = sum(count * _forward(layer.operations) for layer, count in kinds)
+    return layers + logits_flops(model, **shape)
 
 
-def logits_flops(model: ModelConfig, *, batch: int, seq_length: int, padded_vocab_size: int) -> int:
-    """Returns the FLOPs of the output projection of `batch` sequences."""
-    return _forward(
-        head_operations(model, _sizes(batch, seq_length, padded_vocab_size=padded_vocab_size))
-    )
+def logits_flops(model: ModelConfig, **shape: Any) -> int:
+    """Returns the FLOPs of the output projection."""
+    return _forward(head_operations(model, _sizes(shape)))
 
 
-def step_flops(model: ModelConfig, *, batch: int, seq_length: int, padded_vocab_size: int) -> int:
-    """Returns the model FLOPs of forward and backward over `batch` sequences."""
-    return 3 * forward_flops(
-        model, batch=batch, seq_length=seq_length, padded_vocab_size=padded_vocab_size
-    )
+def step_flops(model: ModelConfig, **shape: Any) -> int:
+    """Returns the model FLOPs of forward and backward."""
+    return 3 * forward_flops(model, **shape)
 
 
-def hardware_flops(
-    model: ModelConfig,
-    plan: RecomputePlan,
-    *,
-    batch: int,
-    seq_length: int,
-    padded_vocab_size: int,
-    device: str,
-    loss_chunk_size: int | None = None,
-    loss_in_one_pass: bool = False,
-    tp_size: int = 1,
-    cp_size: int = 1,
-) -> int:
-    """Returns the hardware FLOPs of forward and backward over `batch` sequences.
-
-    device: "cpu" or "cuda".
-    loss_chunk_size: the tokens whose logits exist at a time; None if the logits are kept.
-    loss_in_one_pass: see Sizes.
-    tp_size, cp_size: see `replayed_flops`.
-    """
-    head = head_operations(
-        model,
-        _sizes(
-            batch,
-            seq_length,
-            padded_vocab_size=padded_vocab_size,
-            device=device,
-            loss_chunk_size=loss_chunk_size,
-            loss_in_one_pass=loss_in_one_pass,
-        ),
-    )
+def hardware_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
+    """Returns the hardware FLOPs of forward and backward."""
+    ranks = {**shape, "tp_size": 1, "cp_size": 1}
     return (
-        step_flops(model, batch=batch, seq_length=seq_length, padded_vocab_size=padded_vocab_size)
-        + _rebuilds(head)
-        + replay_flops(
-            model,
-            plan,
-            batch=batch,
-            seq_length=seq_length,
-            device=device,
-            tp_size=tp_size,
-            cp_size=cp_size,
-        )
-        + flash_rebuild_flops(model, batch=batch, seq_length=seq_length, device=device)
+        step_flops(model, **ranks)
+        + _rebuilds(head_operations(model, _sizes(ranks)))
+        + replay_flops(model, plan, **shape)
+        + flash_rebuild_flops(model, **ranks)
     )
 
 
-def replay_flops(
-    model: ModelConfig,
-    plan: RecomputePlan,
-    *,
-    batch: int,
-    seq_length: int,
-    device: str,
-    tp_size: int = 1,
-    cp_size: int = 1,
-    first_layer: int = 0,
-) -> int:
-    """Returns the FLOPs that backward over `batch` sequences runs again under the plan.
-
-    first_layer: the number of the plan's first layer in the whole model.
-    """
-    return sum(
-        sum(layer.values())
-        for layer in replayed_flops(
-            model,
-            plan,
-            batch=batch,
-            seq_length=seq_length,
-            device=device,
-            tp_size=tp_size,
-            cp_size=cp_size,
-            first_layer=first_layer,
-        )
-    )
+def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
+    """Returns the FLOPs that backward runs again under the plan."""
+    return sum(sum(layer.values()) for layer in replayed_flops(model, plan, **shape))
 
 
-def replayed_flops(
-    model: ModelConfig,
-    plan: RecomputePlan,
-    *,
-    batch: int,
-    seq_length: int,
-    device: str,
-    tp_size: int = 1,
-    cp_size: int = 1,
-    first_layer: int = 0,
-) -> list[dict[str, int]]:
-    """Returns, for each layer of the plan, the FLOPs that backward runs again, by matmul.
-
-    tp_size, cp_size: they matter only to policies that name single operators. Sharded linears add
-    their bias in another operator, and attention over context-parallel ranks is an operator of its
-    own.
-    """
-    sizes = _sizes(
-        batch, seq_length, device=device, tp_size=tp_size, cp_size=cp_size, first_layer=first_layer
-    )
+def replayed_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> list[dict[str, int]]:
+    """Returns, for each layer of the plan, the FLOPs that backward runs again, by matmul."""
+    sizes = _sizes(shape)
     layers = describe_layers(model, sizes, plan.num_layers)
     # The description counts the FLOPs of one rank. The figures here are over all TP and CP ranks.
     again: list[dict[str, int]] = [{} for _ in layers]
@@ -180,12 +100,12 @@ def replayed_flops(
     return again
 
 
-def flash_rebuild_flops(model: ModelConfig, *, batch: int, seq_length: int, device: str) -> int:
+def flash_rebuild_flops(model: ModelConfig, **shape: Any) -> int:
     """Returns the FLOPs with which flash attention rebuilds the scores in backward.
 
     They are the fifth matmul of its backward, since it keeps no scores. 0 if attention is unfused.
     """
-    kinds = describe_kinds(model, _sizes(batch, seq_length, device=device), model.num_layers)
+    kinds = describe_kinds(model, _sizes(shape), model.num_layers)
     return sum(count * _rebuilds(layer.operations) for layer, count in kinds)
 
 
@@ -212,26 +132,6 @@ def _rebuilds(operations: Iterable[Operation]) -> int:
     return sum(matmul.flops for operation in operations for matmul in operation.rebuilds)
 
 
-def _sizes(
-    batch: int,
-    seq_length: int,
-    *,
-    padded_vocab_size: int = 0,
-    device: str = "cpu",
-    tp_size: int = 1,
-    cp_size: int = 1,
-    loss_chunk_size: int | None = None,
-    loss_in_one_pass: bool = False,
-    first_layer: int = 0,
-) -> Sizes:
-    return Sizes(
-        micro_batch_size=batch,
-        seq_length=seq_length,
-        padded_vocab_size=padded_vocab_size,
-        device=device,
-        tp_size=tp_size,
-        cp_size=cp_size,
-        loss_chunk_size=loss_chunk_size,
-        loss_in_one_pass=loss_in_one_pass,
-        first_layer=first_layer,
-    )
+def _sizes(shape: dict[str, Any]) -> Sizes:
+    others = {"padded_vocab_size": 0, **shape}
+    return Sizes(micro_batch_size=others.pop("batch"), **others)
