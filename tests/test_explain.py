@@ -58,22 +58,6 @@ def test_notices_come_first_and_none_is_told_twice() -> None:
     assert sum("saves next to nothing" in line for line in lines) == 1
 
 
-def test_under_a_launcher_only_rank_0_prints() -> None:
-    of_ranks = [
-        explained(
-            "--tensor-model-parallel-size",
-            "2",
-            RANK=str(rank),
-            WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="1",
-        )
-        for rank in (0, 1)
-    ]
-    assert [done.returncode for done in of_ranks] == [0, 0]
-    assert of_ranks[0].stdout.startswith("Activation recomputation") and of_ranks[1].stdout == ""
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -6,8 +6,7 @@ from itertools import product
 
 import pytest
 
-from arguments import build_parser
-from megatron_lite.config.regions import MODULES, POINTWISE, REGIONS, nested, without_nested
+from megatron_lite.config.regions import MODULES, REGIONS, nested, without_nested
 from megatron_lite.description.operations import LayerDescription, RegionEntry
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
@@ -79,19 +78,6 @@ def test_a_region_has_a_tail_exactly_where_the_table_says_so(region: str) -> Non
     assert REGIONS[region].skips_tail == any(layer.tail(region) for layer in layers())
 
 
-def test_a_region_that_needs_scores_skips_its_tail_only_where_they_are_built() -> None:
-    for backend, tails in (("flash", 0), ("unfused", 1)):
-        layer = describe_layer(variant_config("gpt2", attention_backend=backend), SIZES)
-        assert len(layer.tail("core_attn")) == tails
-
-
-def test_pointwise_regions_run_no_matmul_again() -> None:
-    for layer in layers():
-        assert not [call for one in layer.inside(set(POINTWISE)) for call in one.calls]
-        for region in set(MODULES) - set(POINTWISE):
-            assert [call for one in layer.inside({region}) for call in one.calls if call.matmuls]
-
-
 def test_a_region_inside_another_one_that_is_named_is_left_out() -> None:
     assert without_nested(("activation", "mlp", "dropout")) == {"mlp", "dropout"}
     assert nested(("activation", "mlp")) == [("activation", "mlp")]
@@ -99,9 +85,3 @@ def test_a_region_inside_another_one_that_is_named_is_left_out() -> None:
         without_nested(("activation",)) == {"activation"}
         and nested(("activation", "core_attn")) == []
     )
-
-
-def test_help_names_every_region_and_what_it_holds() -> None:
-    text = " ".join(build_parser().format_help().split())
-    for region, facts in REGIONS.items():
-        assert f"{region} ({facts.help})" in text

@@ -19,8 +19,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.memory.predict import kept_tensors as activations
-from megatron_lite.memory.predict.kept_tensors import activation_bytes, activation_terms, host_bytes
+from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
@@ -294,92 +293,3 @@ def test_with_the_loss_in_chunks_exactly_the_logits_are_kept_no_more(
     ):
         for spared, ours in found:
             assert spared == logits and ours.agree and ours.unaccounted == 0
-
-
-PAPER = dict(
-    num_layers=2,
-    hidden_size=64,
-    num_attention_heads=8,
-    max_position_embeddings=32,
-    attention_backend="unfused",
-)
-
-
-@pytest.mark.parametrize(
-    ("tp_size", "sequence_parallel", "modules", "per_layer"),
-    [
-        (1, False, (), lambda s, b, h, a, t: s * b * h * 34 + 5 * a * s * s * b),
-        (4, False, (), lambda s, b, h, a, t: s * b * h * (10 + 24 // t) + 5 * a * s * s * b // t),
-        (4, True, (), lambda s, b, h, a, t: (s * b * h * 34 + 5 * a * s * s * b) // t),
-        (4, False, ("core_attn",), lambda s, b, h, a, t: s * b * h * (10 + 24 // t)),
-        (4, True, ("core_attn",), lambda s, b, h, a, t: s * b * h * 34 // t),
-    ],
-)
-def test_the_papers_terms_add_up_to_the_papers_formula(
-    tp_size, sequence_parallel, modules, per_layer
-) -> None:  # type: ignore[no-untyped-def]
-    """2205.05198, equations 1 to 4 and section 5: 2-byte activations, 1-byte masks, dropout
-    everywhere, GELU of width 4h."""
-    model = ModelConfig(**PAPER)  # type: ignore[arg-type]
-    sizes = Sizes(
-        micro_batch_size=3,
-        seq_length=32,
-        padded_vocab_size=128,
-        tp_size=tp_size,
-        sequence_parallel=sequence_parallel,
-        element_bytes=2,
-    )
-    recompute = (
-        RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
-        if modules
-        else RecomputeConfig()
-    )
-    terms = activation_terms(model, plan_stage(recompute, 2), sizes)
-    in_paper = sum(term.num_bytes for term in terms if term.layer == 1 and term.tensor.in_paper)
-    assert in_paper == per_layer(32, 3, 64, 8, tp_size)
-
-
-def test_full_recomputation_keeps_two_sbh_a_unit_and_a_part_where_it_is_split() -> None:
-    sizes = Sizes(
-        micro_batch_size=3, seq_length=32, padded_vocab_size=128, tp_size=4, element_bytes=2
-    )
-    for split in (False, True):
-        recompute = RecomputeConfig(
-            recompute_granularity="full",
-            recompute_method="uniform",
-            distribute_saved_activations=split,
-        )
-        terms = activation_terms(ModelConfig(**PAPER), plan_stage(recompute, 2), sizes)  # type: ignore[arg-type]
-        assert [term.num_bytes for term in terms if term.layer == 1 and term.tensor.in_paper] == [
-            2 * 32 * 3 * 64 // (4 if split else 1)
-        ]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "softmax dropout mask",
-        "attention output",
-        "RNG states of core_attn",
-        "labels",
-        "input norm statistics",
-        "logits",
-    ],
-)
-def test_the_comparison_sees_a_missing_term(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    config = variant_config(
-        "gpt2", num_layers=2, attention_backend="unfused", attention_dropout=0.1
-    )
-    recompute = RecomputeConfig(
-        recompute_granularity="selective",
-        recompute_modules=("core_attn",) if name.startswith("RNG") else ("mlp",),
-    )
-    terms = activations.activation_terms
-    monkeypatch.setattr(
-        activations,
-        "activation_terms",
-        lambda *args: [t for t in terms(*args) if t.tensor.name != name],
-    )
-    with tp_state(1) as parallel:
-        found = figures(config, recompute, parallel, sequence_parallel=False, dtype=torch.float32)
-    assert found.saved > found.predicted

@@ -162,28 +162,3 @@ def test_every_policy_sends_what_is_predicted(sequence_parallel: bool, dtype: to
         )
         expected[name] = (Counter(exchange.forward), Counter(exchange.backward + exchange.replay))
     assert run_ranks(measured, 2, sequence_parallel, dtype, detail=False) == [expected] * 2
-
-
-def test_the_tail_skip_saves_one_collective_per_replay_and_a_split_input_costs_one() -> None:
-    """Counted by hand: two sums per layer, one unit of 3 layers, or one region per layer."""
-
-    def replays(
-        config: RecomputeConfig, *, skip_tail: bool = True, sequence_parallel: bool = False
-    ) -> dict[str, int]:
-        plan = replace(plan_stage(config, NUM_LAYERS), skip_tail=skip_tail)
-        return Counter(
-            one.kind for one in predicted(plan, 4, sequence_parallel=sequence_parallel).replay
-        )
-
-    assert replays(full("uniform", 3)) == {ALL_REDUCE: 5}
-    assert replays(full("uniform", 3), skip_tail=False) == {ALL_REDUCE: 6}
-    assert replays(full("uniform", 1, split=True)) == {ALL_REDUCE: 3, ALL_GATHER: 3}
-    assert replays(full("uniform", 3), sequence_parallel=True) == {ALL_GATHER: 6, REDUCE_SCATTER: 5}
-    assert replays(selective("mlp")) == {}
-    assert replays(selective("mlp"), sequence_parallel=True) == {ALL_GATHER: 3}
-    assert replays(selective("core_attn", "layernorm", "activation"), sequence_parallel=True) == {}
-
-
-def test_one_rank_sends_nothing() -> None:
-    for plan in policies(can_split=False).values():
-        assert predicted(plan, 1, sequence_parallel=False) == Traffic()

@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from arguments import parse_args
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.explain.recompute_report import explain
-from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.recompute.schedule import plan_stage
@@ -124,52 +120,3 @@ def test_a_later_stage_begins_with_its_own_layers() -> None:
         # the final norm's input and statistics
         norm = 4 * BATCH * SEQ_LENGTH * (32 + 1) if stage.is_last else 0
         assert measured - norm == activation_bytes(config, plan, sizes), stage
-
-
-def test_layers_that_are_alike_share_a_description_and_others_say_what_sets_them_apart() -> None:
-    config = replace(FLASH, num_layers=5)
-    layers = describe_layers(
-        config, Sizes(micro_batch_size=1, seq_length=12, padded_vocab_size=72), 5
-    )
-    assert [layer.peculiarity for layer in layers] == [
-        "a window of 4 tokens",
-        "no rotary embedding",
-        "a window of 4 tokens, no rotary embedding",
-        "a window of 4 tokens",
-        "",
-    ]
-    assert layers[0] is layers[3]
-    short = describe_layers(
-        config, Sizes(micro_batch_size=1, seq_length=4, padded_vocab_size=72), 5
-    )
-    assert [layer.peculiarity for layer in short] == [
-        "",
-        "no rotary embedding",
-        "no rotary embedding",
-        "",
-        "",
-    ]
-
-
-def test_the_report_tells_such_layers_apart() -> None:
-    words = (
-        "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
-        "--max-position-embeddings 32 "
-        "--micro-batch-size 2 --vocab-size 101 --position-embedding-type rope "
-        "--attention-dropout 0 "
-        "--window-size 7,0 --window-attn-skip-freq 4 --no-rope-freq 4 --recompute-policy "
-        "0-3:full/4;*:core_attn+layernorm"
-    )
-    text = " ".join(report_text(explain(parse_args(words.split()).config, "cpu")).split())
-    assert "layers 4-6 (3 layers): core_attn, layernorm rebuilt in backward (a window of" in text
-    assert "layer 7 (1 layer): core_attn, layernorm rebuilt in backward (no rotary emb" in text
-    assert "each is kept (a window of 8 tokens) (no rotary embedding)" in text
-
-
-def test_flops_do_not_depend_on_windows_as_torch_counts_them() -> None:
-    plain = replace(FLASH, window_size=None, window_attn_skip_freq=None)
-    counts = []
-    for config in (FLASH, plain):
-        with FlopCounterMode(display=False, custom_mapping=test_replay_flops.FORMULAS):
-            counts.append(test_replay_flops.counted(config, None, 1))
-    assert counts[0] == counts[1] > 0

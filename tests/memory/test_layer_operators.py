@@ -22,7 +22,7 @@ from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.predict.kept_tensors import EMBEDDING, activation_terms
 from megatron_lite.memory.predict.peak import moments
-from megatron_lite.memory.predict.replays import kept_calls, replayed_calls
+from megatron_lite.memory.predict.replays import replayed_calls
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
@@ -133,44 +133,6 @@ def test_a_layers_operators_and_result_bytes_are_those_torch_dispatches(
     tp_size: int, sequence_parallel: bool
 ) -> None:
     assert run_ranks(wrong_lists, tp_size, sequence_parallel, detail=False) == [{}] * tp_size
-
-
-def test_by_hand_what_a_published_policy_keeps_of_a_layer() -> None:
-    """Every second matmul and flash attention on CUDA, in 16 bits, t = 2 with sequence parallelism:
-    qkv 3, attention 1 and its float32 log-sum-exp, fc1 4, each in units of 2sbh/t."""
-    model = ModelConfig(
-        num_layers=1,
-        hidden_size=64,
-        num_attention_heads=8,
-        max_position_embeddings=32,
-        attention_dropout=0.0,
-    )
-    here = Sizes(
-        micro_batch_size=3,
-        seq_length=32,
-        padded_vocab_size=128,
-        tp_size=2,
-        sequence_parallel=True,
-        element_bytes=2,
-        device="cuda",
-    )
-    unit, rows = 2 * 32 * 3 * 64 // 2, 4 * 32 * 3 * 8 // 2
-    layer, ops = describe_layer(model, here), ("matmul/2", "attention")
-    kept = kept_calls(layer, ops, skip_tail=True)
-    assert [(one.name, sum(tensor.num_bytes for tensor in call.returns)) for one, call in kept] == [
-        ("linear_qkv", 3 * unit),
-        ("core_attention", unit + rows),
-        ("linear_fc1", 4 * unit),
-    ]
-    again = replayed_calls((layer,), Segment(first_layer=0, ops=ops), skip_tail=True)
-    assert [
-        (one.name, tuple(matmul.name for matmul in call.matmuls)) for _, one, call in again
-    ] == [
-        ("linear_qkv", ()),
-        ("linear_proj", ("projection",)),
-        ("linear_proj", ()),
-        ("linear_fc1", ()),
-    ]
 
 
 def test_an_attention_kernel_that_draws_dropout_is_repeated_under_every_policy() -> None:

@@ -11,22 +11,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.recompute.saved import hooks_in_force
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
-from tests.support.module_hooks import modules_with_hooks
-from tests.support.ranks import run_ranks
 from tests.support.storages import addresses
 
 PLANS = {
@@ -79,30 +71,6 @@ def test_excluded_are_storages_so_views_and_transposes_of_parameters_too() -> No
     assert y.requires_grad
 
 
-def test_what_was_saved_and_let_go_does_not_count() -> None:
-    x = leaf(5, 7)
-    with kept_for_backward() as meter:
-        dropped = (x + 1).square()
-        kept = (x[:2] + 1).square()
-        assert meter.total_bytes() == 5 * ROW + 2 * ROW
-        del dropped
-    assert meter.total_bytes() == 2 * ROW
-    del kept
-    assert meter.total_bytes() == 0
-
-
-def test_a_storage_counts_with_the_size_that_it_has_now() -> None:
-    x = leaf(5, 7)
-    with kept_for_backward() as meter:
-        inner = x + 1
-        outer = inner.square()
-    inner.untyped_storage().resize_(0)
-    assert meter.total_bytes() == 0
-    inner.untyped_storage().resize_(5 * ROW)
-    assert meter.total_bytes() == 5 * ROW
-    assert outer.requires_grad
-
-
 class Twice(torch.autograd.Function):
     """2 x, from which the derivative is found in a strange way."""
 
@@ -138,17 +106,6 @@ def test_the_count_keeps_nothing_alive_not_even_a_saved_output(function) -> None
         assert storage() is None and meter.total_bytes() == 0
     finally:
         gc.enable()
-
-
-def test_backward_lets_everything_go_and_retain_graph_nothing(gpt: GPTModel) -> None:
-    tokens, labels = sample_tokens()
-    with kept_for_backward(exclude=gpt.parameters()) as meter:
-        loss = gpt.loss(tokens, labels).mean()
-    before = meter.total_bytes()
-    loss.backward(retain_graph=True)
-    assert before == meter.total_bytes() > 0
-    loss.backward()
-    assert meter.total_bytes() == 0
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -199,37 +156,6 @@ def test_bytes_fall_to_the_module_whose_forward_saved_them_first() -> None:
     assert total.requires_grad
 
 
-def test_modules_are_left_without_hooks_also_by_an_exception() -> None:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            raise KeyError("inside")
-
-    model = nn.Sequential(nn.Linear(7, 7), Fails())
-    with kept_for_backward(model=model) as meter:
-        with pytest.raises(KeyError):
-            model(leaf(3, 7))
-        after = leaf(3, 7).square()
-    assert meter.by_module() == {"": 3 * ROW}  # no module counts as running any more
-    assert modules_with_hooks(model) == []
-    assert hooks_in_force() is None
-    assert after.requires_grad
-
-
-def test_hooks_put_on_top_may_call_the_meters() -> None:
-    x = leaf(3, 7)
-    with kept_for_backward() as meter:
-        pack, unpack = hooks_in_force()
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (pack(t), "seen"), lambda packed: unpack(packed[0])
-        ):
-            passed_on = (x + 1).square()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-            hidden = (x + 2).square()
-    assert meter.total_bytes() == 3 * ROW
-    (passed_on + hidden).sum().backward()
-    assert torch.equal(x.grad, 2 * (x + 1) + 2 * (x + 2))
-
-
 def kept_and_alive(model: GPTModel) -> tuple[dict[int, int], dict[int, int], set[int], int]:
     """At the end of a forward, bytes by storage: by hooks, by life; addresses of the inputs;
     address of the loss."""
@@ -275,80 +201,6 @@ def test_hooks_see_all_that_lives_at_the_end_of_forward(
                 plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers),
             )
         )
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_hooks_see_all_that_lives_on_each_tensor_parallel_rank(sequence_parallel: bool) -> None:
-    distribute = dict(PLANS["uniform 2"], distribute_saved_activations=not sequence_parallel)
-    config = tiny_config(hidden_dropout=0.1, attention_dropout=0.1)
-
-    def work(rank: int, world_size: int) -> None:
-        with tp_state(world_size) as parallel:
-            for flags in (PLANS["none"], PLANS["regions"], distribute):
-                assert_hooks_see_all_that_lives(
-                    build_tiny_model(
-                        config,
-                        parallel,
-                        sequence_parallel=sequence_parallel,
-                        plan=plan_stage(RecomputeConfig(**flags), config.num_layers),
-                    )
-                )
-
-    run_ranks(work, 2)
-
-
-def test_what_torchs_selective_checkpoint_caches_is_found_by_life_and_missed_by_hooks() -> None:
-    def policy(context, operator, *args, **kwargs):  # type: ignore[no-untyped-def]
-        matmul = operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if matmul else CheckpointPolicy.PREFER_RECOMPUTE
-
-    layer = nn.Sequential(nn.Linear(7, 11), nn.GELU(), nn.Linear(11, 7))
-    x = leaf(3, 7)
-    with LiveStorages() as live, kept_for_backward(exclude=layer.parameters()) as meter:
-        loss = (
-            checkpoint(
-                layer,
-                x,
-                use_reentrant=False,
-                context_fn=lambda: create_selective_checkpoint_contexts(policy),
-            )
-            .square()
-            .sum()
-        )
-    cached = 3 * 11 * 4
-    # Hooks: the unit's input and its output, squared. Alive: the output, also in the cache, the
-    # other cached output, the loss.
-    assert meter.total_bytes() == x.nbytes + 3 * ROW
-    assert live.total_bytes() - loss.nbytes == 3 * ROW + cached
-
-
-def test_live_storages_are_those_created_inside_and_not_yet_freed() -> None:
-    before = torch.ones(5, 7)
-    with LiveStorages() as live:
-        before.t().add_(1)
-        assert live.total_bytes() == 0
-        made = before[:2] * 2
-        view = made[1:]
-        assert live.total_bytes() == 2 * ROW
-        del made
-        assert live.total_bytes() == 2 * ROW
-        del view
-        assert live.total_bytes() == 0
-        assert live.peak_bytes == 2 * ROW
-
-
-def test_the_peak_counts_what_lives_together_and_sizes_as_they_are() -> None:
-    with LiveStorages() as live:
-        first = torch.zeros(4, 7)
-        first.untyped_storage().resize_(0)
-        second = torch.zeros(3, 7)
-        assert (live.total_bytes(), live.peak_bytes) == (3 * ROW, 4 * ROW)
-        third = torch.zeros(2, 7)
-        assert (live.total_bytes(), live.peak_bytes) == (5 * ROW, 5 * ROW)
-        del second, third
-        torch.zeros(1, 7)
-    assert (live.total_bytes(), live.peak_bytes) == (0, 5 * ROW)
-    assert first.untyped_storage().nbytes() == 0
 
 
 def test_bytes_beside_the_known_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

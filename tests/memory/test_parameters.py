@@ -8,19 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from arguments import parse_args
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.stages import stages, stages_of_rank
-from megatron_lite.memory.predict.parameter_counts import parameter_count, rank_parameter_count
+from megatron_lite.config.stages import stages
+from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.model.gpt import GPTModel
-from tests.support.models import (
-    VOCAB_SIZE,
-    build_tiny_model,
-    padded_vocab_size,
-    tiny_config,
-    tp_state,
-)
+from tests.support.models import build_tiny_model, padded_vocab_size, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
 LLAMA = dict(
@@ -69,31 +62,6 @@ def test_every_rank_of_every_stage_holds_what_is_counted(name: str) -> None:
             for stage in stages(layout, MODELS[name].num_layers)
         ]
         assert run_ranks(_held_by_stages, tp_size, MODELS[name], layout) == [counted] * tp_size
-
-
-def test_a_pipeline_rank_holds_all_of_its_stages() -> None:
-    words = (
-        "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 12 "
-        "--seq-length 12 "
-        "--micro-batch-size 1 --vocab-size 98 --tensor-model-parallel-size 2 "
-        "--pipeline-model-parallel-size 2 "
-        "--num-virtual-stages-per-pipeline-rank 2"
-    )
-    config = parse_args(words.split()).config
-    for rank in (0, 1):
-        owned = stages_of_rank(config.parallel, 4, rank)
-        assert [stage.number for stage in owned] == [rank, 2 + rank]
-        counts = [parameter_count(config.model, 256, tp_size=2, stage=stage) for stage in owned]
-        assert rank_parameter_count(config, rank) == sum(counts) and all(counts)
-
-
-def test_without_padding_the_count_is_that_of_the_unpadded_weights() -> None:
-    config = MODELS["untied"]
-    padding = 2 * (padded_vocab_size(1) - VOCAB_SIZE) * config.hidden_size
-    assert (
-        parameter_count(config, padded_vocab_size(1)) - parameter_count(config, VOCAB_SIZE)
-        == padding
-    )
 
 
 def test_published_models_have_their_published_size() -> None:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
-from megatron_lite.description.sizes import CPU_RNG_STATE, Sizes
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import KeptForBackward, kept_for_backward
 from megatron_lite.memory.predict.peak import PeakMoment, moments, peak
 from megatron_lite.parallel.collectives import Started
@@ -233,24 +233,6 @@ def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> Non
     assert run_ranks(differences, 2, config, sequence_parallel, detail=False) == [{}, {}]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_mask_that_is_redrawn_before_anything_is_read_from_the_host_makes_it_an_upper_bound(
-    variant: str,
-) -> None:
-    """By no more than the mask and the states that are dropped with it."""
-    config = variant_config(variant, num_layers=NUM_LAYERS, hidden_dropout=0.1)
-    plan = plan_stage(RecomputeConfig(recompute_policy="*:pointwise@host"), NUM_LAYERS)
-    with tp_state(1) as parallel:
-        found = measured(config, plan, parallel, sequence_parallel=False)
-    bound = predicted(config, plan, 1, sequence_parallel=False)
-    assert bound.forward == found.forward
-    assert (
-        found.replay
-        <= bound.replay
-        <= found.replay + BATCH * SEQ_LENGTH * config.hidden_size + CPU_RNG_STATE
-    )
-
-
 def test_the_peak_is_the_fullest_moment_and_names_the_layers_that_are_rebuilt() -> None:
     config, alone = variant_config("gpt2", num_layers=NUM_LAYERS), sizes(1, sequence_parallel=False)
     longest = plan_stage(full("uniform", 3), NUM_LAYERS)
@@ -261,11 +243,3 @@ def test_the_peak_is_the_fullest_moment_and_names_the_layers_that_are_rebuilt() 
     assert peak(config, nothing, alone) == PeakMoment(
         None, None, next(moments(config, nothing, alone)).held_bytes
     )
-
-
-def test_when_an_early_unit_is_rebuilt_later_layers_have_let_go_of_theirs() -> None:
-    """The block method: the end of the forward is the fullest moment, though a layer is rebuilt
-    later."""
-    config, alone = variant_config("gpt2", num_layers=NUM_LAYERS), sizes(1, sequence_parallel=False)
-    end, first = moments(config, plan_stage(full("block", 1), NUM_LAYERS), alone)
-    assert first.held_bytes < end.held_bytes

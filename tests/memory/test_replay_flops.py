@@ -12,20 +12,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
-from megatron_lite.memory.predict.flops import (
-    flash_rebuild_flops,
-    hardware_flops,
-    replay_flops,
-    replayed_flops,
-    step_flops,
-)
+from megatron_lite.memory.predict.flops import hardware_flops, replay_flops
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.flash_flops import FORMULAS
 from tests.support.limits import HANG_S
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
-from tests.support.pairs import only, sampled
+from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
 BATCH, SEQ_LENGTH = 3, 8
@@ -140,15 +134,6 @@ def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant: str, bac
     )
 
 
-def test_with_dropout_auto_attention_is_unfused_on_a_cpu() -> None:
-    config = variant_config("nemotron", attention_dropout=0.1, hidden_dropout=0.1)
-    named = dict(sampled(plans(config.num_layers).items(), every=7, at_most=5))
-    assert config.attention_backend == "auto"
-    assert (
-        wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "backend", "tp_size", "sequence_parallel"),
@@ -222,30 +207,6 @@ def test_replays_computed_by_hand(plan: RecomputePlan, skipping: int, not_skippi
     sizes = dict(batch=1, seq_length=3, device="cpu")
     assert replay_flops(model, plan, **sizes) == skipping
     assert replay_flops(model, without_tail_skip(plan), **sizes) == not_skipping
-
-
-def test_a_flash_replay_computed_by_hand() -> None:
-    """The kernel is one: its context cannot be left out. Its backward has scores as a fifth matmul,
-    under any plan."""
-    model = ModelConfig(**BY_HAND, attention_backend="flash")
-    sizes = dict(batch=2, seq_length=3, device="cuda")
-    assert replay_flops(model, selective("core_attn", num_layers=3), **sizes) == 2 * 3 * 72
-    assert flash_rebuild_flops(model, **sizes) == 2 * 3 * 36
-    whole = hardware_flops(
-        model, selective("core_attn", num_layers=3), padded_vocab_size=5, **sizes
-    )
-    assert whole == step_flops(model, batch=2, seq_length=3, padded_vocab_size=5) + 2 * 3 * (
-        72 + 36
-    )
-
-
-def test_the_parts_say_which_layers_run_what_again() -> None:
-    model = ModelConfig(**BY_HAND)
-    layers = replayed_flops(
-        model, full("block", 1, num_layers=3), batch=1, seq_length=3, device="cuda"
-    )
-    assert layers[0] == dict(qkv=72, scores=36, context=36, projection=24, fc1=96)
-    assert layers[1:] == [{}, {}]
 
 
 @pytest.mark.parametrize(

@@ -78,29 +78,9 @@ def test_an_evaluation_needs_less_than_a_step_and_a_save_copies_what_is_predicte
     assert 0.95 * save.terms[-1].num_bytes < found["copy"] < 1.01 * save.terms[-1].num_bytes
 
 
-def test_a_run_says_when_a_save_needs_more_than_a_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with parallel_state(run_of(tmp_path).parallel, seed=1) as parallel:
-        trainer = build_trainer(run_of(tmp_path, full=True, bf16=True), parallel)
-        notices = "\n".join(trainer.notices)
-        trainer.saver.__exit__(None, None, None)
-    assert "a save needs up to " in notices
-
-
 def test_no_save_and_no_cpu_have_no_peak_of_their_own(tmp_path: Path) -> None:
     config = run_of(tmp_path)
     step = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
     assert save_peak(config, step, device="cuda", dp_cp_size=1) is None
     without = replace(config, checkpoint=replace(config.checkpoint, save=None))
     assert save_peak(without, step, device="cpu", dp_cp_size=1) is None
-
-
-def test_a_background_save_lies_beside_a_step(tmp_path: Path) -> None:
-    config = run_of(tmp_path)
-    background = replace(config, checkpoint=replace(config.checkpoint, async_save=True))
-    step = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
-    save = save_peak(background, step, device="cpu", dp_cp_size=1)
-    assert save is not None
-    assert save.num_bytes == step.num_bytes + save.terms[-1].num_bytes
-    assert save.terms[-1].tag == "bound"

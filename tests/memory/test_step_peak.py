@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -36,7 +35,6 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.step_peak import fullest_step_peak, step_peak
-from megatron_lite.pipeline.order import order
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
@@ -214,26 +212,6 @@ def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
         assert fullest in every
 
 
-def test_a_longer_step_has_the_peak_of_one_in_which_the_schedule_has_repeated() -> None:
-    for flags in (
-        "--pipeline-model-parallel-size 2",
-        "--pipeline-model-parallel-size 4 --num-layers 16 --num-virtual-stages-per-pipeline-rank 2",
-        "--pipeline-model-parallel-size 4 --num-layers 8 --recompute-policy *:full/1 "
-        "--num-microbatches-with-partial-activation-checkpoints 1",
-    ):
-        config = run_of(flags)
-        size = config.parallel.pipeline_model_parallel_size
-        for rank in range(size):
-            peaks = {
-                step_peak(
-                    config, rank, device="cpu", dp_cp_size=1, num_microbatches=number
-                ).num_bytes
-                for number in (12 * size, 100 * size)
-            }
-            assert len(peaks) == 1, (flags, rank)
-            assert len(order(size=size, rank=rank, num_microbatches=100 * size)) > 12 * size
-
-
 def test_the_terms_hold_the_states_and_no_empty_part() -> None:
     config = run_of("--bf16 --use-distributed-optimizer")
     peak = step_peak(config, 0, device="cpu", dp_cp_size=2, dp_cp_rank=1)
@@ -244,11 +222,3 @@ def test_the_terms_hold_the_states_and_no_empty_part() -> None:
     assert by_name["optimizer states"] == states.optimizer
     assert min(by_name.values()) > 0
     assert {term.tag for term in peak.terms} <= {"exact", "bound", "estimate"}
-
-
-def test_other_data_parallel_ranks_change_nothing_without_sharding() -> None:
-    config = run_of("")
-    alone = step_peak(config, 0, device="cpu", dp_cp_size=1)
-    assert step_peak(config, 0, device="cpu", dp_cp_size=8) == alone
-    other = replace(config, training=replace(config.training, micro_batch_size=4))
-    assert step_peak(other, 0, device="cpu", dp_cp_size=1).num_bytes > alone.num_bytes

@@ -143,22 +143,6 @@ def test_sizes_beyond_memory_end_the_program_with_status_2_and_one_line(
     assert not (tmp_path / "save").exists()
 
 
-def test_memory_that_runs_out_in_the_build_of_one_rank_ends_all_with_one_line() -> None:
-    def prepare(rank: int) -> None:
-        if rank == 1:
-            build.build_stages = lambda *args: _too_much()  # type: ignore[assignment]
-
-    with program(
-        [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2"], ranks=2, prepare=prepare
-    ) as run:
-        assert set(run.wait()) <= {1, 2}, run.everything()
-        (line,) = run.messages()
-        assert line.startswith(
-            "pretrain_gpt.py: [rank 1] error: out of memory while the run was built ("
-        )
-        assert "Traceback" not in run.everything()
-
-
 def _start(config: RunConfig, memory: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capacity, "memory_bytes", lambda device: memory)
     monkeypatch.setattr(build, "check_fits", lambda *args: None)  # the states alone fit

@@ -9,17 +9,13 @@ from arguments import parse_args
 from megatron_lite.cli.explanation import print_dry_run_memory
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
-from megatron_lite.config.notices import notices
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES, STATES, StepMeter
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.pipeline.links import Links
-from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.plan.planned_run import Run
 from megatron_lite.training import dry_run_smaller
 from megatron_lite.training.dry_run import (
     MeasuredStep,
@@ -223,37 +219,6 @@ def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
     assert peaks[1].moment == peaks[0].moment
 
 
-def test_a_run_whose_last_batch_is_smaller_needs_the_memory_of_its_largest() -> None:
-    """One micro-batch is in flight in the last steps, and two in the first."""
-    shrinking, largest = (
-        config_of(f"{PP} --num-layers 2 {batch}")
-        for batch in ("--step-batch-size-schedule 0:12,192:3", "--global-batch-size 12")
-    )
-    ranks = [dry_run(config, 0, world_size=2) for config in (shrinking, largest)]
-    peaks = [(rank.measured.peak, rank.predicted_peak, rank.num_microbatches) for rank in ranks]
-    assert peaks[0] == peaks[1]
-    assert peaks[0][1] > dry_run(config_of(f"{PP} --num-layers 2"), 0, world_size=2).predicted_peak
-    planned = [
-        Run(config, load_hardware("cpu"), 2).chosen(config).peak for config in (shrinking, largest)
-    ]
-    assert planned[0] == planned[1]
-    kept = config_of(
-        f"{PP} --step-batch-size-schedule 0:12,192:3 --recompute-policy *:full "
-        "--num-microbatches-with-partial-activation-checkpoints 1"
-    )
-    assert not [notice for notice in notices(kept, "settings") if "nothing is recomputed" in notice]
-
-
-def test_a_simulated_rank_has_the_place_and_the_groups_of_a_real_one() -> None:
-    config = config_of(f"{SP} {PP}").parallel
-    with simulated_rank(config, SimulatedTensors(), rank=1022, world_size=1024, seed=1) as parallel:
-        assert (parallel.rank, parallel.world_size) == (1022, 1024)
-        assert (parallel.pp_rank, parallel.dp_rank, parallel.tp_rank) == (1, 255, 0)
-        groups = parallel.tp_group, parallel.dp_group, parallel.pp_group
-        assert [group.size() for group in groups if group is not None] == [2, 256, 2]
-    assert not torch.distributed.is_initialized()
-
-
 def test_the_default_ranks_are_the_first_of_each_kind() -> None:
     parallel = config_of(f"{SP} --pipeline-model-parallel-size 8 --num-layers 16").parallel
     assert DryRunConfig().ranks(parallel, 16, world_size=64) == [0, 8, 56]
@@ -352,24 +317,6 @@ def test_the_report_has_every_figure_and_the_moment(
     assert [value for name, value in rows if name == "difference"] == ["+0", f"{share:+.2%}"]
     assert dict(rows)["host memory, at most"] == f"{rank.measured.host_bytes / 2**10:,.3f}"
     assert f": {peak.moment.phase} of {peak.moment.module}, {peak.moment.operator}" in text
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        ("--distributed-backend auto", True),
-        ("--distributed-backend gloo", False),
-        ("--distributed-backend auto --dry-run-device cpu", False),
-    ],
-)
-def test_a_machine_without_a_gpu_names_the_flag_for_one(
-    flags: str, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    arguments = parse_args([*SMALL_MODEL, *FLAGS, "--dry-run-memory", *flags.split()])
-    assert arguments.dry_run is not None
-    print_dry_run_memory(arguments.config, arguments.dry_run, (), Launch(launcher="single"))
-    assert ("no GPU is here: add --dry-run-device cuda" in capsys.readouterr().out) == told
 
 
 def test_under_a_launcher_only_rank_0_runs(capsys: pytest.CaptureFixture[str]) -> None:

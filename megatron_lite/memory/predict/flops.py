@@ -14,8 +14,8 @@ MFU is the model FLOPs, and HFU the hardware FLOPs, over time and peak_flops. Ev
 sum over all TP and CP ranks. The matmuls come from description/. Standard library only.
 
 Every function takes `batch`, the number of sequences, and further fields of Sizes by their names:
-`seq_length`, `padded_vocab_size` if logits count, and `device` if attention runs again. `tp_size` and
-`cp_size` matter only to policies that name single operators: sharded linears add their bias in
+`seq_length`, `padded_vocab_size` if logits count, and `device` if attention runs again. `tp_size`
+and `cp_size` matter only to policies that name single operators: sharded linears add their bias in
 another operator, and attention over context-parallel ranks is an operator of its own.
 """
 
