@@ -62,23 +62,6 @@ def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str])
     )
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--num-layers 0",
-        "--tensor-model-parallel-size 3",
-        "--context-parallel-size 2 --attention-backend flash",
-        "--grad-reduce-in-bf16",
-    ],
-)
-def test_a_missing_vocabulary_hides_no_rule(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also not one between topics, which needs the tokenizer of a run."""
-    fault = fault_of([*RUN.split(), *words.split()], capsys).strip()
-    run = RUN.replace("--vocab-size 99 ", "").split()
-    told = faults_of([*run, *words.split()], capsys)
-    assert fault in told and len(told) == 2 and "--vocab-size" in "".join(told)
-
-
 @pytest.mark.parametrize("flag", sampled(list(REFUSED), every=3))
 def test_a_refused_flag_says_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     fault = fault_of([*RUN.split(), flag, "7"], capsys)
@@ -248,22 +231,6 @@ def test_the_topics_of_help_share_out_all_flags(capsys: pytest.CaptureFixture[st
     assert every == {*supported_flags(build_parser())} - {"-h"}
     assert sum(map(len, of_topics)) == len(every) and {*itertools.chain(*of_topics)} == every
     assert {*TOPICS} - {"general"} == {name.replace("_", "-") for name in topics()}
-
-
-@pytest.mark.parametrize(
-    ("word", "same_as"),
-    [
-        ("data_parallel", "data-parallel"),
-        ("warmup", "lr-warmup"),
-        ("--persistent-save-interval", "--save-interval"),
-        ("RECOMPUTE", "recompute"),
-    ],
-)
-def test_help_on_another_spelling_is_the_same(
-    word: str, same_as: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = flags_in(help_of(f"--help {word}", capsys))
-    assert found and found == flags_in(help_of(f"--help {same_as}", capsys))
 
 
 @pytest.mark.parametrize(

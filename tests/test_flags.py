@@ -10,6 +10,7 @@ from typing import Any
 from arguments import build_parser, parse_args, supported_flags, topics
 from megatron_lite.config import megatron_flags
 from megatron_lite.config.megatron_values import OTHER_WAYS
+from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_of, flags_of, run_fields
 from tests.support.pairs import in_one_test
 
@@ -50,6 +51,8 @@ def actions() -> dict[str, Any]:
 def parsed_fields(words: str) -> dict[str, Any]:
     config = parse_args(f"{BASE} {words}".split()).config
     assert parse_args(flags_of(config)).config == config, "the way back is exact"
+    text = config.to_json()
+    assert RunConfig.from_json(text) == config and RunConfig.from_json(text).to_json() == text
     return {
         field: value
         for topic in dataclasses.asdict(config).values()

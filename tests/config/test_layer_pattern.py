@@ -10,17 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from arguments import parse_args
 from megatron_lite.config.layer_pattern import LONGEST_TEXT, parse_pattern, parse_window
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.run import RunConfig
 
 ROPE = {"position_embedding_type": "rope"}
-COMMAND = [
-    *("--num-layers", "6", "--hidden-size", "16", "--num-attention-heads", "4"),
-    *("--max-position-embeddings", "16", "--seq-length", "16", "--micro-batch-size", "2"),
-    *("--vocab-size", "99", "--attention-dropout", "0", "--position-embedding-type", "rope"),
-]
 
 
 def model(num_layers: int = 6, **settings: Any) -> ModelConfig:
@@ -153,39 +146,3 @@ def test_a_window_is_two_numbers_with_or_without_brackets() -> None:
 
 
 # --- the command line, and stored runs ---
-
-
-def test_the_flags_reach_the_config_and_survive_json() -> None:
-    patterns = ["--window-attn-skip-freq", "([1]*2+[0])*2", "--no-rope-freq", "3"]
-    parsed = parse_args([*COMMAND, "--window-size", "(5,0)", *patterns])
-    config = parsed.config.model
-    assert (config.window_size, config.window_attn_skip_freq, config.no_rope_freq) == (
-        (5, 0),
-        (1, 1, 0, 1, 1, 0),
-        3,
-    )
-    again = RunConfig.from_json(parsed.config.to_json())
-    assert again == parsed.config and type(again.model.window_size) is tuple
-    assert not any("window" in notice for notice in parsed.notices)
-
-
-def test_a_run_that_was_stored_without_the_fields_still_loads() -> None:
-    stored = parse_args(COMMAND).config
-    text = stored.to_json()
-    for field in ("window_size", "window_attn_skip_freq", "no_rope_freq"):
-        assert f'    "{field}": null,\n' in text
-        text = text.replace(f'    "{field}": null,\n', "")
-    assert RunConfig.from_json(text) == stored
-
-
-def test_flash_attention_over_context_parallel_ranks_has_no_window(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    flags = [*COMMAND, "--context-parallel-size", "2", "--window-size", "5,0"]
-    with pytest.raises(SystemExit):
-        parse_args(flags)
-    assert "give --attention-backend unfused" in capsys.readouterr().err
-    assert parse_args([*flags, "--attention-backend", "unfused"]).config.model.window_size == (5, 0)
-    assert parse_args(
-        [*COMMAND, "--context-parallel-size", "2", "--window-size", "15,0"]
-    ).config.model.window_size == (15, 0)

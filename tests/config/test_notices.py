@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.notices import notices
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -57,19 +56,6 @@ def test_a_comparison_of_weights_that_has_nobody_to_compare_says_so(
     )
     found = notices(config, "log", world_size=world_size)
     assert [line.partition(". ")[0] for line in found] == expected
-
-
-@pytest.mark.parametrize(
-    ("sizes", "world_size", "named"),
-    [(dict(pp=2), 2, True), (dict(), 1, True), (dict(pp=2), 4, False), (dict(tp=2), 2, False)],
-)
-def test_slow_ranks_are_looked_for_where_a_stage_has_several(
-    sizes: dict[str, int], world_size: int, named: bool
-) -> None:
-    config = replace(_run(sizes), logging=LoggingConfig(log_straggler=True))
-    assert [line.partition(":")[0] for line in notices(config, "log", world_size=world_size)] == [
-        "--log-straggler names nobody"
-    ] * named
 
 
 def test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_line(

@@ -42,24 +42,9 @@ def layers(parallel: ParallelConfig, num_layers: int) -> list[list[range]]:
             [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]],
         ),
         (
-            of(pipeline=2, num_layers_per_virtual_pipeline_stage=2),
-            8,
-            [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]],
-        ),
-        (
             of(pipeline=3, decoder_first_pipeline_num_layers=1),
             7,
             [[range(1)], [range(1, 4)], [range(4, 7)]],
-        ),
-        (
-            of(pipeline=3, decoder_last_pipeline_num_layers=1),
-            7,
-            [[range(3)], [range(3, 6)], [range(6, 7)]],
-        ),
-        (
-            of(pipeline=2, decoder_first_pipeline_num_layers=2, decoder_last_pipeline_num_layers=3),
-            5,
-            [[range(2)], [range(2, 5)]],
         ),
         (
             of(
