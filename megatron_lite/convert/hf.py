@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +20,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_lite.checkpointing.shards import FLOATS, open_tensors
-from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_config import CONFIG, exact_fields, read_hf_file, to_hf
 from megatron_lite.config.hf_families import FAMILIES
-from megatron_lite.config.input_file import read_input
+from megatron_lite.config.input_file import crafted, read_json
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.plain import shown
 from megatron_lite.convert.hf_tensors import (
@@ -58,12 +58,15 @@ SHARD_BYTES = 5 * 10**9
 
 
 class TensorInFile(NamedTuple):
-    """A tensor in a file: its name there, its dtype as safetensors spells it, and its shape."""
+    """A tensor in a file: its name there, and the library's object that reads it."""
 
     file: Path
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    values: Any
+
+    def read(self) -> Tensor:
+        with _reading(self.file):
+            return self.values[:]
 
 
 class HfSource:
@@ -80,7 +83,6 @@ class HfSource:
                 "safetensors files; nothing is downloaded)"
             )
         self._folder = path
-        self._files: dict[Path, Any] = {}
         mapped = read_hf_file(path)
         self._family, fields = mapped.family, exact_fields(mapped, path / CONFIG)
         try:
@@ -98,7 +100,7 @@ class HfSource:
         self.described = Described(
             model=model,
             true_vocab_size=mapped.vocab_size,
-            dtypes={name: FLOATS[place.dtype] for name, place in places.items()},
+            dtypes={name: FLOATS[place.values.get_dtype()] for name, place in places.items()},
             tokenizer=in_folder(path),
             token_ids=mapped.token_ids,
             notes=mapped.notes,
@@ -107,10 +109,14 @@ class HfSource:
     def read(self, name: str, key: str = WEIGHT) -> Tensor:
         """Returns one parameter, in the dtype of the file. There are no states."""
         row = row_of(self._family, name)
-        parts = [self._tensor(part) for part in row.theirs]
+        parts = [self._places[part].read() for part in row.theirs]
         head = head_of(self._family)
         is_tied = name == WORDS and OUTPUT not in self._shapes
-        if is_tied and head in self._places and not torch.equal(parts[0], self._tensor(head)):
+        if (
+            is_tied
+            and head in self._places
+            and not torch.equal(parts[0], self._places[head].read())
+        ):
             raise InputError(
                 f"{CONFIG} says tie_word_embeddings true, but {head} differs from the embedding: "
                 "correct one of them"
@@ -121,10 +127,10 @@ class HfSource:
         """Returns where each tensor lies, by the name under which it is known here."""
         found: dict[str, TensorInFile] = {}
         for file in _weight_files(self._folder):
-            opened = self._open(file)
-            for name in opened.keys():  # noqa: SIM118, no mapping
-                part = opened.get_slice(name)
-                found[name] = TensorInFile(file, name, part.get_dtype(), tuple(part.get_shape()))
+            with _reading(file):
+                opened = open_tensors(file).__enter__()
+                for name in opened.keys():  # noqa: SIM118, no mapping
+                    found[name] = TensorInFile(file, name, opened.get_slice(name))
         base = f"{FAMILIES[self._family].tensors.base}."
         has_base = any(name.startswith(base) for name in found)
         return {
@@ -144,51 +150,31 @@ class HfSource:
             {name for name in self._places.keys() - allowed if not BUFFERS.search(name)},
         )
         for parts in self._shapes.values():
-            places = [self._places[part] for part in parts]
-            for place, shape in zip(places, parts.values(), strict=True):
-                if place.shape != shape:
+            dtypes = {self._places[part].values.get_dtype() for part in parts}
+            for part, shape in parts.items():
+                file, name, values = self._places[part]
+                found = tuple(values.get_shape())
+                if found != shape:
                     raise InputError(
-                        f"{place.file}: {place.name} has the shape {place.shape}, but {CONFIG} "
-                        f"describes {shape}: they belong to different models"
+                        f"{file}: {name} has the shape {found}, but {CONFIG} describes {shape}: "
+                        "they belong to different models"
                     )
-                if place.dtype not in FLOATS or place.dtype != places[0].dtype:
+                if not dtypes <= FLOATS.keys() or len(dtypes) > 1:
                     raise InputError(
-                        f"{place.file}: {place.name} has the dtype {place.dtype}, only "
-                        f"{', '.join(FLOATS)} are read, and one for all parts of a layer's matrix: "
-                        "convert quantised weights to one of them first"
+                        f"{file}: {name} has the dtype {values.get_dtype()}, only "
+                        f"{', '.join(FLOATS)} are read, and one for all parts of a matrix: convert "
+                        "quantised weights to one of them first"
                     )
-
-    def _tensor(self, name: str) -> Tensor:
-        place = self._places[name]
-        try:
-            return self._open(place.file).get_tensor(place.name)
-        except SafetensorError as error:
-            raise _unreadable(place.file, error) from error
-
-    def _open(self, file: Path) -> Any:
-        if file not in self._files:
-            try:
-                self._files[file] = open_tensors(file).__enter__()
-            except SafetensorError as error:
-                raise _unreadable(file, error) from error
-        return self._files[file]
 
 
 def _weight_files(folder: Path) -> list[Path]:
     if os.path.lexists(folder / INDEX):
-        try:
-            index = plain.parse_object(read_input(folder / INDEX, LARGEST_INDEX))
-            weight_map = plain.as_object(plain.field(index, "weight_map"), "weight_map")
+        with crafted(str(folder / INDEX)):
+            weight_map = read_json(folder / INDEX, LARGEST_INDEX)["weight_map"]
             names = sorted({str(name) for name in weight_map.values()})
             for name in names:
                 if Path(name).name != name:
-                    raise ValueError(
-                        f"weight_map names {shown(repr(name))}, which is no file's name"
-                    )
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(f"{folder / INDEX}: {error}") from error
+                    raise ValueError(f"weight_map names {name!r}, which is no file's name")
         return [folder / name for name in names]
     if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS]
@@ -209,11 +195,16 @@ def _refuse(what: str, names: Iterable[str]) -> None:
         raise InputError(f"{what}: {shown(', '.join(faults[:MOST_NAMED]))}{more}")
 
 
-def _unreadable(file: Path, error: Exception) -> InputError:
-    return InputError(
-        f"{file}: cannot be read ({error}): it is missing, truncated or no safetensors file. Get "
-        "it again"
-    )
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """Makes an InputError, which names the file, of an error of the library."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise InputError(
+            f"{file}: cannot be read ({error}): it is missing, truncated or no safetensors file. "
+            "Get it again"
+        ) from error
 
 
 def write_hf(

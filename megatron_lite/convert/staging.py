@@ -58,7 +58,8 @@ def complete_folder(target: Path) -> Iterator[Path]:
                 yield folder
                 check_absent(target)
                 (folder / LOCK).unlink()
-                sync_tree(folder)
+                for path in (*folder.rglob("*"), folder):
+                    sync(path)
                 os.rename(folder, target)
                 sync(target.parent)
         except BaseException:
@@ -66,16 +67,6 @@ def complete_folder(target: Path) -> Iterator[Path]:
             raise
     except OSError as error:
         raise InputError(f"--save {target} cannot be written: {error.strerror or error}") from error
-
-
-def sync_tree(folder: Path) -> None:
-    """Returns once all files and names below the folder are on the disk."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            sync_tree(path)
-        else:
-            sync(path)
-    sync(folder)
 
 
 def _remove_left(target: Path) -> None:

@@ -199,10 +199,6 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
         f"{MM_SHAPES} {shown(shapes)} is not translated: ops(...) tells operators apart, not their "
         "shapes",
     )
-    if given.get("preserve_rng_state") is False:
-        reader.note(
-            "preserve_rng_state false has no counterpart: replays always restore the generators"
-        )
     if mode != BUDGET:
         if "memory_budget" in given:
             reader.note(f"memory_budget has no counterpart: it has no meaning with mode {mode}")
@@ -258,11 +254,6 @@ def from_section(
     reader, keys = ConfigReader(system, config), PARTITIONING[system]
     given = reader.values(reader.section(SECTION), keys)
     theirs = {own.name: key for key, own in keys.items()}
-    count = given.get("number_checkpoints")
-    reader.require(
-        count is None or count >= 1,
-        f"number_checkpoints must be at least 1 or null (got {shown(count)})",
-    )
     sizes = _sizes_of_file(reader)
     if not given.get("enable", "enable" not in keys):
         for name in ("split", "host", "contiguous"):

@@ -10,6 +10,7 @@ import queue
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,31 +113,9 @@ def their_model(
 
 def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argparse.Namespace:
     """Returns the `args` that Megatron-LM saves with a model, as far as they matter."""
+    values = {**asdict(config), "ffn_hidden_size": config.ffn_size, "kv_channels": config.head_dim}
     return argparse.Namespace(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        group_query_attention=config.group_query_attention,
-        num_query_groups=config.num_query_groups,
-        ffn_hidden_size=config.ffn_size,
-        kv_channels=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        seq_length=config.max_position_embeddings,
-        position_embedding_type=config.position_embedding_type,
-        rotary_base=config.rotary_base,
-        rotary_percent=1.0,
-        normalization=config.normalization,
-        norm_epsilon=config.norm_epsilon,
-        qk_layernorm=config.qk_layernorm,
-        swiglu=config.swiglu,
-        bias_gelu_fusion=False,
-        add_bias_linear=config.add_bias_linear,
-        add_qkv_bias=config.add_qkv_bias,
-        untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=0.02,
-        attention_backend=AttnBackend.auto,
+        **{**values, "attention_backend": AttnBackend.auto, "bias_gelu_fusion": False},
         params_dtype=torch.float32,
         save=Path("/checkpoints"),
         tokenizer_type="NullTokenizer",

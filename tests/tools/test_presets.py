@@ -63,7 +63,6 @@ WRAPPED = "--recompute-policy *:full --use-torch-fsdp2 --fsdp-memory-efficient-w
 POLICIES: list[tuple[str, str, str, list[str]]] = [
     ("torchtune", "", "*:none", []),
     ("torchtune", ENABLE, "*:full", []),
-    ("torchtune", "ac_mode: none, ac_option: null", "*:none", []),
     ("torchtune", f"{ENABLE}, ac_mode: selective, ac_option: 2", "every-2+1:full", ["ac_mode"]),
     ("torchtune", f"{ENABLE}, enable_activation_offloading: true", "*:full@host", []),
     ("torchtune", "ac_mode: full, ac_option: 2", "*:full", ["ac_option"]),
@@ -81,7 +80,6 @@ POLICIES: list[tuple[str, str, str, list[str]]] = [
         [],
     ),
     ("torchtune", f"{ENABLE}, memory_efficient_wrapping: true", WRAPPED, []),
-    ("torchtune", f"{ENABLE}, memory_efficient_fsdp_wrap: true", WRAPPED, []),
     ("torchtune", f"{ENABLE}, fsdp: {{memory_efficient_wrapping: true}}", WRAPPED, []),
     (
         "torchtune",
@@ -92,7 +90,6 @@ POLICIES: list[tuple[str, str, str, list[str]]] = [
     ("torchtune", f"{ENABLE}, custom_sharded_layers: [output]", WRAPPED, ["custom_sharded_layers"]),
     ("torchtune", "custom_sharded_layers: [vision, 3]", "*:none", ["custom_sharded_layers"]),
     ("torchtitan", "", "every-2+1:full", ["compile"]),  # the defaults of torchtitan
-    ("torchtitan", "mode: none", "*:none", ["compile"]),
     ("torchtitan", "mode: full, memory_budget: 0.5", "*:full", ["memory_budget", "compile"]),
     ("torchtitan", "selective_ac_option: 3", "every-3+2:full", ["compile"]),
     (
@@ -111,7 +108,7 @@ POLICIES: list[tuple[str, str, str, list[str]]] = [
         "torchtitan",
         "early_stop: true, preserve_rng_state: false, determinism_check: throw, debug: true",
         "every-2+1:full",
-        ["early_stop", "determinism_check", "debug", "preserve_rng_state", "compile"],
+        ["early_stop", "determinism_check", "debug", "compile"],
     ),
     (
         "modalities",
@@ -133,7 +130,6 @@ POLICIES: list[tuple[str, str, str, list[str]]] = [
         "*:full",
         ["number_checkpoints", "profile"],
     ),
-    ("deepspeed", "cpu_checkpointing: true", "*:full@host", []),
     ("deepspeed", "partition_activations: true", "*:full@split", []),
     (
         "deepspeed",
@@ -277,10 +273,8 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
     ("torchtune", "ac_mode: selectiv", None, "ac_mode must be one of none, full, selective (got"),
     ("torchtune", "enable_ac: true", None, "unknown key 'enable_ac' (known: enable_activation"),
     ("torchtune", "ac_mode: selective", None, "ac_option of selective must be 'op', or it must be"),
-    ("torchtune", "ac_mode: selective, ac_option: all", None, "(got 'all')"),
     ("torchtune", "ac_mode: selective, ac_option: 0", None, "(got 0)"),
     ("torchtune", "ac_option: true", None, "ac_option must be int or str or null (got True)"),
-    ("torchtune", ENABLE.replace("true", "'true'"), None, "must be bool (got 'true')"),
     ("torchtune", f"{ENABLE}, ac_mode: none", None, "contradict each other"),
     (
         "torchtune",
@@ -288,17 +282,11 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
         None,
         "needs enable_activation_checkpointing true",
     ),
-    ("torchtune", "custom_sharded_layers: output", None, "must be list or null (got 'output')"),
-    ("torchtune", "ac_mode: '${n}'", None, "ac_mode refers to 'n', which the file does not"),
     ("torchtune", "ac_mode: '${ac_mode}'", None, "ac_mode refers to itself"),
     ("torchtune", "ac_mode: '${oc.env:MODE}'", None, "which only the original resolves: write"),
     ("torchtitan", "mode: ful", None, "mode must be one of none, full, selective, memory_budget"),
-    ("torchtitan", "mode: memory_budget, memory_budget: 1.5", None, "from 0 to 1 (got 1.5)"),
     ("torchtitan", "mode: memory_budget, memory_budget: .nan", None, "(got nan)"),
-    ("torchtitan", "memory_budget: true", None, "must be int or float (got True)"),
-    ("torchtitan", "selective_ac_option: '0'", None, "to 999999 (got 0)"),
     ("torchtitan", f"selective_ac_option: '{'9' * 5000}'", None, "must be 'op', or it must be"),
-    ("torchtitan", "selective_ac_option: 1000000", None, "to 999999"),
     ("torchtitan", "selective_ac_option: '٣'", None, "must be 'op', or it must be"),
     (
         "torchtitan",
@@ -307,13 +295,10 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
         "not their shapes",
     ),
     ("modalities", "layers_fqn: h", None, "so nothing is said of recomputation"),
-    ("modalities", "ac_variant: null", None, "ac_variant must be str (got None)"),
     ("modalities", "ac_variant: full", None, "must be one of full_activation_checkpointing, sel"),
     ("modalities", LAYER + "{save_ops_keys: []}", None, "unknown key 'save_ops_keys'"),
     ("modalities", LAYER + "{}", None, "ac_freq must be from 1"),
-    ("modalities", LAYER + "{ac_freq: '2'}", None, "ac_freq must be int (got '2')"),
     ("modalities", OP + "{save_ops_keys: []}", None, "save_ops_keys must be one of"),
-    ("modalities", OP + "{save_ops_keys: [[]]}", None, "(got [])"),
     ("modalities", OP + "{save_ops_keys: [ops.aten.addmm.default]}", None, "ops.aten.addmm"),
     (
         "modalities",
@@ -322,16 +307,11 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
         "layers_fqn must be a name",
     ),
     ("modalities", f"{CLASSES}: [CausalSelfAttention]", None, "is no class of a whole layer"),
-    ("modalities", f"{CLASSES}: [3]", None, "3 is no class of a whole layer"),
     ("modalities", f"{CLASSES}: GPT2Block", None, "must be list or null (got 'GPT2Block')"),
     # as its own docs once spelled it
     ("deepspeed", "partitioned_activations: true", 2, "unknown key 'partitioned_activations'"),
-    ("deepspeed", "partition_activations: 1", 2, "partition_activations must be bool (got 1)"),
-    ("deepspeed", "number_checkpoints: 0", 2, "must be at least 1 or null (got 0)"),
-    ("deepspeed", "number_checkpoints: true", 2, "must be int or null (got True)"),
     ("deepspeed", "contiguous_memory_optimization: true", 2, "needs partition_activations true"),
     ("deepspeed", "partition_activations: true", 1, "needs a tensor-parallel size > 1 (got 1)"),
-    ("deepspeed", "", 0, "must be at least 1 (got 0)"),
     (
         "deepspeed",
         "partition_activations: true",
@@ -340,7 +320,6 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
     ),
     ("oslo", "enable: true}, tensor_parallel_size: 4, a: {", 2, "sizes contradict each other"),
     ("oslo", "enable: true}, tensor_parallel_size: true, a: {", None, "at least 1 (got True)"),
-    ("oslo", "enable: true}, tensor_parallel_size: '4', a: {", None, "at least 1 (got '4')"),
     (
         "oslo",
         "enable: true}, tensor_parallel_size: 4, tensor_parallelism: {parallel_size: 2",

@@ -127,14 +127,11 @@ def _sizes(where: str, args: Mapping[str, Any], found: Mapping[Ranks, object]) -
     tp_size = size_of(args, "tensor_model_parallel_size", "model_parallel_size")
     tp_size = tp_size or 1 + max(tp for tp, _ in found)
     pp_size = size_of(args, "pipeline_model_parallel_size") or 1 + max(pp for _, pp in found)
-    # The sizes may name more ranks than there are folders on earth: the first missing one ends it.
-    every = ((tp, pp) for pp in range(pp_size) for tp in range(tp_size))
-    missing = next((ranks for ranks in every if ranks not in found), None)
-    if missing is not None:
+    count = sum(tp < tp_size and pp < pp_size for tp, pp in found)
+    if count < tp_size * pp_size:
         raise InputError(
-            f"{where}: was saved by TP {tp_size} x PP {pp_size} ranks, and files are missing, "
-            f"first that of TP rank {missing[0]}, pipeline rank {missing[1]}: copy all "
-            "mp_rank_* folders"
+            f"{where}: was saved by TP {tp_size} x PP {pp_size} ranks, and holds {count} of their "
+            "files: copy all mp_rank_* folders"
         )
     return tp_size, pp_size
 
