@@ -17,15 +17,14 @@ projection. On a CPU it adds one row for each token, in their order. On CUDA suc
 another order each time. There the lookup of a 16-bit embedding adds a rounded tensor of the table's
 size, and autograd adds that of a float32 one.
 
-Each weight has its own path. training/apex_kernels.py chooses it, and `summary` returns the log's
-line about it. The kernel writes while backward is in the layer. Autograd runs a parameter's hooks
-after its whole gradient has arrived. A hook that sends the sum to other ranks
-(--overlap-grad-reduce) therefore sends the kernel's result.
+Each weight has its own path. training/apex_kernels.py chooses it. The kernel writes while backward
+is in the layer. Autograd runs a parameter's hooks after its whole gradient has arrived. A hook that
+sends the sum to other ranks (--overlap-grad-reduce) therefore sends the kernel's result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -41,17 +40,7 @@ AccumulatingKernel = Callable[[Tensor, Tensor, Tensor], Any]
 OwnSum = Callable[[Tensor, Tensor], None]
 ATTRIBUTE = "add_weight_gradient_"
 LOOKUP_ATTRIBUTE = "add_lookup_gradient_"
-FUSED, FUSED_PROJECTION = "fused", "fused projection"
-ADDMM, ADDMM_PROJECTION = "addmm", "addmm projection"
-ROUNDED = "rounded"
 ANY_ID = -1  # no id stands for padding
-BACKWARD = "the layer's backward"
-# By path: the kernel as the log names it alone, and beside the lookup of a tied weight.
-KERNELS = {
-    FUSED: ("NVIDIA apex's kernel", FUSED_PROJECTION, "the kernel"),
-    ADDMM: ("torch's addmm", ADDMM_PROJECTION, "addmm"),
-}
-MOST_NAMES = 2  # more weights than these are counted, not named
 
 
 def accumulate_with_(
@@ -133,58 +122,6 @@ def weight_gradient(
         return grad_rows.t().matmul(rows)
     add(rows, grad_rows)
     return None
-
-
-def summary(
-    paths: Mapping[str, str], dtype: torch.dtype, no_kernel: str = "", *, device_type: str = "cpu"
-) -> str:
-    """Returns the log's line about the paths of the weight gradients.
-
-    paths: for each weight's name a path of KERNELS, its projection, or the reason why autograd sums
-        the weight's gradient.
-    no_kernel: why there is no kernel of apex, for a line about gradients that are rounded.
-    """
-    groups: dict[str, list[str]] = {}
-    for name, path in paths.items():
-        groups.setdefault(path, []).append(name)
-    by_kernel = []
-    for path, (alone, projection, kernel) in KERNELS.items():
-        if path in groups:
-            by_kernel.append(f"{_named(groups.pop(path))}: {alone}")
-        if projection in groups:
-            own = device_type == "cpu" or dtype != torch.float32  # as in `lookup_adds`
-            lookup = BACKWARD if own else "autograd"
-            by_kernel.append(
-                f"{_named(groups.pop(projection))}: {kernel} for the output projection, "
-                f"{lookup} for the lookup"
-            )
-    if ROUNDED in groups:
-        by_kernel.append(
-            f"{_named(groups.pop(ROUNDED))}: {BACKWARD}"
-            + (f", because {no_kernel}" * bool(no_kernel))
-        )
-    by_autograd = [
-        f"{_named(names)}: {_autograd(dtype)}, because {reason}" for reason, names in groups.items()
-    ]
-    rounded = ""
-    if dtype.itemsize == 2 and not set(paths.values()) <= {FUSED, ADDMM}:
-        unrounded = {
-            path for alone, (_, projection, _) in KERNELS.items() for path in (alone, projection)
-        }
-        others = " by other means" if unrounded & set(paths.values()) else ""
-        rounded = f" (those of each micro-batch{others} are rounded to 16 bits first)"
-    groups_text = "; ".join([*by_kernel, *by_autograd])
-    return f"weight gradients are summed in float32{rounded}: {groups_text}"
-
-
-def _named(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= MOST_NAMES else f"{len(names)} weights"
-
-
-def _autograd(dtype: torch.dtype) -> str:
-    if dtype.itemsize != 2:
-        return "autograd"
-    return "autograd (grad_dtype)" if hasattr(Tensor, "grad_dtype") else "autograd and a hook"
 
 
 def _add_lookup(total: Tensor, parameter: nn.Parameter, ids: Tensor, grad_output: Tensor) -> None:

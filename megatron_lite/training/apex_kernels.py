@@ -19,18 +19,15 @@ from megatron_lite.parallel import apex
 from megatron_lite.parallel.products import adds_unrounded
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weight_gradient import (
-    ADDMM,
-    ADDMM_PROJECTION,
-    FUSED,
-    FUSED_PROJECTION,
-    ROUNDED,
     accumulate_lookups_,
     accumulate_with_,
     can_be_summed,
     lookup_adds,
-    summary,
 )
+from megatron_lite.parallel.weights import gathered_dtype
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+MOST_NAMES = 2  # more weights than these are counted, not named
 
 
 def check_kernels(config: RunConfig, device_type: str) -> None:
@@ -81,91 +78,77 @@ def fuse_weight_gradients_(
     compiled_layers: whether each layer is one graph of the compiler, which cannot call a kernel.
     """
     kernel = apex.weight_gradient_kernel(parallel.device.type)
+    matmuls = _matmul_weights(model)
+    tables = {
+        chunk.embedding.word_embeddings.weight
+        for chunk in model
+        if chunk.stage.is_first and chunk.embedding is not None
+    }
     compiled = {
         # only transformer layers are compiled
         parameter
         for chunk in model
         for parameter in (chunk.decoder.layers.parameters() if compiled_layers else ())
     }
-    paths = weight_paths(training, model, optimizer, kernel, compiled)
-    tables = {
-        chunk.embedding.word_embeddings.weight
-        for chunk in model
-        if chunk.stage.is_first and chunk.embedding is not None
-    }
     gradients = optimizer.layout.gradients
-    if isinstance(gradients, GradBuffer):
-        for name, parameter in model.named_parameters():
-            total = [(parameter, gradients.grads[name])]
-            if paths.get(name) in (FUSED, FUSED_PROJECTION):
-                accumulate_with_(kernel.value, total)
-            elif paths.get(name) in (ADDMM, ADDMM_PROJECTION, ROUNDED):
-                accumulate_with_(None, total)
-            adds = training.gradient_accumulation_fusion and lookup_adds(parameter)
-            if parameter in tables and adds:
+    names: dict[str, list[str]] = {}  # by who sums the gradients
+    for name, weight in model.named_parameters():
+        if not training.gradient_accumulation_fusion:
+            reason = "of --no-gradient-accumulation-fusion"
+        elif not isinstance(gradients, GradBuffer):
+            reason = (
+                "--use-torch-fsdp2 reduces the gradients of each micro-batch, and has no sum of "
+                "a whole weight to add to"
+            )
+        else:
+            total = [(weight, gradients.grads[name])]
+            if weight in tables and lookup_adds(weight):
                 accumulate_lookups_(total)
-    dtype = next(iter(model)).context.params_dtype
-    line = summary(paths, dtype, kernel.reason, device_type=parallel.device.type)
+            reason = _reason_against(weight, compiled)
+            if weight in matmuls and not reason:
+                accumulate_with_(kernel.value, total)
+        if weight in matmuls:
+            names.setdefault(_who_sums(weight, reason, kernel), []).append(name)
+    groups = [
+        f"{', '.join(of_group) if len(of_group) <= MOST_NAMES else f'{len(of_group)} weights'} "
+        f"by {who}"
+        for who, of_group in names.items()
+    ]
+    line = f"weight gradients are summed in float32: {'; '.join(groups)}"
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
 
 
-def weight_paths(
-    training: TrainingConfig,
-    model: ModelStages,
-    optimizer: Optimizer,
-    kernel: apex.Kernel,
-    compiled: Collection[nn.Parameter] = (),
-) -> dict[str, str]:
-    """Returns, by the name of each weight of a matmul, who sums its gradient.
-
-    FUSED and FUSED_PROJECTION mean apex's kernel, ADDMM and ADDMM_PROJECTION torch's addmm, ROUNDED
-    the layer's backward. Any other text is why autograd sums it.
-    """
-    reason = _reason_for_all(training, optimizer)
-    paths = {}
-    for name, weight, has_lookup in _matmul_weights(model):
-        if reason or weight in compiled:
-            paths[name] = reason or "the graph of a compiled layer cannot call the kernel"
-        elif not can_be_summed(weight.dtype):
-            paths[name] = (
-                f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
-            )
-        elif kernel.value is not None:
-            paths[name] = FUSED_PROJECTION if has_lookup else FUSED
-        elif adds_unrounded(weight.device, weight.dtype):
-            paths[name] = ADDMM_PROJECTION if has_lookup else ADDMM
-        else:
-            paths[name] = ROUNDED
-    return paths
-
-
-def _reason_for_all(training: TrainingConfig, optimizer: Optimizer) -> str:
-    if not training.gradient_accumulation_fusion:
-        return "of --no-gradient-accumulation-fusion"
-    if not isinstance(optimizer.layout.gradients, GradBuffer):
-        return (
-            "--use-torch-fsdp2 reduces the gradients of each micro-batch, and has no sum of "
-            "a whole weight to add to"
-        )
+def _reason_against(weight: nn.Parameter, compiled: Collection[nn.Parameter]) -> str:
+    """Returns why no kernel can sum the gradient of a weight; "" if one can."""
+    if weight in compiled:
+        return "the graph of a compiled layer cannot call the kernel"
+    if not can_be_summed(weight.dtype):
+        return f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
     return ""
 
 
-def _matmul_weights(model: ModelStages) -> list[tuple[str, nn.Parameter, bool]]:
-    """Returns the name and weight of each linear layer and of the output projection.
+def _who_sums(weight: nn.Parameter, reason: str, kernel: apex.Kernel) -> str:
+    """Returns who sums the gradients of a matmul's weight over micro-batches, for the log.
 
-    The third entry is whether a token lookup on this rank reads the same (tied) weight.
+    reason: why autograd does; "" if it does not.
     """
-    linear = {
+    if not reason and kernel.value is not None:
+        return "NVIDIA apex's kernel"
+    if not reason and adds_unrounded(weight.device, weight.dtype):
+        return "torch's addmm"
+    rounded = " after rounding them to 16 bits" if gathered_dtype(weight).itemsize == 2 else ""
+    who = "autograd" if reason else "the layer's backward"
+    return f"{who}{rounded}, because {reason or kernel.reason}"
+
+
+def _matmul_weights(model: ModelStages) -> set[nn.Parameter]:
+    """Returns the weights of the linear layers and of the output projection."""
+    weights = {
         module.weight
         for module in model.modules()
         if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
     }
-    tied: dict[nn.Parameter, bool] = {}
     for chunk in model:
         if chunk.stage.is_last and chunk.output_layer is None and chunk.embedding is not None:
-            tied[chunk.embedding.word_embeddings.weight] = chunk.stage.is_first
-    return [
-        (name, parameter, tied.get(parameter, False))
-        for name, parameter in model.named_parameters()
-        if parameter in linear or parameter in tied
-    ]
+            weights.add(chunk.embedding.word_embeddings.weight)
+    return weights

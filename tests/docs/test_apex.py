@@ -10,8 +10,9 @@ import pytest
 
 from arguments import build_parser, supported_flags
 from megatron_lite.parallel.apex import INSTALL
-from megatron_lite.parallel.weight_gradient import FUSED, FUSED_PROJECTION, summary
 from tests.support import apex
+from tests.support.runs import run_to_end, tiny_run
+from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
 OF_PIP = {"--config-settings", "--no-build-isolation", "--build-option", "--cpp_ext", "--cuda_ext"}
@@ -34,13 +35,14 @@ def test_every_symbol_is_in_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> Non
         assert module in TEXT and symbol in TEXT and hasattr(sys.modules[module], symbol)
 
 
-def test_the_line_of_the_log_is_the_programs() -> None:
-    import torch
-
-    paths = {f"weight {number}": FUSED for number in range(48)} | {
-        "embedding.word_embeddings.weight": FUSED_PROJECTION
-    }
-    assert summary(paths, torch.bfloat16) in " ".join(TEXT.split())
+@NEEDS_GRAD_DTYPE
+def test_the_line_of_the_log_is_the_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apex.install(monkeypatch)
+    run_to_end(tiny_run(training=dict(bf16=True, train_iters=1, eval_iters=0)))
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if one.startswith("weight grad"))
+    assert line.replace(": 9 weights", ": 49 weights") in TEXT
 
 
 def test_the_command_that_installs_is_that_of_the_error() -> None:

@@ -163,7 +163,7 @@ def test_an_extension_that_cannot_be_used_is_a_reason_in_the_log_and_no_crash(
     packages({EXTENSION: text})
     assert reason in weight_gradient_kernel("cpu").reason
     (line,) = (line for line in log_of_a_run() if line.startswith("weight gradients"))
-    assert ": 9 weights: the layer's backward, because" in line and reason in line
+    assert ": 9 weights by the layer's backward" in line and reason in line
 
 
 COMMAND = [*SMALL_RUN, *MOCK]

@@ -8,14 +8,12 @@ import io
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -26,25 +24,19 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.apex import weight_gradient_kernel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.parallel.weight_gradient import (
-    FUSED,
-    FUSED_PROJECTION,
-    accumulate_with_,
-    summary,
-)
+from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.build_trainer import build_stages
-from megatron_lite.training.loop import Trainer
 from tests.support import apex, cuda_addmm
 from tests.support.apex import Calls
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.runs import run_to_end, tiny_run
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 KERNEL = "wgrad_gemm_accum_fp32"
@@ -211,26 +203,6 @@ def test_overlap_sends_what_the_kernel_has_written(calls: Calls, name: str, poli
         assert ((first[2][key] == grad) | (second[2][key] == grad)).all(), key
 
 
-@NEEDS_GRAD_DTYPE
-def test_a_gradient_after_its_bucket_was_sent_is_an_error_with_the_kernel_too(calls: Calls) -> None:
-    def work(rank: int, world_size: int) -> str:
-        with tp_state(1) as parallel:
-            model = build_tiny_model(variant_config("llama"), parallel, dtype=torch.bfloat16)
-            buffer = GradBuffer(dict(model.named_parameters()), parallel, LAYOUTS["overlap"])
-            accumulate_with_(
-                kernel(),
-                [(weight, buffer.grads[key]) for key, weight in matmul_weights(model).items()],
-            )
-            buffer.sync_next_backward()
-            model.loss(*sample_tokens(0)).mean().backward()
-            with pytest.raises(RuntimeError, match="came after its bucket was sent") as caught:
-                model.loss(*sample_tokens(1)).mean().backward()
-            buffer.reduce_()
-            return str(caught.value)
-
-    assert len(run_ranks(work, 2, detail=False)) == 2
-
-
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE), torch.float32]
 )
@@ -296,23 +268,6 @@ def test_no_recompute_policy_changes_a_bit_of_unrounded_sums(
 
 
 @NEEDS_GRAD_DTYPE
-def test_on_cuda_without_apex_the_log_says_that_nothing_is_rounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda_addmm.install(monkeypatch)
-    run = dict(bf16=True, train_iters=1, eval_iters=0)
-    untied = dict(untie_embeddings_and_output_weights=True)
-    assert said(log_of(tiny_run(training=run, model=untied))) == (
-        "weight gradients are summed in float32: 9 weights: torch's addmm"
-    )
-    assert said(log_of(tiny_run(training=run))) == (
-        "weight gradients are summed in float32 (those of each micro-batch by other means are "
-        "rounded to 16 bits first): 8 weights: torch's addmm; embedding.word_embeddings.weight: "
-        "addmm for the output projection, the layer's backward for the lookup"
-    )
-
-
-@NEEDS_GRAD_DTYPE
 def test_hooks_that_wait_for_a_gradient_run_once_and_see_all_of_it(calls: Calls) -> None:
     """Of a tied weight too, which gets its gradient from the kernel and from autograd."""
     with tp_state(1) as parallel:
@@ -340,14 +295,10 @@ def test_hooks_that_wait_for_a_gradient_run_once_and_see_all_of_it(calls: Calls)
                 )
 
 
-def log_and_trainer(config: RunConfig) -> tuple[str, Trainer]:
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        trainer = run_to_end(config)
-    return out.getvalue(), trainer
-
-
 def log_of(config: RunConfig) -> str:
-    return log_and_trainer(config)[0]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        run_to_end(config)
+    return out.getvalue()
 
 
 def said(text: str) -> str:
@@ -358,43 +309,41 @@ def said(text: str) -> str:
 
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
-    ("training", "model", "num_calls", "expected"),
+    ("function", "training", "num_calls", "expected"),
     [
+        ("apex", dict(bf16=True), 9, "NVIDIA apex's kernel"),
+        ("apex", {}, 9, "NVIDIA apex's kernel"),
+        ("apex", dict(fp16=True, loss_chunk_size=8), 10, "NVIDIA apex's kernel"),
         (
-            dict(bf16=True),
-            {},
-            9,
-            "8 weights: NVIDIA apex's kernel; embedding.word_embeddings.weight: the kernel for "
-            "the output "
-            "projection, the layer's backward for the lookup",
-        ),
-        (
-            dict(fp16=True),
-            dict(untie_embeddings_and_output_weights=True),
-            9,
-            "weight gradients are summed in float32: 9 weights: NVIDIA apex's kernel",
-        ),
-        ({}, dict(untie_embeddings_and_output_weights=True), 9, "9 weights: NVIDIA apex's kernel"),
-        (
-            dict(bf16=True, loss_chunk_size=8),
-            dict(untie_embeddings_and_output_weights=True),
-            10,
-            "9 weights: NVIDIA apex's kernel",
-        ),
-        (
+            "apex",
             dict(bf16=True, gradient_accumulation_fusion=False),
-            {},
             0,
-            "9 weights: autograd (grad_dtype), because of --no-gradient-accumulation-fusion",
+            "autograd after rounding them to 16 bits, because of --no-gradient-accumulation-fusion",
+        ),
+        ("addmm of CUDA", dict(bf16=True), 9, "torch's addmm"),
+        ("", {}, 0, "torch's addmm"),
+        (
+            "",
+            dict(bf16=True),
+            0,
+            "the layer's backward after rounding them to 16 bits, because NVIDIA apex has kernels "
+            "for cuda and this run is on cpu",
         ),
     ],
 )
 def test_a_run_uses_the_kernel_where_it_may_and_says_so(
-    calls: Calls, training: dict[str, Any], model: dict[str, Any], num_calls: int, expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    training: dict[str, Any],
+    num_calls: int,
+    expected: str,
 ) -> None:
-    log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, **training), model=model))
-    assert calls[KERNEL] == 4 * num_calls  # micro-batches
-    assert said(log).endswith(expected)
+    installs = {"apex": apex.install, "addmm of CUDA": cuda_addmm.install}
+    calls = installs[function](monkeypatch) if function else Calls()
+    log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, **training)))
+    count = calls["first"] + calls["later"] if function == "addmm of CUDA" else calls[KERNEL]
+    assert count == 4 * num_calls  # micro-batches
+    assert said(log) == f"weight gradients are summed in float32: 9 weights by {expected}"
 
 
 @NEEDS_GRAD_DTYPE
@@ -410,43 +359,9 @@ def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(
     log = log_of(replace(config, recompute=RecomputeConfig(activation_memory_budget=0.5)))
     assert calls[KERNEL] == 4
     assert said(log).endswith(
-        ": output_layer.weight: NVIDIA apex's kernel; 8 weights: autograd (grad_dtype), "
-        "because the graph of "
-        "a compiled layer cannot call the kernel"
+        ": 8 weights by autograd after rounding them to 16 bits, because the graph of a compiled "
+        "layer cannot call the kernel; output_layer.weight by NVIDIA apex's kernel"
     )
-
-
-@NEEDS_GRAD_DTYPE
-def test_a_run_with_overlap_uses_the_kernel_and_trains_as_without_overlap(calls: Calls) -> None:
-    """Without clipping, since the norm is a sum over other parts."""
-
-    def work(rank: int, world_size: int) -> list[tuple[str, dict[str, Tensor], int]]:
-        results = []
-        for layout in ("replicated", "overlap", "zero1, overlap"):
-            config = replace(
-                tiny_run(
-                    training=dict(bf16=True, train_iters=3, eval_iters=0),
-                    data_parallel=LAYOUTS[layout],
-                ),
-                optimizer=OptimizerConfig(clip_grad=0.0),
-            )
-            log, trainer = log_and_trainer(config)
-            weights = {
-                key: trainer.optimizer.weight(key).detach().clone()
-                for key, _ in trainer.model.named_parameters()
-            }
-            results.append((log, weights, calls[KERNEL]))
-        return results
-
-    for number, of_rank in enumerate(run_ranks(work, 2, detail=False)):
-        expected = of_rank[0][1]
-        for place, (log, weights, num_calls) in enumerate(of_rank, 1):
-            # runs, iterations, micro-batches of a rank, weights
-            assert num_calls == place * 3 * 2 * 9
-            assert number > 0 or "8 weights: NVIDIA apex's kernel; embedding" in said(log)
-            assert [
-                key for key, weight in expected.items() if not torch.equal(weight, weights[key])
-            ] == []
 
 
 @NEEDS_GRAD_DTYPE
@@ -456,8 +371,8 @@ def test_under_fsdp2_the_log_says_why_the_kernel_is_not_used(calls: Calls) -> No
     )
     log, _ = run_ranks(lambda rank, world_size: log_of(config), 2, detail=False)
     assert said(log).endswith(
-        "9 weights: autograd (grad_dtype), because --use-torch-fsdp2 reduces the gradients of each "
-        "micro-batch, and has no sum of a whole weight to add to"
+        "9 weights by autograd after rounding them to 16 bits, because --use-torch-fsdp2 reduces "
+        "the gradients of each micro-batch, and has no sum of a whole weight to add to"
     )
 
 
@@ -484,73 +399,9 @@ def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(
         for rank, line in run_ranks(work, 2, detail=False)
     }
     assert lines == {
-        rank: f"{count} weights: NVIDIA apex's kernel (of this rank's stages)"
+        rank: f"{count} weights by NVIDIA apex's kernel (of this rank's stages)"
         for rank, count in ((0, 4), (1, 5))
     }
-
-
-@NEEDS_GRAD_DTYPE
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_with_the_kernel_learns_as_one_without(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tp_size: int
-) -> None:
-    def run(name: str) -> list[float]:
-        config = tiny_run(
-            training=dict(bf16=True, train_iters=8, eval_iters=0),
-            metrics=tmp_path / name,
-            tp_size=tp_size,
-        )
-        if tp_size == 1:
-            run_to_end(config)
-        else:
-            run_ranks(lambda rank, world_size: run_to_end(config) and None, tp_size, detail=False)
-        return [row["lm_loss"] for row in rows(tmp_path / name)]
-
-    plain = run("plain")
-    apex.install(monkeypatch)
-    fused = run("fused")
-    assert plain != fused and fused == pytest.approx(plain, rel=0.01)
-
-
-@NEEDS_GRAD_DTYPE
-def test_the_summary_groups_weights_by_path_and_reason() -> None:
-    paths = {
-        "a": FUSED,
-        "b": FUSED,
-        "c": FUSED,
-        "d": FUSED_PROJECTION,
-        "e": "it rains",
-        "f": "it rains",
-        "g": "it snows",
-    }
-    assert summary(paths, torch.bfloat16) == (
-        "weight gradients are summed in float32 (those of each micro-batch by other means are "
-        "rounded to 16 bits first): 3 weights: NVIDIA apex's kernel; d: the kernel for the output "
-        "projection, the layer's backward for the lookup; e, f: autograd (grad_dtype), because it "
-        "rains; g: autograd (grad_dtype), because it snows"
-    )
-    assert (
-        summary({"a": FUSED}, torch.float32)
-        == "weight gradients are summed in float32: a: NVIDIA apex's kernel"
-    )
-
-
-def test_without_apex_torch_sums_the_gradients_of_float32_weights() -> None:
-    log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0)))
-    assert said(log) == (
-        "weight gradients are summed in float32: 8 weights: torch's addmm; "
-        "embedding.word_embeddings.weight: addmm for the output projection, the layer's backward "
-        "for the lookup"
-    )
-
-
-@NEEDS_GRAD_DTYPE
-def test_without_apex_the_log_says_why_no_kernel_sums_16_bit_gradients() -> None:
-    log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, bf16=True)))
-    assert said(log).endswith(
-        "(those of each micro-batch are rounded to 16 bits first): 9 weights: the layer's "
-        "backward, because NVIDIA apex has kernels for cuda and this run is on cpu"
-    )
 
 
 @pytest.mark.parametrize(
