@@ -169,7 +169,17 @@ def _unit(
     unit.set_gradient_divide_factor(1.0)
     # A divide factor alone would become a reduce operation that gloo does not have.
     unit.set_force_sum_reduction_for_comms(True)
-    unit.__dict__[STAND_INS] = _StandIns(modules)
+    found: list[Tensor] = []
+
+    def stand_ins() -> list[Tensor]:
+        """Returns the gathered parameters. FSDP2 uses the same tensors in every step."""
+        if not found:  # gathers the unit to find them
+            unit.unshard()
+            found.extend(_whole_parameters(modules).values())
+            unit.reshard()
+        return found
+
+    unit.__dict__[STAND_INS] = stand_ins
     gradients = UnitGradients()
     if hasattr(unit, "set_custom_all_gather"):  # older releases of torch keep their collectives
         unit.set_custom_all_gather(_GatherWeights())  # type: ignore[arg-type]
@@ -218,26 +228,6 @@ def _without_view(*forward: Any) -> Any:
         if isinstance(output, Tensor) and output.requires_grad and base_of(output) is not None
         else output
     )
-
-
-class _StandIns:
-    """A function that returns the gathered parameters of a unit.
-
-    The first call gathers the unit to find them. FSDP2 uses the same tensors in every step.
-    """
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
-        self._found: list[Tensor] | None = None
-
-    def __call__(self) -> list[Tensor]:
-        if self._found is None:
-            unit = self._modules[0]
-            assert isinstance(unit, FSDPModule)
-            unit.unshard()
-            self._found = list(_whole_parameters(self._modules).values())
-            unit.reshard()
-        return self._found
 
 
 def _whole_parameters(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], nn.Parameter]:

@@ -104,9 +104,7 @@ def join_store(
     """
     deadline = time.monotonic() + timeout.total_seconds()
     is_master = launch.rank == 0 and not launch.agent_owns_store
-    _resolve(launch, deadline)
-    if not is_master:
-        _await_listener(launch, timeout, deadline, say)
+    _await_address(launch, timeout, connects=not is_master, say=say)
     # torch's client ignores its own timeout while a listener stays silent: `within` is the limit.
     seconds = max(1.0, min(HANDSHAKE_S, deadline - time.monotonic()))
     try:
@@ -139,58 +137,46 @@ def join_store(
     return store
 
 
-def _resolve(launch: Launch, deadline: float) -> None:
-    stop = min(deadline, time.monotonic() + RESOLVE_S)
+def _await_address(
+    launch: Launch, timeout: timedelta, *, connects: bool, say: Callable[[str], object]
+) -> None:
+    """Returns once the name of rank 0's host resolves and a program accepts connections there.
+
+    The connection is closed at once, which does not disturb a store.
+    connects: False for the rank that makes the store; the name must resolve for it too.
+    """
+    began, notice = time.monotonic(), NOTICE_EVERY_S
+    address = launch.master_addr, launch.master_port
     while True:
+        limit = min(RESOLVE_S, timeout.total_seconds())
+        fault = f"MASTER_ADDR {launch.master_addr} cannot be resolved on {socket.gethostname()}"
+        fix = "set it to a name or an address of rank 0's host that every host knows"
         try:
-            within(
-                max(0.1, stop - time.monotonic()),
-                lambda: socket.getaddrinfo(launch.master_addr, launch.master_port),
-            )
-            return
+            within(limit, lambda: socket.getaddrinfo(*address))
         except concurrent.futures.TimeoutError:
             reason = "its name server does not answer"
         except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
             reason = getattr(error, "strerror", None) or str(error)
-        if time.monotonic() + PAUSE_S > stop:
-            raise InputError(
-                f"MASTER_ADDR {launch.master_addr} cannot be resolved on {socket.gethostname()} "
-                f"({reason}): set it to a name or an address of rank 0's host that every host knows"
+        else:
+            if not connects:
+                return
+            limit = timeout.total_seconds()
+            fault = f"nobody listens at {_place(launch)} after {_limit(timeout)}"
+            fix = (
+                "see what rank 0 says, and whether MASTER_ADDR is its host and MASTER_PORT open "
+                "between the hosts"
             )
-        time.sleep(PAUSE_S)
-
-
-def _await_listener(
-    launch: Launch, timeout: timedelta, deadline: float, say: Callable[[str], object]
-) -> None:
-    """Returns once a program accepts connections at the port.
-
-    It closes its connection at once, which does not disturb a store.
-    """
-    began = time.monotonic()
-    notice = began + NOTICE_EVERY_S
-    while True:
-        try:
-            socket.create_connection(
-                (launch.master_addr, launch.master_port),
-                timeout=max(0.1, min(deadline - time.monotonic(), 5.0)),
-            ).close()
-            return
-        except OSError as error:
-            reason = error.strerror or str(error)
-        now = time.monotonic()
-        if now + PAUSE_S > deadline:
-            raise InputError(
-                f"nobody listens at {_place(launch)} after {_limit(timeout)} ({reason}): see what "
-                "rank 0 says, and whether MASTER_ADDR is its host and MASTER_PORT open between the "
-                "hosts"
-            )
-        if now > notice and launch.local_rank == 0:  # one line per host
-            notice = now + NOTICE_EVERY_S
-            say(
-                f"[rank {launch.rank}] waiting for rank 0 to listen at {_place(launch)} "
-                f"({now - began:.0f} s)"
-            )
+            try:
+                socket.create_connection(address, timeout=min(limit, 5.0)).close()
+                return
+            except OSError as error:
+                reason = error.strerror or str(error)
+        waited = time.monotonic() - began
+        if waited + PAUSE_S > limit:
+            raise InputError(f"{fault} ({reason}): {fix}")
+        if waited > notice and launch.local_rank == 0:  # one line per host
+            notice += NOTICE_EVERY_S
+            say(f"[rank {launch.rank}] waiting for rank 0 at {_place(launch)} ({waited:.0f} s)")
         time.sleep(PAUSE_S)
 
 

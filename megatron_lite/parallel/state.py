@@ -43,7 +43,8 @@ class ParallelState:
     """This rank's place in the mesh. `mesh` and each group are None if they would hold one rank.
 
     dp_cp_group: the ranks with the same parameters and different tokens. They sum their gradients.
-        The group joins the data-parallel and the context-parallel axis.
+        The group joins the data-parallel and the context-parallel axis. dp_cp_mesh has its ranks on
+        one axis.
     pp_direction_groups: four groups of the pipeline's ranks, or none without a pipeline. Groups 0
         and 1 carry forward and backward tensors between neighbouring ranks. Groups 2 and 3 carry
         them between the last rank and the first, which is needed if a rank holds several stages.
@@ -58,6 +59,7 @@ class ParallelState:
     device: torch.device
     rng: RngStreams
     mesh: DeviceMesh | None = None
+    dp_cp_mesh: DeviceMesh | None = None
     tp_group: ProcessGroup | None = None
     cp_group: ProcessGroup | None = None
     dp_group: ProcessGroup | None = None
@@ -99,15 +101,6 @@ class ParallelState:
     def dp_cp_size(self) -> int:
         """The size of `dp_cp_group`."""
         return self.dp_size * self.cp_size
-
-    @property
-    def dp_cp_mesh(self) -> DeviceMesh | None:
-        """`dp_cp_group` as a mesh with one axis, or None if that group is None."""
-        if self.mesh is None or self.dp_cp_group is None:
-            return None
-        if self.dp_size > 1 and self.cp_size > 1:
-            return self.mesh["data"]
-        return self.mesh["dp" if self.dp_size > 1 else "cp"]
 
     @property
     def world_group(self) -> ProcessGroup | None:
@@ -262,9 +255,11 @@ def _build(
         places[f"{axis}_group"] = mesh.get_group(axis) if size > 1 else None
         places[f"{axis}_rank"] = mesh.get_local_rank(axis)
         places[f"{axis}_size"] = size
-    dp_cp_group = places["dp_group"] or places["cp_group"]
-    if places["dp_group"] and places["cp_group"]:
-        dp_cp_group = flattened_mesh(mesh["dp", "cp"], "data").get_group()
+    dp_cp_mesh = None
+    if dp_size > 1 and sizes["cp"] > 1:
+        dp_cp_mesh = flattened_mesh(mesh["dp", "cp"], "data")
+    elif dp_size > 1 or sizes["cp"] > 1:
+        dp_cp_mesh = mesh["dp" if dp_size > 1 else "cp"]
     # torch requires that every rank makes all new groups in the same order, even those that it is
     # not in. The order of the calls below is therefore the same on all ranks.
     pipelines = mesh.mesh.flatten(1).t().tolist()
@@ -279,7 +274,8 @@ def _build(
             pp_rank=places["pp_rank"],
         ),
         mesh=mesh,
-        dp_cp_group=dp_cp_group,
+        dp_cp_mesh=dp_cp_mesh,
+        dp_cp_group=None if dp_cp_mesh is None else dp_cp_mesh.get_group(),
         pp_direction_groups=tuple(_group_among(pipelines) for _ in range(directions)),
         embedding_group=_embedding_group(pipelines, places["pp_group"]),
         saver_group=dist.new_group(

@@ -57,17 +57,11 @@ def differing(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
 
 def read(hashes: Sequence[Tensor]) -> list[int]:
     """Returns the values of 0-d tensors. Waits once for each device that holds some."""
-    by_device: dict[torch.device, list[int]] = {}
-    for number, each in enumerate(hashes):
-        by_device.setdefault(each.device, []).append(number)
-    found = {
-        number: value
-        for numbers in by_device.values()
-        for number, value in zip(
-            numbers, torch.stack([hashes[number] for number in numbers]).tolist(), strict=True
-        )
-    }
-    return [found[number] for number in range(len(hashes))]
+    values: dict[int, int] = {}
+    for device in dict.fromkeys(each.device for each in hashes):
+        here = [number for number, each in enumerate(hashes) if each.device == device]
+        values |= zip(here, torch.stack([hashes[number] for number in here]).tolist(), strict=True)
+    return [values[number] for number in range(len(hashes))]
 
 
 def are_equal(hashes: Tensor, group: ProcessGroup | None) -> Tensor:

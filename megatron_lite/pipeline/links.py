@@ -69,9 +69,7 @@ class Links:
 
     def send(self, tensor: Tensor, direction: Direction) -> None:
         """Begins to send to the rank of the next stage (forward) or the stage before (backward)."""
-        step = 1 if direction == "forward" else -1
-        peer = (self._rank + step) % self._size
-        number = self._group_number(direction, self._rank if direction == "forward" else peer)
+        number, peer = self._route(direction, 1 if direction == "forward" else -1)
         tensor = tensor.detach().contiguous()
         work = dist.isend(tensor, group=self._groups[number], group_dst=peer)
         assert work is not None
@@ -85,9 +83,7 @@ class Links:
 
     def receive(self, direction: Direction) -> Started:
         """Begins to receive from the rank of the stage before (forward) or the next (backward)."""
-        step = -1 if direction == "forward" else 1
-        peer = (self._rank + step) % self._size
-        number = self._group_number(direction, peer if direction == "forward" else self._rank)
+        number, peer = self._route(direction, -1 if direction == "forward" else 1)
         tensor = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         work = dist.irecv(tensor, group=self._groups[number], group_src=peer)
         assert work is not None
@@ -118,6 +114,9 @@ class Links:
         """The tensors that are held until they have been sent."""
         return [one.tensor for one in self._leaving]
 
-    def _group_number(self, direction: Direction, lower: int) -> int:
-        """Returns which group joins the ranks `lower` and `lower + 1`; rank 0 follows the last."""
-        return (direction == "backward") + 2 * (lower == self._size - 1)
+    def _route(self, direction: Direction, step: int) -> tuple[int, int]:
+        """Returns the number of the group that joins this rank and the one `step` away, and that
+        rank. Rank 0 follows the last rank."""
+        peer = (self._rank + step) % self._size
+        closes_the_ring = (self._rank if step == 1 else peer) == self._size - 1
+        return (direction == "backward") + 2 * closes_the_ring, peer
