@@ -17,6 +17,7 @@ orderly way.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from megatron_lite.plan.auto_policy import with_chosen_policy
 from megatron_lite.plan.hardware import machine_for_policy
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.supervision.exits import Exits, StoppedEarly
+from megatron_lite.supervision.verdict import Verdict, stopped_by
 from megatron_lite.supervision.watch import Pulse, Watch
 from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.capacity import memory_bytes
@@ -154,9 +156,10 @@ def supervised(
                     raise
                 supervision.status = status
         except StoppedEarly as stopped:
-            watch.leave(watch.stop(stopped))
+            text = f"{stopped}: nothing was trained, nothing is saved"
+            watch.end(Verdict(parallel.rank, 128 + stopped.number, text))
         except KeyboardInterrupt:
-            watch.leave(watch.interrupt())
+            watch.end(stopped_by(signal.SIGINT, parallel.rank))
         exits.finish()
 
 

@@ -76,9 +76,9 @@ class Links:
         waited: Future[Any] | None = None
         if self._waiters:
             waited = self._waiters[number].submit(work.wait)
-        elif self._is_simulated:  # it sends nothing, and its work does not report completion
+        elif self._is_simulated:  # its wait returns at once, but it never reports completion
             waited = Future()
-            waited.set_result(None)
+            waited.set_result(work.wait())
         self._leaving.append(_Sending(tensor, work, waited))
 
     def receive(self, direction: Direction) -> Started:

@@ -59,10 +59,7 @@ class Exits:
         """
         if not self._config.exit_signal_handler:
             return {}
-        names = dict.fromkeys((*ALWAYS_HEARD, self._config.exit_signal))
-        return {
-            signal.Signals[name]: signal.signal(signal.Signals[name], self._note) for name in names
-        }
+        return {number: signal.signal(number, self._note) for number in self._heard()}
 
     @contextmanager
     def listening(self) -> Iterator[Exits]:
@@ -85,17 +82,15 @@ class Exits:
         ends. The exit status would be that of a failed run.
         """
         if self._config.exit_signal_handler:
-            for name in (*ALWAYS_HEARD, self._config.exit_signal):
-                signal.signal(signal.Signals[name], signal.SIG_IGN)
+            for number in self._heard():
+                signal.signal(number, signal.SIG_IGN)
 
     def at_interval(self, iteration: int) -> str | None:
         """Returns why --exit-interval ends the run after this iteration; None if it goes on."""
         interval = self._config.exit_interval
-        return (
-            f"--exit-interval {interval}"
-            if interval is not None and iteration % interval == 0
-            else None
-        )
+        if interval is None or iteration % interval:
+            return None
+        return f"--exit-interval {interval}"
 
     def now(self) -> str | None:
         """Returns why the run must end at this point; None if it goes on.
@@ -106,23 +101,21 @@ class Exits:
         config = self._config
         if not config.exit_signal_handler and config.exit_duration_in_mins is None:
             return None
-        found = torch.tensor(self._found())
-        agreed = int(all_reduce_(found, self._parallel.world_group, dist.ReduceOp.MAX).item())
+        limit, found = config.exit_duration_in_mins, GO_ON
+        if limit is not None and time.monotonic() - self._started > 60.0 * limit:
+            found = TIME_IS_UP
+        if self._signalled:
+            found = self._signalled + 1
+        group = self._parallel.world_group
+        agreed = int(all_reduce_(torch.tensor(found), group, dist.ReduceOp.MAX).item())
         if agreed == GO_ON:
             return None
         if agreed == TIME_IS_UP:
-            return f"--exit-duration-in-mins {config.exit_duration_in_mins}"
+            return f"--exit-duration-in-mins {limit}"
         return f"{signal.Signals(agreed - 1).name} (--exit-signal-handler)"
 
-    def _found(self) -> int:
-        limit = self._config.exit_duration_in_mins
-        if self._signalled:
-            return self._signalled + 1
-        return (
-            TIME_IS_UP
-            if limit is not None and time.monotonic() - self._started > 60.0 * limit
-            else GO_ON
-        )
+    def _heard(self) -> set[signal.Signals]:
+        return {signal.Signals[name] for name in (*ALWAYS_HEARD, self._config.exit_signal)}
 
     def _note(self, number: int, _: object) -> None:
         first, self._signalled = not self._signalled, number

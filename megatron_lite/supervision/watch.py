@@ -39,8 +39,7 @@ from typing import NoReturn
 from megatron_lite.parallel.signals import die_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store
-from megatron_lite.supervision.exits import StoppedEarly
-from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge, stopped_by
+from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge
 
 START_UP = "start-up"
 BEAT_S = 0.5
@@ -205,25 +204,13 @@ class Watch:
             return Verdict(self._rank, 1, f"{self._store_of} does not answer")
         return self._verdict
 
-    def stop(self, stopped: StoppedEarly) -> Verdict:
-        """Hands in the verdict of a rank that a signal stops. Returns the verdict that counts.
+    def end(self, own: Verdict) -> NoReturn:
+        """Ends the process by this rank's verdict, or by another rank's that came first.
 
-        The verdict that counts may be another rank's, if that came first.
+        Ctrl-C, for example, reaches all ranks.
         """
         self._main_ends = True
-        own = Verdict(
-            self._rank, 128 + stopped.number, f"{stopped}: nothing was trained, nothing is saved"
-        )
-        return own if self._thread is None else self._told(own)
-
-    def interrupt(self) -> Verdict:
-        """Hands in the verdict of a rank that Ctrl-C stops. Returns the verdict that counts.
-
-        Ctrl-C reaches all ranks, so another rank's verdict may come first.
-        """
-        self._main_ends = True
-        own = stopped_by(signal.SIGINT, self._rank)
-        return own if self._thread is None else self._told(own)
+        self.leave(own if self._thread is None else self._told(own))
 
     def is_first_to_say(self, text: str, *, after_others: bool) -> bool:
         """Returns whether this rank is the first to report why the run ends.

@@ -41,7 +41,7 @@ from megatron_lite.training.iteration_line import (
 from megatron_lite.training.log_files import AppendedFile, MetricsFile, log_file_path
 from megatron_lite.training.peak_memory import PeakMemory
 from megatron_lite.training.run_facts import RunFacts, peak_rate, run_facts
-from megatron_lite.training.scalars import BY_SAMPLES, TensorBoard, Wandb, scalars_of
+from megatron_lite.training.scalars import BY_SAMPLES, Points, TensorBoard, Wandb, scalars_of
 from megatron_lite.training.skipped import SkippedUpdate, skipped_batches_path
 from megatron_lite.training.start_text import arguments_table, ranks_line
 from megatron_lite.training.summary import RunSummary, RunTotals
@@ -331,11 +331,6 @@ class RunLog:
         self, iteration: int, scalars: Mapping[str, float | None], by_samples: Collection[str] = ()
     ) -> None:
         known = {name: value for name, value in scalars.items() if value is not None}
+        points = Points(iteration, self._consumed, known, by_samples)
         for sink in self._scalars:
-            self._try(
-                sink.name,
-                f"iteration {iteration}",
-                lambda write=sink.write: write(
-                    known, iteration=iteration, consumed=self._consumed, by_samples=by_samples
-                ),
-            )
+            self._try(sink.name, f"iteration {iteration}", sink.write, points)

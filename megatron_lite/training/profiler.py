@@ -28,18 +28,15 @@ class Profiler:
 
     def __init__(self, config: RunConfig, parallel: ParallelState) -> None:
         self._config, self._rank = config.profiling, parallel.rank
-        self._cuda = parallel.device.type == "cuda"
-        mine = self._config.of_rank(self._rank)
-        self._is_due = (
-            self._config.profile and mine and (self._config.use_pytorch_profiler or self._cuda)
-        )
-        self._keeps_history = self._config.record_memory_history and mine and self._cuda
+        on_cuda, mine = parallel.device.type == "cuda", config.profiling.of_rank(parallel.rank)
+        traces = config.profiling.use_pytorch_profiler
+        self._is_due = config.profiling.profile and mine and (traces or on_cuda)
+        self._keeps_history = config.profiling.record_memory_history and mine and on_cuda
         self._log_interval = config.logging.log_interval
         folder = config.logging.tensorboard_dir or config.checkpoint.save or "."
         self._trace = Path(folder) / "torch_profile" / f"rank-{self._rank}.json.gz"
         self._torch: Any = None
-        self._marks = ExitStack()
-        self._marking = False
+        self._marks: ExitStack | None = None  # ends the marks for Nsight Systems
         if self._keeps_history:
             record_memory_history(max_entries=MOST_ALLOCATIONS)
 
@@ -55,27 +52,38 @@ class Profiler:
                 )
                 self._torch.start()
             else:
-                self._mark()
+                self._marks = ExitStack()
+                torch.cuda.cudart().cudaProfilerStart()
+                self._marks.callback(torch.cuda.cudart().cudaProfilerStop)
+                if config.record_shapes or config.nvtx_ranges:
+                    operators = torch.autograd.profiler.emit_nvtx(
+                        record_shapes=config.record_shapes
+                    )
+                    self._marks.enter_context(operators)
         elif self._torch is not None:
             self._torch.step()  # a mark in the trace between two iterations
-        if self._marking:
+        if self._marks is not None:
             torch.cuda.nvtx.range_push(f"iteration {iteration}")
 
     def end(self, iteration: int) -> list[str]:
         """Ends the recording after the last iteration to profile. Returns lines for the log."""
-        if self._marking:
+        if self._marks is not None:
             torch.cuda.nvtx.range_pop()
         lines = [] if iteration < self._config.profile_step_end else self.close()
         if self._keeps_history and iteration % self._log_interval == 0:
-            lines += self._write_history()
+            given = Path(self._config.memory_snapshot_path)
+            path = given.with_name(f"{given.stem}_{self._rank}{given.suffix}")
+            try:
+                write_memory_history(str(path))
+            except OSError as error:
+                lines.append(f"warning: {path}: no memory snapshot is written ({error.strerror})")
         return lines
 
     def close(self) -> list[str]:
         """Ends a recording that still runs, and writes it. Returns lines for the log."""
-        if self._marking:
-            self._marking = False
+        if self._marks is not None:
             self._marks.close()
-            torch.cuda.cudart().cudaProfilerStop()
+            self._marks = None
         recorded, self._torch = self._torch, None
         if recorded is None:
             return []
@@ -86,20 +94,3 @@ class Profiler:
         except (OSError, RuntimeError) as error:
             return [f"warning: {self._trace}: the profile cannot be written ({error})"]
         return [f"profile of rank {self._rank} written to {self._trace}"]
-
-    def _mark(self) -> None:
-        self._marking = True
-        torch.cuda.cudart().cudaProfilerStart()
-        if self._config.record_shapes or self._config.nvtx_ranges:
-            self._marks.enter_context(
-                torch.autograd.profiler.emit_nvtx(record_shapes=self._config.record_shapes)
-            )
-
-    def _write_history(self) -> list[str]:
-        given = Path(self._config.memory_snapshot_path)
-        path = given.with_name(f"{given.stem}_{self._rank}{given.suffix}")
-        try:
-            write_memory_history(str(path))
-        except OSError as error:
-            return [f"warning: {path}: no memory snapshot is written ({error.strerror})"]
-        return []

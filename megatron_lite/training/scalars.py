@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,18 @@ BY_SAMPLES = (
     *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size"),
     *("grad-norm", "num-zeros", "params-norm"),
 )
+
+
+class Points(NamedTuple):
+    """The scalars of an iteration, by Megatron's names.
+
+    consumed: the samples so far. by_samples: those that TensorBoard also gets over the samples.
+    """
+
+    iteration: int
+    consumed: int
+    scalars: Mapping[str, float]
+    by_samples: Collection[str] = ()
 
 
 class TensorBoard:
@@ -53,19 +65,12 @@ class TensorBoard:
                 os.path.join(folder, "by_samples"), purge_step=start.consumed_samples + 1
             )
 
-    def write(
-        self,
-        scalars: Mapping[str, float],
-        *,
-        iteration: int,
-        consumed: int,
-        by_samples: Collection[str],
-    ) -> None:
-        """Writes points of an iteration. by_samples: those that it also gets over the samples."""
-        for name, value in scalars.items():
-            self._by_iteration.add_scalar(name, value, iteration)
-            if name in by_samples:
-                self._by_samples.add_scalar(f"{name} vs samples", value, consumed)
+    def write(self, points: Points) -> None:
+        """Writes the points of an iteration."""
+        for name, value in points.scalars.items():
+            self._by_iteration.add_scalar(name, value, points.iteration)
+            if name in points.by_samples:
+                self._by_samples.add_scalar(f"{name} vs samples", value, points.consumed)
         # A run that is killed loses no point, and a fault shows here.
         self._by_iteration.flush()
         self._by_samples.flush()
@@ -101,16 +106,10 @@ class Wandb:
                 mode=os.environ.get("WANDB_MODE", "offline"),
             )
 
-    def write(
-        self,
-        scalars: Mapping[str, float],
-        *,
-        iteration: int,
-        consumed: int,
-        by_samples: Collection[str],
-    ) -> None:
-        """Writes points of an iteration, and the samples so far."""
-        self._run.log({**scalars, "samples vs steps": consumed}, step=iteration)
+    def write(self, points: Points) -> None:
+        """Writes the points of an iteration, and the samples so far."""
+        samples = {"samples vs steps": points.consumed}
+        self._run.log({**points.scalars, **samples}, step=points.iteration)
 
     def close(self) -> None:
         """Ends the run."""

@@ -138,9 +138,7 @@ class SkippedUpdates:
             and self._minimum is not None
             and figures.loss_scale > self._minimum
         )
-        reason = "overflow" if overflow else "not finite"
-        if finite:
-            reason = "spike"
+        reason = "spike" if finite else "overflow" if overflow else "not finite"
         return SkippedUpdate(
             iteration=iteration,
             reason=reason,
@@ -168,39 +166,34 @@ class SkippedUpdates:
         }[reason]
         if limit is None or update.in_a_row < limit:
             return
-        found = f" ({update.found_on})" if update.found_on else ""
+        counted = f"{update.in_a_row} updates in a row were skipped (--max-skipped-updates {limit})"
+        start = f"iteration {update.iteration}: the loss is {update.lm_loss}"
         if reason == "spike":
             raise TrainingError(
-                f"iteration {update.iteration}: the loss is {update.lm_loss}, more than "
-                f"--skip-update-on-spike {config.skip_update_on_spike} times its running mean "
-                f"{update.mean_loss}, and {update.in_a_row} updates in a row were skipped "
-                "(--max-skipped-updates). Lower --lr, or look at the samples in "
-                f"{SKIPPED_BATCHES}, and continue from the last checkpoint"
+                f"{start}, more than --skip-update-on-spike {config.skip_update_on_spike} times "
+                f"its running mean {update.mean_loss}, and {counted}. Lower --lr, or look at the "
+                f"samples in {SKIPPED_BATCHES}, and continue from the last checkpoint"
             )
-        at_scale = (
-            ""
-            if self._minimum is None
-            else f", with loss scale {update.loss_scale} (at least {self._minimum})"
-        )
-        fix = (
-            "with --max-skipped-updates N such iterations are skipped and counted, up to N in a row"
-        )
-        if config.max_skipped_updates is not None:
-            fix = f"{update.in_a_row} updates in a row were skipped (--max-skipped-updates {limit})"
+        scale = found = ""
+        if self._minimum is not None:
+            scale = f", with loss scale {update.loss_scale} (at least {self._minimum})"
+        if update.found_on:
+            found = f" ({update.found_on})"
+        if config.max_skipped_updates is None:
+            counted = (
+                "with --max-skipped-updates N such iterations are skipped and counted, up to N in "
+                "a row"
+            )
         raise TrainingError(
-            f"iteration {update.iteration}: the loss is {update.lm_loss} and the gradient norm "
-            f"{update.grad_norm}{at_scale}{found}, so no weight was changed. Lower --lr or raise "
-            f"--lr-warmup-iters; {fix}"
+            f"{start} and the gradient norm {update.grad_norm}{scale}{found}, so no weight was "
+            f"changed. Lower --lr or raise --lr-warmup-iters; {counted}"
         )
 
 
 def skipped_batches_path(config: RunConfig) -> str | None:
     """Returns the path of skipped_batches.jsonl, or None without --save."""
-    return (
-        None
-        if config.checkpoint.save is None
-        else os.path.join(config.checkpoint.save, SKIPPED_BATCHES)
-    )
+    folder = config.checkpoint.save
+    return None if folder is None else os.path.join(folder, SKIPPED_BATCHES)
 
 
 def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
@@ -210,26 +203,15 @@ def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:
     """
     if not math.isfinite(traces.own_loss.item()):
         return LOSS
-    if traces.own_grad_norm is not None:
-        return (
-            ""
-            if math.isfinite(traces.own_grad_norm.item())
-            else f"its gradient{_first(traces, pieces)}"
-        )
-    first = _first(traces, pieces)
-    return f"the gradient{first}" if first else ""
-
-
-def _first(traces: Traces, pieces: Sequence[Piece]) -> str:
-    """Returns " of NAME" with the first parameter whose summed gradient is not finite, or ""."""
-    return next(
-        (
-            f" of {piece.name}"
-            for piece, finite in zip(pieces, traces.piece_norms.isfinite().tolist(), strict=False)
-            if not finite
-        ),
-        "",
-    )
+    own = traces.own_grad_norm
+    if own is not None and math.isfinite(own.item()):
+        return ""
+    finite = traces.piece_norms.isfinite().tolist()
+    names = [piece.name for piece, one in zip(pieces, finite, strict=False) if not one]
+    first = f" of {names[0]}" if names else ""
+    if own is not None:
+        return f"its gradient{first}"
+    return f"the gradient{first}" if names else ""
 
 
 def _documents(dataset: Dataset, samples: Iterable[int]) -> dict[str, list[int]]:

@@ -7,7 +7,7 @@ holds: those of the whole model, or those of one rank of a pipeline.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
 
@@ -158,7 +158,7 @@ class StageRunner:
         loss_in_one_pass: bool = False,
     ) -> None:
         self.model, self.parallel = model, parallel
-        self.links, self._overlap = links, overlap
+        self.links = links
         self._everywhere, self._loss_in_one_pass = everywhere, loss_in_one_pass
         self._chunks = list(model)
         # By number of micro-batches: a rank's actions, and the forwards that save all activations.
@@ -168,6 +168,9 @@ class StageRunner:
             lambda count: keeping_all(num_microbatches=count, num_kept=num_kept, **shape)
         )
         self.timed: Timed = not_timed
+        if links is not None:
+            stages = [chunk.stage for chunk in self._chunks]
+            self._run = partial(run_actions, stages=stages, links=links, overlap=overlap)
         if links is not None and most_microbatches is not None:
             self._reserve(most_microbatches)
 
@@ -252,7 +255,14 @@ class StageRunner:
 
         if self.links is not None:
             self._reserve(count)
-            return self._sum(self._run(self._order(count), forward, before_backward, after))
+            losses = self._run(
+                self._order(count),
+                forward,
+                timed=self.timed,
+                before_backward=before_backward,
+                after=after,
+            )
+            return self._sum(losses)
         losses = []
         for number in range(count):
             action = Action("forward", number)
@@ -287,26 +297,6 @@ class StageRunner:
             losses = self._run(actions, forward)
         self.model.train()
         return self._sum(losses, torch.float64)
-
-    def _run(
-        self,
-        actions: Sequence[Action],
-        forward: Forward,
-        before_backward: Callable[[Action], None] | None = None,
-        after: Callable[[Action], None] | None = None,
-    ) -> list[Tensor]:
-        """Runs the actions of a pipeline rank (pipeline/executor.py has their backward)."""
-        assert self.links is not None
-        return run_actions(
-            actions,
-            forward,
-            stages=[chunk.stage for chunk in self._chunks],
-            links=self.links,
-            overlap=self._overlap,
-            timed=self.timed,
-            before_backward=before_backward,
-            after=after,
-        )
 
     def _forward(
         self,

@@ -47,29 +47,23 @@ class Times(NamedTuple):
 
     def __str__(self) -> str:
         """Megatron's lines. Ranks that have not used a timer are left out."""
-        used = {name: [ms for ms in times if ms > 0.0] for name, times in self.ranks.items()}
+        used = {
+            name: [(rank, ms) for rank, ms in enumerate(times) if ms > 0.0]
+            for name, times in self.ranks.items()
+        }
         if self.option == "all":
             lines = ["times across ranks (ms):"]
-            for name, times in self.ranks.items():
+            for name, times in used.items():
                 lines.append(f"  {name}:")
-                lines += [
-                    f"     rank {rank:2d}: {ms:.2f}" for rank, ms in enumerate(times) if ms > 0.0
-                ]
+                lines += [f"     rank {rank:2d}: {ms:.2f}" for rank, ms in times]
             return "\n".join(lines)
-        form, title = chosen("--timing-log-option", self.option, FORMS)
-        names = {name: (name + " ").ljust(48, ".") for name in used}
-        return "\n".join(
-            [
-                f"{title} time across ranks (ms):",
-                *(
-                    f"    {names[name]}: {form.format(least=min(times), most=max(times))}"
-                    for name, times in used.items()
-                ),
-            ]
-        )
-
-
-FORMS = {"minmax": ("({least:.2f}, {most:.2f})", "(min, max)"), "max": ("{most:.2f}", "max")}
+        title = "(min, max)" if self.option == "minmax" else "max"
+        lines = [f"{title} time across ranks (ms):"]
+        for name, times in used.items():
+            least, most = (choose(ms for _, ms in times) for choose in (min, max))
+            text = f"({least:.2f}, {most:.2f})" if self.option == "minmax" else f"{most:.2f}"
+            lines.append(f"    {(name + ' ').ljust(48, '.')}: {text}")
+        return "\n".join(lines)
 
 
 class Timers:
@@ -87,11 +81,6 @@ class Timers:
         self._level, self._option = config.timing_log_level, config.timing_log_option
         self._parallel, self._clock = parallel, clock
         self._seconds = {name: 0.0 for name, level in LEVELS.items() if level <= self._level}
-
-    @property
-    def run(self) -> bool:
-        """Tells whether anything is timed."""
-        return self._level > 0
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
         """Returns a context manager that adds the time of its block to the timer of this name."""

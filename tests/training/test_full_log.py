@@ -17,7 +17,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import log_files
 from megatron_lite.training.log_files import MetricsFile
-from megatron_lite.training.scalars import TensorBoard
+from megatron_lite.training.scalars import Points, TensorBoard
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.syscalls import recorded
 
@@ -86,7 +86,7 @@ def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_o
         start = Progress(iteration=done, consumed_samples=4 * done)
         scalars = TensorBoard(str(tmp_path), start)
         for step in range(done + 1, 4):
-            scalars.write({"lm loss": loss}, iteration=step, consumed=4 * step, by_samples=())
+            scalars.write(Points(step, 4 * step, {"lm loss": loss}))
         assert losses(tmp_path)[-1] == (3, loss), "before the file is closed"
         scalars.close()
     assert losses(tmp_path) == [(1, 5.0), (2, 5.0), (3, 7.0)]
