@@ -81,7 +81,7 @@ def build_datasets(
     found = shared(lambda: [[*one.sizes, one.fingerprint] for one in indexed])
     for one, (*sizes, fingerprint) in zip(indexed, found, strict=True):
         one.take_fingerprint(sizes, fingerprint)
-    opened = {one.prefix: _OpenedPrefix(one, data, vocab_size, seed) for one in indexed}
+    opened = {one.prefix: _opened(one, data, vocab_size, seed) for one in indexed}
     built = [
         None
         if path is None
@@ -97,37 +97,40 @@ def build_datasets(
     return Datasets(built[0], built[1], built[2], _identity(data, paths, opened))
 
 
-class _OpenedPrefix:
+@dataclass(frozen=True)
+class _Part:
     """One prefix, opened and split. Without a split, every split is the whole of it."""
 
-    def __init__(
-        self, indexed: IndexedDataset, data: DataConfig, vocab_size: int, seed: int
-    ) -> None:
-        self.indexed, self._data, self._vocab_size, self._seed = indexed, data, vocab_size, seed
-        self.splits = (
-            [(0, len(indexed))] * 3
-            if data.is_per_split
-            else split_documents(data.split, len(indexed))
-        )
+    indexed: IndexedDataset
+    splits: Sequence[tuple[int, int]]
+    dataset: Callable[..., GPTDataset]  # of a range of documents and a number of samples
 
     def is_empty(self, split: int) -> bool:
         start, stop = self.splits[split]
         return start >= stop
 
-    def dataset(self, split: int, num_samples: int | None) -> GPTDataset:
-        return GPTDataset(
-            self.indexed,
-            documents=self.splits[split],
-            num_samples=num_samples,
-            seed=self._seed,
-            seq_length=self._data.seq_length,
-            vocab_size=self._vocab_size,
-            cache_path=self._data.data_cache_path,
-        )
+    def of(self, split: int, num_samples: int | None) -> GPTDataset:
+        return self.dataset(documents=self.splits[split], num_samples=num_samples)
+
+
+def _opened(indexed: IndexedDataset, data: DataConfig, vocab_size: int, seed: int) -> _Part:
+    whole = [(0, len(indexed))] * 3
+    return _Part(
+        indexed,
+        whole if data.is_per_split else split_documents(data.split, len(indexed)),
+        functools.partial(
+            GPTDataset,
+            indexed,
+            seed=seed,
+            seq_length=data.seq_length,
+            vocab_size=vocab_size,
+            cache_path=data.data_cache_path,
+        ),
+    )
 
 
 def _build_split(
-    path: DataPath, parts: Sequence[_OpenedPrefix], data: DataConfig, split: int, num_samples: int
+    path: DataPath, parts: Sequence[_Part], data: DataConfig, split: int, num_samples: int
 ) -> Dataset | None:
     """Returns the dataset of split 0, 1 or 2.
 
@@ -142,7 +145,7 @@ def _build_split(
     # As in Megatron, the weight of a split's only prefix is ignored if the splits are given one by
     # one; otherwise it is a blend of one.
     if len(parts) == 1 and (path.weights is None or data.is_per_split):
-        return parts[0].dataset(split, num_samples)
+        return parts[0].of(split, num_samples)
     for part in parts:
         if part.is_empty(split):
             raise InputError(
@@ -156,7 +159,7 @@ def _build_split(
     )
     if weights is None:
         # The shares follow the sizes, which are known only after one epoch of each part is built.
-        datasets = [part.dataset(split, None) for part in parts]
+        datasets = [part.of(split, None) for part in parts]
         sizes = [len(dataset) for dataset in datasets]
         if num_samples <= sum(sizes):
             return BlendedDataset(datasets, sizes, num_samples, index_of=index_of)
@@ -166,7 +169,7 @@ def _build_split(
         # it; a run that reads them in order never reaches the end.
         size = sum(math.ceil(num_samples * weight) for weight in weights)
     datasets = [
-        part.dataset(split, samples_to_request(num_samples, weight))
+        part.of(split, samples_to_request(num_samples, weight))
         for part, weight in zip(parts, weights, strict=True)
     ]
     blend = BlendedDataset(datasets, weights, size, index_of=index_of)
@@ -176,7 +179,7 @@ def _build_split(
 
 
 def _identity(
-    data: DataConfig, paths: Sequence[DataPath | None], opened: dict[str, _OpenedPrefix]
+    data: DataConfig, paths: Sequence[DataPath | None], opened: dict[str, _Part]
 ) -> DataIdentity:
     """Returns the identity of the parts of each split, in their order."""
     parts = [

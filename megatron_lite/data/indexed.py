@@ -39,7 +39,6 @@ TOKEN_DTYPES: dict[int, np.dtype] = {
     5: np.dtype("<i8"),
     8: np.dtype("<u2"),
 }
-FLOAT_DTYPES = {6: "float64", 7: "float32"}
 FIX = "copy the pair again, or write it again with python -m megatron_lite.tools.preprocess_data"
 
 CHUNK = 1 << 20  # sequences that are checked at once, in a few arrays of 8 bytes each
@@ -67,33 +66,32 @@ class IndexedDataset:
             if not os.path.exists(path):
                 raise InputError(f"{path}: no such file. {prefix_advice(prefix)}")
             regular_path(path, any_link=True)
-        self.dtype, sequences, documents = self._read_header()
-        # The arrays of the .idx follow each other without gaps, so their sizes give their places.
-        ends = list(
-            itertools.accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * documents))
-        )
-        size = os.path.getsize(self.idx_path)
-        if size not in (ends[-1], ends[-1] + sequences):
-            raise self._fault(
-                self.idx_path,
-                f"{size} bytes",
-                f"{ends[-1]} bytes for {sequences} sequences and {documents - 1} documents",
-            )
         with open_input(self.idx_path, any_link=True) as file:
             index_file = os.fstat(file.fileno())
-            self._index = index = np.memmap(file, mode="r").view(np.ndarray)
-        self.sequence_lengths: np.ndarray = index[ends[0] : ends[1]].view("<i4")
-        self._offsets: np.ndarray = index[ends[1] : ends[2]].view("<i8")
-        self.document_indices: np.ndarray = index[ends[2] : ends[3]].view("<i8")
-        self._check_index()
-        self._check_size()
-        is_empty = os.path.getsize(self.bin_path) == 0  # mmap refuses empty files
-        with open_input(self.bin_path, any_link=True) as file:
-            self.tokens: np.ndarray = (
-                np.empty(0, self.dtype)
-                if is_empty
-                else np.memmap(file, self.dtype, mode="r").view(np.ndarray)
+            self.dtype, sequences, documents = self._header_of(file.read(HEADER.size))
+            # The arrays follow each other without gaps, so their sizes give their places.
+            sizes = (HEADER.size, 4 * sequences, 8 * sequences, 8 * documents)
+            lengths, offsets, ids, end = itertools.accumulate(sizes)
+            if index_file.st_size not in (end, end + sequences):
+                raise self._fault(
+                    self.idx_path,
+                    f"{index_file.st_size} bytes",
+                    f"{end} bytes for {sequences} sequences and {documents - 1} documents",
+                )
+            self._index = np.memmap(file, mode="r").view(np.ndarray)
+        self.sequence_lengths: np.ndarray = self._index[lengths:offsets].view("<i4")
+        self._offsets: np.ndarray = self._index[offsets:ids].view("<i8")
+        self.document_indices: np.ndarray = self._index[ids:end].view("<i8")
+        expected = self._check_index()
+        size = os.path.getsize(self.bin_path)
+        if size != expected:
+            raise self._fault(
+                self.bin_path, f"{size} bytes", f"{expected} bytes, as {self.idx_path} lists them"
             )
+        self.tokens: np.ndarray = np.empty(0, self.dtype)
+        if size:  # mmap refuses empty files
+            with open_input(self.bin_path, any_link=True) as file:
+                self.tokens = np.memmap(file, self.dtype, mode="r").view(np.ndarray)
         if not self._is_still(index_file):
             raise InputError(
                 f"{self.idx_path} was replaced while it was being read: start again when the "
@@ -168,56 +166,39 @@ class IndexedDataset:
             )
         self.fingerprint = fingerprint
 
-    def _read_header(self) -> tuple[np.dtype, int, int]:
-        with open_input(self.idx_path, any_link=True) as file:
-            header = file.read(HEADER.size)
-        if not header.startswith(MAGIC):
-            raise self._fault(self.idx_path, f"first bytes {header[:9]!r}", repr(MAGIC))
-        if len(header) < HEADER.size:
-            raise self._fault(
-                self.idx_path, f"{len(header)} bytes", f"a header of {HEADER.size} bytes"
-            )
+    def _header_of(self, header: bytes) -> tuple[np.dtype, int, int]:
+        """Returns the type of the tokens, and the lengths of the arrays."""
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            found = f"{len(header)} bytes" if header.startswith(MAGIC) else repr(header[:9])
+            raise self._fault(self.idx_path, f"first bytes {found}", f"a header after {MAGIC!r}")
         _, version, code, sequences, documents = HEADER.unpack(header)
-        if version != VERSION:
-            raise self._fault(self.idx_path, f"version {version}", f"version {VERSION}")
-        if code not in TOKEN_DTYPES:
+        if version != VERSION or code not in TOKEN_DTYPES or documents < 1:
             known = ", ".join(f"{key} {value.name}" for key, value in TOKEN_DTYPES.items())
             raise self._fault(
                 self.idx_path,
-                f"dtype code {code} {FLOAT_DTYPES.get(code, '')}".rstrip(),
-                f"one of {known}",
-            )
-        if documents < 1:
-            raise self._fault(
-                self.idx_path, "0 document indices", "one more than there are documents"
+                f"version {version}, dtype code {code}, {documents} document indices",
+                f"version {VERSION}, a code of {known}, one more index than there are documents",
             )
         return TOKEN_DTYPES[code], sequences, documents
 
-    def _check_index(self) -> None:
-        """Compares all arrays of the .idx with each other, in parts. Sets the size of the .bin."""
-        position = 0
-        for first in range(0, len(self), CHUNK):
-            lengths = self.sequence_lengths[first : first + CHUNK].astype(np.int64)
-            if lengths.min() < 0:
-                place = int(np.argmax(lengths < 0))
-                raise self._fault(
-                    self.idx_path,
-                    f"length {lengths[place]} of sequence {first + place}",
-                    "a length >= 0",
-                )
+    def _check_index(self) -> int:
+        """Compares all arrays of the .idx with each other, in parts. Returns the .bin's size."""
+        position, count, documents = 0, len(self), self.document_indices
+        for first in range(0, count, CHUNK):
+            sizes = self.sequence_lengths[first : first + CHUNK] * np.int64(self.dtype.itemsize)
             # Sequences follow one another without a gap, so the lengths give every offset.
-            ends = position + np.cumsum(lengths) * self.dtype.itemsize
-            starts = ends - lengths * self.dtype.itemsize
+            starts = position + np.cumsum(sizes) - sizes
             offsets = self._offsets[first : first + CHUNK]
-            if not np.array_equal(offsets, starts):
-                place = int(np.argmax(offsets != starts))
+            wrong = np.flatnonzero((sizes < 0) | (offsets != starts))
+            if wrong.size:
+                place = int(wrong[0])
                 raise self._fault(
                     self.idx_path,
-                    f"offset {offsets[place]} of sequence {first + place}",
-                    f"{starts[place]}, where the sequence before it ends",
+                    f"length {self.sequence_lengths[first + place]} and offset {offsets[place]} "
+                    f"of sequence {first + place}",
+                    f"a length >= 0 and offset {starts[place]}, where the one before it ends",
                 )
-            position = int(ends[-1])
-        documents, count = self.document_indices, len(self)
+            position = int(starts[-1] + sizes[-1])
         unordered = any(
             (np.diff(documents[first : first + CHUNK + 1]) < 0).any()
             for first in range(0, len(documents), CHUNK)
@@ -229,20 +210,7 @@ class IndexedDataset:
                 f"{', not in order' if unordered else ''}",
                 f"indices in ascending order from 0 to {count}, the number of sequences",
             )
-
-    def _check_size(self) -> None:
-        """Compares the .bin with the end of the last sequence of a checked .idx."""
-        last = len(self) - 1
-        expected = (
-            int(self._offsets[last]) + int(self.sequence_lengths[last]) * self.dtype.itemsize
-            if len(self)
-            else 0
-        )
-        size = os.path.getsize(self.bin_path)
-        if size != expected:
-            raise self._fault(
-                self.bin_path, f"{size} bytes", f"{expected} bytes, as {self.idx_path} lists them"
-            )
+        return position
 
     def _fault(self, path: str, found: str, expected: str) -> InputError:
         return InputError(f"{path}: found {found}, expected {expected}: {FIX}")

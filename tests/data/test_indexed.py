@@ -99,23 +99,23 @@ def test_every_integer_type_is_read(tmp_path: Path, code: int, packing: str) -> 
 # an .idx, a .bin, and what the message names
 CORRUPTIONS = {
     "wrong magic": (idx_bytes(magic=b"MMIDIDX\0\1"), BIN_BYTES, "idx: found first bytes"),
-    "idx cut in the header": (idx_bytes()[:20], BIN_BYTES, "idx: found 20 bytes"),
+    "idx cut in the header": (idx_bytes()[:20], BIN_BYTES, "idx: found first bytes 20 bytes"),
     "unknown version": (idx_bytes(version=2), BIN_BYTES, "idx: found version 2"),
-    "unknown dtype": (idx_bytes(code=9), BIN_BYTES, "idx: found dtype code 9"),
-    "float tokens": (idx_bytes(code=7), BIN_BYTES, "idx: found dtype code 7 float32"),
+    "unknown dtype": (idx_bytes(code=9), BIN_BYTES, "idx: found .*, dtype code 9"),
+    "float tokens": (idx_bytes(code=7), BIN_BYTES, "idx: found .*, dtype code 7"),
     "idx cut": (idx_bytes()[:-1], BIN_BYTES, "idx: found 101 bytes, expected 102"),
     "idx too long": (idx_bytes() + b"\0", BIN_BYTES, "idx: found 103 bytes, expected 102"),
     "many sequences": (idx_bytes(sequences=2**64 - 1), BIN_BYTES, "idx: found 102 bytes"),
-    "no document index": (idx_bytes(documents=()), BIN_BYTES, "found 0 document indices"),
-    "negative length": (idx_bytes(lengths=(3, -1, 7)), BIN_BYTES, "length -1 of sequence 1"),
-    "length off": (idx_bytes(lengths=(3, 2, 4)), BIN_BYTES, "offset 8 of sequence 2, expected 10"),
-    "first offset": (idx_bytes(offsets=(2, 6, 8)), BIN_BYTES, "found offset 2 of sequence 0"),
-    "offsets not in order": (idx_bytes(offsets=(0, 8, 6)), BIN_BYTES, "found offset 8"),
+    "no document index": (idx_bytes(documents=()), BIN_BYTES, "found .*, 0 document indices"),
+    "negative length": (idx_bytes(lengths=(3, -1, 7)), BIN_BYTES, "length -1 and "),
+    "length off": (idx_bytes(lengths=(3, 2, 4)), BIN_BYTES, "offset 8 of .* offset 10"),
+    "first offset": (idx_bytes(offsets=(2, 6, 8)), BIN_BYTES, "offset 2 of sequence 0"),
+    "offsets not in order": (idx_bytes(offsets=(0, 8, 6)), BIN_BYTES, "offset 8 of sequence 1"),
     "documents end early": (idx_bytes(documents=(0, 1, 2, 2)), BIN_BYTES, "from 0 to 2"),
     "documents not in order": (idx_bytes(documents=(0, 2, 1, 3)), BIN_BYTES, "not in order"),
     "bin cut": (idx_bytes(), BIN_BYTES[:-1], "bin: found 17 bytes, expected 18"),
     "bin too long": (idx_bytes(), BIN_BYTES + b"\0\0", "bin: found 20 bytes, expected 18"),
-    "dtype of another size": (idx_bytes(code=4), BIN_BYTES, "found offset 6 of sequence 1"),
+    "dtype of another size": (idx_bytes(code=4), BIN_BYTES, "offset 6 of sequence 1"),
 }
 
 

@@ -271,10 +271,11 @@ def test_a_reader_that_a_writer_overtakes_does_not_mix_the_pairs(
     written(prefix, OLD)
     check = IndexedDataset._check_index
 
-    def overtaken(self: IndexedDataset) -> None:
-        check(self)
+    def overtaken(self: IndexedDataset) -> int:
+        size = check(self)
         monkeypatch.setattr(IndexedDataset, "_check_index", check)
         written(prefix, NEW)
+        return size
 
     monkeypatch.setattr(IndexedDataset, "_check_index", overtaken)
     with pytest.raises(
