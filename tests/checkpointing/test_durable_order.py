@@ -98,14 +98,6 @@ def test_the_name_is_on_the_disk_before_the_pointer_names_it(root: Path, saved: 
     ) < pointed(calls, root)
 
 
-def test_the_pointers_text_is_on_the_disk_before_it_gets_its_name(root: Path, saved: Saved) -> None:
-    calls = calls_of_a_save(root, saved)
-    place = pointed(calls, root)
-    rename = calls[place]
-    synced = index(calls, "fsync", lambda call: call.path == rename.path)
-    assert synced < place and calls[synced].times == rename.times
-
-
 def test_nothing_is_deleted_before_the_pointer_nor_set_aside_before_the_name_is_on_the_disk(
     root: Path, saved: Saved
 ) -> None:

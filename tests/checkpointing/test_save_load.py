@@ -126,17 +126,3 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="a weight is not finite, so no checkpoint is written"):
         run_to_end(config)
     assert not (tmp_path / LATEST).exists()
-
-
-def test_settings_that_changed_since_the_checkpoint_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(2, save=tmp_path)
-    capsys.readouterr()
-    run(1, dict(seed=9), load=tmp_path)
-    printed = capsys.readouterr().out
-    assert [line for line in printed.splitlines() if line.startswith("changed")] == [
-        "changed since the checkpoint: --train-iters 2 -> 1",
-        "changed since the checkpoint: --seed 1234 -> 9",
-    ]
-    assert "nothing to train: iteration 2" in printed

@@ -214,21 +214,3 @@ def test_a_later_start_takes_away_what_an_earlier_one_could_still_publish(
     assert saved.start(tmp_path, 1, []) == 2
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"iter_0000001", "iter_0000002", LATEST, "lock.json"}
-
-
-def test_a_pointer_that_a_person_has_set_is_followed(tmp_path: Path, saved: Saved) -> None:
-    """The steps behind it are set aside by the next save, also if they are damaged."""
-    saved.start(tmp_path, 0, [2, 4, 6, 8])
-    (tmp_path / "iter_0000008" / "manifest.json").write_text("")
-    (tmp_path / LATEST).write_text("4")
-    there = candidates(tmp_path)
-    assert (there.fault, there.steps, there.later) == (None, [4, 2], [6, 8])
-    assert saved.start(tmp_path, 1, [7]) == 4
-    names = [path.name for path in sorted(tmp_path.glob("iter_*"))]
-    assert names == [
-        "iter_0000002",
-        "iter_0000004",
-        "iter_0000006.superseded",
-        "iter_0000007",
-        "iter_0000008.superseded",
-    ]

@@ -49,11 +49,6 @@ def test_a_blend_never_asks_a_part_for_more_than_it_requests() -> None:
         )
 
 
-def test_request_is_the_share_and_half_a_percent_each_rounded_up() -> None:
-    requests = ((1000, 0.3), (10, 0.25), (1, 1.0))
-    assert [samples_to_request(*request) for request in requests] == [302, 4, 2]
-
-
 def test_items_come_from_the_chosen_dataset() -> None:
     first, second = ([np.array([base + number]) for number in range(9)] for base in (0, 100))
     items = BlendedDataset([first, second], [0.25, 0.75], 8)
@@ -121,14 +116,6 @@ def test_each_split_reads_its_own_documents(tmp_path: Path) -> None:
     assert seen == [set(range(12)), set(range(12, 18)), set(range(18, 20))]
 
 
-def test_mock_splits_differ_and_have_the_length_asked_for() -> None:
-    config = DataConfig(seq_length=5, mock_data=True)
-    datasets = build_datasets(config, vocab_size=10, seed=1, num_samples=(7, 3, 0))
-    assert datasets.valid is not None and datasets.test is None
-    assert (len(datasets.train), len(datasets.valid)) == (7, 3)
-    assert not np.array_equal(datasets.train[0], datasets.valid[0])
-
-
 def test_a_blend_with_a_part_that_lacks_the_split_names_it(tmp_path: Path) -> None:
     paths = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500, documents=2)
     with pytest.raises(
@@ -136,11 +123,6 @@ def test_a_blend_with_a_part_that_lacks_the_split_names_it(tmp_path: Path) -> No
         match=r"/b has no documents for the test split, .* set that share of --split to 0",
     ):
         build(*paths)
-
-
-def test_no_documents_for_training_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="--split '0,1' leaves no documents for training"):
-        build(write(tmp_path / "a", first_id=0), split="0,1")
 
 
 # --- the index ---

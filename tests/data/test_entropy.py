@@ -27,14 +27,3 @@ def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(tool, "BLOCK", 37)
     assert unigram_entropy(prefix) == pytest.approx(expected, rel=1e-12)
-
-
-def test_tool_prints_the_number_or_the_fault(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tool.main([written(tmp_path / "data", [[0, 1]])]) == 0
-    assert capsys.readouterr().out == "0.693147\n"
-    assert tool.main([str(tmp_path / "none")]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"python -m megatron_lite.tools.unigram_entropy: error: {tmp_path}/none.idx: no such file"
-    )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.data.blend import BlendedDataset
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
@@ -93,29 +91,6 @@ def test_an_id_outside_the_vocabulary_names_file_document_and_id(tmp_path: Path)
     with pytest.raises(InputError, match=message):
         rows(dataset(indexed, documents=(0, 3), seq_length=7, vocab_size=30))
     assert len(rows(dataset(indexed, documents=(0, 3), seq_length=7, vocab_size=31))) == 1
-
-
-def test_the_second_time_the_index_is_read_and_not_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = rows(dataset(write(tmp_path / "data"), num_samples=30))
-    assert os.path.isdir(tmp_path / "data_cache")
-    monkeypatch.setattr(
-        gpt, "build_sample_index", lambda *args, **kwargs: pytest.fail("built again")
-    )
-    assert rows(dataset(IndexedDataset(str(tmp_path / "data")), num_samples=30)) == first
-
-
-@pytest.mark.parametrize(
-    "change", [{"documents": (0, 6)}, {"num_samples": 31}, {"seq_length": 5}, {"seed": 6}]
-)
-def test_the_index_of_other_parameters_is_not_used(tmp_path: Path, change: dict[str, int]) -> None:
-    indexed = write(tmp_path / "data")
-    dataset(indexed, num_samples=30)
-    fresh = rows(
-        dataset(indexed, **{"num_samples": 30} | change, cache_path=str(tmp_path / "other"))
-    )
-    assert rows(dataset(indexed, **{"num_samples": 30} | change)) == fresh
 
 
 @pytest.mark.parametrize("lengths", [(7, 2, 9, 6, 1, 11, 3), (4, 11, 1, 6, 9, 2, 7)])

