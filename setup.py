@@ -37,7 +37,7 @@ setup(
         "megatron_lite": ["py.typed"],
         "megatron_lite.config": ["*.json"],
         "megatron_lite.plan": ["machines/*.json"],
-        "megatron_lite.pages": ["page.html"],
+        "megatron_lite.pages": ["*.html"],
     },
     install_requires=[
         # The releases that the tests have run with are 2.8, 2.13 and 2.14: tests/torch_versions.sh

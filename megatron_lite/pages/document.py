@@ -1,4 +1,4 @@
-"""One HTML file of sections, made by a jinja2 template, with pictures by matplotlib.
+"""One HTML file, made by a jinja2 template beside this file, with pictures by matplotlib.
 
 The template escapes every text. A page has no script, and its Content-Security-Policy lets a
 browser run none and request nothing. Its pictures are SVG images inside the file, and a browser
@@ -11,11 +11,12 @@ import base64
 import io
 import re
 from collections.abc import Callable, Sequence
-from importlib.resources import files
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
-from megatron_lite.config.invocation import module_of_extra
+from megatron_lite.config.invocation import module_of_extra, shell_lines
 
+GIB = 2**30
 LONGEST_TEXT = 4000
 STYLE: Any = {
     "font.size": 9,
@@ -28,39 +29,26 @@ STYLE: Any = {
 }
 
 
-class Table(NamedTuple):
-    """A table. Every row has one cell for each name of the head."""
-
-    caption: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-class Section(NamedTuple):
-    """A section of a page. facts: names with values. picture: what `picture` returns."""
-
-    heading: str
-    text: str = ""
-    facts: Sequence[tuple[str, str]] = ()
-    command: str = ""
-    picture: str = ""
-    tables: Sequence[Table] = ()
-
-
-def document(title: str, sections: Sequence[Section], notes: Sequence[str] = ()) -> str:
-    """Returns the page as HTML. Raises InputError if jinja2 is not installed."""
+def document(template: str, title: str, notes: Sequence[str] = (), **values: Any) -> str:
+    """Returns the page of a template as HTML. Raises InputError if jinja2 is not installed."""
     jinja2 = module_of_extra("jinja2", "plot", needed_by="a page")
     environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),
     )
-    template = (files("megatron_lite.pages") / "page.html").read_text(encoding="utf-8")
-    text: str = environment.from_string(template).render(
-        title=shortened(title, 120), sections=sections, notes=notes
+    environment.filters.update(
+        gib=lambda num_bytes: f"{num_bytes / GIB:,.2f}",
+        number=number,
+        shell=shell_lines,
+        short=lambda text: shortened(text, 120),
     )
-    return text
+    page: str = environment.get_template(template).render(
+        title=shortened(title, 120), notes=notes, **values
+    )
+    return page
 
 
 def picture(draw: Callable[..., Any], *values: Any) -> Any:

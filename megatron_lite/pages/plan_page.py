@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_lite.config.invocation import shell_lines
-from megatron_lite.pages.document import (
-    Section,
-    Table,
-    document,
-    number,
-    picture,
-    printable,
-    shortened,
-)
+from megatron_lite.pages.document import GIB, document, picture, printable
 
-GIB = 2**30
-TAGS = (
-    "exact: the run allocates exactly these bytes. bound: it never holds more. estimate: neither. "
-    "All times are estimates."
-)
 Stages = Sequence[Mapping[str, Any]]  # by pipeline rank: {"rank", "terms"}
 
 
@@ -29,75 +15,17 @@ def plan_page(found: Mapping[str, Any], stages: Sequence[Stages], notes: Sequenc
 
     found: what `plan --json` writes. stages: of each verdict, the terms of the ranks of its plan.
     """
-    sections = [
-        section
+    pictures = [
+        picture(figure, one, own) if one["plans"] or one["smallest"] else ""
         for one, own in zip(found["verdicts"], stages, strict=True)
-        for section in _sections(one, own)
     ]
-    return document(f"Plan for {found['machine']}", sections, notes)
-
-
-def _sections(one: Mapping[str, Any], stages: Stages) -> Iterator[Section]:
-    facts = [
-        ("verdict", one["verdict"]),
-        ("memory and reserve", f"{_gib(one['memory_bytes'])}, {_gib(one['reserve_bytes'])} GiB"),
-        ("layouts searched", str(one["num_layouts"])),
-    ]
-    best = one["plans"][0] if one["plans"] else one["smallest"]
-    heading = f"{one['num_gpus']} GPUs: {one['verdict']}"
-    if best is None:
-        yield Section(heading, facts=facts)
-        return
-    facts += [
-        ("layout", best["layout"]),
-        ("recomputation", best["recompute_policy"]),
-        ("FLOPs that it adds", f"{best['extra_flops']:.1%}"),
-        ("peak of the fullest rank", f"{_gib(best['peak_bytes'])} GiB, {best['moment']}"),
-        ("step", f"{number(best['step_seconds'])} s"),
-        ("tokens per second, all GPUs", number(best["tokens_per_second"])),
-        ("MFU", f"{best['mfu']:.1%}"),
-    ]
-    plans = [*(one["plans"] or [best]), *([one["next_better"]] if one["next_better"] else ())]
-    rows = [(plan["layout"], plan, plan["recompute_policy"]) for plan in plans]
-    rows += [(f"plan 1 with {near['change']}", near, "") for near in one["neighbours"]]
-    yield Section(
-        heading,
-        "The command runs the best plan. The fastest plans come first, then one that does not fit, "
-        f"then what is one step away. {TAGS}",
-        facts,
-        shell_lines(best["command"]),
-        picture(figure, one, best, stages),
-        [
-            Table(
-                "The plans of the picture",
-                ("plan", "peak GiB", "step s", "tokens/s", "recomputation"),
-                [
-                    (
-                        *(name, _gib(plan["peak_bytes"]), number(plan["step_seconds"])),
-                        *(number(plan["tokens_per_second"]), shortened(policy, 120)),
-                    )
-                    for name, plan, policy in rows
-                ],
-            ),
-            Table(
-                "The peak of each pipeline rank",
-                ("rank", "term", "GiB", "tag"),
-                [
-                    (str(stage["rank"]), term["name"], _gib(term["bytes"]), term["tag"])
-                    for stage in stages
-                    for term in stage["terms"]
-                ],
-            ),
-            Table(
-                "The time of a step, an estimate",
-                ("term", "seconds"),
-                [(name, number(value)) for name, value in best["step_terms"].items() if value],
-            ),
-        ],
+    title = f"Plan for {found['machine']}"
+    return document(
+        "plan.html", title, notes, verdicts=found["verdicts"], stages=stages, pictures=pictures
     )
 
 
-def figure(one: Mapping[str, Any], best: Mapping[str, Any], stages: Stages) -> Any:
+def figure(one: Mapping[str, Any], stages: Stages) -> Any:
     """Returns the matplotlib figure: plans by time and memory, and a stacked bar for each rank.
 
     The lines are the memory, and the memory without the reserve.
@@ -109,7 +37,7 @@ def figure(one: Mapping[str, Any], best: Mapping[str, Any], stages: Stages) -> A
     for label, marker, found in (
         ("one step away", "x", one["neighbours"]),
         ("plans", "o", one["plans"]),
-        ("best plan", "*", [best]),
+        ("best plan", "*", one["plans"][:1] or [one["smallest"]]),
     ):
         seconds = [each["step_seconds"] for each in found]
         gib = [each["peak_bytes"] / GIB for each in found]
@@ -137,7 +65,3 @@ def figure(one: Mapping[str, Any], best: Mapping[str, Any], stages: Stages) -> A
         plans.axhline(bound / GIB, color="black", linewidth=1, linestyle=style)
         bars.axvline(bound / GIB, color="black", linewidth=1, linestyle=style)
     return whole
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f}"

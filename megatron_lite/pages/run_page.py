@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
-from megatron_lite.pages.document import Section, Table, document, number, picture
+from megatron_lite.pages.document import GIB, document, number, picture
 from megatron_lite.pages.run_record import COLUMNS, KEPT, RunRecord
 
-GIB = 2**30
 PANELS: tuple[tuple[str, float, tuple[str, ...]], ...] = (  # title, size of the unit, what it shows
     ("loss [nats per token]", 1.0, ("lm_loss", "validation", "test")),
     ("gradient norm before clipping", 1.0, ("grad_norm",)),
@@ -32,48 +31,23 @@ MOST_LISTED, MOST_ROWS = 200, 24
 
 def run_page(run: RunRecord) -> str:
     """Returns the page of a run as an HTML document."""
-    written = datetime.fromtimestamp(run.written, timezone.utc)
-    listed = _last_of_each_kind(run)
     iterations, last = list(run.rows), len(run.rows) - 1
     places = sorted({place * last // (MOST_ROWS - 1) for place in range(MOST_ROWS)})
-    names = [name for name in COLUMNS if run.known(name)]
-    evaluations = [
-        [str(at), name, number(loss)]
-        for name in ("validation", "test")
-        for at, loss in [*run.points(name).items()][-MOST_LISTED:]
-    ]
-    tables = [
-        Table(
-            f"{len(listed)} of {len(run.events)} events",
-            ("iteration", "event", "details"),
-            [(str(at), kind, text) for at, kind, text in listed],
-        ),
-        Table(
-            f"{len(places)} of {last + 1} iterations; an empty cell is NaN or infinite",
-            ["iteration", *names],
-            [
-                [str(iterations[at]), *(number(run.rows[iterations[at]][name]) for name in names)]
-                for at in places
-            ],
-        ),
-        Table("Evaluations", ("iteration", "pass", "loss"), evaluations),
-    ]
     return document(
+        "run.html",
         f"Run {run.name}",
-        [
-            Section(
-                "Figures",
-                f"The last row was written at {written:%Y-%m-%d %H:%M} UTC.",
-                facts=list(_facts(run)),
-            ),
-            Section(
-                "Curves over the iterations",
-                "Dotted lines are skipped updates, dashed ones restarts, whole ones stops.",
-                picture=picture(run_figure, run),
-                tables=tables,
-            ),
-        ],
         run.notices,
+        written=f"{datetime.fromtimestamp(run.written, timezone.utc):%Y-%m-%d %H:%M}",
+        facts=list(_facts(run)),
+        curves=picture(run_figure, run),
+        events=_last_of_each_kind(run),
+        num_events=len(run.events),
+        names=[name for name in COLUMNS if run.known(name)],
+        values={iterations[place]: run.rows[iterations[place]] for place in places},
+        evaluations={
+            name: dict([*run.points(name).items()][-MOST_LISTED:])
+            for name in ("validation", "test")
+        },
     )
 
 

@@ -8,7 +8,7 @@ import jinja2
 import pytest
 
 from megatron_lite.pages import run_record
-from tests.pages import test_plan_page, test_run_page
+from tests.pages import test_run_page
 from tests.support.mutants import Mutant, assert_seen, replaces
 
 
@@ -24,7 +24,6 @@ def a_number_that_is_infinite_counts(number, value):
 
 MUTANTS = [
     Mutant(the_template_escapes_nothing, test_run_page.test_hostile_texts_are_text),
-    Mutant(the_template_escapes_nothing, test_plan_page.test_hostile_texts_of_a_plan_are_text),
     Mutant(
         a_number_that_is_infinite_counts,
         test_run_page.test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps,

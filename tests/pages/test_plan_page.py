@@ -72,7 +72,7 @@ def test_the_figures_of_the_page_are_the_planners() -> None:
 
 def test_the_picture_has_the_bytes_and_the_seconds() -> None:
     one = verdict()
-    plans, bars = figure(one, one["plans"][0], STAGES).axes
+    plans, bars = figure(one, STAGES).axes
     points = {
         str(line.get_label()): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
         for line in plans.lines
