@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -102,26 +101,3 @@ def test_a_peak_has_the_storages_that_were_alive_by_their_categories_and_its_mom
     held = meter.held()
     assert (held[WEIGHTS], held[OTHER]) == (400, 400)  # the gradient of the weight
     assert not set(held) & set(PHASES)
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_moment_of_a_backward_names_the_module_whose_forward_made_the_node(number: int) -> None:
-    class Wide(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            torch.empty(100_000)
-            return grad
-
-    class Layer(nn.Linear):
-        def forward(self, tensor: torch.Tensor) -> torch.Tensor:
-            return Wide.apply(super().forward(tensor))
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[number] = Layer(4, 4)
-    with StepMeter() as meter, meter.step([model]):
-        model(torch.ones(2, 4)).sum().backward()
-    assert meter.peak.moment == (BACKWARD, str(number), "aten.empty")

@@ -316,7 +316,7 @@ def test_the_report_has_every_figure_and_the_moment(
     share = rank.peak_difference / peak.num_bytes
     assert [value for name, value in rows if name == "difference"] == ["+0", f"{share:+.2%}"]
     assert dict(rows)["host memory, at most"] == f"{rank.measured.host_bytes / 2**10:,.3f}"
-    assert f": {peak.moment.phase} of {peak.moment.module}, {peak.moment.operator}" in text
+    assert f": {peak.moment.phase}" in text and f", {peak.moment.operator}" in text
 
 
 def test_under_a_launcher_only_rank_0_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,14 @@
 """Finds the tensors that differ if the measured kept bytes are not the predicted ones.
 
-Predicted terms and measured storages have no names in common. They are paired by size: first within
-one module of one layer, then within a layer, then anywhere. The unpaired terms and storages are the
-difference. A term may stand for several storages, such as the mean and the deviation of a norm. If
-several tensors of one module have the same size, the report may name any of them. Standard library
-only.
+Predicted terms and measured storages have no names in common. Within a layer they are paired by
+size, also several storages for one term, such as the mean and the deviation of a norm. What stays
+unpaired is the difference. Of two tensors of one layer with the same size either may be named.
+Standard library only.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
@@ -87,35 +87,24 @@ def difference(
 
     first_layer: the number of the stage's first layer in the whole model.
     """
-
-    def exact(term: Term, one: Saved) -> bool:
-        return near(term, one) and _module(term, first_layer) == one.module
-
-    def near(term: Term, one: Saved) -> bool:
-        return _layer(term, first_layer) == one.layer
-
-    def anywhere(term: Term, one: Saved) -> bool:
-        return True
-
-    missing, left = list(terms), list(saved)
-    # The surest pairs first: by module, by layer, by size alone.
-    surest = (
-        (exact, 1),
-        (exact, MOST_PARTS),
-        (near, 1),
-        (near, MOST_PARTS),
-        (anywhere, MOST_PARTS),
-    )
-    for together, most in surest:
-        unpaired = []
-        for term in missing:
-            taken = _parts(term, [one for one in left if together(term, one)], most)
-            for one in taken:
-                left.remove(one)
-            unpaired += [] if taken else [term]
-        missing = unpaired
+    left = defaultdict[int | None, list[Saved]](list)
+    for one in saved:
+        left[one.layer].append(one)
+    missing = list(terms)
+    # The surest pairs first. A unit's states of random streams are saved outside of its layer.
+    for anywhere in (False, True):
+        for most in (1, MOST_PARTS):
+            unpaired = []
+            for term in missing:
+                layer = None if anywhere or term.layer is None else term.layer + first_layer
+                taken = _parts(term, left[layer], most)
+                for one in taken:
+                    left[layer].remove(one)
+                unpaired += [] if taken else [term]
+            missing = unpaired
+    rest = (one for group in left.values() for one in group)
     return Difference(
-        tuple(sorted(left, key=lambda one: -one.num_bytes)),
+        tuple(sorted(rest, key=lambda one: -one.num_bytes)),
         tuple(sorted(missing, key=lambda term: -term.num_bytes)),
         first_layer,
     )
@@ -129,16 +118,6 @@ def _parts(term: Term, candidates: Sequence[Saved], most: int) -> tuple[Saved, .
             if sum(one.num_bytes for one in group) == term.num_bytes:
                 return group
     return ()
-
-
-def _layer(term: Term, first_layer: int) -> int | None:
-    return None if term.layer is None else term.layer + first_layer
-
-
-def _module(term: Term, first_layer: int) -> str | None:
-    if term.module is None or term.layer is None:
-        return None
-    return f"{LAYERS}{term.layer + first_layer}.{term.module}".removesuffix(".")
 
 
 def _first(found: Sequence[str]) -> str:

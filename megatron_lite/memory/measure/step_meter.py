@@ -15,22 +15,17 @@ is a category of its own. Beside a GPU it is other memory, and no part of the pe
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from megatron_lite.memory.measure.engine_storages import EngineStorages
-from megatron_lite.parallel.torch_internals import (
-    current_node,
-    next_node_number,
-    number_function_of,
-)
+from megatron_lite.parallel.torch_internals import current_node
 from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
+from megatron_lite.recompute.running import running_modules
 
 WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER = "weights", "masters", "gradients", "optimizer"
 OTHER, HOST = "other", "host"
@@ -77,11 +72,7 @@ class StepMeter(EngineStorages):
         self._host_apart = host_apart
         self.host_peak_bytes = 0
         self._in_step = self._in_update = False
-        self._running: list[str] = []
-        # From which sequence number of autograd on nodes belong to which module.
-        self._marks: list[int] = [0]
-        self._modules: list[str] = [""]
-        self._in_backward = ""
+        self._running: list[list[str]] = []  # of each stage
         self._peak_bytes = self._peak_number = 0
         self._peak_categories: Counter[str] = Counter()
         self._peak_place: tuple[str, str, Any] = (FORWARD, "", "")
@@ -130,11 +121,7 @@ class StepMeter(EngineStorages):
         stages: the modules whose parts `MeasuredMoment` names.
         """
         with ExitStack() as stack:
-            for name, module in (pair for stage in stages for pair in stage.named_modules()):
-                enter = module.register_forward_pre_hook(partial(self._enter, name))
-                leave = module.register_forward_hook(self._leave, always_call=True)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
+            self._running = [stack.enter_context(running_modules(stage)) for stage in stages]
             self._in_step = True
             try:
                 yield
@@ -178,32 +165,4 @@ class StepMeter(EngineStorages):
         return FORWARD if current_node() is None else BACKWARD
 
     def _module(self) -> str:
-        """Returns the running module. In backward it is the one that created the node."""
-        if self._running:
-            return self._running[-1]
-        node = current_node()
-        if node is None:
-            return ""
-        # The nodes that accumulate gradients have no place in the sequence. Each follows the node
-        # that computed the gradient.
-        if not hasattr(node, "variable"):
-            place = bisect_right(self._marks, number_function_of(node)()) - 1
-            self._in_backward = self._modules[place]
-        return self._in_backward
-
-    def _enter(self, name: str, *_: Any) -> None:
-        self._running.append(name)
-        self._mark()
-
-    def _leave(self, *_: Any) -> None:
-        self._running.pop()
-        self._mark()
-
-    def _mark(self) -> None:
-        module = self._running[-1] if self._running else ""
-        number = next_node_number()
-        if number == self._marks[-1]:  # no node was created since the last mark
-            self._modules[-1] = module
-        else:
-            self._marks.append(number)
-            self._modules.append(module)
+        return next((running[-1] for running in self._running if running), "")

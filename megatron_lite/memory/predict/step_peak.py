@@ -32,7 +32,6 @@ from typing import Literal, NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.regions import REGIONS
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
@@ -101,8 +100,7 @@ class StageMemory(NamedTuple):
     """What a micro-batch holds on a stage.
 
     on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
-    has for it. tables: the bytes of the rotary tables. generators: those of the states of the
-    random-number streams that a CPU's streams put aside. gathered: the bytes of weights that FSDP2
+    has for it. tables: the bytes of the rotary tables. gathered: the bytes of weights that FSDP2
     gathers once for several micro-batches.
     """
 
@@ -110,7 +108,6 @@ class StageMemory(NamedTuple):
     on_host: int
     arena: int
     tables: int
-    generators: int
     gathered: int
 
 
@@ -190,7 +187,6 @@ def step_peak(
         PeakTerm(ROUNDING, tensors.rounding(device), ESTIMATE),
         PeakTerm(CUBLAS, 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
         PeakTerm("rotary tables", sum(one.tables for one in memories), EXACT),
-        PeakTerm("states of generators", max(one.generators for one in memories), EXACT),
         PeakTerm("gathered weights", sum(one.gathered for one in memories), ESTIMATE),
         PeakTerm("activations kept for backward", moment.kept, EXACT),
         PeakTerm("activations rebuilt by a replay", moment.rebuilt, EXACT),
@@ -332,7 +328,6 @@ def _memory_of(
         host_bytes(model, plan, sizes) if any(one.on_host for one in plan.segments) else 0,
         _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
         2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0,
-        _generator_bytes(model, plan, sizes),
         0 if gathers is None else gathers.staying,
     )
 
@@ -346,22 +341,6 @@ def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
         if one.unit and not one.on_host
     )
     return sum(-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for slot in slots)
-
-
-def _generator_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
-    """Returns the bytes of the generators' states that the streams hold from step to step.
-
-    With dropout they are those of both streams. Otherwise a replay leaves the state of one behind.
-    """
-    if sizes.device != "cpu":
-        return 0
-    if model.hidden_dropout or model.attention_dropout:
-        return sizes.rng_state_bytes
-    replays = any(
-        one.unit or one.ops or any(REGIONS[name].draws for name in one.regions)
-        for one in plan.segments
-    )
-    return sizes.stream_state_bytes if replays else 0
 
 
 @dataclass(frozen=True)
