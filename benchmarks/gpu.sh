@@ -40,7 +40,7 @@ If you have this GPU for 5 minutes only, know this:
   - Then come the tests (110 s), the step times (60 s) and recomputation (100 s). Each part ends by itself at its limit.
   - Every part writes what it has finished, so $output has results even if a part was cut short.
     If you stop the whole script, the printed tables remain.
-  - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/METHOD.md.
+  - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/README.md.
 FIRST
 if [[ $DEVICE == cuda ]]; then
     nvidia-smi --query-gpu=name,driver_version,memory.used,memory.total,clocks.sm,power.limit,temperature.gpu --format=csv,noheader \

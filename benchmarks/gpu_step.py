@@ -1,7 +1,7 @@
 """Times a Llama-8B-shaped stack in bf16 on one GPU, beside the peers that are installed.
 
 The stack has as many layers as the card holds for all contestants together. They have the same
-weights and take turns (benchmarks/METHOD.md). The program first prints the rate of large matmuls on
+weights and take turns (benchmarks/README.md). The program first prints the rate of large matmuls on
 this card, since every other figure is judged by it. Each finished row is printed at once.
 """
 

@@ -301,7 +301,10 @@ def markdown(found: Mapping[str, Sequence[tuple[str, Sequence[str]]]]) -> str:
             (name, [*(line[number] for number in shown), merged(line[NUM_OTHERS:])])
             for name, line in found[title]
         ]
-        parts += [f"### {title}\n", _table(head, lines)]
+        alike = [name for name, cells in lines if set(cells) == {EQUAL}]
+        parts += [f"### {title}\n", _table(head, [line for line in lines if line[0] not in alike])]
+        if alike:
+            parts += [f"Equal in every engine: {'; '.join(alike)}.\n"]
     return "\n".join(parts)
 
 
