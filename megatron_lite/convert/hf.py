@@ -111,12 +111,8 @@ class HfSource:
         row = row_of(self._family, name)
         parts = [self._places[part].read() for part in row.theirs]
         head = head_of(self._family)
-        is_tied = name == WORDS and OUTPUT not in self._shapes
-        if (
-            is_tied
-            and head in self._places
-            and not torch.equal(parts[0], self._places[head].read())
-        ):
+        has_copy = name == WORDS and OUTPUT not in self._shapes and head in self._places
+        if has_copy and not torch.equal(parts[0], self._places[head].read()):
             raise InputError(
                 f"{CONFIG} says tie_word_embeddings true, but {head} differs from the embedding: "
                 "correct one of them"
@@ -261,11 +257,10 @@ def write_hf(
 
             def put(name: str, key: str, tensor: Tensor) -> None:
                 row = row_of(name_there, name)
-                if key == WEIGHT:
-                    values = LAYOUTS[row.layout].split(tensor, model)
-                    for part, value in zip(row.theirs, values, strict=True):
-                        files[weight_map[part]].write(part, value)
+                values = LAYOUTS[row.layout].split(tensor, model)
+                for part, value in zip(row.theirs, values, strict=True):
+                    files[weight_map[part]].write(part, value)
 
-            copy_tensors(source, put, advance)
+            copy_tensors(source, put, advance, [WEIGHT])
         for name, content in texts.items():
             (folder / name).write_bytes(content)

@@ -17,7 +17,7 @@ bit.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -145,18 +145,3 @@ def known_name(family: str, name: str, *, has_base: bool) -> str:
     return (
         name if has_base or name == head_of(family) else f"{FAMILIES[family].tensors.base}.{name}"
     )
-
-
-def to_ours(
-    family: str, theirs: Mapping[str, Tensor], names: Iterable[str], model: ModelConfig
-) -> dict[str, Tensor]:
-    """Returns weights, or gradients, of a model of transformers under the names here.
-
-    names: the parameters of the model here.
-    """
-    known = {known_name(family, name, has_base=True): tensor for name, tensor in theirs.items()}
-    rows = {name: row_of(family, name) for name in names}
-    return {
-        name: LAYOUTS[row.layout].join([known[part] for part in row.theirs], model)
-        for name, row in rows.items()
-    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -118,14 +118,18 @@ class WeightSource(Protocol):
 
 
 def copy_tensors(
-    source: WeightSource, put: Callable[[str, str, Tensor], None], advance: Advance
+    source: WeightSource,
+    put: Callable[[str, str, Tensor], None],
+    advance: Advance,
+    keys: Iterable[str] | None = None,
 ) -> None:
     """Calls `put(name, key, tensor)` for each parameter and each of its states, one at a time.
 
+    keys: what is copied of each parameter; None: all.
     Raises InputError for a tensor that holds NaN or infinity.
     """
     for name in source.described.specs:
-        for key in source.described.keys:
+        for key in source.described.keys if keys is None else keys:
             tensor = source.read(name, key)
             # The ends are NaN if any value is, and need no memory of the tensor's size.
             if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):

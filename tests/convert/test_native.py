@@ -163,7 +163,13 @@ def test_a_run_stores_its_tokenizer_and_tools_need_no_other(
     flags = ["--prompt", "to be", "--greedy", "--max-new-tokens", "2"]
     assert generate.main(["--load", "../moved", *flags, "--distributed-backend", "gloo"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("to be")
+    read = NativeSource.read
+    keys: set[str] = set()
+    monkeypatch.setattr(
+        NativeSource, "read", lambda own, name, key: keys.add(key) or read(own, name, key)
+    )
     assert converted(Path("../moved"), Path("out"), "megatron-lite hf") == 0
+    assert keys == {""}  # optimizer states would be read for nothing
     assert {name: (Path("out") / name).read_bytes() for name in stored} == stored
     flip_bit(step / "tokenizer.json", 100)
     assert "tokenizer.json: its checksum is not the one" in str(step_fault(step))

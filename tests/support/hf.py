@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.hf_tensors import to_ours
+from megatron_lite.convert.hf_tensors import LAYOUTS, known_name, row_of
 from megatron_lite.convert.weights import parameter_specs
 
 # D = H / A: transformers' GPT-2 and GPT-NeoX know no other
@@ -292,4 +292,10 @@ def our_tensors(
 
     The names of `theirs` are those of the model's parameters.
     """
-    return to_ours(model.config.model_type, theirs, parameter_specs(config, V), config)
+    family = model.config.model_type
+    known = {known_name(family, name, has_base=True): tensor for name, tensor in theirs.items()}
+    rows = {name: row_of(family, name) for name in parameter_specs(config, V)}
+    return {
+        name: LAYOUTS[row.layout].join([known[part] for part in row.theirs], config)
+        for name, row in rows.items()
+    }

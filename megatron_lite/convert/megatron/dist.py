@@ -80,7 +80,7 @@ FORMAT = {
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
 KEYS = {None: WEIGHT, "param": "master"} | {theirs: key for key, theirs in STATES.items()}
 NAME = re.compile(r"(?:(?:chained_0\.)?optimizer\.state\.(\w+)\.)?(?:model\d{0,3}\.)?(.+)")
-NO_PARAMETERS = ("rng_state", "rerun_state", "opt_param_scheduler", "optimizer.distributed")
+NO_PARAMETERS = ("rng_state", "rerun_state", "opt_param_scheduler")
 
 
 class Chunk(NamedTuple):
@@ -158,7 +158,8 @@ def _opened(folder: Path) -> MegatronSource:
     for full, tensor in tensors.items():
         state, name = NAME.fullmatch(full).groups()  # type: ignore[union-attr]
         ours = our_name(name)
-        if ours is None or state not in KEYS or full.startswith(NO_PARAMETERS):
+        is_other = state not in KEYS or (state is None and "optimizer." in full)
+        if ours is None or is_other or full.startswith(NO_PARAMETERS):
             continue
         names = stacked_names(ours, model.num_layers)
         if not names:

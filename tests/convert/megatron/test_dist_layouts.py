@@ -61,7 +61,8 @@ def test_stacked_and_numbered_layers_are_read(stacked: bool, tmp_path: Path) -> 
 
 def test_states_of_the_distributed_optimizer_leave_the_weights(tmp_path: Path) -> None:
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
-    save(tmp_path, **{bucket.replace(".", "__"): torch.ones(9)})
+    others = ("chained_1.optimizer.other", "rng_state/shard_0", bucket)
+    save(tmp_path, **{name.replace(".", "__"): torch.ones(9) for name in others})
     described = dist_source(tmp_path).described
     assert described.state_keys == () and "kept by parameter" in described.notes[0]
 
