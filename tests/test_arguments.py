@@ -252,7 +252,6 @@ def test_help_on_a_flag_that_only_megatron_has_tells_what_happens_to_it(
 def test_help_on_nothing_known_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean --help recompute?" in help_of("--help recomputing", capsys, status=2)
     assert help_of("--help zzz", capsys, status=2).count("\n") == 1
-    assert "such as --fp8" in help_of("--help fp8", capsys, status=2)
 
 
 # --dump-config and --config-json

@@ -68,11 +68,7 @@ def test_a_new_choice_of_the_model_is_an_error_for_every_reader(
     add_choice(monkeypatch, ModelConfig, field)
     flag = "--" + field.replace("_", "-")
     with pytest.raises(
-        ValueError,
-        match=(
-            f"^{flag} {NEW} is not implemented here, only .*: choose one of them, or add an entry "
-            f"for {NEW} to [\\w]+ in megatron_lite/[\\w/]+.py$"
-        ),
+        ValueError, match=f"^{flag} {NEW} is not implemented here, only .*: choose one of them"
     ):
         READERS[reader](tiny_config(**{field: NEW}))
 

@@ -60,13 +60,7 @@ def print_help(parser: Parser, argv: Sequence[str], program: str) -> None:
     if text is None:
         word = argv[place + 1]
         near = difflib.get_close_matches(word, [*TOPICS, *LISTS], n=1)
-        refused = [flag for flag in REFUSED if word.lower().replace("_", "-") in flag]
-        if refused:
-            advice = f"--help refused has flags of Megatron with it, such as {refused[0]}"
-        elif near:
-            advice = f"did you mean --help {near[0]}?"
-        else:
-            advice = "--help alone lists the topics"
+        advice = f"did you mean --help {near[0]}?" if near else "--help alone lists the topics"
         parser.error(f"--help {shown(word)}: no topic, and no flag has it in its name: {advice}")
     print(text)
     sys.exit(0)

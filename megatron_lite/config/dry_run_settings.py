@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plain import parse_whole_number, shown
+from megatron_lite.config.plain import parse_whole_number, quoted
 from megatron_lite.config.setting import check_settings, setting, settings_of
 from megatron_lite.config.stages import stages_of_rank
 
@@ -19,8 +19,7 @@ def _parse_ranks(text: str) -> tuple[int, ...]:
         return tuple(parse_whole_number(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(
-            f"--dry-run-ranks must be ranks with commas between them, such as 0,8,1023 "
-            f"(got {shown(repr(text))}): {error}"
+            f"--dry-run-ranks {quoted(text)}: {error}; give ranks such as 0,8,1023"
         ) from error
 
 
@@ -52,9 +51,12 @@ class DryRunConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        twice = sorted({rank for rank in self.dry_run_ranks if self.dry_run_ranks.count(rank) > 1})
-        if twice:
-            raise ValueError(f"--dry-run-ranks has rank {twice[0]} more than once: leave one out")
+        if len({*self.dry_run_ranks}) < len(self.dry_run_ranks):
+            raise ValueError(f"{self._named}: a rank is there more than once, leave one out")
+
+    @property
+    def _named(self) -> str:
+        return f"--dry-run-ranks {','.join(map(str, self.dry_run_ranks))}"
 
     def world_size(self, parallel: ParallelConfig, *, launched: int) -> int:
         """Returns the number of ranks of the simulated run.
@@ -80,12 +82,10 @@ class DryRunConfig:
         the most micro-batches in flight.
         ValueError: a rank of --dry-run-ranks is not in the world.
         """
-        outside = [rank for rank in self.dry_run_ranks if not 0 <= rank < world_size]
-        if outside:
+        if any(not 0 <= rank < world_size for rank in self.dry_run_ranks):
             raise ValueError(
-                f"--dry-run-ranks has rank {outside[0]}, and a world of {world_size} ranks has "
-                f"the ranks 0 to {world_size - 1}: give one of them, or a larger "
-                "--dry-run-world-size"
+                f"{self._named}: a world of {world_size} ranks has the ranks 0 to "
+                f"{world_size - 1}: give some of them, or a larger --dry-run-world-size"
             )
         if self.dry_run_ranks:
             return list(self.dry_run_ranks)

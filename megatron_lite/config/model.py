@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import chosen, require_at_least, resolve
+from megatron_lite.config.checks import chosen, flag, resolve
 from megatron_lite.config.layer_pattern import (
     check_layers,
     marks,
@@ -133,7 +133,7 @@ class ModelConfig:
     position_embedding_type: str = setting(
         "position embedding", "learned_absolute", choices=tuple(POSITIONS)
     )
-    rotary_base: int = setting("base of the rotary frequencies", 10000)
+    rotary_base: int = setting("base of the rotary frequencies", 10000, least=1)
     rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
     use_rope_scaling: bool = switch("scale the rotary frequencies by Llama 3.1's rule")
     rope_scaling_factor: float = setting(
@@ -148,7 +148,8 @@ class ModelConfig:
         parse=partial(parse_pattern, "--no-rope-freq"),
     )
     parallel_residual: bool = switch(
-        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX"
+        "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
+        needs="norm_position=before",
     )
     norm_position: str = setting(
         "norms before attention and the MLP, or after each and before the residual is added, as in "
@@ -171,6 +172,7 @@ class ModelConfig:
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
         choices=tuple(NORMS_ALL_HEADS),
+        needs="qk_layernorm",
     )
     swiglu: bool = switch("gated linear unit with SiLU in the MLP, instead of GELU")
     squared_relu: bool = switch("squared ReLU in the MLP, instead of GELU")
@@ -201,7 +203,9 @@ class ModelConfig:
         parse=partial(parse_pattern, "--window-attn-skip-freq"),
         needs="window_size",
     )
-    fp32_residual_connection: bool = switch("residual stream in float32 under --bf16 and --fp16")
+    fp32_residual_connection: bool = switch(
+        "residual stream in float32 under --bf16 and --fp16", needs="norm_position=before"
+    )
     hidden_dropout: float = setting(
         "dropout of embeddings and of what each layer adds", 0.1, least=0.0, below=1.0
     )
@@ -223,9 +227,7 @@ class ModelConfig:
                 f"--num-query-groups {self.num_query_groups}: each group needs the same number "
                 "of heads"
             )
-        switched = [
-            f"--{name.replace('_', '-')}" for name in SWITCHED_ACTIVATIONS if getattr(self, name)
-        ]
+        switched = [flag(name) for name in SWITCHED_ACTIVATIONS if getattr(self, name)]
         if len(switched) > 1:
             raise ValueError(f"{' and '.join(switched)} are two activations: choose one")
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
@@ -242,41 +244,21 @@ class ModelConfig:
                 f"at --hidden-size {self.hidden_size}: set --ffn-hidden-size"
             )
         resolve(self, "ffn_hidden_size", default_ffn)
-        if POSITIONS.get(self.position_embedding_type, POSITIONS["none"]).rotated:
-            require_at_least(self, 1, "rotary_base")
-            if not 0.0 < self.rotary_percent <= 1.0 or self.rotary_dim < 2 or self.rotary_dim % 2:
-                raise ValueError(
-                    f"--rotary-percent {self.rotary_percent} of --kv-channels {self.head_dim} "
-                    f"gives {self.rotary_dim} rotated channels: it must be an even number of at "
-                    "least 2, in (0, 1]"
-                )
+        if POSITIONS.get(self.position_embedding_type, POSITIONS["none"]).rotated and (
+            not 0.0 < self.rotary_percent <= 1.0 or self.rotary_dim < 2 or self.rotary_dim % 2
+        ):
+            raise ValueError(
+                f"--rotary-percent {self.rotary_percent} of --kv-channels {self.head_dim} gives "
+                f"{self.rotary_dim} rotated channels: it must be an even number of at least 2, in "
+                "(0, 1]"
+            )
         check_layers(self)
-        self._check_variants()
-
-    def _check_variants(self) -> None:
-        if self.parallel_residual and self.norms_after:
+        # RMSNorm needs one sum over the ranks instead of two, and apex sees the heads of one rank.
+        is_usual = self.normalization == "RMSNorm" and self.norm_impl == "torch"
+        if self.qk_layernorm_scope == "all-heads" and not is_usual:
             raise ValueError(
-                "--parallel-residual needs --norm-position before: no known model has both"
+                "--qk-layernorm-scope all-heads needs --normalization RMSNorm and --norm-impl torch"
             )
-        if self.fp32_residual_connection and self.norms_after:
-            raise ValueError(
-                "--fp32-residual-connection needs --norm-position before: without a norm before "
-                "them, linear layers would read float32"
-            )
-        if self.qk_layernorm_scope != "all-heads":
-            return
-        needed = {
-            "--qk-layernorm": self.qk_layernorm,
-            "--normalization RMSNorm, which needs one sum over the ranks instead of two": (
-                self.normalization == "RMSNorm"
-            ),
-            "--norm-impl torch: apex's kernel sees the heads of one rank alone": (
-                self.norm_impl == "torch"
-            ),
-        }
-        for need, is_met in needed.items():
-            if not is_met:
-                raise ValueError(f"--qk-layernorm-scope all-heads needs {need}")
 
     @property
     def head_dim(self) -> int:

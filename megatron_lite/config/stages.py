@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import flag
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.units import plural
 
@@ -132,14 +131,14 @@ def _layers_by_rank(parallel: ParallelConfig, num_layers: int) -> list[int]:
             "--decoder-first-pipeline-num-layers N gives the first one another number"
         )
     if fixed and (left < others or (left and not others) or (others and left % others)):
-        names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-        given = [
-            f"{flag(name)} {value}"
-            for name, value in zip(names, (first, last), strict=True)
-            if value is not None
+        given = {"first": first, "last": last}
+        flags = [
+            f"--decoder-{end}-pipeline-num-layers {number}"
+            for end, number in given.items()
+            if number is not None
         ]
         raise ValueError(
-            f"{' and '.join(given)} of --num-layers {num_layers} leave {left} for the "
+            f"{' and '.join(flags)} of --num-layers {num_layers} leave {left} for the "
             f"{plural(others, 'other rank')} of --pipeline-model-parallel-size {size}: give "
             "numbers that leave each of them the same number of layers, and at least one"
         )

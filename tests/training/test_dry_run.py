@@ -234,17 +234,17 @@ def test_the_default_ranks_are_the_first_of_each_kind() -> None:
     [
         (
             "--dry-run-memory --dry-run-ranks 0,5000 --dry-run-world-size 1024",
-            "--dry-run-ranks has rank 5000, and a world of 1024 ranks has the ranks 0 to 1023: "
-            "give one of them, or a larger --dry-run-world-size",
+            "--dry-run-ranks 0,5000: a world of 1024 ranks has the ranks 0 to 1023: give some of "
+            "them, or a larger --dry-run-world-size",
         ),
         (
             "--dry-run-memory --dry-run-ranks 0,a",
-            "--dry-run-ranks must be ranks with commas between them, such as 0,8,1023 "
-            "(got '0,a'): a is no whole number of at most 64 bits",
+            "--dry-run-ranks '0,a': a is no whole number of at most 64 bits; give ranks such as "
+            "0,8,1023",
         ),
         (
             "--dry-run-memory --dry-run-ranks 0,0",
-            "--dry-run-ranks has rank 0 more than once: leave one out",
+            "--dry-run-ranks 0,0: a rank is there more than once, leave one out",
         ),
         ("--dry-run-ranks 0", "--dry-run-ranks needs --dry-run-memory"),
         ("--dry-run-device cpu", "--dry-run-device needs --dry-run-memory"),
