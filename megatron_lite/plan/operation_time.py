@@ -37,7 +37,7 @@ class Seconds(dict[str, float]):
             both[term] += seconds
         return both
 
-    def times(self, number: int) -> Seconds:
+    def times(self, number: float) -> Seconds:
         """Returns every term so many times."""
         return Seconds({term: number * seconds for term, seconds in self.items()})
 

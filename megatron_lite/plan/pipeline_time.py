@@ -8,11 +8,11 @@ Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.stages import warmup_forwards
-from megatron_lite.pipeline.order import Action, orders
+from megatron_lite.pipeline.order import orders
 
 # The periods that must follow one another after the same time. No action needs an input that is
 # older than two periods.
@@ -21,17 +21,17 @@ ROUNDING = 1e-12  # of the longest time: the rounding of sums of floats
 
 
 class Durations(NamedTuple):
-    """The time of actions. duration(rank, action) is in seconds.
+    """The time of one micro-batch.
 
+    forward, backward: the seconds by rank and by chunk, the number of the rank's virtual stage.
     transfer: the seconds that hidden states need from one rank to the next.
     overlap: whether a rank receives its next input while it computes.
-    alike: whether all micro-batches take the same time.
     """
 
-    duration: Callable[[int, Action], float]
+    forward: Sequence[Sequence[float]]
+    backward: Sequence[Sequence[float]]
     transfer: float = 0.0
     overlap: bool = True
-    alike: bool = False
 
 
 class RankEnd(NamedTuple):
@@ -42,32 +42,38 @@ class RankEnd(NamedTuple):
 
 
 def run_pipeline(
-    durations: Durations, *, size: int, num_microbatches: int, num_chunks: int = 1
+    durations: Durations, num_microbatches: int, *, in_full: bool = False
 ) -> list[RankEnd]:
-    """Returns the times of every rank.
+    """Returns the times of every rank. in_full: whether every micro-batch is simulated.
 
-    num_chunks: the number of virtual stages of each rank.
-
-    If all micro-batches are alike, the schedule soon repeats: each further period of p
-    micro-batches (1 without virtual stages) takes as long as the one before it, on every rank. Once
-    every action of SETTLED periods in a row comes the same time after that of the period before,
-    this stays so until the cool-down, and the rest of the periods is not simulated.
+    The schedule soon repeats: each further period of p micro-batches (1 without virtual stages)
+    takes as long as the one before it, on every rank. Once every action of SETTLED periods in a row
+    comes the same time after that of the period before, this stays so until the cool-down, and the
+    rest of the periods is not simulated.
     """
+    size, num_chunks = len(durations.forward), len(durations.forward[0])
     period = size if num_chunks > 1 else 1
     few = -(-(2 * size + 2) // period) * period + SETTLED * period
-    while durations.alike and few < num_microbatches:
+    shift, number = 0.0, num_microbatches
+    ends = None
+    while few < num_microbatches and not in_full:
         number = few + (num_microbatches - few) % period
-        busy, ends = _simulate(durations, size, number, num_chunks)
-        shift = _shift(ends, size, period, num_chunks)
-        if shift is not None:
-            more = (num_microbatches - number) // period * shift
-            return [
-                RankEnd(own[-1] + more, one * num_microbatches / number)
-                for own, one in zip(ends, busy, strict=True)
-            ]
-        few *= 2
-    busy, ends = _simulate(durations, size, num_microbatches, num_chunks)
-    return [RankEnd(own[-1], one) for own, one in zip(ends, busy, strict=True)]
+        ends = _simulate(durations, number)
+        found = _shift(ends, size, period, num_chunks)
+        if found is not None:
+            shift = (num_microbatches - number) // period * found
+            break
+        few, ends = 2 * few, None
+    ends = ends or _simulate(durations, num_microbatches)
+    return [
+        RankEnd(own[-1] + shift, num_microbatches * _busy(durations, rank))
+        for rank, own in enumerate(ends)
+    ]
+
+
+def _busy(durations: Durations, rank: int) -> float:
+    """Returns how long a rank computes for a micro-batch."""
+    return sum(durations.forward[rank]) + sum(durations.backward[rank])
 
 
 def _shift(ends: list[list[float]], size: int, period: int, num_chunks: int) -> float | None:
@@ -86,37 +92,29 @@ def _shift(ends: list[list[float]], size: int, period: int, num_chunks: int) -> 
     return shifts[0] if settled else None
 
 
-def shortest_pipeline(
-    durations: Durations, *, size: int, num_microbatches: int, num_chunks: int = 1
-) -> list[RankEnd]:
+def shortest_pipeline(durations: Durations, num_microbatches: int) -> list[RankEnd]:
     """Returns lower bounds of the times of every rank, without a simulation.
 
     A rank begins when the first micro-batch arrives, and computes all of them. The gradient of the
-    last one then passes through the ranks before it. All micro-batches must take the same time.
+    last one then passes through the ranks before it.
     """
     found: list[RankEnd] = []
     arrives = passes = last = 0.0  # passes: through the backwards of all ranks before
-    for rank in range(size):
-        forward, backward = (
-            [durations.duration(rank, Action(kind, 0, chunk)) for chunk in range(num_chunks)]
-            for kind in ("forward", "backward")
-        )
-        busy = num_microbatches * (sum(forward) + sum(backward))
+    for rank in range(len(durations.forward)):
+        busy = num_microbatches * _busy(durations, rank)
         found.append(RankEnd(arrives + busy, busy))
         last = max(last, arrives + busy + passes)
-        arrives += forward[0] + durations.transfer
-        passes += backward[0] + durations.transfer
+        arrives += durations.forward[rank][0] + durations.transfer
+        passes += durations.backward[rank][0] + durations.transfer
     found[0] = RankEnd(last, found[0].busy)
     return found
 
 
-def _simulate(
-    durations: Durations, size: int, num_microbatches: int, num_chunks: int
-) -> tuple[list[float], list[list[float]]]:
-    """Returns by rank how long it computes, and when each of its actions ends."""
+def _simulate(durations: Durations, num_microbatches: int) -> list[list[float]]:
+    """Returns by rank when each of its actions ends."""
+    size, num_chunks = len(durations.forward), len(durations.forward[0])
     actions = orders(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
     ends: list[list[float]] = [[] for _ in range(size)]
-    busy = [0.0] * size
     done: dict[tuple[str, int, int], float] = {}  # by kind, micro-batch and number of the stage
     # A rank runs until an input is missing. Whoever makes an input for another rank wakes it.
     awake = list(range(size))
@@ -124,22 +122,20 @@ def _simulate(
         rank = awake.pop()
         own = ends[rank]
         while len(own) < len(actions[rank]):
-            action = actions[rank][len(own)]
-            stage = action.chunk * size + rank
-            before = stage - 1 if action.kind == "forward" else stage + 1
+            kind, microbatch, chunk = actions[rank][len(own)]
+            stage, step = chunk * size + rank, 1 if kind == "forward" else -1
             start = own[-1] if own else 0.0
-            if 0 <= before < size * num_chunks:
-                made = done.get((action.kind, action.microbatch, before))
+            if 0 <= stage - step < size * num_chunks:
+                made = done.get((kind, microbatch, stage - step))
                 if made is None:
                     break
                 if durations.overlap:
                     start = max(start, made + durations.transfer)
                 else:  # the rank begins to receive when it is free
                     start = max(start, made) + durations.transfer
-            spent = durations.duration(rank, action)
-            busy[rank] += spent
-            own.append(start + spent)
-            done[action.kind, action.microbatch, stage] = start + spent
-            awake.append((rank + (1 if action.kind == "forward" else -1)) % size)
+            times = durations.forward if kind == "forward" else durations.backward
+            own.append(start + times[rank][chunk])
+            done[kind, microbatch, stage] = own[-1]
+            awake.append((rank + step) % size)
     assert [*map(len, ends)] == [*map(len, actions)], "a rank waits for ever"
-    return busy, ends
+    return ends

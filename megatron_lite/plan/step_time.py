@@ -9,15 +9,14 @@ micro-batches from pipeline/order.py. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import Stage, stages
+from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes, residual_bytes
 from megatron_lite.memory.predict.flops import step_flops
-from megatron_lite.pipeline.order import Action, keeping_all
 from megatron_lite.plan.hardware import Group, Hardware
 from megatron_lite.plan.operation_time import Clock, Seconds
 from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
@@ -106,55 +105,52 @@ def step_time(
     fused &= config.training.gradient_accumulation_fusion
     timed = TimedRun(config, clock, Group(dp_size * c, t), fused)
     own_stages = _alike(config, all_stages or stages(parallel, model.num_layers))
-    kept = _kept_whole(config, num_microbatches, len(own_stages) // p)
+    num_chunks = len(own_stages) // p
+    num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
 
     @cache
-    def passage(stage: Stage, keeps_all: bool = False) -> StageTime:
-        whole = keeps_all or not stage.num_layers
-        return stage_time(
-            timed,
-            stage,
-            keep_everything(stage.num_layers)
-            if whole
-            else plan_stage(config.recompute, stage.num_layers, stage.number),
+    def passage(stage: Stage, kept: float) -> StageTime:
+        """Returns the mean time of a micro-batch. kept: the share that keeps everything."""
+        whole = keep_everything(stage.num_layers)
+        plan = plan_stage(config.recompute, stage.num_layers, stage.number)
+        parts = ((plan, 1.0 - kept), (whole, kept)) if stage.num_layers else ((whole, 1.0),)
+        times = [(stage_time(timed, stage, one), share) for one, share in parts if share]
+        return StageTime(
+            *(sum((one[half].times(share) for one, share in times), Seconds()) for half in (0, 1))
         )
 
-    @cache
-    def seconds(kind: str, stage: Stage, keeps_all: bool) -> float:
-        one = passage(stage, keeps_all)
-        return (one.forward if kind == "forward" else one.backward).total()
-
-    def duration(rank: int, action: Action) -> float:
-        keeps_all = (action.microbatch, action.chunk) in kept[rank]
-        return seconds(action.kind, own_stages[action.chunk * p + rank], keeps_all)
-
+    # By rank and chunk. The first `num_kept` of each window of forwards in flight keep everything.
+    passages = []
+    for rank in range(p):
+        window = most_in_flight(
+            size=p, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks
+        )
+        kept = min(1.0, num_kept / window)
+        passages.append([passage(stage, kept) for stage in own_stages[rank::p]])
+    sent = transfer_bytes or residual_bytes(model, Sizes.of(config, device=hardware.device))
+    transfer = hardware.transfer_seconds(sent, inside=pipeline.is_inside_a_node(hardware))
+    durations = Durations(
+        [[one.forward.total() for one in own] for own in passages],
+        [[one.backward.total() for one in own] for own in passages],
+        transfer if p > 1 else 0.0,
+        parallel.overlap_p2p_comm,
+    )
+    ran = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
     # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
     embeddings = Group(min(p, 2), (p - 1) * pipeline.stride or 1)
 
     @cache
-    def update(own: tuple[Stage, ...]) -> UpdateTime:
-        both = (sum(seconds(kind, one, False) for one in own) for kind in ("forward", "backward"))
-        return update_time(timed, own, embeddings, *both)
+    def update(own: tuple[Stage, ...], forward: float, backward: float) -> UpdateTime:
+        return update_time(timed, own, embeddings, forward, backward)
 
-    sent = transfer_bytes or residual_bytes(model, Sizes.of(config, device=hardware.device))
-    transfer = hardware.transfer_seconds(sent, inside=pipeline.is_inside_a_node(hardware))
-    ran = (shortest_pipeline if bound else run_pipeline)(
-        Durations(
-            duration, transfer if p > 1 else 0.0, parallel.overlap_p2p_comm, alike=not any(kept)
-        ),
-        size=p,
-        num_microbatches=num_microbatches,
-        num_chunks=len(own_stages) // p,
-    )
-    updates = [update(own_stages[rank::p]) for rank in range(p)]
+    updates = [
+        update(own_stages[rank::p], sum(durations.forward[rank]), sum(durations.backward[rank]))
+        for rank in range(p)
+    ]
     last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
     terms = Seconds()
-    for chunk, stage in enumerate(own_stages[last::p]):
-        number = sum(one == chunk for _, one in kept[last])
-        for keeps_all, times in ((True, number), (False, num_microbatches - number)):
-            if times:
-                one = passage(stage, keeps_all)
-                terms += (one.forward + one.backward).times(times)
+    for one in passages[last]:
+        terms += (one.forward + one.backward).times(num_microbatches)
     terms[PIPELINE_WAITS] = ran[last].end - ran[last].busy
     terms[REDUCTION] = updates[last].reduction
     # The norm of all gradients makes every rank wait before its update.
@@ -170,27 +166,6 @@ def step_time(
         model_flops=step_flops(model, batch=batch, seq_length=length, padded_vocab_size=vocab_size),
         peak_flops=hardware.matmuls(clock.element_bytes).peak_flops,
     )
-
-
-def _kept_whole(
-    config: RunConfig, num_microbatches: int, num_chunks: int
-) -> list[Set[tuple[int, int]]]:
-    """Returns by rank the (micro-batch, chunk) whose forwards keep everything.
-
-    Their backward runs nothing again.
-    """
-    size = config.parallel.pipeline_model_parallel_size
-    num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints
-    if not num_kept:
-        return [frozenset()] * size
-    shape = dict(size=size, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    return [
-        {
-            (action.microbatch, action.chunk)
-            for action in keeping_all(rank=rank, num_kept=num_kept, **shape)
-        }
-        for rank in range(size)
-    ]
 
 
 def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
