@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config import plain
@@ -26,8 +26,7 @@ MOST_BYTES = 2**26  # the longest text that is parsed. A manifest has about 130 
 MOST_FILE_BYTES = 2**50
 
 
-@dataclass(frozen=True)
-class FileRow:
+class FileRow(NamedTuple):
     """The size and the checksum of one file."""
 
     bytes: int
@@ -109,7 +108,7 @@ def row_of(path: Path, *, limit: int | None = None) -> FileRow:
 
 def rows_to_plain(rows: Mapping[str, FileRow]) -> dict[str, dict[str, object]]:
     """Returns the rows as a JSON object."""
-    return {name: asdict(row) for name, row in sorted(rows.items())}
+    return {name: row._asdict() for name, row in sorted(rows.items())}
 
 
 def rows_from_plain(values: object) -> dict[str, FileRow]:
@@ -121,14 +120,12 @@ def rows_from_plain(values: object) -> dict[str, FileRow]:
     for name, row in plain.as_object(values, "files").items():
         row = plain.as_object(row, f"files[{plain.quoted(name)}]")
         size, sha256 = plain.whole(row, "bytes", 0, MOST_FILE_BYTES), plain.field(row, "sha256")
-        if not re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII):
+        if not re.fullmatch(r"\w[\w.-]{0,250}", name, re.ASCII) or not (
+            isinstance(sha256, str) and re.fullmatch(r"[0-9a-f]{64}", sha256)
+        ):
             raise ValueError(
-                "a file's name must consist of letters, digits, '_', '-' and '.' (got "
-                f"{plain.quoted(name)})"
-            )
-        if not isinstance(sha256, str) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
-            raise ValueError(
-                f"sha256 of {name} must be 64 hexadecimal digits (got {plain.quoted(sha256)})"
+                "a file must have a name of letters, digits, '_', '-' and '.', and a sha256 of 64 "
+                f"hexadecimal digits (got {plain.quoted(name)}, {plain.quoted(sha256)})"
             )
         rows[name] = FileRow(size, sha256)
     return rows

@@ -73,18 +73,14 @@ class Progress:
         found = plain.as_object(values, "progress")
         plain.check_names(found, [field.name for field in fields(cls)], "progress")
         iteration = plain.whole(found, "iteration", 0, MOST_ITERATIONS)
-        skipped, nan, in_a_row = (
-            plain.whole(found, name, 0, iteration) if name in found else 0
-            for name in ("skipped_iterations", "nan_iterations", "skipped_in_a_row")
-        )
+        counts = ("skipped_iterations", "nan_iterations", "skipped_in_a_row")
         return cls(
             iteration=iteration,
             consumed_samples=plain.whole(found, "consumed_samples", 0, MOST_SAMPLES),
-            skipped_iterations=skipped,
-            nan_iterations=nan,
-            skipped_in_a_row=in_a_row,
-            evaluation_is_due="evaluation_is_due" in found
-            and plain.boolean(found, "evaluation_is_due"),
+            evaluation_is_due=plain.boolean(
+                {"evaluation_is_due": False, **found}, "evaluation_is_due"
+            ),
+            **{name: plain.whole(found, name, 0, iteration) for name in counts if name in found},
         )
 
 
@@ -96,7 +92,7 @@ class Metadata:
     num_updates: how many updates the optimizer had made.
     parameters: the layout of each parameter, by name.
     loss_scale, mean_loss: the states of the loss scale and of the spike detection; None without.
-    data: the identity of the data (data/identity.py).
+    data: the identity of the data (data/datasets.py).
     schedule: the learning-rate schedule of the run; None in a checkpoint of an older version.
     computed_on: the processor of rank 0 and its libraries, which decide the low bits of the results
         (training/run_notices.py); "" in a converted checkpoint, or one of an older version.
@@ -120,21 +116,11 @@ class Metadata:
 
     def to_json(self) -> str:
         """Returns the text of metadata.json."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "progress": asdict(self.progress),
-                **{axis: getattr(self, axis) for axis in AXES},
-                "num_updates": self.num_updates,
-                "loss_scale": None if self.loss_scale is None else asdict(self.loss_scale),
-                "mean_loss": None if self.mean_loss is None else asdict(self.mean_loss),
-                "data": self.data,
-                "schedule": None if self.schedule is None else asdict(self.schedule),
-                **({"computed_on": self.computed_on} if self.computed_on else {}),
-                **({"missing": list(self.missing)} if self.missing else {}),
-            },
-            indent=1,
-        )
+        values = {"format": FORMAT, **asdict(replace(self, parameters={}))}
+        for name in ("parameters", "computed_on", "missing"):
+            if not values[name]:  # the parameters have files of their own
+                del values[name]
+        return json.dumps(values, indent=1)
 
     def parameters_to_json(self) -> str:
         """Returns the text of this pipeline rank's parameters_pp*.json."""

