@@ -1,7 +1,6 @@
 """The description of the norms of queries and keys as operations.
 
-For the norms over all heads (model/all_heads_norm.py) it also has the collectives. Standard library
-only.
+For the norms over all heads (AllHeadsNorm) it also has the collectives. Standard library only.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.model.all_heads_norm import AllHeadsNorm
 from megatron_lite.model.core_attention import CoreAttention
-from megatron_lite.model.norm import Norm
+from megatron_lite.model.norm import AllHeadsNorm, Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear

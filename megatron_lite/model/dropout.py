@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,12 +59,9 @@ def add_dropped_out(
     """
     if probability == 0.0 and not skip_tail:
         return residual + branch
-    # The redraw takes only a description of the branch. It would keep the branch itself alive.
-    redraw = (
-        regions.redraw(DROPOUT, partial(_draw_mask, _Like.of(branch, residual.dtype), probability))
-        if probability
-        else None
-    )
+    # The redraw takes no tensor, which it would keep alive.
+    draw = partial(_draw_mask, branch.shape, residual.dtype, branch.device, probability)
+    redraw = regions.redraw(DROPOUT, draw) if probability else None
     with regions.rng.fork(stream) if probability else nullcontext():
         return _Dropout.apply(residual, branch, probability, skip_tail, redraw, kernels)
 
@@ -127,27 +124,16 @@ def drop_backward(grad_output: Tensor, mask: Tensor, *, scale: float) -> Tensor:
     return torch.ops.aten.native_dropout_backward(grad_output, mask, scale)
 
 
-class _Like(NamedTuple):
-    """The facts of a tensor that decide which mask the next random numbers give."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor, dtype: torch.dtype) -> _Like:
-        return cls(tensor.shape, dtype, tensor.device)
-
-
-def _draw_mask(like: _Like, probability: float) -> Tensor:
-    """Draws the mask that `_Dropout` would draw now for a tensor like this."""
-    if _draws_itself(like.device):
-        return keep_mask(draw_numbers(like.shape), like.shape, probability)
+def _draw_mask(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, probability: float
+) -> Tensor:
+    """Draws the mask that `_Dropout` would draw now for a tensor of this kind."""
+    if _draws_itself(device):
+        return keep_mask(draw_numbers(shape), shape, probability)
     # The kernel assigns its numbers by memory layout. `_Dropout` runs it on a contiguous tensor, so
     # only another contiguous tensor gets the same mask.
-    return torch.native_dropout(
-        torch.empty(like.shape, dtype=like.dtype, device=like.device), probability, True
-    )[1]
+    empty = torch.empty(shape, dtype=dtype, device=device)
+    return torch.native_dropout(empty, probability, True)[1]
 
 
 class _Dropout(torch.autograd.Function):
@@ -176,7 +162,7 @@ class _Dropout(torch.autograd.Function):
             # The state is read before the draw: backward draws the same numbers from it.
             state = None if redraw is None else redraw.rng.state()
             if skip_tail:
-                mask = _draw_mask(_Like.of(branch, dtype), probability)
+                mask = _draw_mask(branch.shape, dtype, branch.device, probability)
             elif _draws_itself(branch.device):
                 function, operands = (
                     (drop, (branch,)) if residual is None else (drop_and_add, (residual, branch))

@@ -50,10 +50,20 @@ class LanguageModelEmbedding(nn.Module):
 
     The embedding adds the learned positions, if the model has them, and applies dropout.
     position_ids: [b, s/c], the positions of the tokens; None: their places in the sequence.
+
+    The last pipeline stage has one too if the embeddings are tied, for the output projection, which
+    reads its weight. Both stages' weights have the same name and initial values. They get the same
+    gradient: the sum of the two stages' gradients.
     """
 
     def __init__(
-        self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int
+        self,
+        config: ModelConfig,
+        context: RankContext,
+        *,
+        vocab_size: int,
+        padded_vocab_size: int,
+        has_positions: bool,
     ) -> None:
         super().__init__()
         self.context = context
@@ -68,9 +78,7 @@ class LanguageModelEmbedding(nn.Module):
             init_std=config.init_method_std,
             context=context,
         )
-        self.position_embeddings = (
-            PositionEmbedding(config, context) if config.positions.learned else None
-        )
+        self.position_embeddings = PositionEmbedding(config, context) if has_positions else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         hidden_states = self.word_embeddings(tokens)
@@ -102,23 +110,3 @@ class LanguageModelEmbedding(nn.Module):
             for span in part_of(context.cp.spans(shards * length), start, length)
         ]
         return stretches[0] if len(stretches) == 1 else torch.cat(stretches)
-
-
-class OutputEmbedding(nn.Module):
-    """The last pipeline stage's copy of tied word embeddings, for the output projection.
-
-    It has the same name and the same initial values as the first stage's weight. Both get the same
-    gradient: the sum of the two stages' gradients.
-    """
-
-    def __init__(
-        self, config: ModelConfig, context: RankContext, *, vocab_size: int, padded_vocab_size: int
-    ) -> None:
-        super().__init__()
-        self.word_embeddings = VocabParallelEmbedding(
-            vocab_size,
-            config.hidden_size,
-            padded_vocab_size=padded_vocab_size,
-            init_std=config.init_method_std,
-            context=context,
-        )

@@ -13,7 +13,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.stages import Stage, whole_model
 from megatron_lite.model.block import TransformerBlock
 from megatron_lite.model.documents import NO_DOCUMENTS, Documents
-from megatron_lite.model.embedding import LanguageModelEmbedding, OutputEmbedding
+from megatron_lite.model.embedding import LanguageModelEmbedding
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.sequence_spans import select
@@ -66,14 +66,14 @@ class GPTModel(nn.Module):
         self.loss_chunk_size = loss_chunk_size
         self.stage = stage = stage or whole_model(config.num_layers)
         untied = config.untie_embeddings_and_output_weights
-        self.embedding: LanguageModelEmbedding | OutputEmbedding | None = None
-        if stage.is_first:
+        self.embedding: LanguageModelEmbedding | None = None
+        if stage.is_first or (stage.is_last and not untied):
             self.embedding = LanguageModelEmbedding(
-                config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size
-            )
-        elif stage.is_last and not untied:
-            self.embedding = OutputEmbedding(
-                config, context, vocab_size=vocab_size, padded_vocab_size=padded_vocab_size
+                config,
+                context,
+                vocab_size=vocab_size,
+                padded_vocab_size=padded_vocab_size,
+                has_positions=stage.is_first and config.positions.learned,
             )
         self.decoder = TransformerBlock(
             config, context, plan or keep_everything(stage.num_layers), stage
@@ -100,11 +100,8 @@ class GPTModel(nn.Module):
         first_id = context.rank * length
         num_ids = max(0, min(length, vocab_size - first_id))
         self.columns = Columns(context.group, first_id, num_ids, context.loss_kernels)
-        self._rotates = any(
-            map(
-                config.layer_rotates, range(stage.first_layer, stage.first_layer + stage.num_layers)
-            )
-        )
+        layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
+        self._rotates = any(map(config.layer_rotates, layers))
         self._rotary: RotaryTables | None = None
 
     def loss(
@@ -120,7 +117,7 @@ class GPTModel(nn.Module):
         the result is too.
         gradient: see `losses`.
         """
-        return self.losses(self.hidden_states(tokens, None, documents), labels, gradient)
+        return self.run_stage(tokens, labels, None, documents, gradient)
 
     def run_stage(
         self,
@@ -192,13 +189,11 @@ class GPTModel(nn.Module):
         stage before returned. plan: replaces the model's plan for this micro-batch. documents: the
         places of the documents in the sequences.
         """
-        if isinstance(self.embedding, LanguageModelEmbedding):
-            seq_length = inputs.shape[1]
+        hidden_states = inputs
+        if self.stage.is_first and self.embedding is not None:
             hidden_states = self.embedding(inputs, documents.position_ids)
-        else:
-            shards = self.context.size if self.context.sequence_parallel else 1
-            seq_length = inputs.shape[0] * shards
-            hidden_states = inputs
+        shards = self.context.size if self.context.sequence_parallel else 1
+        seq_length = hidden_states.shape[0] * shards
         rotary = self.rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan, documents.starts)
 

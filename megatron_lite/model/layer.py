@@ -58,25 +58,15 @@ class TransformerLayer(nn.Module):
         regions: Regions,
     ) -> Tensor:
         normed = _before(self.input_layernorm, hidden_states, regions)
-        attended = self._add(
-            hidden_states, self._attention(normed, rotary, regions, document_starts), regions
-        )
+        branch = self.self_attention(normed, rotary, regions, document_starts)
+        if self.post_self_attn_layernorm is not None:
+            branch = self.post_self_attn_layernorm(branch)
+        attended = self._add(hidden_states, branch, regions)
         mlp_input = hidden_states if self.parallel_residual else attended
         normed = _before(self.pre_mlp_layernorm, mlp_input, regions)
         skip_tail = regions.skip_layer_tail
         branch = regions.run(MLP_REGION, self._mlp, normed, regions, skip_tail=skip_tail)
         return self._add(attended, branch, regions, skip_tail=skip_tail)
-
-    def _attention(
-        self,
-        hidden_states: Tensor,
-        rotary: RotaryTables | None,
-        regions: Regions,
-        document_starts: Tensor | None,
-    ) -> Tensor:
-        output: Tensor = self.self_attention(hidden_states, rotary, regions, document_starts)
-        norm = self.post_self_attn_layernorm
-        return output if norm is None else norm(output)
 
     def _mlp(self, hidden_states: Tensor, regions: Regions, skip_tail: bool) -> Tensor:
         """Runs the MLP and the norm after it. The norm's backward reads the output of the MLP.

@@ -8,11 +8,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.pure_functions import Pair, applied
 from megatron_lite.parallel import apex
+from megatron_lite.parallel.collectives import all_reduce
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -104,29 +106,76 @@ def fused_layer_norm_backward(
     return grad_input, grad_weight, grad_output.flatten(0, -2).sum(0)
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, *, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Returns x / rms(x) * weight over the last dim (arXiv 1910.07467), and 1 / rms of each row.
+class AllHeadsNorm(nn.Module):
+    """RMSNorm of queries, or of keys, over the channels of all heads, split over TP ranks (OLMo 2).
 
-    The arithmetic is in float32. hidden_states: x, [.., n]. weight: [n].
+    [s, b, heads / t, d] -> the same shape. Weight [heads d], of which each rank has the part of its
+    own heads. num_heads: the number of heads of all ranks.
+    Forward and backward issue an all-reduce each, of one float32 number for each token.
+    Keeps the input, one float32 number for each token and, under --apply-layernorm-1p, 1 + weight.
     """
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+
+    def __init__(self, num_heads: int, config: ModelConfig, context: RankContext) -> None:
+        super().__init__()
+        self.epsilon, self.shifts = config.norm_epsilon, config.apply_layernorm_1p
+        self.pair = Pair(
+            partial(rms_norm, group=context.group),
+            partial(rms_norm_backward, group=context.group),
+            INPUT_AND_WEIGHT,
+        )
+        self.weight = new_parameter(
+            ParameterSpec(
+                global_shape=(num_heads * config.head_dim,),
+                tp_dim=0,
+                init_value=0.0 if self.shifts else 1.0,
+            ),
+            context,
+        )
+
+    def forward(self, heads: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.shifts else self.weight
+        normed: Tensor = applied(self.pair, None, heads, weight, epsilon=self.epsilon)
+        return normed
+
+
+def rms_norm(
+    hidden_states: Tensor, weight: Tensor, *, epsilon: float, group: ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """Returns x / rms(x) * weight over rows of n channels (arXiv 1910.07467), and 1 / rms of each.
+
+    The arithmetic is in float32. hidden_states: x, whose last dims have n elements together.
+    weight: [n]. group: the ranks that split each row; one all-reduce. Backward issues one too.
+    """
+    rows = hidden_states.reshape(-1, weight.numel())
     x = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    scale = x.square().mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+    scale = _mean(x.square(), group).add_(epsilon).rsqrt_()
     return (x * scale).mul_(weight).to(rows.dtype).view(hidden_states.shape), scale
 
 
 def rms_norm_backward(
-    grad_output: Tensor, hidden_states: Tensor, weight: Tensor, scale: Tensor
+    grad_output: Tensor,
+    hidden_states: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients of the input [.., n] and of the weight [n]."""
-    rows, grad_rows = (x.reshape(-1, x.shape[-1]) for x in (hidden_states, grad_output))
+    """Returns the gradients of the input and of the weight."""
+    rows, grad_rows = (x.reshape(-1, weight.numel()) for x in (hidden_states, grad_output))
     # With n = x * scale and g = dy * weight: dx = scale (g - n mean(g n)), dweight = sum(dy n).
     grad, normed = grad_rows.to(scale.dtype), rows * scale
     grad_normed = grad * weight
     grad_weight = (grad * normed).sum(0)
-    mean = (grad_normed * normed).mean(-1, keepdim=True)
+    mean = _mean(grad_normed * normed, group)
     grad_input = grad_normed.sub_(normed.mul_(mean)).mul_(scale).to(rows.dtype)
     return grad_input.view(hidden_states.shape), grad_weight.to(weight.dtype)
+
+
+def _mean(rows: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Returns the mean of each row, [.., 1]; a group's ranks hold equal parts of it."""
+    mean = rows.mean(-1, keepdim=True)
+    # Out of place: a policy may keep the result of the all-reduce.
+    return mean if group is None else all_reduce(mean, group) / group.size()
 
 
 # of the input, the weight and, if the norm has one, the bias

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.all_heads_norm import AllHeadsNorm
+from megatron_lite.model.norm import AllHeadsNorm
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import difference, variant_config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_lite.model import all_heads_norm, embedding, layer
+from megatron_lite.model import embedding, layer, norm
 from megatron_lite.model.layer import TransformerLayer
 from tests.model import test_layer_variants, test_transformers_parity
 from tests.recompute import test_layer_variants as test_recompute
@@ -16,7 +16,7 @@ from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 Patch = pytest.MonkeyPatch
 
 
-@replaces("all_reduce", all_heads_norm)
+@replaces("all_reduce", norm)
 def each_rank_normalises_its_own_heads(real: Any, tensor: Any, group: Any) -> Any:
     return real(tensor, group) / (1 if group is None else group.size())
 
@@ -24,7 +24,7 @@ def each_rank_normalises_its_own_heads(real: Any, tensor: Any, group: Any) -> An
 def backward_sums_over_the_heads_of_one_rank(patch: Patch) -> None:
     calls = []
 
-    @replaces("all_reduce", all_heads_norm)
+    @replaces("all_reduce", norm)
     def first_only(real: Any, tensor: Any, group: Any) -> Any:
         calls.append(tensor)
         return real(tensor, group) if len(calls) == 1 else tensor
