@@ -8,7 +8,7 @@ from tests.counts import BUDGETS, ROOT, counts, tokens_of
 
 
 def test_no_count_is_above_its_budget() -> None:
-    found = dict(counts(ROOT))
+    found = {name: n for name, n in counts(ROOT) if not name.startswith("bytes of ")}
     assert found.keys() == BUDGETS.keys()
     assert {name: value for name, value in found.items() if value > BUDGETS[name]} == {}
     assert all(value > 0 for name, value in found.items() if name.startswith(("own", "tokens")))
