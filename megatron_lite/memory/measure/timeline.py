@@ -163,62 +163,39 @@ def _timeline(document: Any) -> Timeline:
             isinstance(names, list) and all(isinstance(name, str) for name in names),
             f"expected strings under {key!r}",
         )
-    rows = document.get("events")
-    if not isinstance(rows, list) or not rows:
-        raise _FormatError("expected a list of at least one event under 'events'")
-    limits = [
-        2**63,
-        len(PHASES),
-        len(document["modules"]),
-        len(document["operators"]),
-        *[2**63] * len(CATEGORIES),
-    ]
+    num_names = len(document["modules"]), len(document["operators"])
+    limits = [2**63, len(PHASES), *num_names, *[2**63] * len(CATEGORIES)]
     events, last = [], -1
+    for number, phase, module, operator, *live_bytes in _rows(document, "events", limits):
+        _require(number > last, "the 'events' are out of order")
+        names = PHASES[phase], document["modules"][module], document["operators"][operator]
+        events.append(Event(number, *names, tuple(live_bytes)))
+        last = number
+    _require(bool(events), "expected at least one row under 'events'")
+    # A layer of -1 is the end of the forward.
+    rows = _rows(document, "predicted", [len(PHASES), 2**31, 2**31, 2**63], least=-1)
+    _require(all(row[0] >= 0 for row in rows), "a phase of 'predicted' is no phase")
+    points = tuple(Predicted(PHASES[row[0]], *row[1:]) for row in rows)
+    return Timeline(name=document["name"], events=tuple(events), predicted=points)
+
+
+def _rows(document: Any, key: str, limits: list[int], least: int = 0) -> list[list[int]]:
+    """Returns the rows under a key: an integer for each limit, from `least` to below the limit."""
+    rows = document.get(key, [])
+    _require(isinstance(rows, list), f"expected a list under {key!r}")
     for place, row in enumerate(rows):
         # JSON's true and false are bool, which isinstance would take for int.
         _require(
             isinstance(row, list)
             and len(row) == len(limits)
             and all(
-                type(value) is int and 0 <= value < limit
+                type(value) is int and least <= value < limit
                 for value, limit in zip(row, limits, strict=True)
-            )
-            and row[0] > last,
-            f"event {place} is not {len(limits)} integers within bounds, or out of order",
+            ),
+            f"row {place} of {key!r} is not {len(limits)} integers within bounds",
         )
-        number, phase, module, operator, *live_bytes = row
-        events.append(
-            Event(
-                number,
-                PHASES[phase],
-                document["modules"][module],
-                document["operators"][operator],
-                tuple(live_bytes),
-            )
-        )
-        last = number
-    return Timeline(name=document["name"], events=tuple(events), predicted=_predicted(document))
-
-
-def _predicted(document: Any) -> tuple[Predicted, ...]:
-    rows = document.get("predicted", [])
-    if not isinstance(rows, list):
-        raise _FormatError("expected a list under 'predicted'")
-    limits = [len(PHASES), 2**31, 2**31, 2**63]
-    points = []
-    for place, row in enumerate(rows):
-        _require(
-            isinstance(row, list)
-            and len(row) == len(limits)
-            and all(
-                type(value) is int and -1 <= value < limit
-                for value, limit in zip(row, limits, strict=True)
-            )
-            and row[0] >= 0,
-            f"row {place} of 'predicted' is not {len(limits)} integers within bounds",
-        )
-        points.append(Predicted(PHASES[row[0]], *row[1:]))
-    return tuple(points)
+    found: list[list[int]] = rows
+    return found
 
 
 def _require(condition: bool, expectation: str) -> None:

@@ -228,15 +228,18 @@ class GatheredWeights(NamedTuple):
         walk.reduced = 0
 
     def _gather(self, walk: Walk, unit: FsdpUnit) -> None:
-        copy = unit.gathered * self.copies
-        walk.look("gather of weights", other=unit.cast + unit.gathered + copy)
-        walk.other += unit.gathered
+        if unit.gathered:
+            copy = unit.gathered * self.copies
+            walk.look("gather of weights", other=unit.cast + unit.gathered + copy)
+            walk.other += unit.gathered
 
     def _reduce(self, walk: Walk, unit: FsdpUnit) -> None:
         """Copies the gradients into a buffer, frees them and sums the buffer over the ranks.
 
         The buffer of the reduction before is freed first.
         """
+        if not unit.buffer:
+            return
         where, copy = "reduction of gradients", unit.buffer * self.copies
         walk.other += unit.buffer - walk.reduced
         walk.reduced = unit.buffer
@@ -245,6 +248,10 @@ class GatheredWeights(NamedTuple):
         walk.look(where, other=unit.rows + copy)
         # The first micro-batch's rows stay as `.grad`. Later rows are added to them and freed.
         walk.other += (0 if self.accumulates else unit.rows) - unit.last
+
+
+NOTHING = FsdpUnit(0, 0, 0, 0, 0, 0)
+NOT_SHARDED = GatheredWeights(NOTHING, None, NOTHING, None, False, True, False, False, False, 0)
 
 
 def _parameters(operations: Iterable[Operation]) -> list[Parameter]:

@@ -32,7 +32,7 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.sizes import Sizes, residual_bytes
 from megatron_lite.description.temporaries import waits_for_lookup
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.predict.gathered_weights import GatheredWeights
+from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, GatheredWeights
 from megatron_lite.memory.predict.held_tensors import held_in_backward
 from megatron_lite.memory.predict.kept_tensors import first_reader, layer_terms
 from megatron_lite.memory.predict.passages import Moment, Passage, Walk
@@ -86,9 +86,9 @@ class _Backward(NamedTuple):
 
 
 def stage_course(
-    model: ModelConfig, plan: RecomputePlan, sizes: Sizes, gathers: GatheredWeights | None = None
+    model: ModelConfig, plan: RecomputePlan, sizes: Sizes, gathers: GatheredWeights = NOT_SHARDED
 ) -> StageCourse:
-    """Returns the course of a micro-batch. gathers: the weights that FSDP2 gathers, if it does."""
+    """Returns the course of a micro-batch. gathers: the weights that FSDP2 gathers."""
     return _Course(model, plan, sizes, gathers).run()
 
 
@@ -96,7 +96,7 @@ class _Course:
     """A walk over the segments of a stage, to the head and back."""
 
     def __init__(
-        self, model: ModelConfig, plan: RecomputePlan, sizes: Sizes, gathers: GatheredWeights | None
+        self, model: ModelConfig, plan: RecomputePlan, sizes: Sizes, gathers: GatheredWeights
     ) -> None:
         self.plan, self.sizes, self.gathers = plan, sizes, gathers
         self.layers = describe_layers(model, sizes, plan.num_layers)
@@ -122,21 +122,17 @@ class _Course:
         starts = document_starts(sizes).num_bytes if sizes.resets_attention else 0
         given, masks = _given(self.first), _given(self.last)
         walk.kept, walk.other = given, masks + starts
-        if gathers is not None:
-            gathers.begin(walk)
+        gathers.begin(walk)
         if self.first:
             walk.other += self.hidden
-            if gathers is not None:
-                gathers.begin_embedding(walk)
+            gathers.begin_embedding(walk)
             embedding = _backward(self.first, sizes, is_end=True)
             self._hold(embedding.begins)
-            if gathers is not None:
-                gathers.end_embedding(walk)
+            gathers.end_embedding(walk)
         kept = [walk.kept]
         waiting = 0  # bytes of originals of the last segment in host memory
         for number, segment in enumerate(self.plan.segments):
-            if gathers is not None:
-                gathers.begin_layers(walk, is_first=number == 0)
+            gathers.begin_layers(walk, is_first=number == 0)
             begins = self._begins(segment)
             self._hold(begins)
             if segment.on_host:
@@ -145,40 +141,36 @@ class _Course:
                 walk.look("forward of layers", segment.first_layer)
                 walk.other -= waiting
                 waiting = self.moved[number]
-            if gathers is not None:
-                gathers.end_layers(walk, segment.num_layers)
+            gathers.end_layers(walk, segment.num_layers)
             kept += [walk.kept + self._table_bytes()] * segment.num_layers
         walk.look("forward of layers", self.plan.num_layers - 1)
         walk.other -= waiting + self.hidden
         if self.last:
-            if gathers is not None:
-                gathers.begin_head(walk)
+            gathers.begin_head(walk)
             head = _backward(self.last, sizes, is_end=True)
             self._hold(head.begins)
             walk.kept += masks
             walk.other -= masks
-            # Weights that FSDP2 gathers for the forward are still there when the loss is computed.
+            # Weights that FSDP2 gathers for the forward are still there during the loss.
             for one in self.last:
-                if one.gradients_in_forward or (gathers is not None and one is self.last[-1]):
+                if one.gradients_in_forward or (
+                    gathers is not NOT_SHARDED and one is self.last[-1]
+                ):
                     walk.look(f"forward of {_end_name(one)}", other=one.temporary)
-        if gathers is not None:
-            gathers.end(walk)
+        gathers.end(walk)
         walk.look("end of the forward")
         forward = walk.passage()
-        if gathers is not None:
-            gathers.begin_backward(walk)
+        gathers.begin_backward(walk)
         if self.last:
             self._free(head)
             walk.kept -= masks
             walk.other += masks + self.hidden + self.waits
-            if gathers is not None:
-                gathers.end_head_backward(walk)
+            gathers.end_head_backward(walk)
         replays = [self._replay(number) for number in reversed(range(len(self.plan.segments)))]
         if self.first:
             self._free(embedding)
         walk.other -= self.waits + self.hidden
-        if gathers is not None:
-            gathers.end_backward(walk)
+        gathers.end_backward(walk)
         walk.kept -= given
         walk.other -= masks + starts
         return StageCourse(
@@ -313,8 +305,7 @@ class _Course:
         segment, walk = self.plan.segments[number], self.walk
         first, last = segment.first_layer, segment.first_layer + segment.num_layers - 1
         run = self._run_unit if segment.unit or segment.ops else self._run_layer
-        if self.gathers is not None:
-            self.gathers.begin_layers_backward(walk, segment.num_layers, is_first=number == 0)
+        self.gathers.begin_layers_backward(walk, segment.num_layers, is_first=number == 0)
         return Replay(first, last, run(segment, number))
 
     def _return(self, number: int) -> int:
@@ -345,8 +336,7 @@ class _Course:
         held = walk.kept - begins.kept + self._table_bytes(segment.first_layer) + backward.replayed
         walk.kept += returned - begins.kept
         walk.other += backward.left - begins.other
-        if self.gathers is not None:
-            self.gathers.end_layer_backward(walk)
+        self.gathers.end_layer_backward(walk)
         return held if backward.replayed else 0
 
     def _run_unit(self, segment: Segment, number: int) -> int:
@@ -360,7 +350,7 @@ class _Course:
                     self.gathered.add(one)
                     walk.kept += whole
                     walk.look("gather of an input", other=self.sizes.gloo_copy(whole))
-        if segment.unit and self.gathers is not None and self.plan.skip_tail:
+        if segment.unit and self.gathers is not NOT_SHARDED and self.plan.skip_tail:
             # The replay's output is a view, which parallel/fsdp.py copies.
             copied = layers[0].input.num_bytes
         walk.other += copied
@@ -379,8 +369,7 @@ class _Course:
             walk.rebuilt -= part.begins.rebuilt
             self._look(part, segment.first_layer + place)
             walk.other += part.left - part.begins.other
-            if self.gathers is not None:
-                self.gathers.end_layer_backward(walk)
+            self.gathers.end_layer_backward(walk)
         walk.other -= copied
         self._hold(self._begins(segment), -1)
         walk.kept -= layers[0].input.num_bytes if segment.split else 0

@@ -36,7 +36,7 @@ from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes, residual_bytes
-from megatron_lite.memory.predict.gathered_weights import GatheredWeights
+from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import host_bytes
 from megatron_lite.memory.predict.passages import Moment
 from megatron_lite.memory.predict.pipeline_memory import (
@@ -292,7 +292,7 @@ def _stage_memory(
     by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
     if config.model.window_size is None and config.model.no_rope_freq is None:
         sizes = replace(sizes, first_layer=0)
-    gathers = None
+    gathers = NOT_SHARDED
     if shards > 1:
         # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
         sizes = replace(sizes, sums_gradients=False, adds_by_itself=False)
@@ -318,7 +318,7 @@ def _memory_of(
     num_layers: int,
     number: int,
     keeps_all: bool,
-    gathers: GatheredWeights | None,
+    gathers: GatheredWeights,
 ) -> StageMemory:
     plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
     layers = range(sizes.first_layer, sizes.first_layer + num_layers)
@@ -328,7 +328,7 @@ def _memory_of(
         host_bytes(model, plan, sizes) if any(one.on_host for one in plan.segments) else 0,
         _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
         2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0,
-        0 if gathers is None else gathers.staying,
+        gathers.staying,
     )
 
 
