@@ -45,38 +45,32 @@ class ConfigKey(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """The settings to run with: a recompute policy, or a budget for compiled layers.
+    """The settings to run with.
 
-    tensor_model_parallel_size: the size in the file, if a policy with `split` needs it.
-    notes: one line for each value that has no counterpart here.
+    rules: those of the recompute policy; () if it is a budget for compiled layers.
+    more: further flags and their values. notes: one line for each value without a counterpart.
     """
 
-    policy: Policy
-    contiguous_saved_activations: bool = False
-    activation_memory_budget: float | None = None
+    rules: tuple[Rule, ...]
+    more: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    fsdp_memory_efficient_wrapping: bool = False
-    tensor_model_parallel_size: int | None = None
+
+    @property
+    def policy(self) -> Policy:
+        """The recompute policy."""
+        return Policy(self.rules)
 
     @property
     def flags(self) -> tuple[str, ...]:
         """The settings as words of a command line."""
-        if self.activation_memory_budget is not None:
-            budget = str(self.activation_memory_budget)
-            return ("--torch-compile", "--activation-memory-budget", budget)
-        words = ["--recompute-policy", str(self.policy)]
-        if self.contiguous_saved_activations:
-            words.append("--contiguous-saved-activations")
-        if self.fsdp_memory_efficient_wrapping:
-            words += ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"]
-        if self.tensor_model_parallel_size is not None:
-            words += ["--tensor-model-parallel-size", str(self.tensor_model_parallel_size)]
-        return tuple(words)
+        policy = ("--recompute-policy", str(self.policy)) if self.rules else ()
+        return (*policy, *self.more)
 
     @property
     def layers_needed(self) -> int:
         """The fewest layers of a pipeline stage of which every rule of the policy names one."""
-        return 1 + max(min(layers.first for layers in rule.layers) for rule in self.policy.rules)
+        firsts = (min(layers.first for layers in rule.layers) for rule in self.rules)
+        return 1 + max(firsts, default=0)
 
     def for_layers(self, num_layers: int) -> Translation:
         """Returns the translation for stages of `num_layers` layers.
@@ -85,7 +79,7 @@ class Translation(NamedTuple):
         it does nothing.
         """
         kept, notes = [], list(self.notes)
-        for rule in self.policy.rules:
+        for rule in self.rules:
             if any(layers.first < num_layers for layers in rule.layers):
                 kept.append(rule)
             else:
@@ -93,7 +87,9 @@ class Translation(NamedTuple):
                     f"{rule} names no layer of {num_layers}: nothing is recomputed by it, and it "
                     "is left out"
                 )
-        return self._replace(policy=Policy(tuple(kept) or (unit(0),)), notes=tuple(notes))
+        if self.rules and not kept:
+            kept = [unit(0)]
+        return self._replace(rules=tuple(kept), notes=tuple(notes))
 
 
 class ConfigReader:
@@ -188,8 +184,8 @@ class ConfigReader:
         )
         return Rule(layers=(Layers(step - 1, None, step),), action=LayerAction(unit=1))
 
-    def result(self, read: Iterable[str], *rules: Rule, **more: Any) -> Translation:
-        """Returns the translation with these rules and all notes.
+    def result(self, read: Iterable[str], *rules: Rule, more: Iterable[str] = ()) -> Translation:
+        """Returns the translation with these rules, further flags and all notes.
 
         Each key elsewhere in the file that concerns recomputation, offloading or wrapping gets a
         note.
@@ -207,7 +203,7 @@ class ConfigReader:
             self.note(f"{named(place)} {shown(value)} is not translated")
         if len(found) > MAX_NOTES_ELSEWHERE:
             self.note(f"and {len(found) - MAX_NOTES_ELSEWHERE} more keys are not translated")
-        return Translation(Policy(rules), notes=tuple(self.notes), **more)
+        return Translation(rules, tuple(more), tuple(self.notes))
 
     def _check_mapping(self, value: Any) -> None:
         self.require(isinstance(value, Mapping), f"expected an object, got {shown(value)}")

@@ -172,7 +172,8 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
     wrapped = bool(known) or any(
         given.get(f"memory_efficient_{key}", False) for key in ("wrapping", "fsdp_wrap")
     )
-    return reader.result(places, *rules, fsdp_memory_efficient_wrapping=wrapped)
+    more = ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"] if wrapped else []
+    return reader.result(places, *rules, more=more)
 
 
 def from_torchtitan(config: Mapping[str, Any]) -> Translation:
@@ -212,8 +213,8 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
     )
     budget = given.get("memory_budget", 0.5)
     reader.require(0 <= budget <= 1, f"memory_budget must be from 0 to 1 (got {shown(budget)})")
-    read = [TITAN_TABLE, "compile"]
-    return reader.result(read, unit(0), activation_memory_budget=float(budget))
+    more = ["--torch-compile", "--activation-memory-budget", str(float(budget))]
+    return reader.result([TITAN_TABLE, "compile"], more=more)
 
 
 def _selected(reader: ConfigReader, mode: str, key: str, option: object) -> Rule:
@@ -284,13 +285,11 @@ def from_section(
         "false, since one rank has nobody to share an input with",
     )
     stores = ["split"] * split + ["host"] * given.get("host", False)
-    own = next((size for place, size in sizes.items() if place != "--tp"), None)
-    return reader.result(
-        [SECTION],
-        unit(1, "+".join(stores) or "device"),
-        contiguous_saved_activations=contiguous,
-        tensor_model_parallel_size=own if split else None,
-    )
+    more = ["--contiguous-saved-activations"] * contiguous
+    of_file = [size for place, size in sizes.items() if place != "--tp"]
+    if split and of_file:
+        more += ["--tensor-model-parallel-size", str(of_file[0])]
+    return reader.result([SECTION], unit(1, "+".join(stores) or "device"), more=more)
 
 
 def _sizes_of_file(reader: ConfigReader) -> dict[str, Any]:
