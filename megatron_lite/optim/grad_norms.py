@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +19,6 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import foreach_norm
 
 
-class Norms(NamedTuple):
-    """The 2-norm of the model and of its pieces.
-
-    whole: the norm over the model, 0-d, the same on every rank.
-    pieces: the norms of this rank's pieces, one each.
-    """
-
-    whole: Tensor
-    pieces: Tensor
-
-
 def global_norms(
     pieces: Sequence[Piece],
     values: Sequence[Tensor],
@@ -38,8 +26,9 @@ def global_norms(
     shard_group: ProcessGroup | None,
     *,
     loss: Tensor | None = None,
-) -> Norms:
-    """Returns the true 2-norm of the pieces' `values` (gradients, or the masters themselves).
+) -> tuple[Tensor, Tensor]:
+    """Returns the true 2-norm of the pieces' `values` (gradients, or the masters themselves), 0-d,
+    and the norms of this rank's pieces, one each.
 
     The norm is NaN or infinite if any value of any rank is, or the loss (0-d) of any rank.
     Replicated parameters add to the norm on TP rank 0 only, but every rank checks its copy for NaN.
@@ -57,9 +46,8 @@ def global_norms(
         total = total + (torch.stack(others) * 0.0).sum()  # adds 0, or NaN if one is not finite
     if loss is not None:  # as above: 0, or NaN if the loss is not finite
         total = total + loss.to(total.dtype) * 0.0
-    return Norms(
-        _sum_over_model(total, parallel, shard_group).sqrt(), torch.stack(norms) if norms else empty
-    )
+    whole = _sum_over_model(total, parallel, shard_group).sqrt()
+    return whole, torch.stack(norms) if norms else empty
 
 
 def count_zeros(

@@ -172,7 +172,7 @@ class Optimizer:
             [piece.master for piece in self._pieces],
             self._parallel,
             self.layout.shard_group,
-        ).whole
+        )[0]
 
     def num_zeros_in_grad(self) -> Tensor:
         """Returns the number of zeros in the gradients of the last step, 0-d int64."""

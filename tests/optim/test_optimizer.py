@@ -279,16 +279,3 @@ def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():
         ]
     parameters = sum(math.prod(shape) for shape in whole)  # without the padding of the vocabulary
     assert run_ranks(work, 2) == [(parameters, 0, 3 + 2 * 2)] * 2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_weight_that_has_no_part_in_a_step_has_no_gradient_left_from_the_one_before(dtype):
-    with tp_state(1) as parallel:
-        model = Plain(dtype)
-        optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0), parallel)
-        for parts in ((model.linear_weight, model.norm_weight), (model.norm_weight,)):
-            optimizer.zero_grad()
-            sum(part.float().sum() for part in parts).backward()
-            optimizer.step(0.0)
-    grads = optimizer.buffer.grads
-    assert not grads["linear_weight"].any() and torch.equal(grads["norm_weight"], torch.ones(5))

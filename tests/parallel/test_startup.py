@@ -243,8 +243,3 @@ def test_ranks_that_disagree_on_the_groups_stop_before_they_make_any() -> None:
     first, *others = run_ranks(_join, 4, runs)
     assert "--tensor-model-parallel-size: 2 on ranks 0-2; 1 on rank 3" in first
     assert others == ["the start: rank 0 has found a fault, and says which"] * 3
-
-
-def test_ranks_that_agree_make_their_groups() -> None:
-    cached = replace(RUN, data=replace(RUN.data, data_cache_path="/scratch/of/this/node"))
-    assert run_ranks(_join, 2, [RUN, cached]) == ["2.0", "2.0"]

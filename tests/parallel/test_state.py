@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -62,39 +60,30 @@ def test_a_world_that_does_not_divide_is_an_error_that_says_what_to_start():
         pass
 
 
-def test_nccl_without_gpus_is_an_error_that_names_gloo(monkeypatch):
-    show_gpus(monkeypatch, 0)
-    with pytest.raises(InputError, match="--distributed-backend nccl needs CUDA devices.*use gloo"):
-        choose_device(ParallelConfig(distributed_backend="nccl"), Launch(launcher="single"))
-
-
-@pytest.fixture
-def four_gpus(monkeypatch):
-    return show_gpus(monkeypatch, 4)
-
-
-def test_each_local_rank_takes_its_own_gpu(four_gpus):
-    device = choose_device(
-        ParallelConfig(), Launch(launcher="torchrun", rank=6, world_size=8, local_rank=2)
-    )
-    assert device == torch.device("cuda", 2) and four_gpus == [device]
-
-
-def test_a_local_rank_beyond_the_gpus_is_an_error(four_gpus):
-    with pytest.raises(
-        InputError, match=r"local rank 4 has no GPU of its own: this node shows 4\. Start at most 4"
-    ):
-        choose_device(
-            ParallelConfig(), Launch(launcher="torchrun", local_rank=4, world_size=8, rank=4)
-        )
-
-
-def test_a_slurm_task_that_sees_only_its_own_gpu_takes_it(monkeypatch):
-    show_gpus(monkeypatch, 1)
-    launch = Launch(launcher="slurm", local_rank=3, world_size=4, rank=3)
-    assert choose_device(ParallelConfig(), launch) == torch.device("cuda", 0)
-    with pytest.raises(InputError, match="local rank 3 has no GPU"):
-        choose_device(ParallelConfig(), dataclasses.replace(launch, launcher="torchrun"))
+@pytest.mark.parametrize(
+    ("gpus", "launcher", "local_rank", "backend", "expected"),
+    [
+        (0, "single", 0, "nccl", "--distributed-backend nccl needs CUDA devices.*use gloo"),
+        (0, "single", 0, "auto", "cpu"),
+        (4, "torchrun", 2, "gloo", "cpu"),
+        (4, "torchrun", 2, "auto", "cuda:2"),
+        (4, "torchrun", 4, "auto", "local rank 4 has no GPU of its own: this node shows 4. Start"),
+        (1, "slurm", 3, "auto", "cuda:0"),  # Slurm shows each task only its own GPU
+        (1, "torchrun", 3, "auto", "local rank 3 has no GPU"),
+    ],
+)
+def test_each_local_rank_takes_a_gpu_of_its_own(
+    monkeypatch, gpus, launcher, local_rank, backend, expected
+):
+    taken = show_gpus(monkeypatch, gpus)
+    config = ParallelConfig(distributed_backend=backend)
+    launch = Launch(launcher=launcher, rank=local_rank, world_size=8, local_rank=local_rank)
+    if " " in expected:
+        with pytest.raises(InputError, match=expected):
+            choose_device(config, launch)
+        return
+    assert choose_device(config, launch) == torch.device(expected)
+    assert taken == [torch.device(expected)] * expected.startswith("cuda")
 
 
 @pytest.mark.parametrize(

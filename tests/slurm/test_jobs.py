@@ -3,16 +3,12 @@ processes give, bitwise."""
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, until
-from tests.slurm.jobs import ENDED, TINY, Run
-from tests.support.commands import ROOT
-from tests.support.limits import HANG_S
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import Run
 
 FLAGS = ("--train-iters", "12", "--save-interval", "5")
 
@@ -34,36 +30,3 @@ def test_a_job_on_two_nodes_equals_the_same_run_without_slurm(
     assert f"job {job} on node[1-2], restart 0: start 1 from iteration 0 of 12" in log
     assert "finished: iteration 12 of 12, status 0" in log and "span hosts" not in log
     assert with_slurm.iteration == 12 and with_slurm.results() == without.results()
-
-
-@pytest.mark.long
-def test_a_host_name_that_leads_to_the_loopback_is_said_before_gloo_fails(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    """As on Debian, where /etc/hosts begins with `127.0.1.1 NAME`."""
-    if not cluster.namespaces:
-        pytest.skip(
-            "needs root and network namespaces: each node must have a /etc/hosts of its own"
-        )
-    program = shlex.join(
-        [sys.executable, str(ROOT / "pretrain_gpt.py"), *TINY, "--mock-data", "--train-iters", "1"]
-    )
-    hosts = f'{{ echo "127.0.1.1 $(hostname)"; cat /etc/hosts; }} >{tmp_path}/$(hostname)'
-    wrapped = f"{hosts}; mount --bind {tmp_path}/$(hostname) /etc/hosts; exec {program}"
-    job = cluster.submit(
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        f"--output={tmp_path}/log",
-        "--wrap=srun --kill-on-bad-exit=1 unshare -m bash -c " + shlex.quote(wrapped),
-        PYTHONPATH=str(ROOT),
-    )
-    assert (
-        until(lambda: cluster.job(job)["JobState"] in ENDED, HANG_S)
-        and cluster.job(job)["JobState"] == "FAILED"
-    )
-    log = (tmp_path / "log").read_text()
-    assert (
-        log.count("error: gloo would listen at 127.0.1.1 on node1") == 1
-        and "set GLOO_SOCKET_IFNAME" in log
-    )
-    assert "Exception raised" not in log
