@@ -70,17 +70,7 @@ class LrSchedule:
         warmup: float = config.lr_warmup_samples or batches.consumed_after(config.lr_warmup_iters)
         if config.lr_warmup_fraction is not None:
             warmup = config.lr_warmup_fraction * decay
-        if warmup and warmup >= decay > 0:
-            raise ValueError(
-                f"the warm-up ({warmup:g} samples) must be shorter than the decay ({decay} "
-                "samples): lower --lr-warmup-iters or raise --lr-decay-iters"
-            )
         wsd = config.lr_wsd_decay_samples or (config.lr_wsd_decay_iters or 0) * batches.full
-        if wsd > decay - warmup:
-            raise ValueError(
-                f"--lr-wsd-decay-iters ({wsd} samples) is longer than what follows the warm-up "
-                f"({decay - warmup:g} samples)"
-            )
         return cls(
             max_lr=config.lr,
             min_lr=config.min_lr,
@@ -112,6 +102,18 @@ class LrSchedule:
                 raise ValueError(
                     f"schedule.{field.name} must be at least 0 and finite (got {value})"
                 )
+        if self.warmup_samples and self.warmup_samples >= self.decay_samples > 0:
+            raise ValueError(
+                f"the warm-up ({self.warmup_samples:g} samples) must be shorter than the decay "
+                f"({self.decay_samples:g} samples): lower --lr-warmup-iters or raise "
+                "--lr-decay-iters"
+            )
+        left = self.decay_samples - self.warmup_samples
+        if self.style == "WSD" and self.wsd_samples > left:
+            raise ValueError(
+                f"--lr-wsd-decay-iters ({self.wsd_samples:g} samples) is longer than what follows "
+                f"the warm-up ({left:g} samples)"
+            )
 
     @classmethod
     def from_plain(cls, values: object) -> LrSchedule | None:
@@ -128,12 +130,6 @@ class LrSchedule:
         taken = replace(saved, warmup_init=min(self.warmup_init, saved.max_lr))
         if self.wsd_samples:
             taken = replace(taken, wsd_style=self.wsd_style, wsd_samples=self.wsd_samples)
-        if taken.style == "WSD" and taken.wsd_samples > taken.decay_samples - taken.warmup_samples:
-            raise ValueError(
-                f"--lr-wsd-decay-iters ({taken.wsd_samples} samples) is longer than what follows "
-                f"the warm-up of the checkpoint's schedule "
-                f"({taken.decay_samples - taken.warmup_samples:g} samples)"
-            )
         return taken
 
     def changed_from(self, saved: LrSchedule) -> list[str]:

@@ -10,28 +10,29 @@ collectives run: see layouts.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.adam_update import AdamW, adam_of
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.optim.grad_norms import count_zeros, global_norms
-from megatron_lite.optim.layouts import Layout, Replicated, Zero1
+from megatron_lite.optim.layouts import Layout, Piece, Replicated, Zero1
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.muon_update import Muon
 from megatron_lite.optim.spike import SpikeGuard
-from megatron_lite.parallel.collectives import all_reduce
-from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.collectives import all_reduce, all_reduce_
+from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
-from megatron_lite.parallel.torch_internals import foreach_mul_
+from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
 
 # By the name of --optimizer, a function of (layout, specs, config, parallel). The specs cover all
 # parameters of this rank's stages, also those of which the rank has no piece.
@@ -221,3 +222,80 @@ def choose_layout(model: nn.Module, parallel: ParallelState, config: DataParalle
 
         return FullySharded(model, parallel)
     return (Zero1 if config.use_distributed_optimizer else Replicated)(model, parallel, config)
+
+
+def global_norms(
+    pieces: Sequence[Piece],
+    values: Sequence[Tensor],
+    parallel: ParallelState,
+    shard_group: ProcessGroup | None,
+    *,
+    loss: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the true 2-norm of the pieces' `values` (gradients, or the masters themselves), 0-d,
+    and the norms of this rank's pieces, one each.
+
+    The norm is NaN or infinite if any value of any rank is, or the loss (0-d) of any rank.
+    Replicated parameters add to the norm on TP rank 0 only, but every rank checks its copy for NaN.
+    shard_group: the ranks that hold different pieces. The function issues one all-reduce of one
+    number over this group, over the TP group and over the pipeline each.
+    """
+    norms = foreach_norm(list(values)) if values else ()
+    counted: list[Tensor] = []
+    others: list[Tensor] = []
+    for piece, norm in zip(pieces, norms, strict=True):
+        (counted if _counts_here(piece.spec, parallel) else others).append(norm)
+    empty = torch.zeros(1, device=parallel.device)
+    total = (torch.stack(counted) if counted else empty).square().sum()
+    if others:
+        total = total + (torch.stack(others) * 0.0).sum()  # adds 0, or NaN if one is not finite
+    if loss is not None:  # as above: 0, or NaN if the loss is not finite
+        total = total + loss.to(total.dtype) * 0.0
+    whole = _sum_over_model(total, parallel, shard_group).sqrt()
+    return whole, torch.stack(norms) if norms else empty
+
+
+def count_zeros(
+    pieces: Sequence[Piece],
+    values: Sequence[Tensor],
+    parallel: ParallelState,
+    shard_group: ProcessGroup | None,
+) -> Tensor:
+    """Returns how many elements of the values are 0, over the whole model without padding.
+
+    The number is 0-d int64. The function issues the same all-reduces as `global_norms`.
+    """
+    zeros = torch.zeros((), dtype=torch.int64, device=parallel.device)
+    for piece, value in zip(pieces, values, strict=True):
+        if _counts_here(piece.spec, parallel):
+            true = value.reshape(-1)[: _true_elements(piece, parallel)]
+            zeros += true.numel() - true.count_nonzero()
+    return _sum_over_model(zeros, parallel, shard_group)
+
+
+def _sum_over_model(
+    value: Tensor, parallel: ParallelState, shard_group: ProcessGroup | None
+) -> Tensor:
+    # Each sum covers the ranks of one axis, so the three together cover every shard once.
+    for group in (shard_group, parallel.tp_group, parallel.pp_group):
+        value = all_reduce_(value, group)
+    return value
+
+
+def _true_elements(piece: Piece, parallel: ParallelState) -> int:
+    """Returns how many elements come before the vocabulary padding, whose gradient is 0."""
+    spec, stop = piece.spec, piece.stop
+    if spec.tp_dim is not None and spec.padded_length is not None:
+        assert spec.tp_dim == 0 and spec.tp_blocks == 1, "a vocabulary is padded along dim 0"
+        rows = sum(span.length for span in spec.spans(parallel.tp_rank, parallel.tp_size))
+        stop = min(stop, rows * math.prod(spec.global_shape[1:]))
+    return max(0, stop - piece.start)
+
+
+def _counts_here(spec: ParameterSpec, parallel: ParallelState) -> bool:
+    """Returns whether a parameter adds to the figures on this rank.
+
+    A sharded parameter counts on every TP rank. A replicated one counts on TP rank 0 only. The last
+    stage's copy of a tied weight never counts.
+    """
+    return not spec.is_copy and (parallel.tp_rank == 0 or spec.tp_dim is not None)

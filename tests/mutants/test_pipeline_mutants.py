@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.optim import grad_norms as norms
+from megatron_lite.optim import optimizer as norms
 from megatron_lite.parallel import state
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.pipeline import order

@@ -14,7 +14,7 @@ import torch
 
 from megatron_lite.model import attention, core_attention, gpt, norm
 from megatron_lite.optim import grad_buffer
-from megatron_lite.optim import grad_norms as norms
+from megatron_lite.optim import optimizer as norms
 from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.tensor_parallel import layers, linear
