@@ -12,46 +12,21 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_lite import __version__
 from megatron_lite.parallel.signals import ctrl_c_raises, dies_without_reader
 
-
-class Subcommand(NamedTuple):
-    """A program of the command.
-
-    module: the module whose `main(argv, program)` runs it and returns the exit status.
-    help: what it does, in one line.
-    """
-
-    module: str
-    help: str
-
-
+# The module whose `main(argv, program)` runs a subcommand and returns the exit status, and what
+# the subcommand does.
 SUBCOMMANDS = {
-    "train": Subcommand(
-        "megatron_lite.cli.pretrain", "trains a GPT, as pretrain_gpt.py of a checkout does"
-    ),
-    "plan": Subcommand(
-        "megatron_lite.tools.plan", "finds the fastest layout and recompute policy that fits"
-    ),
-    "explain": Subcommand(
-        "megatron_lite.cli.explain_command", "prints what each layer of a run keeps and rebuilds"
-    ),
-    "convert": Subcommand(
-        "megatron_lite.tools.convert", "converts weights from and to Hugging Face and Megatron"
-    ),
-    "generate": Subcommand(
-        "megatron_lite.tools.generate", "continues a text with the model of a checkpoint"
-    ),
-    "preprocess": Subcommand(
-        "megatron_lite.tools.preprocess_data", "converts text to the token files of --data-path"
-    ),
-    "plot": Subcommand(
-        "megatron_lite.tools.plot_memory", "draws the files of --memory-timeline side by side"
-    ),
-    "report": Subcommand("megatron_lite.tools.report", "makes a page of the curves of a run"),
+    "train": ("cli.pretrain", "trains a GPT, as pretrain_gpt.py of a checkout does"),
+    "plan": ("tools.plan", "finds the fastest layout and recompute policy that fits"),
+    "explain": ("cli.explain_command", "prints what each layer of a run keeps and rebuilds"),
+    "convert": ("tools.convert", "converts weights from and to Hugging Face and Megatron"),
+    "generate": ("tools.generate", "continues a text with the model of a checkpoint"),
+    "preprocess": ("tools.preprocess_data", "converts text to the token files of --data-path"),
+    "plot": ("tools.plot_memory", "draws the files of --memory-timeline side by side"),
+    "report": ("tools.report", "makes a page of the curves of a run"),
 }
 
 
@@ -69,31 +44,30 @@ def main(argv: Sequence[str] | None = None, started: str | None = None) -> int:
     if words[0] not in SUBCOMMANDS:
         near = difflib.get_close_matches(words[0], SUBCOMMANDS, n=1)
         meant = f"did you mean {near[0]}?" if near else f"give one of {', '.join(SUBCOMMANDS)}"
-        text = f"{command}: error: no subcommand {words[0][:80]!r}: {meant}"
-        print(text, file=sys.stderr)
+        print(f"{command}: error: no subcommand {words[0][:80]!r}: {meant}", file=sys.stderr)
         return 2
     if argv is None:
         # Prints a stack if a library crashes, or if a data file is truncated meanwhile (SIGBUS).
         faulthandler.enable()
     program = f"{command} {words[0]}"
     try:
-        run = import_module(SUBCOMMANDS[words[0]].module).main
+        run = import_module(f"megatron_lite.{SUBCOMMANDS[words[0]][0]}").main
         ctrl_c_raises()
         return int(run(words[1:], program))
     except ModuleNotFoundError as missing:
         if missing.name != "torch":
             raise
-        text = (
+        print(
             f"{program}: error: it needs PyTorch, which this Python lacks: install it with "
-            f"`{sys.executable} -m pip install torch`"
+            f"`{sys.executable} -m pip install torch`",
+            file=sys.stderr,
         )
-        print(text, file=sys.stderr)
         return 2
 
 
 def help_text(command: str) -> str:
     """Returns the text of --help."""
-    rows = "\n".join(f"  {name:12}{one.help}" for name, one in SUBCOMMANDS.items())
+    rows = "\n".join(f"  {name:12}{about}" for name, (_, about) in SUBCOMMANDS.items())
     return (
         f"usage: {command} SUBCOMMAND ...\n\n"
         "Trains GPT models on several GPUs or CPUs, and recomputes activations to save\n"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.known_models import preset as load_preset
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import run_fields, topics
+from megatron_lite.config.run_flags import build_run, run_fields, topics
 from megatron_lite.config.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def run_config(*, preset: str | None = None, **settings: Any) -> RunConfig:
     given: dict[str, dict[str, Any]] = {topic: {} for topic in topics()}
     for name, value in settings.items():
         given[fields[name].topic][name] = value
-    return RunConfig(**{topic: kind(**given[topic]) for topic, kind in topics().items()})
+    return build_run(given)
 
 
 def train(config: RunConfig) -> TrainedRun:

@@ -16,12 +16,11 @@ from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED, 
 from megatron_lite.config.parser import Parser, help_columns, paragraph
 from megatron_lite.config.plain import shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
-from megatron_lite.config.run_flags import Topic
 
 HELP = ("-h", "--help")
 # A topic has the name of its field in RunConfig, with dashes.
 TOPICS = {
-    "general": Topic("options", "print or measure instead of training; a run from a file"),
+    "general": "print or measure instead of training; a run from a file",
     **{name.replace("_", "-"): topic for name, topic in RUN_TOPICS.items()},
 }
 LISTS = {
@@ -75,8 +74,8 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
     topic = word.lower().replace("_", "-")
     groups = parser.groups()
     texts = {
-        name: _flags(f"{name} ({words.help})", groups[words.title])
-        for name, words in TOPICS.items()
+        name: _flags(f"{name} ({about})", groups[name])
+        for name, about in TOPICS.items()
         if topic in ("all", name)
     }
     if texts:
@@ -101,8 +100,7 @@ def _overview(parser: Parser, program: str) -> str:
     groups = parser.groups()
     used = [parser._option_string_actions[flag] for flag in MOST_USED]
     topics = "\n".join(
-        f"  {name:15}{topic.help} ({len(_shown(groups[topic.title]))})"
-        for name, topic in TOPICS.items()
+        f"  {name:15}{about} ({len(_shown(groups[name]))})" for name, about in TOPICS.items()
     )
     lists = "\n".join(f"  {name:15}{text}" for name, text in LISTS.items())
     return (

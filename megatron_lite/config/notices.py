@@ -8,13 +8,12 @@ kernels.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator
 
 from megatron_lite.config.checks import flag
 from megatron_lite.config.data_settings import TIKTOKEN_FIELDS
-from megatron_lite.config.layer_pattern import marks_all, reach, spelled
-from megatron_lite.config.operators import GROUPS, parse_entry
+from megatron_lite.config.layer_pattern import reach, spelled
+from megatron_lite.config.operators import parse_entry
 from megatron_lite.config.policy import check_policy_reaches
 from megatron_lite.config.regions import (
     NORM_PARTS,
@@ -26,11 +25,9 @@ from megatron_lite.config.regions import (
 )
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flag_of, run_fields
-from megatron_lite.config.setting import is_met, need_text
+from megatron_lite.config.setting import unmet
 
 Rows = Iterator[tuple[object, str]]
-
-OWN_ATTENTION = "megatron_lite.context_parallel_attention.default"
 
 
 def notices(
@@ -76,16 +73,15 @@ def _without_effect(config: RunConfig, given: Collection[str]) -> Rows:
     positions = f"with --position-embedding-type {model.position_embedding_type}"
     granularity, scale = recompute.recompute_granularity, config.loss_scaling.loss_scale
     policy = granularity or recompute.recompute_policy
-    no_rope = model.no_rope_freq
     is_tik = tokenizer.tokenizer_type == "TikTokenizer"
     fields = run_fields()
     values = {name: getattr(getattr(config, one.topic), name) for name, one in fields.items()}
     changed = {name for name, one in fields.items() if values[name] != one.default}
     why = {
-        name: f"without {need_text(need)}"
+        name: f"without {missing}"
         for name, one in fields.items()
         if (need := one.facts.without)
-        and not is_met(need, getattr(config, fields[re.split("[=>]", need)[0]].topic))
+        and (missing := unmet(need, getattr(config, fields[need].topic)))
     }
     for names, has_none, reason in (
         (
@@ -103,11 +99,6 @@ def _without_effect(config: RunConfig, given: Collection[str]) -> Rows:
             ("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
             not model.positions.rotated,
             f"{positions}, which rotates nothing",
-        ),
-        (
-            ("no_rope_freq",),
-            isinstance(no_rope, tuple) and not any(no_rope),
-            "as a list without a 1: every layer rotates",
         ),
         (
             ("fp32_residual_connection",),
@@ -169,11 +160,7 @@ def _without_effect(config: RunConfig, given: Collection[str]) -> Rows:
 
 def _of_settings(config: RunConfig) -> Rows:
     model, data, parallel, training = config.model, config.data, config.parallel, config.training
-    window, skipped, chunk = (
-        model.window_size,
-        model.window_attn_skip_freq,
-        training.loss_chunk_size,
-    )
+    window, chunk = model.window_size, training.loss_chunk_size
     tokens = data.seq_length // parallel.context_parallel_size * training.micro_batch_size
     documents = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
     of_documents = [flag(name) for name in documents if getattr(data, name)]
@@ -197,12 +184,6 @@ def _of_settings(config: RunConfig) -> Rows:
         window is not None and reach(window, data.seq_length) is None,
         f"--window-size {spelled(window or 0)} limits nothing: --seq-length {data.seq_length} is "
         "not longer",
-    )
-    yield (
-        skipped is not None
-        and (skipped > model.num_layers if isinstance(skipped, int) else marks_all(skipped)),
-        f"--window-attn-skip-freq {spelled(skipped or 0)} has no effect: it gives all "
-        f"{model.num_layers} layers the window",
     )
     yield (
         data.mock_data and of_documents,
@@ -282,7 +263,6 @@ def _of_recompute(config: RunConfig) -> Rows:
 def _of_operators(config: RunConfig, names: set[str]) -> Rows:
     model, parallel = config.model, config.parallel
     over_ranks, alone = parallel.context_parallel_size > 1, parallel.tensor_model_parallel_size == 1
-    kernels = {*GROUPS["attention"]} - {OWN_ATTENTION}
     for name, keeps_nothing, reason in (
         ("attention", model.always_unfused, "attention is unfused and builds its scores"),
         (
@@ -297,11 +277,6 @@ def _of_operators(config: RunConfig, names: set[str]) -> Rows:
             "of their attention",
         ),
         ("max", True, "no layer of this model computes one"),
-        (OWN_ATTENTION, not over_ranks, "--context-parallel-size is 1"),
-        *(
-            (kernel, over_ranks, f"attention is one operator, {OWN_ATTENTION}")
-            for kernel in kernels
-        ),
     ):
         yield (
             name in names and keeps_nothing,

@@ -27,28 +27,21 @@ METAVARS = {int: "N", float: "X"}
 LONGEST_CHOICES = 32  # columns of choices that stand in the place of a value
 
 
-class Topic(NamedTuple):
-    """A topic of the help. title: the title of its group of flags. help: what they are about."""
-
-    title: str
-    help: str
-
-
-# By the field of RunConfig.
+# The topics of the help, by the field of RunConfig: what their flags are about.
 TOPICS = {
-    "model": Topic("model", "the shape and the operations of the model"),
-    "data": Topic("data", "the datasets, and the order of the samples"),
-    "tokenizer": Topic("tokenizer", "the tokenizer and the size of the vocabulary"),
-    "training": Topic("training", "batch sizes, length of the run, precision, evaluation"),
-    "optimizer": Topic("optimizer", "AdamW and Muon, weight decay, clipping"),
-    "lr_schedule": Topic("learning rate", "the learning rate, its warm-up and decay"),
-    "loss_scaling": Topic("loss scaling of --fp16", "the loss scale of float16"),
-    "recompute": Topic("activation recomputation", "what backward rebuilds, to save memory"),
-    "parallel": Topic("parallelism", "tensor, sequence, pipeline and context parallelism"),
-    "data_parallel": Topic("data parallelism", "sharded optimizer states, gradients and weights"),
-    "checkpoint": Topic("checkpoints", "saving, loading and resuming"),
-    "logging": Topic("logging", "the log, metrics, TensorBoard, Weights & Biases, timing"),
-    "profiling": Topic("profiling", "traces of kernels and of memory"),
+    "model": "the shape and the operations of the model",
+    "data": "the datasets, and the order of the samples",
+    "tokenizer": "the tokenizer and the size of the vocabulary",
+    "training": "batch sizes, length of the run, precision, evaluation",
+    "optimizer": "AdamW and Muon, weight decay, clipping",
+    "lr_schedule": "the learning rate, its warm-up and decay",
+    "loss_scaling": "the loss scale of float16",
+    "recompute": "what backward rebuilds, to save memory",
+    "parallel": "tensor, sequence, pipeline and context parallelism",
+    "data_parallel": "sharded optimizer states, gradients and weights",
+    "checkpoint": "saving, loading and resuming",
+    "logging": "the log, metrics, TensorBoard, Weights & Biases, timing",
+    "profiling": "traces of kernels and of memory",
 }
 
 
@@ -103,8 +96,8 @@ def add_run_flags(
     without: the fields whose flags mean something else in this tool. hidden: whether the help is
         silent about them.
     """
-    for topic, words in TOPICS.items():
-        group = parser.add_argument_group(words.title)
+    for topic in TOPICS:
+        group = parser.add_argument_group(topic.replace("_", "-"))
         other_ways = [
             RunField(topic, name, str if facts.choices else bool, None, facts)
             for name, facts in OTHER_WAYS.get(topic, {}).items()

@@ -100,20 +100,13 @@ def spelling(field: str, facts: Setting) -> str:
     return facts.name or flag(field)
 
 
-def is_met(need: str, config: Any) -> bool:
-    """Returns whether a config has a setting that another one needs."""
+def unmet(need: str, config: Any) -> str | None:
+    """Returns the flag that another setting needs, with its value; None if the config has it."""
     name, sign, value = re.split("([=>]|$)", need, maxsplit=1)
     found = getattr(config, name)
-    if sign == ">":
-        return bool(found > int(value))
-    return bool(found == value if sign else found)
-
-
-def need_text(need: str) -> str:
-    """Returns the flag of a needed setting, with its value."""
-    name, sign, value = re.split("([=>]|$)", need, maxsplit=1)
-    words = [flag(name), sign.replace("=", ""), value]
-    return " ".join(filter(None, words))
+    if found > int(value) if sign == ">" else found == value if sign else found:
+        return None
+    return " ".join(filter(None, (flag(name), sign.replace("=", ""), value)))
 
 
 def check_settings(config: Any) -> None:
@@ -129,6 +122,6 @@ def check_settings(config: Any) -> None:
             object.__setattr__(config, one.name, tuple(value))
         elif not isinstance(value, tuple | types.NoneType) and (fault := facts.fault(name, value)):
             raise ValueError(fault)
-        if facts.needs and value != one.default and not is_met(facts.needs, config):
+        if facts.needs and value != one.default and (missing := unmet(facts.needs, config)):
             shown = "" if isinstance(value, bool) else f" {value}"
-            raise ValueError(f"{name}{shown} needs {need_text(facts.needs)}")
+            raise ValueError(f"{name}{shown} needs {missing}")
