@@ -94,18 +94,11 @@ def sample_index_fault(
     if set(arrays) != set(SampleIndex._fields):
         return f"found arrays {sorted(arrays)}, expected {sorted(SampleIndex._fields)}"
     index = SampleIndex(**arrays)
-    samples = len(index.sample_order) if index.sample_order.ndim else 0
-    if any(array.dtype.kind not in "iu" for array in index):
-        return "an array does not hold whole numbers"
-    if (
-        index.document_order.ndim != 1
-        or index.sample_order.ndim != 1
-        or index.sample_starts.shape != (samples + 1, 2)
-    ):
-        return (
-            f"found shapes {[array.shape for array in index]}, expected [tape], [samples + "
-            "1, 2] and [samples]"
-        )
+    samples = index.sample_order.size
+    shapes = (index.document_order.size,), (samples + 1, 2), (samples,)
+    found = [(array.shape, array.dtype.kind in "iu") for array in index]
+    if found != [(shape, True) for shape in shapes]:
+        return f"found {found}, expected whole numbers of the shapes {shapes}"
     places, offsets = index.sample_starts[:, 0], index.sample_starts[:, 1]
     bounds = (
         ("document_order", index.document_order, first_document, first_document + len(lengths)),

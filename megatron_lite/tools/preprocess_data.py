@@ -18,12 +18,10 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from multiprocessing import active_children, get_context, parent_process
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,24 +41,9 @@ BLOCK_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """The settings for encoding a line. They are sent to the workers with every block.
-
-    source: the input file, for messages.
-    """
-
-    tokenizer: TokenizerConfig
-    json_keys: tuple[str, ...]
-    append_eod: bool
-    source: str
-
-
-class Encoded(NamedTuple):
-    """documents[line][key]: token ids. num_bytes: the size of the lines that they come from."""
-
-    documents: list[list[np.ndarray]]
-    num_bytes: int
+# documents[line][key]: token ids. The number is the size in bytes of the lines.
+Encoded = tuple[list[list[np.ndarray]], int]
+Encode = Callable[[list[Line]], Encoded]
 
 
 def main(
@@ -112,8 +95,8 @@ def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None
     tokenizer = build_tokenizer(config)
     if args.append_eod:
         _ = tokenizer.eod  # a tokenizer without one raises InputError here, before any work is done
-    encoding = Encoding(config, tuple(args.json_keys), args.append_eod, args.input)
-    prefixes = [f"{args.output_prefix}_{key}_document" for key in encoding.json_keys]
+    encode = functools.partial(_encode, config, args.json_keys, args.append_eod, args.input)
+    prefixes = [f"{args.output_prefix}_{key}_document" for key in args.json_keys]
     documents, num_bytes, began = 0, 0, time.monotonic()
     with contextlib.ExitStack() as stack:
         writers = [
@@ -121,13 +104,13 @@ def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None
             for prefix in prefixes
         ]
         blocks = _line_blocks(args.input, args.partitions, args.max_line_bytes, block_bytes)
-        encoded_blocks = _encode_all(encoding, blocks, args.workers)
-        for encoded in stack.enter_context(contextlib.closing(encoded_blocks)):
-            for document in encoded.documents:
+        encoded_blocks = _encode_all(encode, blocks, args.workers)
+        for block, size in stack.enter_context(contextlib.closing(encoded_blocks)):
+            for document in block:
                 for writer, ids in zip(writers, document, strict=True):
                     writer.add_document(ids)
-            before, documents = documents, documents + len(encoded.documents)
-            num_bytes += encoded.num_bytes
+            before, documents = documents, documents + len(block)
+            num_bytes += size
             if documents // args.log_interval > before // args.log_interval:
                 seconds = max(time.monotonic() - began, 1e-9)
                 print(
@@ -139,7 +122,7 @@ def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None
                 )
         if not documents:
             raise InputError(f"--input {args.input}: no documents in it")
-        for key, writer in zip(encoding.json_keys, writers, strict=True):
+        for key, writer in zip(args.json_keys, writers, strict=True):
             if not writer.num_tokens:
                 raise InputError(
                     f"--input {args.input}: no tokens in it, every text under {key!r} is empty"
@@ -177,14 +160,13 @@ def _line_blocks(
 
 
 def _encode_all(
-    encoding: Encoding, blocks: Iterable[list[Line]], workers: int
+    encode: Encode, blocks: Iterable[list[Line]], workers: int
 ) -> Generator[Encoded, None, None]:
     """Yields the encoded blocks in order. At most four per worker are in memory.
 
     If the generator is closed before its end, it kills its workers: one long text would keep a
     worker busy for a minute.
     """
-    encode = functools.partial(_encode, encoding)
     if workers == 1:
         yield from map(encode, blocks)
         return
@@ -214,22 +196,28 @@ def _encode_all(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _encode(encoding: Encoding, lines: list[Line]) -> Encoded:
-    tokenizer = _tokenizer(encoding.tokenizer)
+def _encode(
+    config: TokenizerConfig,
+    json_keys: Sequence[str],
+    append_eod: bool,
+    source: str,
+    lines: list[Line],
+) -> Encoded:
+    tokenizer = _tokenizer(config)
     documents = []
     for line in lines:
-        where = f"{encoding.source}:{line.number}"
+        where = f"{source}:{line.number}"
         document = []
-        for text in parse_line(line.content, encoding.json_keys, where):
+        for text in parse_line(line.content, json_keys, where):
             try:
                 ids = tokenizer.tokenize(text)
             except InputError as error:
                 raise InputError(f"{where}: {error}") from None
-            if ids and encoding.append_eod:
+            if ids and append_eod:
                 ids.append(tokenizer.eod)
             document.append(np.array(ids, dtype=np.int64))
         documents.append(document)
-    return Encoded(documents, sum(len(line.content) for line in lines))
+    return documents, sum(len(line.content) for line in lines)
 
 
 @functools.lru_cache(maxsize=1)

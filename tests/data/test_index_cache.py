@@ -128,8 +128,8 @@ def test_a_damaged_file_is_built_again_with_a_notice(
     ("name", "change", "reason"),
     [
         ("document_order", lambda array: array + 1, "document_order holds 3 to 9, expected 2 to 8"),
-        ("document_order", lambda array: array.astype(np.float32), "does not hold whole numbers"),
-        ("sample_order", lambda array: array[:-1], "found shapes"),
+        ("document_order", lambda array: array.astype(np.float32), "expected whole numbers"),
+        ("sample_order", lambda array: array[:-1], "expected whole numbers"),
         ("sample_order", lambda array: array + np.uint32(1), "sample_order holds 1 to "),
         ("sample_starts", lambda array: array[::-1].copy(), "sample_starts is not in order"),
         ("sample_starts", lambda array: array - 1, "sample_starts holds -1 to "),
