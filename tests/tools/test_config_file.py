@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.tools import translate_recompute
@@ -151,14 +149,3 @@ def test_a_file_that_is_cut_off_is_translated_or_one_line(
         assert (status == 0 and out.startswith("--") and out.count("\n") == 1) or (
             status == 2 and out == "" and err.startswith(ERROR) and err.count("\n") == 1
         ), (version, out, err)
-
-
-TEXTS = st.text(st.sampled_from("abc01 \n\t:-,[]{}&*!<>|'\"#=.%?~$"))
-
-
-@given(text=TEXTS, name=st.sampled_from(["a.json", "a.yaml", "a.toml", "a"]))
-def test_any_text_is_read_or_refused(tmp_path: Path, text: str, name: str) -> None:
-    try:
-        read(tmp_path / name, text)
-    except InputError as error:
-        assert "\n" not in str(error)

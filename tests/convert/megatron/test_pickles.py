@@ -101,6 +101,8 @@ def evil_pickles() -> dict[str, bytes]:
         "a call of a value": b"\x80\x02" + text("os.system") + run,
         "a call of a record": b"\x80\x02" + name("argparse", "Namespace") + b")R" + run,
         "arguments that are no tuple": b"\x80\x02" + name("argparse", "Namespace") + b"]R.",
+        "many arguments": b"\x80\x02" + name("argparse", "Namespace") + b"(" + b"N" * 17 + b"tR.",
+        "a long size": b"\x80\x02" + name("torch", "Size") + b"(" + b"K\x01" * 9 + b"t\x85R.",
         "a mark as a value": b"\x80\x02(\x85.",
         "an empty stack": b"\x80\x02R.",
         "a memo that is not set": b"\x80\x02h\x07.",
