@@ -177,23 +177,19 @@ def test_hostile_texts_are_text(tmp_path: Path) -> None:
     assert "default-src 'none'" in policy and "script" not in policy
 
 
-FAULTS: dict[str, tuple[dict[str, bytes] | None, str]] = {
-    "missing": (None, "no such file or directory"),
-    "empty folder": ({}, "no metrics of a run"),
-    "garbled": ({"metrics.jsonl": b"\x00\xff{{{" * 50}, "no metrics of a run"),
-    "a deep object": ({"metrics.jsonl": b'{"a":' * 100_000}, "no metrics of a run"),
-    "two runs": (
-        {name: json.dumps(row(1)).encode() + b"\n" for name in ("a.jsonl", "b.jsonl")},
-        "the metrics of several runs",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (None, "no such file or directory"),
+        ({}, "no metrics of a run"),
+        ({"metrics.jsonl": b"\x00\xff{{{" * 50}, "no metrics of a run"),
+        ({"metrics.jsonl": b'{"a":' * 100_000}, "no metrics of a run"),
+        (dict.fromkeys(("a.jsonl", "b.jsonl"), json.dumps(row(1)).encode()), "of several runs"),
+    ],
+)
 def test_a_folder_that_is_no_run_is_one_clear_error(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    files: dict[str, bytes] | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    files, message = FAULTS[name]
     folder = tmp_path / "run"
     if files is not None:
         folder.mkdir()
@@ -261,13 +257,8 @@ def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(
     ("name", "content"),
     [
         ("m.jsonl", '{"iteration": 9, "lm_loss": 1e308, "grad_norm": %s}' % ("9" * 400)),
-        ("m.jsonl", '{"iteration": %s, "lm_loss": 1}' % ("9" * 400)),
-        ("m.jsonl", '{"iteration": 9, "lm_loss": -1e308, "iteration_ms": 5e-324}'),
-        ("m.jsonl", '{"iteration": 9, "lm_loss": 1e100, "iteration_ms": 1e-99, "grad_norm": 0}'),
-        ("m.jsonl", '{"iteration": 0, "lm_loss": null}'),
         ("m.jsonl.summary.json", '{"a_predicted": %s, "b_bytes_measured": 1e308}' % ("9" * 400)),
-        ("train.log", " [x] iteration 3/ 9 | MFU: 1.2.3 | \n"),
-        ("train.log", " [x] iteration 3/ 9 | MFU: 1.2 | peak GiB of x: 999999999.0 | \n"),
+        ("train.log", " [x] iteration 3/ 9 | MFU: 1.2.3 | peak GiB of x: 999999999.0 | "),
         ("train.log", "validation loss at iteration 3 | lm loss value: 1.0E+999 | "),
     ],
 )

@@ -136,16 +136,11 @@ def test_collectives_that_nothing_hides_take_the_time_of_those_that_are_issued(
 
 
 @pytest.mark.parametrize("layout", [dict(), TP8, PP4])
-def test_the_terms_add_up_and_none_is_negative(layout: dict[str, Any]) -> None:
-    time = step_time(run(recompute="*:full", **layout), A100, 16)
-    assert min(time.terms.values()) > 0.0
-    assert sum(time.terms.values()) == time.seconds
-
-
-@pytest.mark.parametrize("layout", [dict(), TP8, PP4])
 def test_more_recomputation_is_never_faster(layout: dict[str, Any]) -> None:
     policies = ["*:none", "*:layernorm", "*:layernorm+activation", "*:mlp+layernorm", "*:full"]
-    times = [seconds(run(recompute=policy, **layout), 16) for policy in policies]
+    found = [step_time(run(recompute=policy, **layout), A100, 16) for policy in policies]
+    times = [one.seconds for one in found]
+    assert all(min(one.terms.values()) > 0.0 for one in found)
     assert times == sorted(times) and len(set(times)) == len(times)
     whole = seconds(run(recompute="*:full", tail_skip=False, **layout), 16)
     assert whole > times[-1]
@@ -168,12 +163,6 @@ def test_more_data_parallel_ranks_are_never_slower_at_the_same_batch(
     config = run(batch=512, data_parallel=data_parallel)
     times = [seconds(config, ranks) for ranks in (8, 16, 32, 64, 128)]
     assert times == sorted(times, reverse=True)
-
-
-def test_tensor_parallel_ranks_on_several_nodes_are_slower_than_on_one() -> None:
-    small_nodes = replace(A100, ranks_per_node=4)
-    config = run(**TP8)
-    assert seconds(config, 8, small_nodes) > 1.2 * seconds(config, 8)
 
 
 def test_a_reduction_beside_backward_is_never_slower() -> None:
