@@ -7,14 +7,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.sequence_spans import ContextParallel, select
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -89,46 +87,6 @@ def errors(rank: int, world_size: int) -> dict[str, float]:
 def test_output_and_gradients_are_those_of_the_formula(cp_size: int) -> None:
     for found in run_ranks(errors, cp_size):
         assert {name: error for name, error in found.items() if not error < 1e-14} == {}
-
-
-def one_kernel(groups: int) -> Results:
-    """Of the whole sequence, in bf16."""
-    *leaves, grad = [tensor.bfloat16().requires_grad_() for tensor in inputs(groups)]
-    query, *shared = (leaf.permute(1, 2, 0, 3) for leaf in leaves)
-    if not cpu_attention_takes_groups():
-        shared = [tensor.repeat_interleave(HEADS // groups, 1) for tensor in shared]
-    output = F.scaled_dot_product_attention(
-        query, *shared, is_causal=True, scale=SCALE, enable_gqa=True
-    ).permute(2, 0, 1, 3)
-    return Results(output.detach(), *torch.autograd.grad(output, leaves, grad))
-
-
-def bf16_errors(rank: int, world_size: int) -> dict[str, float]:
-    """By exchange, groups and tensor: the mean error as a multiple of that of one kernel."""
-    found = {}
-    with tp_state(1, cp_size=world_size) as parallel:
-        for comm_type in COMM_TYPES:
-            cp = place_of(parallel, comm_type)
-            for groups in (HEADS, 2, 1):
-                expected = of_rank(
-                    formula(*(tensor.bfloat16().double() for tensor in inputs(groups))), cp
-                )
-                have, kernels = run(cp, groups, torch.bfloat16), of_rank(one_kernel(groups), cp)
-                for name, want, ours, theirs in zip(
-                    Results._fields, expected, have, kernels, strict=True
-                ):
-                    found[f"{comm_type}, {groups} groups: {name}"] = (
-                        (ours - want).norm() / (theirs - want).norm()
-                    ).item()
-    return found
-
-
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_bf16_is_nearly_as_exact_as_one_kernel(cp_size: int) -> None:
-    """Each part is rounded to bf16, and so is the sum of a key's gradient on each rank: more often
-    than in one kernel."""
-    for found in run_ranks(bf16_errors, cp_size, detail=False):
-        assert {name: ratio for name, ratio in found.items() if not ratio < 2.5} == {}
 
 
 def rows_of_different_sizes(rank: int, world_size: int) -> list[bool]:

@@ -160,22 +160,6 @@ def test_a_checkpoint_of_two_context_parallel_ranks_loads_anywhere_and_says_what
         )
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(tmp_path: Path) -> None:
-    """With dropout: each rank goes on with its own streams."""
-
-    def work(rank: int, world_size: int) -> list[bool]:
-        config = shared(
-            tiny_run(model=dict(attention_backend="unfused"), training=dict(train_iters=4)), 2
-        )
-        whole = trained(rank, 2, config)
-        first = replace(config, training=replace(config.training, exit_interval=2))
-        run_to_end(with_checkpoint(first, save=str(tmp_path)))
-        resumed = trained(rank, 2, with_checkpoint(config, load=str(tmp_path)))
-        return [torch.equal(whole[name], resumed[name]) for name in whole]
-
-    assert all(map(all, run_ranks(work, 2)))
-
-
 def test_initial_weights_do_not_depend_on_it_and_dropout_masks_differ() -> None:
     def work(rank: int, world_size: int) -> tuple[dict[str, Tensor], Tensor]:
         config = (

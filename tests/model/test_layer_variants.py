@@ -111,22 +111,6 @@ def test_a_norm_over_all_heads_is_the_formula_on_any_number_of_ranks(world_size:
     assert run_ranks(all_heads, world_size, detail=False) == [True] * world_size
 
 
-@pytest.mark.parametrize(
-    ("setting", "need"),
-    [
-        (dict(normalization="RMSNorm"), "--qk-layernorm"),
-        (dict(qk_layernorm=True), "--normalization RMSNorm, which needs one sum"),
-        (
-            dict(qk_layernorm=True, normalization="RMSNorm", norm_impl="apex"),
-            "--norm-impl torch: apex's kernel",
-        ),
-    ],
-)
-def test_a_norm_over_all_heads_says_what_it_needs(setting: dict[str, object], need: str) -> None:
-    with pytest.raises(ValueError, match=f"^--qk-layernorm-scope all-heads needs {need}"):
-        tiny_config(qk_layernorm_scope="all-heads", **setting)
-
-
 def test_a_float32_residual_stream_is_the_exact_sum_of_its_branches() -> None:
     """The branches are computed in 16 bits, and nothing rounds their sum."""
     config = variant_config("gpt2", num_layers=2, fp32_residual_connection=True)
@@ -163,25 +147,3 @@ def test_a_float32_residual_stream_is_the_exact_sum_of_its_branches() -> None:
     assert torch.equal(seen["layer.input_layernorm"], normed.bfloat16())
     assert seen["decoder"].dtype == torch.bfloat16
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.bfloat16}  # type: ignore[union-attr]
-
-
-def test_a_pipeline_sends_a_float32_residual_stream_as_it_is() -> None:
-    config = variant_config("nemotron", num_layers=4)
-    assert config.fp32_residual_connection
-
-    def trained(layout: Layout) -> list[float]:
-        options = dict(steps=1, micro_batches=MICRO_BATCHES, dtype=torch.bfloat16)
-        return train(layout, config, **options).losses  # type: ignore[arg-type]
-
-    expected = trained(Layout())
-    assert run_ranks(lambda rank, size: trained(Layout(pp=2)), 2, detail=False) == [expected] * 2
-
-
-def test_a_float32_residual_stream_needs_norms_before() -> None:
-    with pytest.raises(ValueError, match="--fp32-residual-connection needs --norm-position before"):
-        tiny_config(fp32_residual_connection=True, norm_position="after")
-
-
-def test_a_parallel_residual_and_norms_after_contradict() -> None:
-    with pytest.raises(ValueError, match="--parallel-residual needs --norm-position before"):
-        tiny_config(parallel_residual=True, norm_position="after")

@@ -6,42 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from arguments import parse_args
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.training.build_trainer import build_model
 from tests.support.equality import differences, variant_config
 from tests.support.models import build_tiny_model, loss_and_grads, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
 
 LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]  # TP size, sequence parallel
-
-
-def test_the_flag_reaches_the_model():
-    sizes = (
-        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings "
-        "4 --seq-length 4"
-    )
-    with tp_state(1) as parallel:
-        for flags, chunk_size in (("", None), ("--loss-chunk-size 3", 3)):
-            config = parse_args(
-                f"{sizes} --micro-batch-size 1 --vocab-size 20 {flags}".split()
-            ).config
-            assert build_model(config, parallel).loss_chunk_size == chunk_size
-
-
-def test_a_chunk_that_takes_the_whole_micro_batch_is_told_to_the_user():
-    sizes = (
-        "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --max-position-embeddings "
-        "4 --seq-length 4"
-    )
-    for chunk_size, told in ((11, False), (12, True)):
-        notices = parse_args(
-            f"{sizes} --micro-batch-size 3 --vocab-size 20 --loss-chunk-size {chunk_size}".split()
-        ).notices
-        assert (
-            any("--loss-chunk-size 12 takes all 12 tokens" in notice for notice in notices) == told
-        )
 
 
 def test_a_chunk_has_no_negative_size():

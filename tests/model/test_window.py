@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.stages import stages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model import core_attention
 from megatron_lite.model.core_attention import CoreAttention
@@ -21,14 +19,7 @@ from megatron_lite.model.rotary import rotary_tables
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from megatron_lite.recompute.region_runner import Regions
 from tests.support.equality import LLAMA
-from tests.support.models import (
-    SEQ_LENGTH,
-    VOCAB_SIZE,
-    build_tiny_model,
-    sample_tokens,
-    tiny_config,
-    tp_state,
-)
+from tests.support.models import SEQ_LENGTH, build_tiny_model, tiny_config, tp_state
 
 S, B, A, D = 9, 2, 6, 4
 SCALE = D**-0.5
@@ -162,18 +153,6 @@ def test_the_mask_is_that_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(causal_mask(torch.empty(s, 1), Readable(reach)) != 0, hidden)
 
 
-def test_a_gradient_of_one_number_for_all_is_read_as_such() -> None:
-    """`sum` gives backward an expanded tensor, whose elements stand nowhere."""
-    inputs = heads(3)
-    expanded = torch.autograd.grad(
-        masked_attention(*inputs, Readable(2), scale=SCALE).sum(), inputs
-    )
-    whole = torch.autograd.grad(
-        masked_attention(*inputs, Readable(2), scale=SCALE), inputs, torch.ones(S, B, A, D).double()
-    )
-    assert all(map(torch.equal, expanded, whole))
-
-
 @pytest.mark.parametrize("backend", ["flash", "unfused"])
 def test_a_shape_without_a_kernel_of_ours_goes_to_torch_with_the_mask(
     backend: str, monkeypatch: pytest.MonkeyPatch
@@ -224,27 +203,6 @@ def differing(**overrides: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("backend", ["flash", "unfused"])
-@pytest.mark.parametrize(
-    ("pattern", "seen"), [((1, 1), range(2, 9)), ((0, 1), range(2, 12)), ((1, 0), range(2, 12))]
-)
-def test_a_token_is_seen_as_far_as_the_windows_of_all_layers_reach(
-    pattern: tuple[int, ...], seen: range, backend: str
-) -> None:
-    """Token 2, windows of 3 tokens before: two such layers carry it to token 8, and a layer without
-    a window to all."""
-    tokens, _ = sample_tokens()
-    changed = tokens.clone()
-    changed[:, 2] = (changed[:, 2] + 1) % VOCAB_SIZE
-    config = tiny_config(
-        num_layers=2, attention_backend=backend, window_size=(3, 0), window_attn_skip_freq=pattern
-    )
-    with tp_state(1) as parallel, torch.no_grad():
-        model = build_tiny_model(config, parallel)
-        moved = (model(tokens) != model(changed)).flatten(2).any(dim=2)
-    assert moved.tolist() == [[place in seen for place in range(SEQ_LENGTH)]] * len(tokens)
-
-
 def test_a_layer_without_rotary_embedding_is_that_of_a_model_without_positions() -> None:
     hidden_states = draw(SEQ_LENGTH, B, 32, seed=9)
 
@@ -276,17 +234,3 @@ def test_a_layer_without_rotary_embedding_is_that_of_a_model_without_positions()
     mixed = attended(no_rope_freq=(1, 0))
     assert torch.equal(mixed[0], plain[0]) and torch.equal(mixed[1], rotated[1])
     assert not torch.equal(plain[0], rotated[0]) and not torch.equal(plain[1], rotated[1])
-
-
-def test_only_a_stage_with_a_layer_that_rotates_has_rotary_tables() -> None:
-    tokens, _ = sample_tokens()
-    config = tiny_config(**{**ROPE, "num_layers": 4, "no_rope_freq": (1, 1, 1, 0)})
-    parallel_config = ParallelConfig(pipeline_model_parallel_size=2)
-    first, last = stages(parallel_config, config.num_layers)
-    with tp_state(1) as parallel, torch.no_grad():
-        model = build_tiny_model(config, parallel, stage=first)
-        hidden_states = model.run_stage(tokens, None)
-        assert model.constants() == ()
-        model = build_tiny_model(config, parallel, stage=last)
-        model.run_stage(hidden_states, tokens)
-        assert len(model.constants()) == 2

@@ -17,19 +17,9 @@ def the_first_micro_batch_reads_the_total(add, total, rows, grad_rows, *, first)
     add(total, rows, grad_rows, first=False)
 
 
-@replaces("add_rounded_", products)
-def the_first_rounded_product_reads_the_total(add, total, product, *, first):
-    add(total, product, first=False)
-
-
 @replaces("add_rows_", weight_gradient)
 def a_lookup_adds_to_the_sum_of_an_earlier_step(add, total, ids, rows, *, first):
     add(total, ids, rows, first=False)
-
-
-@replaces("index_add_", torch.Tensor)
-def of_equal_ids_the_last_one_counts(_, total, dim, ids, rows):
-    return total.index_copy_(dim, ids, rows)
 
 
 @replaces("product_rows", products)
@@ -44,19 +34,9 @@ MUTANTS = [
         dict(n=7, k=5),
     ),
     Mutant(
-        the_first_rounded_product_reads_the_total,
-        test_products.test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum,
-        dict(first=True),
-    ),
-    Mutant(
         a_lookup_adds_to_the_sum_of_an_earlier_step,
         test_layers.test_gradients_of_lookups_are_added_to_the_sum_of_a_step,
         dict(dtype=torch.bfloat16),
-    ),
-    Mutant(
-        of_equal_ids_the_last_one_counts,
-        test_products.test_rows_are_added_one_after_the_other,
-        dict(dtype=torch.float32, first=False),
     ),
     Mutant(
         every_part_of_a_product_is_the_whole,

@@ -14,22 +14,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.apex import weight_gradient_kernel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.state import parallel_state
 from megatron_lite.parallel.weight_gradient import accumulate_with_
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.rank_context import RankContext
-from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.build_trainer import build_stages
 from tests.support import apex, cuda_addmm
 from tests.support.apex import Calls
 from tests.support.equality import difference, variant_config
@@ -364,46 +360,6 @@ def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(
     )
 
 
-@NEEDS_GRAD_DTYPE
-def test_under_fsdp2_the_log_says_why_the_kernel_is_not_used(calls: Calls) -> None:
-    config = tiny_run(
-        training=dict(bf16=True, train_iters=1, eval_iters=0), data_parallel=LAYOUTS["fsdp2"]
-    )
-    log, _ = run_ranks(lambda rank, world_size: log_of(config), 2, detail=False)
-    assert said(log).endswith(
-        "9 weights by autograd after rounding them to 16 bits, because --use-torch-fsdp2 reduces "
-        "the gradients of each micro-batch, and has no sum of a whole weight to add to"
-    )
-
-
-@NEEDS_GRAD_DTYPE
-def test_in_a_pipeline_the_copy_of_a_tied_weight_is_a_plain_weight_of_a_matmul(
-    calls: Calls,
-) -> None:
-    """Its lookup is on the first stage, where no matmul reads it."""
-    config = replace(
-        tiny_run(training=dict(bf16=True)),
-        parallel=ParallelConfig(pipeline_model_parallel_size=2, distributed_backend="gloo"),
-    )
-
-    def work(rank: int, world_size: int) -> tuple[int, str]:
-        with parallel_state(config.parallel, seed=1) as parallel:
-            stages = build_stages(config, parallel)
-            optimizer = Optimizer(stages, config.optimizer, parallel)
-            return parallel.pp_rank, fuse_weight_gradients_(
-                config.training, parallel, stages, optimizer
-            )
-
-    lines = {
-        rank: said(line).partition(" float32: ")[2]
-        for rank, line in run_ranks(work, 2, detail=False)
-    }
-    assert lines == {
-        rank: f"{count} weights by NVIDIA apex's kernel (of this rank's stages)"
-        for rank, count in ((0, 4), (1, 5))
-    }
-
-
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"), [(1, False), pytest.param(2, True, marks=pytest.mark.long)]
 )
@@ -443,32 +399,6 @@ def test_addmm_gives_the_gradients_of_autograd(
         work(0, 1)
     else:
         run_ranks(work, tp_size)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
-)
-@pytest.mark.parametrize(
-    "policy",
-    ["*:full/2", "*:core_attn+layernorm+mlp", pytest.param("*:pointwise", marks=pytest.mark.long)],
-)
-@pytest.mark.parametrize("loss_chunk_size", [None, 7])
-def test_no_recompute_policy_changes_a_bit_of_what_addmm_sums(
-    policy: str, loss_chunk_size: int | None, dtype: torch.dtype
-) -> None:
-    plain, recomputed = (
-        summed(
-            "gpt2",
-            1,
-            fused=True,
-            function=None,
-            dtype=dtype,
-            policy=each,
-            loss_chunk_size=loss_chunk_size,
-        )
-        for each in ("*:none", policy)
-    )
-    assert all(torch.equal(grad, recomputed[key]) for key, grad in plain.items())
 
 
 def test_addmm_holds_no_second_gradient() -> None:

@@ -283,22 +283,6 @@ def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(chunk):
         torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-6)  # order of float32 sums
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_knows_nothing_of_its_chunk_but_its_own_row_of_the_matmul(dtype):
-    """To the bit, whether or not the matmul's kernel gives a row the same bits among fewer rows."""
-    case = wide(dtype)
-    logits = torch.cat(
-        [F.linear(part, case.weight) for part in case.hidden.split(17)]
-    ).requires_grad_()
-    losses = vocab_parallel_cross_entropy(logits, case.labels, Columns(None, 0, len(case.weight)))
-    (grad_logits,) = torch.autograd.grad(losses, logits, case.grad_losses)
-    ours = on_one_rank(case, 17)
-    assert torch.equal(ours.losses, losses)
-    assert torch.equal(
-        ours.grad_hidden, torch.cat([part.matmul(case.weight) for part in grad_logits.split(17)])
-    )
-
-
 def test_float32_chunks_are_as_exact_as_float32():
     """Relative to the largest value. Sums over 32, 300 and 60 products have errors of 2 to 7 units
     of 2^-24, in chunks or not."""

@@ -19,11 +19,8 @@ from megatron_lite.tensor_parallel.layers import (
     VocabParallelEmbedding,
     token_rows,
 )
-from megatron_lite.tensor_parallel.linear import column_parallel_linear
-from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.collectives import recorded_collectives
-from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state, whole_tensor
 from tests.support.ranks import run_ranks
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
@@ -241,39 +238,6 @@ def test_a_pair_of_layers_sends_the_hidden_states_once_each_way(sequence_paralle
         for sent, expected in zip(of_rank, SENT[sequence_parallel], strict=True):
             assert Counter(one.name for one in sent) == expected
             assert {one.shape for one in sent} == {(S, B, INPUT)}
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_written_out_backward_equals_autograd_over_the_mappings(sequence_parallel):
-    """column_parallel_linear against F.linear behind the f or the sequence gather: equal to the
-    bit."""
-    enter = (
-        gather_from_sequence_parallel_region
-        if sequence_parallel
-        else copy_to_tensor_parallel_region
-    )
-
-    def work(rank, world_size):
-        with tp_context(2, sequence_parallel=sequence_parallel) as (_, context):
-            outcomes = []
-            for fused in (True, False):
-                shape, seed = (
-                    ((S // 2, B, INPUT), rank) if sequence_parallel else ((S, B, INPUT), 1)
-                )
-                x = draw(*shape, seed=seed).requires_grad_()
-                weight = draw(OUTPUT // 2, INPUT, seed=rank + 5).requires_grad_()
-                bias = draw(OUTPUT // 2, seed=9).requires_grad_()
-                if fused:
-                    y = column_parallel_linear(
-                        x, weight, bias, tp_group=context.group, sequence_parallel=sequence_parallel
-                    )
-                else:
-                    y = F.linear(enter(x, context.group), weight, bias)
-                y.backward(draw(*y.shape, seed=rank + 7))
-                outcomes.append((y.detach(), x.grad, weight.grad, bias.grad))
-            return all(torch.equal(mine, other) for mine, other in zip(*outcomes, strict=True))
-
-    assert run_ranks(work, 2) == [True, True]
 
 
 ROWS, WIDTH = 11, 6

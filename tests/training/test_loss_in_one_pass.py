@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -42,7 +41,6 @@ from tests.memory.test_collectives import TORCH_NAMES
 from tests.support.collectives import recorded_collectives
 from tests.support.pairs import covered, thirds
 from tests.support.ranks import run_ranks
-from tests.support.runs import run_to_end, step_bytes, tiny_run
 from tests.support.traffic import plan_collectives
 
 VOCABULARY, BATCH, SEQ_LENGTH, MICRO_BATCHES = 61, 2, 8, 2
@@ -296,21 +294,3 @@ def test_a_skipped_step_leaves_no_trace() -> None:
         found = run.state()
     expected = trained(config)[1]
     assert all(torch.equal(one, expected[name]) for name, one in found.items())
-
-
-def test_a_resumed_run_leaves_the_same_bytes(tmp_path: Path) -> None:
-    def run(folder: str, exit_interval: int | None, *, load: bool) -> None:
-        path = str(tmp_path / folder)
-        run_to_end(
-            tiny_run(
-                training=dict(loss_chunk_size=5, train_iters=4, exit_interval=exit_interval),
-                checkpoint=dict(save=path, load=path if load else None),
-                learning_rate=1e-2,
-            )
-        )
-
-    run("whole", None, load=False)
-    run("parts", 2, load=False)
-    run("parts", None, load=True)
-    expected = step_bytes(tmp_path / "whole", 4)
-    assert expected and step_bytes(tmp_path / "parts", 4) == expected
