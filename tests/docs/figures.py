@@ -202,9 +202,9 @@ def flags_page() -> str:
     ]
     for title, group in parser.groups().items():
         actions = [one for one in group if one.help != argparse.SUPPRESS]
-        if not actions or title in ("options", "positional arguments"):
+        if not actions or title in ("general", "positional arguments"):
             continue
-        lines += ["", f"## {title[:1].upper()}{title[1:]}", ""]
+        lines += ["", f"## {title.replace('-', ' ').capitalize()}", ""]
         lines += ["| flag | meaning |", "|---|---|"]
         for action in actions:
             names = ", ".join(f"`{name}`" for name in action.option_strings)
