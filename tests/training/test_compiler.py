@@ -73,38 +73,3 @@ def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path
         [row["lm_loss"] for row in eager], rel=1e-5
     )
     assert {row["activation_bytes_predicted"] for row in compiled} == {None}
-
-
-@pytest.mark.parametrize(
-    ("compiled", "recompute", "tp_size", "message"),
-    [
-        (
-            False,
-            dict(activation_memory_budget=0.5),
-            1,
-            "--activation-memory-budget is a setting of torch's compiler",
-        ),
-        (
-            True,
-            dict(activation_memory_budget=0.5, recompute_policy="*:full"),
-            1,
-            "instead of --recompute-policy",
-        ),
-        (
-            True,
-            dict(activation_memory_budget=0.5),
-            2,
-            "--tensor-model-parallel-size above 1 cannot go with --activation-memory-budget",
-        ),
-        (True, dict(activation_memory_budget=3e9), 1, "a ratio between 0 (keep least) and 1"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    compiled: bool, recompute: dict[str, object], tp_size: int, message: str
-) -> None:
-    with pytest.raises(ValueError) as raised:
-        replace(
-            tiny_run(tp_size=tp_size, training=dict(torch_compile=compiled)),
-            recompute=RecomputeConfig(**recompute),  # type: ignore[arg-type]
-        )
-    assert message in str(raised.value)

@@ -21,7 +21,6 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.supervision.watch import Pulse
 from megatron_lite.training.batches import MicroBatch, MicroBatches, cut, document_rules
-from megatron_lite.training.dry_run import dry_run
 from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.loss_mask import MaskedMean, masked_mean
 from tests.support.changes import with_fields
@@ -66,21 +65,6 @@ def columns(path: Path) -> list[dict[str, Any]]:
     return [
         {key: row[key] for key in row if "loss" in key or key == "grad_norm"} for row in rows(path)
     ]
-
-
-def test_context_parallel_ranks_have_their_spans_and_the_starts_of_whole_sequences() -> None:
-    text = packed_text()
-    whole = cut(text, rules=ALL)
-    parts = [cut(text, cp_rank=rank, cp_size=3, rules=ALL) for rank in range(3)]
-    halves = [*range(3), *reversed(range(3))]
-    for field in ("tokens", "labels", "loss_mask"):
-        found = [getattr(parts[rank], field)[:, :2] for rank in range(3)]
-        found += [getattr(parts[rank], field)[:, 2:] for rank in reversed(range(3))]
-        assert torch.equal(torch.cat(found, 1), getattr(whole, field)), (field, halves)
-    assert all(torch.equal(part.documents.starts, whole.documents.starts) for part in parts)
-    positions = [part.documents.position_ids for part in parts]
-    joined = [one[:, :2] for one in positions] + [one[:, 2:] for one in reversed(positions)]
-    assert torch.equal(torch.cat(joined, 1), whole.documents.position_ids)
 
 
 # --- the documents one by one ----------------------------------------------------------------
@@ -372,16 +356,6 @@ def test_a_run_has_the_same_losses_in_every_layout(ranks: int, layout: str, tmp_
     assert len(found) == len(expected) > 1
     for want, have in zip(expected, found, strict=True):
         assert have == pytest.approx(want, rel=2e-5)
-
-
-@pytest.mark.long
-def test_a_dry_run_has_the_bytes_of_the_prediction() -> None:
-    for flags in ("", "--pipeline-model-parallel-size 2 --attention-backend unfused"):
-        config = config_of(f"{FLAGS} {flags}")
-        for rank in range(config.parallel.pipeline_model_parallel_size):
-            found = dry_run(config, rank, world_size=config.parallel.pipeline_model_parallel_size)
-            assert found.held_bytes == found.states.total
-            assert abs(found.peak_difference) < 0.02 * found.predicted_peak
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ that was whole."""
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.checkpointing.metadata import Progress
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import log_files
 from megatron_lite.training.log_files import MetricsFile
@@ -90,21 +88,6 @@ def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_o
         assert losses(tmp_path)[-1] == (3, loss), "before the file is closed"
         scalars.close()
     assert losses(tmp_path) == [(1, 5.0), (2, 5.0), (3, 7.0)]
-
-
-@pytest.mark.parametrize("folder", ["tensorboard", "file/below", "iter_0000001"])
-def test_tensorboard_that_cannot_be_used_is_one_clear_error(
-    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    message = r"cannot be written|belongs to a checkpoint"
-    if folder == "tensorboard":
-        monkeypatch.setitem(sys.modules, "tensorboard", None)
-        message = r"needs the package tensorboard, which is not installed: .*\[tensorboard\]"
-    with pytest.raises(InputError, match=f"--tensorboard-dir .*({message})"):
-        run_to_end(
-            run_config(tensorboard_dir=str(tmp_path / folder), log_file=str(tmp_path / "log"))
-        )
 
 
 def test_a_full_disk_at_the_start_ends_no_run_either(

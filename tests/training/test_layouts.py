@@ -14,7 +14,7 @@ from megatron_lite.config.run import RunConfig
 from tests.support.layouts import LAYOUTS
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
+from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 UNTIED = dict(untie_embeddings_and_output_weights=True)
 
@@ -109,37 +109,6 @@ def test_a_checkpoint_is_the_same_file_whatever_layout_loads_and_saves_it(
 def _run_all(rank: int, world_size: int, configs: list[RunConfig]) -> None:
     for config in configs:
         run_to_end(config)
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param("zero1, overlap", marks=pytest.mark.long), "fsdp2, memory-efficient"]
-)
-def test_a_run_goes_on_in_another_layout(tmp_path: Path, layout: str) -> None:
-    """From one process to two ranks that share out what it had, and back: the losses are those of
-    one process throughout."""
-
-    def run(config: RunConfig, ranks: int) -> list[float]:
-        run_ranks(_run, ranks, config, detail=False)
-        return [row["lm_loss"] for row in rows(tmp_path / "metrics.jsonl")]
-
-    folder = str(tmp_path / "checkpoint")
-    no_dropout = dict(hidden_dropout=0.0, attention_dropout=0.0)
-    alone = _config("replicated", model=no_dropout, metrics=tmp_path / "metrics.jsonl")
-    expected = run(alone, 1)
-    (tmp_path / "metrics.jsonl").unlink()
-    for iterations, (ranks, used) in enumerate(
-        ((1, "replicated"), (2, layout), (1, "replicated")), start=1
-    ):
-        config = with_checkpoint(
-            replace(alone, data_parallel=LAYOUTS[used]),
-            save=folder,
-            load=folder,
-            allow_fresh_start=True,
-        )
-        losses = run(
-            replace(config, training=replace(config.training, exit_interval=2 * iterations)), ranks
-        )
-    assert len(losses) == 6 and losses == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -129,37 +128,7 @@ def test_the_hardware_flops_of_a_run_follow_partial_checkpointing_and_the_ramp(
     )
 
 
-@pytest.mark.parametrize(
-    ("predicted", "measured", "shown"),
-    [
-        (3 * 2**29, 2**30, ["activation GiB predicted/measured: 1.500/1.000"]),
-        (2**20, 2**19, ["activation MiB predicted/measured: 1.000/0.500"]),
-        (math.ceil(0.1 * 2**30), 0, ["activation GiB predicted/measured: 0.100/0.000"]),
-        (math.ceil(0.1 * 2**30) - 1, 0, ["activation MiB predicted/measured: 102.400/0.000"]),
-        (None, None, []),
-        (2**20, None, []),
-    ],
-)
-def test_bytes_kept_for_backward_are_shown_once_both_are_known(
-    predicted: int | None, measured: int | None, shown: list[str]
-) -> None:
-    known = record(activation_bytes_predicted=predicted, activation_bytes_measured=measured)
-    assert own_fields([record(), known])[3:] == shown
-
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-def test_the_peak_is_found_by_the_name_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    show_gpus(monkeypatch, 1, name="NVIDIA A100-SXM4-80GB")
-    assert peak_rate(LoggingConfig(), GPU, bf16=True).flops == 312e12
-    assert peak_rate(LoggingConfig(), GPU, bf16=False).flops == 19.5e12
-    # as NVIDIA's container images do by an environment variable
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        assert peak_rate(LoggingConfig(), GPU, bf16=False).flops == 156e12
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def test_a_peak_that_nobody_measured_is_not_known(

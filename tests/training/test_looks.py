@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import re
 import threading
-from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.messages import told_if_slow
-from megatron_lite.training import terminal
 from megatron_lite.training.iteration_line import Interval, IterationRecord, short_row
 from megatron_lite.training.peak_memory import PeakMemory
 from megatron_lite.training.run_facts import RunFacts
@@ -40,32 +37,7 @@ LARGE = RunFacts(
     peak_flops=312e12,
     device=torch.device("cpu"),
 )
-LARGE_RECORD = record(
-    iteration=499_999,
-    consumed_samples=1_535_996_928,
-    global_batch_size=3072,
-    lm_loss=12.25,
-    grad_norm=123456.789,
-    learning_rate=1.5e-5,
-    iteration_ms=65_432.1,
-    activation_bytes_predicted=2**36,
-    activation_bytes_measured=2**36,
-)
 PEAK = PeakMemory(predicted=79 * 2**30, measured=79 * 2**30 + 5 * 2**20)
-
-
-@pytest.mark.parametrize("shows_peak", [False, True])
-@pytest.mark.parametrize("case", ["small", "large"])
-def test_a_short_row_fits_its_columns(case: str, shows_peak: bool) -> None:
-    facts, one = (FACTS, record()) if case == "small" else (LARGE, LARGE_RECORD)
-    for columns in range(40, 130):
-        heading, row = short_row(
-            Interval([one], facts), facts, PEAK, columns=columns, shows_peak=shows_peak
-        )
-        assert len(heading) == len(row) <= columns
-        assert heading.split()[:3] == ["iteration", "loss", "ms/step"]
-        assert columns < 80 or ("ETA" in heading and "norm" in heading)
-    assert "pred./measured" in heading and heading.endswith("samples")
 
 
 def test_a_short_row_has_the_figures_of_the_run() -> None:
@@ -175,28 +147,6 @@ def test_the_last_lines_say_what_the_run_did(
     assert text.endswith(f"megatron_lite report {tmp_path}/m.jsonl {saved}/train.log\n")
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_gets_lines_that_fit_it_and_a_file_whole_ones(
-    columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lines before the log is open, too. No text is markup."""
-    monkeypatch.setenv("COLUMNS", f"{columns}")
-    monkeypatch.setenv("TERM", "dumb")
-    text = "[red]settings[/red] :smile: of a run " * 9
-    for output in (FakeTerminal, io.StringIO):
-        with redirect_stdout(output()) as written:
-            terminal.print_lines([text.strip(), "short\ntable"])
-            shown = terminal.Terminal(total=9, done=0)
-            shown.line(text.strip())
-            shown.close()
-        lines = written.getvalue().splitlines()
-        assert f"{text}short table {text}".split() == [
-            word for line in lines if "training" not in line for word in line.split()
-        ]
-        assert (max(map(len, lines)) <= columns) == (output is FakeTerminal)
-        assert output is FakeTerminal or len(lines) == 4
-
-
 def test_slow_work_is_told_of_and_short_work_is_not() -> None:
     said: list[str] = []
     with told_if_slow("short work", said.append, first_after_s=HANG_S):
@@ -214,8 +164,3 @@ def test_slow_work_is_told_of_and_short_work_is_not() -> None:
     assert all(re.fullmatch(r"slow work: \d+ s so far", line) for line in said[:-1])
     assert re.fullmatch(r"slow work: done after \d+\.\d s", said[-1]) and len(said) >= 3
     assert not [one for one in threading.enumerate() if one.name == "slow work"]
-
-
-class FakeTerminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True

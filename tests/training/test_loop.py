@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_lite.config.checks import InputError
 from tests.support.ranks import run_ranks
@@ -121,22 +120,6 @@ def test_the_iteration_line_is_what_megatron_parsers_expect(
     assert re.fullmatch(pattern, lines[0]), lines[0]
 
 
-def test_validation_and_test_losses_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    config = tiny_run(training=dict(eval_interval=10))
-    run_to_end(replace(config, logging=replace(config.logging, log_style="megatron")))
-    pattern = r" (\w+) loss at iteration (\d+) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \| "
-    found = re.findall(pattern, capsys.readouterr().out)
-    assert [(name, iteration) for name, iteration, _, _ in found] == [
-        ("validation", "10"),
-        ("validation", "20"),
-        ("test", "20"),
-    ]
-    assert all(
-        abs(torch.tensor(float(loss)).exp() - float(perplexity)) < 1e-3
-        for _, _, loss, perplexity in found
-    )
-
-
 def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -169,21 +152,9 @@ def test_tensorboard_has_megatrons_names(tmp_path: Path) -> None:
         )
     }
     assert [event.step for event in by_samples.Scalars("lm loss validation vs samples")] == [40, 80]
-    assert {
-        "learning-rate",
-        "batch-size",
-        "lm loss",
-        "loss-scale",
-        "grad-norm",
-        "num-zeros",
-        "params-norm",
-        "iteration-time",
-        "throughput",
-        "tokens-per-second",
-        "mem-peak-gib",
-        "lm loss validation",
-        "lm loss validation ppl",
-    } <= set(events.Tags()["scalars"])
+    ours = {"iteration-time", "throughput", "tokens-per-second", "mem-peak-gib"}
+    names = {tag.removesuffix(" vs samples") for tag in by_samples.Tags()["scalars"]}
+    assert names | ours <= set(events.Tags()["scalars"])
     assert [event.step for event in events.Scalars("lm loss")] == list(range(1, 21))
 
 

@@ -59,20 +59,6 @@ def test_every_rank_reads_what_the_walk_reads_from_every_point(
             ] == expected
 
 
-def test_without_sharding_a_global_batch_does_not_depend_on_the_data_parallel_size() -> None:
-    def batch(ranks: int, sharded: bool) -> list[int]:
-        order = CyclicOrder(48, sharded=sharded)
-        return sorted(
-            sample
-            for rank in range(ranks)
-            for number in range(12 // (2 * ranks))
-            for sample in order(60, 2, rank, ranks, number)
-        )
-
-    assert batch(1, False) == batch(2, False) == batch(3, False)
-    assert batch(1, True) != batch(2, True)
-
-
 def test_a_resume_within_a_step_and_too_little_data_are_errors() -> None:
     order = CyclicOrder(24, sharded=True)
     with pytest.raises(InputError, match=r"18 consumed samples are no multiple of .* 4 x 2 data-"):

@@ -85,25 +85,3 @@ def test_a_run_follows_its_flags_and_tells_how_they_differ(
     _run(tmp_path, "same", FIRST, iterations=6, load="first")
     assert "differ from the checkpoint" not in capsys.readouterr().out
     assert _rates(tmp_path, "override") == _rates(tmp_path, "flags") != _rates(tmp_path, "same")
-
-
-@pytest.mark.parametrize("option", ["finetune", "no_load_optim"])
-def test_a_run_without_the_optimizers_state_follows_its_flags(tmp_path: Path, option: str) -> None:
-    _run(tmp_path, "first", FIRST, iterations=2)
-    taking = dict(OTHER, use_checkpoint_opt_param_scheduler=True)
-    _run(tmp_path, "taking", taking, iterations=4, load="first", **{option: True})
-    _run(tmp_path, "flags", OTHER, iterations=4, load="first", **{option: True})
-    assert _rates(tmp_path, "taking") == _rates(tmp_path, "flags")
-    # As in Megatron, a schedule that is not loaded begins anew. A restart goes on with it.
-    whole = dict(OTHER, lr_decay_iters=8)
-    _run(tmp_path, "anew", whole, iterations=6)
-    _run(tmp_path, "again", whole, iterations=4, load="first", **{option: True})
-    _run(tmp_path, "again", whole, iterations=6, load="again")
-    rates = _rates(tmp_path, "again")
-    assert rates == _rates(tmp_path, "anew")[: len(rates)] and len(rates) >= 4
-    _run(tmp_path, "longer", dict(OTHER, lr_warmup_iters=3), iterations=6)
-    _run(tmp_path, "flags", dict(OTHER, lr_warmup_iters=3), iterations=6, load="flags")
-    assert (
-        _rates(tmp_path, "flags")[-2:]
-        == _rates(tmp_path, "longer")[slice(2, 4) if option == "no_load_optim" else slice(4, 6)]
-    )

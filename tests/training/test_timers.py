@@ -78,17 +78,3 @@ def test_each_level_shows_its_timers_and_changes_no_figure(
     # the parts of the longest rank are within the whole
     whole = events.Scalars("forward-backward-time")[0].value
     assert 0.0 < events.Scalars("forward-compute-time")[0].value < whole
-
-
-def test_the_times_are_those_of_an_iteration_and_are_reset() -> None:
-    from megatron_lite.parallel.state import parallel_state
-
-    config = replace(tiny_run().logging, timing_log_level=1, timing_log_option="all")
-    clock = iter([10.0, 10.25, 20.0, 20.75, 30.0, 30.5])
-    with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
-        measured = Timers(config, parallel, lambda: next(clock))
-        for _ in range(2):
-            with measured("optimizer"), measured("forward-compute"):
-                pass
-        assert measured.report(4) == ({"optimizer": [250.0]}, "all")
-        assert measured.report(4) is None

@@ -114,10 +114,3 @@ def test_a_run_that_cannot_be_begun_is_one_clear_error(
     provide(monkeypatch, "wandb", module)
     with pytest.raises(InputError, match=message):
         run_to_end(_config(tmp_path))
-
-
-@pytest.mark.long
-def test_the_real_package_writes_an_offline_run(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    run_to_end(_config(tmp_path))
-    assert list((tmp_path / "w").glob("wandb/offline-run-*/*.wandb"))

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from tests.support.pairs import only
-from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
+from tests.support.runs import rows, run_to_end, tiny_run
 
 ALIKE: dict[str, Any] = dict(num_layers=3, position_embedding_type="rope")
 DIFFERING = ALIKE | dict(window_size=(4, 0), window_attn_skip_freq=2, no_rope_freq=(0, 1, 0))
@@ -73,27 +72,3 @@ def test_windows_and_rotation_change_no_byte_of_what_is_predicted_and_measured(
         assert kept[0] == kept[1], policy
         assert all(predicted == measured for predicted, measured in kept[0]), policy
     assert all(each == losses[0] for each in losses)
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_and_another_window_is_refused(
-    tmp_path: Path,
-) -> None:
-    config = tiny_run(model=DIFFERING, training=dict(train_iters=4, eval_iters=0))
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_to_end(with_checkpoint(config, save=str(whole)))
-    run_to_end(
-        with_checkpoint(
-            replace(config, training=replace(config.training, exit_interval=2)), save=str(parts)
-        )
-    )
-    resumed = with_checkpoint(config, save=str(parts), load=str(parts))
-    for field, value in (
-        ("window_size", (5, 0)),
-        ("window_attn_skip_freq", None),
-        ("no_rope_freq", None),
-    ):
-        other = replace(resumed, model=replace(config.model, **{field: value}))
-        with pytest.raises(InputError, match=rf"holds another model\..*:[^$]*{field}"):
-            run_to_end(other)
-    run_to_end(resumed)
-    assert step_bytes(parts, 4) == step_bytes(whole, 4)
