@@ -64,7 +64,7 @@ class ReplicaCheck:
             for number in odd_ones_out(hashes[places], group)
         ]
         names = list(dict.fromkeys(held[number].name for number in odd))
-        text = names[0] if names else ""
+        text = "".join(names[:1])
         if len(names) > 1:
             text += f" and {len(names) - 1} more tensors"
         return by_rank(gather_texts(text, self._parallel))
@@ -88,14 +88,11 @@ class ReplicaCheck:
 
     def _groups(self, held: list[_HeldTensor]) -> list[tuple[Tensor, ProcessGroup]]:
         """Returns places in `held`, each with the group whose ranks must hold equal tensors."""
-        parallel = self._parallel
+        parallel, replicates = self._parallel, self._optimizer.layout.replicates_weights
         # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
         # are not split, and the first and the last stage of a tied weight.
         chosen = (
-            (
-                parallel.dp_cp_group if self._optimizer.layout.replicates_weights else None,
-                [True for _ in held],
-            ),
+            (parallel.dp_cp_group, [replicates] * len(held)),
             (parallel.tp_group, [one.spec.tp_dim is None for one in held]),
             (parallel.embedding_group, [one.spec.tied for one in held]),
         )

@@ -132,9 +132,11 @@ class RunLog:
         config, start = self._config, self._start
         self._terminal = Terminal(total=self._facts.num_iterations, done=start.iteration)
         self._stack.callback(self._terminal.close)
-        if (name := log_file_path(self._run)) is not None:
-            what = f"{name.flag}: the log file {name.path}"
-            self._file = self._opened(lambda: AppendedFile(Path(name.path), name=what))
+        if (file := log_file_path(self._run)) is not None:
+            flag = "--save" if self._run.checkpoint.save is not None else "--tensorboard-dir"
+            flag = flag if config.log_file is None else "--log-file"
+            name = f"{flag}: the log file {file}"
+            self._file = self._opened(lambda: AppendedFile(Path(file), name=name))
         skipped = skipped_batches_path(self._run)
         if skipped is not None and os.path.exists(skipped):
             self._open_skipped(start.iteration)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.config.checks import InputError
@@ -29,28 +28,16 @@ from megatron_lite.training.skipped import SkippedUpdate
 OPTIONAL = ("decoupled_learning_rate", "params_norm", "num_zeros")
 
 
-class LogFilePath(NamedTuple):
-    """The path of the log file, and the flag that decides it."""
-
-    path: str
-    flag: str
-
-
-def log_file_path(config: RunConfig) -> LogFilePath | None:
+def log_file_path(config: RunConfig) -> str | None:
     """Returns the path of the log file: --log-file, else train.log in the folder of the run.
 
     That is the folder of --save, or else of --tensorboard-dir. Without either the run writes no
     log file, and the result is None.
     """
     if config.logging.log_file is not None:
-        return LogFilePath(config.logging.log_file, "--log-file")
-    for folder, flag in (
-        (config.checkpoint.save, "--save"),
-        (config.logging.tensorboard_dir, "--tensorboard-dir"),
-    ):
-        if folder is not None:
-            return LogFilePath(os.path.join(folder, LOG_FILE), flag)
-    return None
+        return config.logging.log_file
+    folder = config.checkpoint.save or config.logging.tensorboard_dir
+    return None if folder is None else os.path.join(folder, LOG_FILE)
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 from megatron_lite.checkpointing.load import load_checkpoint
@@ -127,7 +127,12 @@ class Trainer:
                         f"run or past it ({self.num_iterations})"
                     )
                 exits.begin()
-                finished = self._train(log, exits)
+                with self._settings():
+                    finished = self._train(log, exits)
+                for line in self.profiler.close() if self.profiler is not None else ():
+                    log.line(line)
+                if self.config.logging.memory_timeline is not None and self._num_steps < 2:
+                    log.line("no memory timeline: the run had no second iteration to record")
                 self._save(log)
                 self.saver.wait(log.line)
                 self.saver.check()
@@ -139,24 +144,6 @@ class Trainer:
 
     def _train(self, log: RunLog, exits: Exits) -> bool:
         """Runs iterations. Returns True at the run's end, False if something ended it early."""
-        budget = self.config.recompute.activation_memory_budget
-        with ExitStack() as around:
-            if budget is not None:
-                settings = compiler_settings().patch(activation_memory_budget=budget)
-                around.enter_context(settings)
-            if self.slow_ranks is not None:
-                around.enter_context(self.slow_ranks.listening())
-            finished = self._run_iterations(log, exits)
-        for line in self.profiler.close() if self.profiler is not None else ():
-            log.line(line)
-        if self.config.logging.memory_timeline is not None and self._num_steps < 2:
-            log.line(
-                "no memory timeline: --memory-timeline records the second iteration, and there "
-                "was none"
-            )
-        return finished
-
-    def _run_iterations(self, log: RunLog, exits: Exits) -> bool:
         training, checkpoint = self.config.training, self.config.checkpoint
         waits = self.config.parallel.distributed_timeout_seconds_after_init
         iteration = self.progress.iteration
@@ -213,6 +200,19 @@ class Trainer:
             growth = self.batches.at(self.progress.consumed_samples) / batch_size
             self.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
         return True
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """Applies the compiler's memory budget and times waits for slow ranks, if they are asked
+        for."""
+        budget = self.config.recompute.activation_memory_budget
+        with ExitStack() as around:
+            if budget is not None:
+                patch = compiler_settings().patch(activation_memory_budget=budget)
+                around.enter_context(patch)
+            if self.slow_ranks is not None:
+                around.enter_context(self.slow_ranks.listening())
+            yield
 
     def _steps_in_flight(self) -> int:
         """Returns how many steps may leave figures on the device while the next step starts.

@@ -51,7 +51,7 @@ def short_settings(config: RunConfig) -> list[str]:
     A value of more than 60 characters is shortened.
     """
     log = log_file_path(config)
-    everything = "--dump-config prints all" if log is None else f"all of them: {log.path}"
+    everything = "--dump-config prints all" if log is None else f"all of them: {log}"
     topics: dict[str, list[str]] = {}
     for topic, (flag, *values) in changed_settings(config):
         text = shlex.join(values)

@@ -194,7 +194,7 @@ class RunTotals:
             yield "checkpoint", str(step_directory(Path(save), progress.iteration))
         log = log_file_path(config)
         if log is not None:
-            yield "log", log.path
+            yield "log", log
         if metrics is not None:
-            paths = [metrics, *([] if log is None else [log.path])]
+            paths = [metrics, *filter(None, [log])]
             yield "report", shlex.join([*subcommand(self._program, "report"), *paths])
