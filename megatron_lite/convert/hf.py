@@ -253,13 +253,13 @@ def write_hf(
         texts["tokenizer_config.json"] = json_bytes({"tokenizer_class": "PreTrainedTokenizerFast"})
     tensors = dict(zip(names, shards, strict=True))
     with complete_folder(path) as folder:
-        with safetensors_files(folder, tensors, {"format": "pt"}) as files:
+        with safetensors_files(folder, tensors, {"format": "pt"}) as write:
 
             def put(name: str, key: str, tensor: Tensor) -> None:
                 row = row_of(name_there, name)
                 values = LAYOUTS[row.layout].split(tensor, model)
                 for part, value in zip(row.theirs, values, strict=True):
-                    files[weight_map[part]].write(part, value)
+                    write(weight_map[part], part, value)
 
             copy_tensors(source, put, advance, [WEIGHT])
         for name, content in texts.items():

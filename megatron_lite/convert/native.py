@@ -194,7 +194,7 @@ def write_native(
     with complete_folder(path) as folder:
         step = folder / step_name
         step.mkdir()
-        with safetensors_files(step, tensors) as files:
+        with safetensors_files(step, tensors) as write:
 
             def put(name: str, key: str, whole: Tensor) -> None:
                 spec = specs[name]
@@ -202,7 +202,7 @@ def write_native(
                     local = shard(whole, spec, tp_rank, tp_size)
                     rows = owned_rows(local, spec, tp_rank=tp_rank, tp_size=tp_size)
                     assert rows is not None
-                    files[file].write(full, rows)
+                    write(file, full, rows)
 
             copy_tensors(source, put, advance)
         for name, content in texts.items():

@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, so that only one tensor is in memory.
+"""Writes safetensors files tensor by tensor, so that only one tensor is in memory.
 
     8 bytes: length of the header | the header, JSON with spaces at its end | the tensors' bytes
 
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import Tensor
@@ -30,48 +31,32 @@ Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape, 
 @contextmanager
 def safetensors_files(
     folder: Path, tensors: Mapping[str, Tensors], metadata: Mapping[str, str] | None = None
-) -> Iterator[Mapping[str, SafetensorsFile]]:
-    """Yields new files to write into, by their names. The caller syncs them.
+) -> Iterator[Callable[[str, str, Tensor], None]]:
+    """Yields `write(file, name, tensor)` for new files in a folder. The caller syncs them.
 
-    tensors: what each file will hold, by the file's name.
+    tensors: what each file will hold, by the file's name. Each tensor must be written once.
     metadata: texts for the headers.
     """
+    places: dict[tuple[str, str], tuple[IO[bytes], int]] = {}
     with ExitStack() as stack:
-        files = {}
-        for name, own in tensors.items():
-            files[name] = SafetensorsFile(folder / name, own, metadata)
-            stack.callback(files[name].close)
-        yield files
+        for path, own in tensors.items():
+            header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+            starts, stop = {}, 0
+            for name, (dtype, shape) in sorted(own.items(), key=lambda one: -one[1][0].itemsize):
+                starts[name] = start = stop
+                stop += math.prod(shape) * dtype.itemsize
+                offsets = [start, stop]
+                header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": offsets}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
+            file = stack.enter_context((folder / path).open("wb"))
+            data = file.write(len(text).to_bytes(8, "little") + text)
+            places |= {(path, name): (file, data + start) for name, start in starts.items()}
 
+        def write(path: str, name: str, tensor: Tensor) -> None:
+            file, start = places[path, name]
+            file.seek(start)
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            file.write(flat.numpy().data)
 
-class SafetensorsFile:
-    """A safetensors file that is being written.
-
-    tensors: the dtype and the shape of every tensor, by name. Each must be written once.
-    metadata: texts for the header.
-    """
-
-    def __init__(
-        self, path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
-    ) -> None:
-        header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-        self._starts: dict[str, int] = {}
-        stop = 0
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -one[1][0].itemsize):
-            self._starts[name] = start = stop
-            stop += math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, stop]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
-        self._file = path.open("wb")
-        self._data = self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one tensor at its place."""
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        self._file.seek(self._data + self._starts[name])
-        self._file.write(flat.numpy().data)
-
-    def close(self) -> None:
-        """Ends the writing."""
-        self._file.close()
+        yield write

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_lite.convert.safetensors_file import SafetensorsFile
+from megatron_lite.convert.safetensors_file import safetensors_files
 
 MIXED = {
     "odd 16 bits": torch.randn(3).to(torch.bfloat16),
@@ -21,12 +21,11 @@ MIXED = {
 }
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    file = SafetensorsFile(path, entries, {"format": "pt"})
-    for name, tensor in reversed(tensors.items()):
-        file.write(name, tensor)
-    file.close()
+    with safetensors_files(path.parent, {path.name: entries}, {"format": "pt"}) as write:
+        for name, tensor in reversed(tensors.items()):
+            write(path.name, name, tensor)
 
 
 def test_any_order_of_dtypes_is_read_back_bit_for_bit(tmp_path: Path) -> None:
@@ -34,7 +33,7 @@ def test_any_order_of_dtypes_is_read_back_bit_for_bit(tmp_path: Path) -> None:
     for shift in range(len(MIXED)):
         names = [*list(MIXED)[shift:], *list(MIXED)[:shift]]
         path = tmp_path / f"{shift}.safetensors"
-        write(path, {name: MIXED[name] for name in names})
+        written(path, {name: MIXED[name] for name in names})
         read = load_file(path)
         assert read.keys() == MIXED.keys()
         assert all(
