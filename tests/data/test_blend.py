@@ -14,7 +14,6 @@ from megatron_lite.data.blend import (
     blend_index_fault,
     build_blend_index,
     kept_blend_index,
-    samples_to_request,
 )
 from megatron_lite.data.data_paths import normalized, parse_data_path
 from megatron_lite.data.datasets import Datasets, build_datasets
@@ -35,18 +34,6 @@ def build(
         seed=3,
         num_samples=num_samples,
     )
-
-
-def test_a_blend_never_asks_a_part_for_more_than_it_requests() -> None:
-    random = np.random.RandomState(0)
-    for _ in range(200):
-        weights = normalized(random.random_sample(random.randint(1, 9)) + 1e-3)
-        size = int(random.randint(1, 60))
-        counts = np.bincount(build_blend_index(weights, size).dataset, minlength=len(weights))
-        assert all(
-            count <= samples_to_request(size, weight)
-            for count, weight in zip(counts, weights, strict=True)
-        )
 
 
 def test_items_come_from_the_chosen_dataset() -> None:

@@ -85,23 +85,6 @@ def test_a_bad_file_of_splits_names_the_file_and_the_fault(
 
 
 @pytest.mark.parametrize(
-    ("fields", "flags"),
-    [
-        (dict(data_path=["a"], train_data_path=["b"]), "--data-path --train-data-path"),
-        (dict(mock_data=True, data_args_path="f"), "--mock-data --data-args-path"),
-        (dict(valid_data_path=["a"]), "--valid-data-path --train-data-path"),
-        (dict(train_data_path=["a"], split="1,1,1"), "--split --data-path"),
-        (dict(data_args_path=""), "--data-args-path"),
-    ],
-)
-def test_sources_of_data_that_do_not_go_together_are_named(
-    fields: dict[str, Any], flags: str
-) -> None:
-    with pytest.raises(ValueError, match=".*".join(flags.split())):
-        config(**fields)
-
-
-@pytest.mark.parametrize(
     ("split", "documents", "expected"),
     [
         ("969, 30, 1", 1000, ((0, 969), (969, 999), (999, 1000))),

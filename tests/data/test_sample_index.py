@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from megatron_lite.data.gpt_dataset import SampleIndex, build_sample_index
 from tests.support.pairs import in_one_test
@@ -65,22 +64,3 @@ def test_index_equals_a_walk_over_every_token(case: int) -> None:
     for array, reference in zip(built, expected, strict=True):
         np.testing.assert_array_equal(array, reference)
     assert num_samples is None or len(built.sample_order) >= num_samples
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "apart"), [(10, True), (15, True), (16, False), (19, False), (20, True)]
-)
-def test_a_last_epoch_under_80_percent_comes_last(num_samples: int, apart: bool) -> None:
-    """10 documents of 4 tokens, s=4: 9 samples an epoch, so 80 % of a last epoch is reached with 7
-    of its samples."""
-    index = build_sample_index(
-        np.full(10, 4, np.int32), first_document=0, num_samples=num_samples, seq_length=4, seed=3
-    )
-    epochs = len(index.document_order) // 10
-    assert epochs == -(-(num_samples * 4 + 1) // 40)
-    whole = ((epochs - 1) * 40 - 1) // 4
-    assert (num_samples - whole < int(0.8 * 9)) == apart
-    assert (set(index.document_order[-10:].tolist()) == set(range(10))) == apart
-    assert (
-        set(index.sample_order[whole:].tolist()) == set(range(whole, len(index.sample_order)))
-    ) == apart

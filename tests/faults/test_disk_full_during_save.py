@@ -16,7 +16,7 @@ from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig
-from tests.support.disks import check_can_mount, make_read_only, make_writable, small_disk
+from tests.support.disks import check_can_mount, make_read_only, make_writable
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, step_bytes, tiny_run
 from tests.support.saves import saving_run, train
@@ -127,14 +127,3 @@ def test_a_save_that_the_system_refuses_leaves_all_as_it_was(
     check(folder, begun, messages, reasons)
     assert run_ranks(train, 2, run_of(folder), detail=False) == ["", ""]
     assert step_bytes(folder, LAST) == whole
-
-
-def test_a_disk_that_is_full(tmp_path: Path, begun: Path, whole: dict[str, bytes]) -> None:
-    size = sum(path.stat().st_size for path in begun.rglob("*") if path.is_file())
-    with small_disk(tmp_path / "disk", kilobytes=size * 3 // 2 // 1024) as disk:
-        folder = shutil.copytree(begun, disk / "steps")
-        messages = run_ranks(train, 2, run_of(folder, async_save=True), detail=False)
-        check(folder, begun, messages, FULL)
-        larger = shutil.copytree(folder, tmp_path / "larger")
-    assert run_ranks(train, 2, run_of(larger), detail=False) == ["", ""]
-    assert step_bytes(larger, LAST) == whole

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.checkpointing import directory, manifest, write
+from megatron_lite.checkpointing import directory, manifest
 from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.checkpointing.shards import SavedLayout, ShardReader
 from megatron_lite.data import durable_files as data_files
@@ -35,11 +35,6 @@ Patch = pytest.MonkeyPatch
 @replaces("os", data_files)
 def nothing_is_synced(real: ModuleType) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(real), "fsync": lambda descriptor: None})
-
-
-@replaces("sync", write)
-def files_are_not_synced(_, path):
-    pass
 
 
 @replaces("sync", directory)
@@ -136,7 +131,6 @@ MUTANTS = [
     Mutant(a_step_that_was_taken_away_too_late_stays_away, RENAMES),
     Mutant(a_later_start_leaves_unfinished_names, RENAMES),
     Mutant(nothing_is_synced, SYNCED),
-    Mutant(files_are_not_synced, SYNCED),
     Mutant(names_are_not_synced, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
     Mutant(the_pointer_comes_first, order.test_the_name_is_on_the_disk_before_the_pointer_names_it),
     Mutant(
