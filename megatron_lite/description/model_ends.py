@@ -15,7 +15,7 @@ from megatron_lite.description.linears import (
     row_backward,
     row_forward,
 )
-from megatron_lite.description.norm_statistics import norm_parameters, residual_norm_keeps
+from megatron_lite.description.norms import norm_parameters, residual_norm_keeps
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -27,7 +27,6 @@ class KeptTensor(NamedTuple):
     it.
 
     name: a name that is unique in its layer.
-    in_paper: whether it is one of the terms of 2205.05198, section 4.1.
     stays: whether no policy moves it to host memory. It is true for tables that all layers share,
         and for the states of generators, which lie in host memory already.
     shared: whether all layers save the same storage, such as the rotary tables.
@@ -36,7 +35,6 @@ class KeptTensor(NamedTuple):
 
     name: str
     num_bytes: int
-    in_paper: bool = False
     stays: bool = False
     shared: bool = False
     given: bool = False

@@ -21,6 +21,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.description import temporaries
 from megatron_lite.description.linears import OPERATORS
+from megatron_lite.description.norms import query_key_norms
 from megatron_lite.description.operations import (
     ALL_GATHER,
     REDUCE_SCATTER,
@@ -35,7 +36,6 @@ from megatron_lite.description.operations import (
     document_starts,
     shared_table,
 )
-from megatron_lite.description.query_key_norms import query_key_norms
 from megatron_lite.description.sizes import Heads, Sizes
 
 CORE = "core_attention"
@@ -45,7 +45,7 @@ CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
 
 def attention_output(model: ModelConfig, sizes: Sizes) -> KeptTensor:
     """Returns the tensor that core attention returns and linear_proj saves."""
-    return KeptTensor("attention output", Heads.of(model, sizes).query, True)
+    return KeptTensor("attention output", Heads.of(model, sizes).query)
 
 
 def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[Operation]:
@@ -61,7 +61,7 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
     rotary, normed = model.layer_rotates(layer), model.qk_layernorm
     yield Operation("split_heads", "self_attention")
     windowed = model.layer_reach(layer, sizes.seq_length) is not None
-    whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv, not normed)
+    whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv)
     if normed:
         raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
         yield query_key_norms(model, sizes, raw)
@@ -81,10 +81,10 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
         prefix = "normed " if normed else ""
         if rotary:
             prefix = "rotated "
-        value = whole if normed and not apart else KeptTensor("value", heads.kv, True)
+        value = whole if normed and not apart else KeptTensor("value", heads.kv)
         inputs = (
-            KeptTensor(f"{prefix}query", heads.query, True),
-            KeptTensor(f"{prefix}key", heads.kv, True),
+            KeptTensor(f"{prefix}query", heads.query),
+            KeptTensor(f"{prefix}key", heads.kv),
             value,
         )
     starts = (document_starts(sizes),) if sizes.resets_attention else ()
@@ -192,11 +192,11 @@ def _unfused(
     softmax = (
         max(4, sizes.element_bytes) if model.attention_softmax_in_fp32 else sizes.element_bytes
     )
-    kept = [KeptTensor("softmax", elements * softmax, True)]
+    kept = [KeptTensor("softmax", elements * softmax)]
     if model.attention_dropout > 0.0:
         kept += [
-            KeptTensor("softmax dropout mask", elements, True),
-            KeptTensor("dropped softmax", elements * sizes.element_bytes, True),
+            KeptTensor("softmax dropout mask", elements),
+            KeptTensor("dropped softmax", elements * sizes.element_bytes),
         ]
     # A float32 softmax is cast before the product with V, which saves the cast tensor.
     elif softmax != sizes.element_bytes:

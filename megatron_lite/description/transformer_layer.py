@@ -9,6 +9,13 @@ from megatron_lite.config.model import ACTIVATIONS, ModelConfig
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION
 from megatron_lite.description import temporaries
 from megatron_lite.description.linears import column_linear, row_linear
+from megatron_lite.description.norms import (
+    ATTENTION_DROPOUT,
+    MLP_DROPOUT,
+    add_branch,
+    norm_after,
+    norm_before,
+)
 from megatron_lite.description.operations import (
     LINEAR_PROJ,
     KeptTensor,
@@ -16,13 +23,6 @@ from megatron_lite.description.operations import (
     Moved,
     Operation,
     RegionEntry,
-)
-from megatron_lite.description.residual_stream import (
-    ATTENTION_DROPOUT,
-    MLP_DROPOUT,
-    add_branch,
-    norm_after,
-    norm_before,
 )
 from megatron_lite.description.self_attention import attention_operations, attention_output
 from megatron_lite.description.sizes import Sizes, is_widened, residual_bytes
@@ -72,12 +72,11 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
     hidden = sizes.local_tokens * h * element  # [s', b, h], s' = s/(c t) or s/c
     qkv_width = (model.num_attention_heads + 2 * model.query_groups) * d // tp_size
     fc1_width, fc2_width = model.fc1_blocks * model.ffn_size // tp_size, model.ffn_size // tp_size
-    activated = KeptTensor("activation output", sizes.tokens * fc2_width * element, True)
-    intermediate = KeptTensor("fc1 output", sizes.tokens * fc1_width * element, True)
+    activated = KeptTensor("activation output", sizes.tokens * fc2_width * element)
+    intermediate = KeptTensor("fc1 output", sizes.tokens * fc1_width * element)
     shape: dict[str, Any] = dict(model=model, sizes=sizes)
     layer_input, mlp_residual = (
-        KeptTensor(name, residual_bytes(model, sizes), True)
-        for name in ("layer input", "mlp residual")
+        KeptTensor(name, residual_bytes(model, sizes)) for name in ("layer input", "mlp residual")
     )
     if model.parallel_residual:
         mlp_residual = layer_input
@@ -89,7 +88,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         after_mlp = (norm_after("post_mlp_layernorm", LINEAR_FC2, regions=(MLP_REGION,), **shape),)
     else:
         normed, normed_mlp = (
-            KeptTensor(f"normed {name}", hidden, True) for name in ("layer input", "mlp residual")
+            KeptTensor(f"normed {name}", hidden) for name in ("layer input", "mlp residual")
         )
         before_attention = (
             norm_before("input_layernorm", layer_input, normed.name, "input norm", **shape),

@@ -20,7 +20,6 @@ from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.parser import Parser
 from megatron_lite.config.units import ByteUnit
 from megatron_lite.data.durable_files import replacing
-from megatron_lite.memory.measure.compared import compared
 from megatron_lite.memory.measure.timeline import (
     ACTIVATION,
     CATEGORIES,
@@ -30,6 +29,7 @@ from megatron_lite.memory.measure.timeline import (
     TEMPORARY,
     Event,
     Timeline,
+    compared,
     read_timeline,
 )
 from megatron_lite.pages.document import STYLE, printable, svg_text

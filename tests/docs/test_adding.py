@@ -15,7 +15,7 @@ TABLES = {
     "ACTIVATIONS": "config.model",
     "NORMS": "model.norm",
     "APEX_NORMS": "model.norm",
-    "STATISTICS": "description.norm_statistics",
+    "STATISTICS": "description.norms",
     "PAIRS": "model.activations",
     "REGIONS": "config.regions",
     "RULES": "optim.optimizer",

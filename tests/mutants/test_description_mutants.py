@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.config import regions
-from megatron_lite.description import norm_statistics, temporaries, transformer_layer
+from megatron_lite.description import norms, temporaries, transformer_layer
 from megatron_lite.description.operations import LayerDescription, Operation
 from megatron_lite.memory.predict import states, step_peak
 from tests.description import test_drift, test_regions
@@ -37,7 +37,7 @@ def changed(patch: Patch, name: str, **fields: Any) -> None:
     layer(patch)
 
 
-@replaces("norm_statistics", norm_statistics)
+@replaces("norm_statistics", norms)
 def a_norm_keeps_no_statistics(real, *args):
     return with_fields(real(*args), num_bytes=0)
 

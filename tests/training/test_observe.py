@@ -13,8 +13,7 @@ import torch
 import pretrain_gpt
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.measure.compared import compared
-from megatron_lite.memory.measure.timeline import read_timeline
+from megatron_lite.memory.measure.timeline import compared, read_timeline
 from megatron_lite.model import mlp
 from megatron_lite.training.step import TrainingError
 from tests.support.commands import MOCK, SMALL_RUN

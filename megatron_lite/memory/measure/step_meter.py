@@ -11,19 +11,31 @@
 Every storage has a category. A storage that exists before the step has the category that `assign`
 gave it. Any other storage has the phase in which it was created. Host memory for offloaded tensors
 is a category of its own. Beside a GPU it is other memory, and no part of the peak.
+
+Where two gradients meet, the engine of autograd adds them up in place if it holds the only
+reference to the first one. Under any dispatch mode the mode holds references too, and the engine
+would allocate the sum. The meter therefore adds in place itself.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from megatron_lite.memory.measure.engine_storages import EngineStorages
-from megatron_lite.parallel.torch_internals import current_node
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.parallel.torch_internals import (
+    address_of,
+    current_node,
+    fills_its_memory,
+    num_users_of_storage,
+    num_users_of_tensor,
+)
 from megatron_lite.recompute.phase import is_allocating_on_host, is_recomputing
 from megatron_lite.recompute.running import running_modules
 
@@ -35,6 +47,9 @@ FORWARD, REPLAY, BACKWARD, UPDATE = "forward", "replay", "backward", "update"
 STATES = (WEIGHTS, MASTERS, GRADIENTS, OPTIMIZER)
 HELD = (*STATES, OTHER)
 PHASES = (FORWARD, REPLAY, BACKWARD, UPDATE)
+# The reference counts of a gradient and of its storage, seen from a dispatch mode, if the engine
+# holds the only reference.
+ONLY_REFERENCE = (4, 2)
 
 
 class MeasuredMoment(NamedTuple):
@@ -60,7 +75,7 @@ class StepPeakMeasured(NamedTuple):
     moment: MeasuredMoment
 
 
-class StepMeter(EngineStorages):
+class StepMeter(LiveStorages):
     """Follows all storages of a rank from the building of its model to the end of a step.
 
     host_apart: whether host memory is no part of the peak.
@@ -88,6 +103,17 @@ class StepMeter(EngineStorages):
             categories,
             MeasuredMoment(phase, module, str(func).rpartition(".")[0]),
         )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.add.Tensor and _engine_is_caller() and _only_reference(args[0]):
+            func = torch.ops.aten.add_.Tensor
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def assign(self, category: str, tensors: Iterable[Tensor]) -> None:
         """Puts the storages of the tensors into a category.
@@ -166,3 +192,18 @@ class StepMeter(EngineStorages):
 
     def _module(self) -> str:
         return next((running[-1] for running in self._running if running), "")
+
+
+def _engine_is_caller() -> bool:
+    frame = sys._getframe(1)
+    # torch wraps __torch_dispatch__ in two functions.
+    wrappers = ("__torch_dispatch__", "_fn", "inner")
+    while frame.f_back is not None and frame.f_code.co_name in wrappers:
+        frame = frame.f_back
+    return frame.f_code.co_name == "_engine_run_backward"
+
+
+def _only_reference(tensor: Tensor) -> bool:
+    storage = tensor.untyped_storage()  # a user of the storage, in each release of torch
+    counts = (num_users_of_tensor(tensor), num_users_of_storage(address_of(storage)))
+    return counts == ONLY_REFERENCE and fills_its_memory(tensor)

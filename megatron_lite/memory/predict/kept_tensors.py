@@ -4,7 +4,7 @@
 
 Every tensor is a storage that lives from forward to backward and is no parameter.
 memory/measure/meter.py measures the same figure, and the two are equal to the byte. The sum has
-more terms than sbh(34 + 5as/h)/t of arXiv 2205.05198; each of them has a name too (see `in_paper`).
+more terms than sbh(34 + 5as/h)/t of arXiv 2205.05198, such as the statistics of norms.
 The tensors come from description/. Standard library only.
 """
 
