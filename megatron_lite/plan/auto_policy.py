@@ -22,8 +22,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.planned_run import Chosen, Run, with_policy
-from megatron_lite.plan.rank_mixes import RankMixes
+from megatron_lite.plan.rank_mixes import Chosen, RankMixes, Run, with_policy
 
 ROUNDS = 6  # corrections of the space; two are usual
 # Assumptions, stated in docs/planning.md. 1 GiB for the context, cuBLAS and NCCL; 3 % of the card

@@ -16,8 +16,8 @@ from megatron_lite.memory.predict.flops import hardware_flops, step_flops
 from megatron_lite.memory.predict.step_peak import PeakTerm
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layouts import kind_of
-from megatron_lite.plan.planned_run import Run
 from megatron_lite.plan.problem import Problem
+from megatron_lite.plan.rank_mixes import Run
 from megatron_lite.plan.search import Plan
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
 from megatron_lite.recompute.recompute_plan import keep_everything

@@ -23,8 +23,8 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.plan.auto_policy import Unreachable, fitted, quickly_fitted
 from megatron_lite.plan.layouts import kind_of, layouts
-from megatron_lite.plan.planned_run import Chosen, Run, with_policy
 from megatron_lite.plan.problem import Problem
+from megatron_lite.plan.rank_mixes import Chosen, Run, with_policy
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4

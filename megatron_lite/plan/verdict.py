@@ -15,8 +15,8 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.plan.auto_policy import Budget, Unreachable
 from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal
-from megatron_lite.plan.planned_run import with_policy
 from megatron_lite.plan.problem import Problem
+from megatron_lite.plan.rank_mixes import with_policy
 from megatron_lite.plan.search import Plan, Search, SearchResult
 
 FITS, TIGHT, DOES_NOT_FIT = "fits", "tight", "does not fit"

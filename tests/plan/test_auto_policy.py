@@ -13,7 +13,7 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.plan.auto_policy import choose_policy, fitted
-from megatron_lite.plan.planned_run import Chosen, Run, with_policy
+from megatron_lite.plan.rank_mixes import Chosen, Run, with_policy
 from megatron_lite.plan.step_time import step_time
 from tests.plan.runs import H100, preset_run, small_run
 
