@@ -29,6 +29,7 @@ from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.invocation import SCRIPT
+from megatron_lite.config.plain import parse_json
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
 
@@ -86,7 +87,7 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
         "--load",
         lambda: json.dumps(candidates(root, program)).encode() if parallel.rank == 0 else b"",
     )
-    there = Candidates(*json.loads(all_gather_bytes(listed, parallel.world_group)[0]))
+    there = Candidates(*parse_json(all_gather_bytes(listed, parallel.world_group)[0], longest=None))
     if not there.steps:
         return Start(notices=(_nothing_there(options, there, program),))
 

@@ -32,6 +32,7 @@ from megatron_lite.checkpointing.manifest import (
 from megatron_lite.checkpointing.snapshot import Snapshot
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.plain import parse_json
 from megatron_lite.data.durable_files import sync, write_synced
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
@@ -100,8 +101,8 @@ class StepWriter:
             self._everywhere(snapshot, make_folder)
             rows: Rows = {}
             for answer in self._everywhere(snapshot, write_files):
-                rows |= rows_from_plain(json.loads(answer))
-            notices: list[str] = json.loads(self._everywhere(snapshot, publish)[0])
+                rows |= rows_from_plain(parse_json(answer, longest=None))
+            notices: list[str] = parse_json(self._everywhere(snapshot, publish)[0], longest=None)
             return notices
         except BaseException:
             if directory is not None:

@@ -7,7 +7,6 @@ tokenizer from the checkpoint, also after the files were moved or on another mac
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,6 +17,7 @@ from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.config.input_file import read_input
+from megatron_lite.config.plain import parse_json
 
 # The files that each type reads: the field of TokenizerConfig with the path, and the stored name.
 READ_FILES: dict[str, dict[str, str]] = {
@@ -86,7 +86,7 @@ def _check_kind(name: str, content: bytes, vocab_size: int | None) -> None:
         merges_of(text)
     if not name.endswith(".json"):
         return
-    values = json.loads(text)
+    values = parse_json(text, longest=None)
     if name == "tiktoken.json":
         plain.as_list(values, "the text")
     elif name in ("tokenizer.json", "vocab.json"):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import base64
 import importlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from megatron_lite.config.checks import InputError, chosen
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.config.input_file import read_input
 from megatron_lite.config.invocation import install_advice
+from megatron_lite.config.plain import parse_json
 from megatron_lite.data.tokenizer_files import LARGEST_ID, MOST_BYTES, contents_of, merges_of
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
@@ -212,7 +212,7 @@ class GPT2BPETokenizer(_LibraryTokenizer):
         contents = contents_of([("vocab.json", Path(vocab_file)), ("merges.txt", Path(merge_file))])
         merges = merges_of(contents["merges.txt"].decode("utf-8-sig"))
         try:
-            model = library.models.BPE(json.loads(contents["vocab.json"]), merges)
+            model = library.models.BPE(parse_json(contents["vocab.json"], longest=None), merges)
         except Exception as error:  # the library raises nothing more specific
             raise _unreadable(f"{vocab_file} and {merge_file}", error) from error
         tokenizer = library.Tokenizer(model)
@@ -352,7 +352,7 @@ def _eos_token(path: str) -> str | None:
 
 def _ranks(content: bytes, count: int, *, first: int) -> dict[bytes, int]:
     """Returns the ids of the first `count` tokens of a file; the first one has the id `first`."""
-    entries = plain.as_list(json.loads(content), "the text")
+    entries = plain.as_list(parse_json(content, longest=None), "the text")
     if len(entries) < count:
         raise ValueError(
             f"{len(entries)} tokens, but --vocab-size and --tiktoken-num-special-tokens leave room "

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lite.config.checks import InputError, PeerError, flag
+from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.messages import print_line, ranks_text
@@ -238,7 +239,7 @@ def check_start(
     try:
         _await_arrivals(store, launch.world_size, timeout, notice_every_s, say)
         keys = [_key(rank) for rank in range(launch.world_size)]
-        arrivals = [json.loads(value) for value in store.multi_get(keys)]
+        arrivals = [parse_json(value, longest=None) for value in store.multi_get(keys)]
         _check_settings([one["settings"] for one in arrivals])
         _check_addresses([one["place"] for one in arrivals])
     except InputError:

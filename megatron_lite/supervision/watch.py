@@ -36,6 +36,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn
 
+from megatron_lite.config.plain import parse_json
 from megatron_lite.parallel.signals import die_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store
@@ -280,7 +281,7 @@ class Watch:
         self._beat()
         self._arm()
         if self._store.check(["verdict"]):
-            self._verdict = Verdict(*json.loads(self._store.get("verdict")))
+            self._verdict = Verdict(*parse_json(self._store.get("verdict"), longest=None))
             return
         # A failure replaces a signal that came first: the launcher may have sent the signal
         # because of that failure, which the message must name.
@@ -337,7 +338,7 @@ class Watch:
         """Hands in this rank's verdict and returns the one that counts, which is the first."""
         try:
             self._store.compare_set("verdict", "", json.dumps(own))
-            return Verdict(*json.loads(self._store.get("verdict")))
+            return Verdict(*parse_json(self._store.get("verdict"), longest=None))
         except RuntimeError:  # the store is gone, and with it the verdicts of other ranks
             return own
 

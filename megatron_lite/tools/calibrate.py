@@ -27,6 +27,7 @@ from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parser import Parser
+from megatron_lite.config.plain import parse_json
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.plan.hardware import Hardware, Link, Matmuls, load_hardware, machine_names
 from megatron_lite.tools.command import exit_status
@@ -244,7 +245,7 @@ def _all_reduce(device: str, seconds: float) -> Link:
         args = (folder, device, seconds, (SMALL_BYTES, num_bytes))
         mp.spawn(_time_all_reduce, args=args, nprocs=2)
         with open(os.path.join(folder, "times"), encoding="utf-8") as file:
-            small, large = json.load(file)
+            small, large = parse_json(file.read(), longest=None)
     # An all-reduce of two ranks has two steps, and each rank receives every byte once.
     return Link(latency_s=small / 2, bandwidth=num_bytes / max(large - small, large / 2))
 

@@ -14,6 +14,7 @@ from megatron_lite.checkpointing.start import find_start
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
+from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.config.units import size
@@ -252,7 +253,7 @@ def _build(
 def _from_rank_0(make: Callable[[], Any], parallel: ParallelState) -> Any:
     """Returns on every rank what the function returns on rank 0: values of JSON."""
     own = json.dumps(make()).encode() if parallel.rank == 0 else b""
-    return json.loads(all_gather_bytes(own, parallel.world_group)[0])
+    return parse_json(all_gather_bytes(own, parallel.world_group)[0], longest=None)
 
 
 def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str, bytes]:
