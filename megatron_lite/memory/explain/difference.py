@@ -1,9 +1,8 @@
 """Finds the tensors that differ if the measured kept bytes are not the predicted ones.
 
-Predicted terms and measured storages have no names in common. Within a layer they are paired by
-size, also several storages for one term, such as the mean and the deviation of a norm. What stays
-unpaired is the difference. Of two tensors of one layer with the same size either may be named.
-Standard library only.
+Predicted terms and measured storages have no names in common. They are paired by size, first within
+a module and then within a layer, also several storages for one term, such as the mean and the
+deviation of a norm. What stays unpaired is the difference. Standard library only.
 """
 
 from __future__ import annotations
@@ -92,12 +91,15 @@ def difference(
         left[one.layer].append(one)
     missing = list(terms)
     # The surest pairs first. A unit's states of random streams are saved outside of its layer.
-    for anywhere in (False, True):
+    for place in ("module", "layer", "outside"):
         for most in (1, MOST_PARTS):
             unpaired = []
             for term in missing:
-                layer = None if anywhere or term.layer is None else term.layer + first_layer
-                taken = _parts(term, left[layer], most)
+                layer = None if term.layer is None else term.layer + first_layer
+                module = f"{LAYERS}{layer}.{term.module}".removesuffix(".")
+                layer = None if place == "outside" else layer
+                near = [one for one in left[layer] if place != "module" or one.module == module]
+                taken = _parts(term, near, most)
                 for one in taken:
                     left[layer].remove(one)
                 unpaired += [] if taken else [term]

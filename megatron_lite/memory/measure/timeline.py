@@ -12,7 +12,7 @@ phase, module and operator are indices into the lists above the events. number c
 that ran before. An operator that changes nothing has no event. Bytes are those alive right after
 the operator, in storages created since the start. Parameters, a buffer of their gradients and the
 batch existed before and do not count. "predicted" has the points of
-memory/predict/kept_course.py, and may be missing.
+memory/predict/peak.py, and may be missing.
 
     activation   saved for backward by the forward          gradient    a parameter's gradient
     rebuilt      saved by a replay                          temporary   all others, such as tensors
@@ -65,7 +65,7 @@ class Event(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """A predicted number of bytes kept or rebuilt: see KeptPoint in memory/predict/kept_course.py.
+    """A predicted number of bytes kept or rebuilt: see KeptPoint in memory/predict/peak.py.
 
     first_layer, last_layer: -1 for the end of the forward.
     """

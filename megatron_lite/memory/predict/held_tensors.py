@@ -4,7 +4,7 @@
                that keeps them
     rebuilt    tensors that the replay of a region has made again
 
-The activation peak (peak.py) is the largest sum of both. The peak of a step (layer_passages.py)
+The activation peak (peak.py) is the largest sum of both. The peak of a step (stage_course.py)
 adds each operation's largest temporary. Standard library only.
 """
 
