@@ -167,24 +167,16 @@ class CoreAttention(nn.Module):
         if self.softmax_in_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
-        attended = weighted_sum(
-            dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels),
-            value,
-            skip_tail=skip_tail,
-        )
+        weights = dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels)
+        attended: Tensor = _WeightedSum.apply(weights, value, skip_tail)
         return attended.transpose(0, 1).reshape(s, b, -1)
 
 
-def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool = False) -> Tensor:
-    """Returns the batched product [n, s, m] x [n, m, d] -> [n, s, d]. Keeps both factors.
+class _WeightedSum(torch.autograd.Function):
+    """The batched product [n, s, m] x [n, m, d] -> [n, s, d]. Keeps both factors.
 
     skip_tail: leaves out the matmul. The result has the right shape and arbitrary values.
     """
-    return _WeightedSum.apply(weights, value, skip_tail)
-
-
-class _WeightedSum(torch.autograd.Function):
-    """torch.bmm with a forward that can be skipped."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, value: Tensor, skip_tail: bool) -> Tensor:

@@ -57,13 +57,17 @@ class TransformerLayer(nn.Module):
         document_starts: Tensor | None,
         regions: Regions,
     ) -> Tensor:
-        normed = _before(self.input_layernorm, hidden_states, regions)
+        normed = hidden_states
+        if self.input_layernorm is not None:
+            normed = regions.run_discarding(LAYERNORM, self.input_layernorm, normed)
         branch = self.self_attention(normed, rotary, regions, document_starts)
         if self.post_self_attn_layernorm is not None:
             branch = self.post_self_attn_layernorm(branch)
         attended = self._add(hidden_states, branch, regions)
-        mlp_input = hidden_states if self.parallel_residual else attended
-        normed = _before(self.pre_mlp_layernorm, mlp_input, regions)
+        del branch  # which would live on while the MLP runs
+        normed = hidden_states if self.parallel_residual else attended
+        if self.pre_mlp_layernorm is not None:
+            normed = regions.run_discarding(LAYERNORM, self.pre_mlp_layernorm, normed)
         skip_tail = regions.skip_layer_tail
         branch = regions.run(MLP_REGION, self._mlp, normed, regions, skip_tail=skip_tail)
         return self._add(attended, branch, regions, skip_tail=skip_tail)
@@ -90,11 +94,3 @@ class TransformerLayer(nn.Module):
             skip_tail=skip_tail,
             kernels=self.context.kernels,
         )
-
-
-def _before(norm: Norm | None, hidden_states: Tensor, regions: Regions) -> Tensor:
-    """Returns the input of attention or of the MLP. The norm's output is discarded by a policy."""
-    if norm is None:
-        return hidden_states
-    normed: Tensor = regions.run_discarding(LAYERNORM, norm, hidden_states)
-    return normed

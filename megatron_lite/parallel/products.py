@@ -33,8 +33,10 @@ def add_weight_product_(total: Tensor, rows: Tensor, grad_rows: Tensor, *, first
     count = product_rows(total.shape[1])
     for start in range(0, total.shape[0], count):
         part = slice(start, start + count)
-        # no name holds the product, so it is freed before the next one
-        add_rounded_(total[part], grad_rows[:, part].t().matmul(rows), first=first)
+        own = total[part]
+        # No name holds the product, so it is freed before the next one. On a CPU torch casts it to
+        # a tensor of its own before it adds.
+        (own.copy_ if first else own.add_)(grad_rows[:, part].t().matmul(rows))
 
 
 @functools.cache
@@ -55,14 +57,6 @@ def adds_unrounded(device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):
         return False
     return True
-
-
-def add_rounded_(total: Tensor, product: Tensor, *, first: bool) -> None:
-    """Adds a 16-bit product [n, k] to the float32 total, or overwrites it if `first`.
-
-    On a CPU torch casts the product to a tensor of its own before it adds.
-    """
-    (total.copy_ if first else total.add_)(product)
 
 
 def add_rows_(total: Tensor, ids: Tensor, rows: Tensor, *, first: bool) -> None:

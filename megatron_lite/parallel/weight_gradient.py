@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.products import add_rounded_, add_rows_, add_weight_product_
+from megatron_lite.parallel.products import add_rows_, add_weight_product_
 
 # (x [n, in], dy [n, out], total [out, in] float32): total += dy^T x. All tensors are contiguous; x
 # and dy have the same dtype.
@@ -80,16 +80,6 @@ def lookup_adds(weight: Tensor) -> bool:
     )
 
 
-def own_lookup_sum(weight: Tensor) -> Callable[[Tensor, Tensor], None] | None:
-    """Returns f(ids, dy) that adds the gradient of a lookup to the table's float32 sum, or None if
-    autograd accumulates.
-
-    ids [..]: rows of the table. dy: the gradients of the rows that were looked up, [.., h].
-    """
-    add = getattr(weight, LOOKUP_ATTRIBUTE, None)
-    return None if add is None else partial(add, weight)
-
-
 def can_be_summed(dtype: torch.dtype) -> bool:
     """Returns whether a weight of this dtype can have the float32 `.grad` that the kernel needs."""
     return dtype == torch.float32 or (
@@ -97,14 +87,17 @@ def can_be_summed(dtype: torch.dtype) -> bool:
     )
 
 
-def own_sum(weight: Tensor) -> OwnSum | None:
+def own_sum(weight: Tensor, attribute: str = ATTRIBUTE) -> OwnSum | None:
     """Returns f(x, dy) that adds dy^T x to the weight's float32 sum, or None if autograd
     accumulates.
+
+    attribute: LOOKUP_ATTRIBUTE for f(ids, dy), which adds the gradient of a lookup. ids [..]: rows
+        of the table. dy: the gradients of the rows that were looked up, [.., h].
 
     Call it in forward: saved-tensor hooks may give backward a different tensor object, without the
     attribute.
     """
-    add = getattr(weight, ATTRIBUTE, None)
+    add = getattr(weight, attribute, None)
     return None if add is None else partial(add, weight)
 
 
@@ -134,7 +127,7 @@ def _add_lookup(total: Tensor, parameter: nn.Parameter, ids: Tensor, grad_output
     table = torch.ops.aten.embedding_dense_backward(
         grad_output, ids, parameter.shape[0], ANY_ID, False
     )
-    add_rounded_(total, table, first=is_first)
+    (total.copy_ if is_first else total.add_)(table)
 
 
 def _add(

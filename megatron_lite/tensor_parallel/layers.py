@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
-from megatron_lite.parallel.weight_gradient import own_lookup_sum
+from megatron_lite.parallel.weight_gradient import LOOKUP_ATTRIBUTE, own_sum
 from megatron_lite.tensor_parallel.linear import column_parallel_linear, row_parallel_linear
 from megatron_lite.tensor_parallel.mappings import (
     reduce_from_tensor_parallel_region,
@@ -208,7 +208,7 @@ def token_rows(tokens: Tensor, weight: Tensor) -> Tensor:
     Autograd would make a tensor of the table's size, most of it zeros. With a large vocabulary and
     a small batch this takes a few percent of a step on a CPU.
     """
-    add = own_lookup_sum(weight)
+    add = own_sum(weight, LOOKUP_ATTRIBUTE)
     return F.embedding(tokens, weight) if add is None else _TokenRows.apply(tokens, weight, add)
 
 
