@@ -1,4 +1,4 @@
-"""The peers of benchmarks/contestants.py: plain torch and transformers.
+"""The peers of benchmarks/contestants.py: plain torch, transformers and litgpt.
 
 Each function builds one model, loads it with the weights of ours, and returns its contestants. It
 raises ImportError if the library is not installed.
@@ -46,15 +46,19 @@ def of_logits(name: str, model: nn.Module, setting: Setting) -> Contestant:
     return Contestant(name, clear, run)
 
 
-def plain(setting: Setting, weights: list[Tensor]) -> list[Contestant]:
-    """Returns GPT-2 in plain torch."""
+def plain(setting: Setting, weights: list[Tensor], *, compiled: bool) -> list[Contestant]:
+    """Returns GPT-2 in plain torch, and the same model compiled if `compiled`."""
     model = PlainGPT(setting).to(setting.device, DTYPES[setting.dtype]).train()
     order = [model.tokens.weight, model.positions.weight]
     for layer in model.layers:
         for part in (layer.norm1, layer.qkv, layer.proj, layer.norm2, layer.fc1, layer.fc2):
             order += [part.weight, part.bias]
     _copy(weights, [*order, model.norm.weight, model.norm.bias])
-    return [of_logits("plain torch, none", model, setting)]
+    found = [of_logits("plain torch, none", model, setting)]
+    if compiled:
+        whole: Any = torch.compile(model)
+        found.append(of_logits("plain torch, compiled", whole, setting))
+    return found
 
 
 def transformers(
@@ -112,6 +116,49 @@ def hf_llama(setting: Setting) -> nn.Module:
             )
         )
     )
+
+
+def litgpt(setting: Setting, weights: list[Tensor]) -> list[Contestant]:
+    """Returns litgpt's Llama. weights: those of `canonical`."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    shape, config = setting.shape, setting.model_config()
+    model = GPT(
+        Config(
+            name="benchmark",
+            n_layer=shape.num_layers,
+            n_embd=shape.hidden_size,
+            n_head=shape.num_attention_heads,
+            block_size=shape.seq_length,
+            vocab_size=shape.vocab_size,
+            padded_vocab_size=shape.vocab_size,
+            bias=False,
+            norm_class_name="RMSNorm",
+            norm_eps=config.norm_epsilon,
+            mlp_class_name="LLaMAMLP",
+            rotary_percentage=1.0,
+            rope_base=config.rotary_base,
+            parallel_residual=False,
+            intermediate_size=config.ffn_size,
+        )
+    )
+    model = model.to(setting.device, DTYPES[setting.dtype]).train()
+    named = dict(model.named_parameters())
+    order = [named["transformer.wte.weight"]]
+    for number in range(shape.num_layers):
+        names = ("norm_1", "attn.qkv", "attn.proj", "norm_2", "mlp.fc_1", "mlp.fc_2", "mlp.proj")
+        order += [named[f"transformer.h.{number}.{name}.weight"] for name in names]
+    order += [named["transformer.ln_f.weight"], named["lm_head.weight"]]
+    fused: list[Tensor] = []  # litgpt keeps query, key and value in one matrix
+    rest = list(weights)
+    for parameter in order:
+        one = rest.pop(0)
+        while one.shape != parameter.shape:
+            one = torch.cat((one, rest.pop(0)))
+        fused.append(one)
+    _copy(fused, order)
+    return [of_logits("litgpt, none", model, setting)]
 
 
 def canonical(weights: dict[str, Tensor], setting: Setting, family: str) -> list[Tensor]:

@@ -26,10 +26,11 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.step import StageRunner
 
-OURS, LOSS_CHUNKS = "ours, none", "ours, none, loss chunks"
+OURS, LOSS_CHUNKS, COMPILED = "ours, none", "ours, none, loss chunks", "ours, compiled"
 PLAIN = "plain torch, none"
 OUR_POLICIES = {
     "none": "none",
@@ -38,7 +39,7 @@ OUR_POLICIES = {
     "pointwise": "*:pointwise",
 }
 CHUNKS = 4  # of the tokens of a micro-batch, in the row LOSS_CHUNKS
-LIBRARIES = {"gpt": ("plain", "transformers"), "llama": ("transformers",)}
+LIBRARIES = {"gpt": ("plain", "transformers"), "llama": ("transformers", "litgpt")}
 
 
 class LlamaSetting(Setting):
@@ -62,11 +63,12 @@ class LlamaSetting(Setting):
 
 
 def build_contestants(
-    family: str, setting: Setting, *, peers: Sequence[str]
+    family: str, setting: Setting, *, peers: Sequence[str], compiled: bool = False
 ) -> tuple[list[Contestant], dict[str, str]]:
     """Returns the contestants, ours without recomputation first, and who is left out and why.
 
     peers: the libraries to compare with, if they have the model (LIBRARIES).
+    compiled: whether torch.compile's contestants are built too.
     """
     model = our_model(setting, one_rank(setting))
     weights = {name: one.detach() for name, one in model.named_parameters()}
@@ -75,15 +77,24 @@ def build_contestants(
     skipped: dict[str, str] = {}
     for library in (one for one in LIBRARIES[family] if one in peers):
         try:
-            found += _built(library, family, setting, canonical)
+            found += _built(library, family, setting, canonical, compiled)
         except (ImportError, InputError, torch.OutOfMemoryError) as reason:
             skipped[library] = str(reason).splitlines()[0]
+    if compiled:
+        try:
+            found.append(_compiled(setting))
+        except InputError as reason:
+            skipped[COMPILED] = str(reason).splitlines()[0]
     return found, skipped
 
 
-def _built(library: str, family: str, setting: Setting, weights: list[Tensor]) -> list[Contestant]:
+def _built(
+    library: str, family: str, setting: Setting, weights: list[Tensor], compiled: bool
+) -> list[Contestant]:
     if library == "plain":
-        return others.plain(setting, weights)
+        return others.plain(setting, weights, compiled=compiled)
+    if library == "litgpt":
+        return others.litgpt(setting, weights)
     build = others.hf_llama if family == "llama" else transformers_gpt2
     name = "transformers Llama" if family == "llama" else "transformers GPT-2"
     return others.transformers(name, partial(build, setting), setting, weights)
@@ -106,3 +117,10 @@ def _ours(model: GPTModel, setting: Setting, names: Sequence[str]) -> Iterator[C
         plan = plan_stage(RecomputeConfig(**flags), num_layers)
         chunk = setting.tokens // CHUNKS if name == LOSS_CHUNKS else setting.loss_chunk_size
         yield Contestant(name, optimizer.zero_grad, partial(run, plan, chunk))
+
+
+def _compiled(setting: Setting) -> Contestant:
+    """Returns ours without recomputation and with --torch-compile."""
+    setting = replace(setting, kernels=CompiledKernels(setting.device))
+    (one,) = _ours(our_model(setting, one_rank(setting)), setting, [OURS])
+    return one._replace(name=COMPILED)

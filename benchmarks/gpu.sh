@@ -36,7 +36,7 @@ mkdir -p "$(dirname "$output")" || exit 2
 cat <<FIRST
 If you have this GPU for 5 minutes only, know this:
   - The first part, of at most 100 s, answers the main question: how near a bf16 step is to the card's own matmul rate ("of
-    GEMM", target 55%), and whether a peer is faster ("/ ours" below 1). Peer: transformers, where it is installed.
+    GEMM", target 55%), and whether a peer is faster ("/ ours" below 1). Peers: transformers and litgpt, where they are installed.
   - Then come the tests (110 s), the step times (60 s) and recomputation (100 s). Each part ends by itself at its limit.
   - Every part writes what it has finished, so $output has results even if a part was cut short.
     If you stop the whole script, the printed tables remain.

@@ -189,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", choices=list(PRESETS), help="default: what fills the card")
     parser.add_argument("--models", nargs="+", default=["llama"], choices=["llama", "gpt"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile", action="store_true", help="also torch.compile's contestants")
     parser.add_argument("--json", help="the report")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
@@ -212,7 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     for family, kind in blocks(args):
         setting = kind(shape=shape, device=device, dtype="bf16", dropout=0.0)
-        contestants, skipped = build_contestants(family, setting, peers=("plain", "transformers"))
+        contestants, skipped = build_contestants(
+            family, setting, peers=("plain", "transformers", "litgpt"), compiled=args.compile
+        )
         found = rows(measure(contestants, setting, args.rounds, skipped), setting, rate, peak)
         print(f"\n{family}, bf16, forward and backward", HEADER, *map(shown, found), sep="\n")
         for who, why in skipped.items():
