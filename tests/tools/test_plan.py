@@ -242,36 +242,13 @@ def test_a_fault_in_the_input_is_one_line(
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (
-            "--seq-lenght 3 --micro-batchsize=2",
-            ": did you mean --seq-length and --micro-batch-size?",
-        ),
-        ("--use-mpi", ""),
-        ("4096", ""),
-    ],
-)
-def test_an_unknown_flag_is_answered_with_the_nearest_one(
-    words: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        plan.main([*SMALL, *words.split()])
-    assert capsys.readouterr().err == f"{ERROR}unrecognized arguments: {words}{meant}\n"
-
-
-@pytest.mark.parametrize(
     ("words", "note"),
     [
-        ("--use-mcore-models", "--use-mcore-models has no effect here: "),
         ("--transformer-impl local", "--transformer-impl has no effect here: "),
         ("--num_workers 2 --ckpt-format=torch", "--num-workers has no effect here"),
         ("--position-embedding-type rope --no-position-embedding", "is an old flag, read as"),
-        ("--use-rotary-position-embeddings", ""),
         ("--attention-backend fused", "--attention-backend fused is read as auto"),
-        ("--layernorm-epsilon 1e-6", "is an old spelling, read as --norm-epsilon"),
         ("--mtp-num-layers 0 --window-size (128,0)", ""),
-        ("--no-bf16", ""),
     ],
 )
 def test_a_harmless_flag_of_megatron_is_one_here_too(
@@ -289,22 +266,6 @@ def test_a_fault_in_a_policy_is_pointed_at(capsys: pytest.CaptureFixture[str]) -
     assert plan.main([*SMALL, "--gpus", "1", "--recompute-policy", "*:all"]) == 2
     message, text, mark = capsys.readouterr().err.splitlines()
     assert "expected an action" in message and text.index("a") == mark.index("^")
-
-
-def test_a_config_that_does_not_map_is_refused_with_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.json"
-    rest = ["--gpu", "h100"]
-    for text, reason in (
-        ('{"model_type": "mixtral"}', "'mixtral' has no counterpart"),
-        ("{", "config.json: "),
-        ('{"a": 1, "a": 2}', "is given twice"),
-        (" " * (2**20 + 1), "longer than"),
-        ("[" * 10_000, "config.json: "),
-    ):
-        path.write_text(text)
-        assert re.search(reason, fault(["--hf-config", str(path), *rest], capsys))
 
 
 def test_the_planner_does_not_import_torch() -> None:
