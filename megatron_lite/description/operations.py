@@ -189,11 +189,6 @@ class Operation(NamedTuple):
         return tuple(collective for call in self.calls for collective in call.collectives)
 
     @property
-    def only_copies(self) -> bool:
-        """Tells whether it only makes views or copies. Reports do not name such an operation."""
-        return not (self.keeps or self.regions or self.calls or self.parameters)
-
-    @property
     def flops(self) -> int:
         """The FLOPs of its forward on one rank."""
         return sum(matmul.flops for call in self.calls for matmul in call.matmuls)

@@ -69,7 +69,7 @@ def layer_svg(config: RunConfig) -> str:
     """Returns the picture of the first layer of a run on GPUs."""
     sizes = Sizes.of(config, device="cuda")
     layer = describe_layer(config.model, sizes)
-    rows = [one for one in layer.operations if not one.only_copies]
+    rows = [one for one in layer.operations if one.keeps or one.regions or one.calls]
     columns = {policy: kept_by(layer, policy, sizes) for policy in POLICIES}
     most = max(kept.num_bytes for column in columns.values() for kept in column.values())
     width, height = LEFT + sum(COLUMNS) + 10, TOP + ROW * len(rows) + 62

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.operators import Choice
-from megatron_lite.config.regions import REGIONS
 from megatron_lite.description.operations import LayerDescription, Operation, OperatorCall
 from megatron_lite.recompute.recompute_plan import Segment
 
@@ -65,16 +64,6 @@ def replayed_bytes(layers: Sequence[LayerDescription], segment: Segment, *, skip
     else:
         again = [one for layer in layers for one in layer.inside(segment.regions)]
     return sum(operation.moved.forward for operation in again)
-
-
-def left_out(layers: Sequence[LayerDescription], segment: Segment) -> frozenset[tuple[str, int]]:
-    """Returns the calls that a replay of the segment skips: (name of the operation, number of the
-    call)."""
-    if segment.unit or segment.ops:
-        return layers[-1].tail()
-    return frozenset().union(
-        *(layers[-1].tail(region) for region in segment.regions if REGIONS[region].skips_tail)
-    )
 
 
 def kept_calls(
