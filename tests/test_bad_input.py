@@ -29,22 +29,9 @@ def _refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            ["--num-attention-heads", "2", "--tensor-model-parallel-size", "4", *MOCK],
-            "--num-attention-heads 2 is not divisible by --tensor-model-parallel-size 4",
-        ),
-        (
-            ["--num-attention-heads", "5", *MOCK],
-            "--hidden-size 32 is not divisible by --num-attention-heads 5",
-        ),
         (["--tensor-model-parallel-size", "2", *MOCK], "start a multiple of 2 processes"),
-        (["--hiden-size", "32", *MOCK], "--hidden-size"),
         (["--vocab-size", "98"], "--data-path PREFIX or --mock-data"),
         ([*MOCK, "--load", "no/such/place"], "--allow-fresh-start"),
-        (
-            [*MOCK, "--global-batch-size", "3"],
-            "--global-batch-size 3 is not divisible by --micro-batch-size 2",
-        ),
         (
             [
                 "--mock-data",

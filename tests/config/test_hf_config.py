@@ -10,7 +10,6 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_config import from_hf, read_hf_file, to_hf
-from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 
@@ -81,15 +80,6 @@ def test_a_published_config_has_the_published_number_of_parameters(text: str) ->
     model = from_hf(json.loads(text))
     assert parameter_count(ModelConfig(**model.fields), model.vocab_size) == PARAMETERS[text]
     assert model.notes == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "name"), [(GPT2, "gpt2"), (LLAMA_3_8B, "llama3-8b"), (QWEN3_0_6B, "qwen3-0.6b")]
-)
-def test_a_published_config_is_the_preset_of_the_same_name(text: str, name: str) -> None:
-    model, known = from_hf(json.loads(text)), preset(name)
-    assert ModelConfig(**model.fields) == ModelConfig(**known.fields)
-    assert model.vocab_size == known.vocab_size
 
 
 def test_a_sliding_window_counts_the_token_itself() -> None:

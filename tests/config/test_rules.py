@@ -13,17 +13,9 @@ from typing import Any
 import pytest
 
 from arguments import parse_args
-from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
+from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import (
-    LossScaleConfig,
-    LrScheduleConfig,
-    OptimizerConfig,
-)
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.training import TrainingConfig
 from tests.support.pairs import in_one_test
 
@@ -68,16 +60,7 @@ SMALLEST: dict[type, dict[str, Any]] = {
         "num_attention_heads": 4,
         "max_position_embeddings": 8,
     },
-    ParallelConfig: {},
-    OptimizerConfig: {},
-    LossScaleConfig: {},
-    LrScheduleConfig: {},
-    CheckpointConfig: {},
-    LoggingConfig: {},
-    ProfilingConfig: {},
-    RecomputeConfig: {},
     TrainingConfig: {"micro_batch_size": 2},
-    DataConfig: {"seq_length": 8},
     TokenizerConfig: {"vocab_size": 99},
 }
 
