@@ -23,7 +23,6 @@ from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_values import translate_values
-from megatron_lite.config.model import SWITCHED_ACTIVATIONS
 from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.parser import Faults, Parser
 from megatron_lite.config.plain import LARGEST_TEXT
@@ -43,13 +42,6 @@ Values = dict[str, dict[str, Any]]  # by topic and field
 # are derived, and they must be derived again.
 DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size")
 SOURCES = ("config_json", "hf_config", "model")
-# The topics and fields of which a rule may allow only one choice, beside those that need another
-# setting. A flag replaces a stored choice.
-CHOICES = {
-    *("recompute", "data", "data_parallel", "loss_scaling", "lr_schedule", *SWITCHED_ACTIVATIONS),
-    *("train_iters", "train_samples", "bf16", "fp16", "global_batch_size", "rampup_batch_size"),
-    *("step_batch_size_schedule", "sequence_parallel"),
-}
 STAND_IN = 1  # for a required value that is missing or wrong
 CONTRADICTIONS = {
     "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_bf16", True),
@@ -254,7 +246,7 @@ class _Builder:
             try:
                 return RunConfig(**made)
             except ValueError as error:
-                if not self._take_out_named(str(error), *topics()):
+                if not self._take_out_named(error, *topics()):
                     return None
 
     def _topic(self, kind: type, topic: str) -> Any:
@@ -262,27 +254,29 @@ class _Builder:
             try:
                 return kind(**self.values[topic])
             except ValueError as error:
-                if not self._take_out_named(str(error), topic):
+                if not self._take_out_named(error, topic):
                     return None
 
-    def _take_out_named(self, text: str, *names: str) -> bool:
+    def _take_out_named(self, error: ValueError, *names: str) -> bool:
         """Takes values of these topics that a broken rule names out. Returns whether one changed.
 
-        The rule is a fault unless the flags replace a stored choice that it names, or it names a
+        The rule is a fault unless it lets the flags replace a stored choice, or names a
         field that has no usable value because of another fault.
         """
+        for field in getattr(error, "fields", ()):
+            one = run_fields()[field]
+            own = self.values[one.topic]
+            if field not in self.given and own.get(field, one.default) != one.default:
+                del own[field]
+                self.notices.append(f"{self.said} gives {flag_of(field)}, which the flags replace")
+                return True
+        text = str(error)
         named = [
             (topic, field)
             for topic in names
             for field in self.values[topic]
             if _is_named(field, text)
         ]
-        for topic, field in named:
-            value, default = self.values[topic][field], run_fields()[field].default
-            if field not in self.given and _is_choice(topic, field) and value != default:
-                del self.values[topic][field]
-                self.notices.append(f"{self.said} gives {flag_of(field)}, which the flags replace")
-                return True
         if not any(_is_named(field, text) for field in self.faults.fields):
             self.faults.texts.append(text)
         changed = False
@@ -298,13 +292,6 @@ class _Builder:
 
 def _is_named(field: str, text: str) -> bool:
     return re.search(rf"{flag_of(field)}(?![\w-])", text) is not None
-
-
-def _is_choice(topic: str, field: str) -> bool:
-    """Returns whether a flag may replace the stored field, which is no size of the model or run."""
-    one = run_fields()[field]
-    is_choice = topic in CHOICES or field in CHOICES or bool(one.facts.needs)
-    return is_choice and not one.is_required
 
 
 def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[str]) -> Values:

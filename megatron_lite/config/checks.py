@@ -19,6 +19,18 @@ class InputError(ValueError):
     """
 
 
+class ContradictionError(ValueError):
+    """Settings that exclude each other, or one that lacks what it needs.
+
+    fields: the settings that may be left out. A command line leaves out those of them that a file
+        supplies (cli/flags.py). All other broken rules are faults of the user.
+    """
+
+    def __init__(self, text: str, *fields: str) -> None:
+        super().__init__(text)
+        self.fields = fields
+
+
 class PeerError(InputError):
     """A fault that another rank met and reports. This rank only knows that it exists."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import flag, resolve
+from megatron_lite.config.checks import ContradictionError, flag, resolve
 from megatron_lite.config.setting import check_settings, required, setting, switch
 
 PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
@@ -86,17 +86,20 @@ class DataConfig:
         )
         first, *others = [name for name, is_given in one_of_each if is_given] or [""]
         if others:
-            raise ValueError(
-                f"{flag(first)} and {flag(others[0])} are two sources of data: set one"
+            raise ContradictionError(
+                f"{flag(first)} and {flag(others[0])} are two sources of data: set one",
+                *(name for name, _ in one_of_each),
+                *PER_SPLIT_PATHS,
             )
         if per_split and not self.train_data_path:
             raise ValueError(
                 f"{flag(per_split[0])} needs --train-data-path: the splits are given one by one"
             )
         if self.is_per_split and self.split != type(self).split:
-            raise ValueError(
+            raise ContradictionError(
                 f"--split {self.split!r} cuts what --data-path names, but {flag(first)} gives each "
-                "split its own data: leave --split out"
+                "split its own data: leave --split out",
+                "split",
             )
 
     @property

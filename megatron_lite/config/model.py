@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import chosen, flag, resolve
+from megatron_lite.config.checks import ContradictionError, chosen, flag, resolve
 from megatron_lite.config.layer_pattern import (
     check_layers,
     marks,
@@ -229,7 +229,9 @@ class ModelConfig:
             )
         switched = [flag(name) for name in SWITCHED_ACTIVATIONS if getattr(self, name)]
         if len(switched) > 1:
-            raise ValueError(f"{' and '.join(switched)} are two activations: choose one")
+            raise ContradictionError(
+                f"{' and '.join(switched)} are two activations: choose one", *SWITCHED_ACTIVATIONS
+            )
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         # Megatron's rule. A gated MLP has three matrices instead of two: at 2/3 of the width it has
         # about as many parameters.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.setting import check_settings, setting, switch
 
 
@@ -208,8 +209,11 @@ class LrScheduleConfig:
                 "--override-opt_param-scheduler that of the flags: set one"
             )
         if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
-            raise ValueError(
-                "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: set one"
+            raise ContradictionError(
+                "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: set one",
+                "lr_warmup_fraction",
+                "lr_warmup_iters",
+                "lr_warmup_samples",
             )
         if (
             self.lr_decay_style == "WSD"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.setting import check_settings, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
@@ -93,10 +94,12 @@ class ParallelConfig:
             self.num_layers_per_virtual_pipeline_stage is not None
             and self.num_virtual_stages_per_pipeline_rank is not None
         ):
-            raise ValueError(
+            raise ContradictionError(
                 "--num-layers-per-virtual-pipeline-stage and "
                 "--num-virtual-stages-per-pipeline-rank both give the number of virtual stages: "
-                "set one"
+                "set one",
+                "num_layers_per_virtual_pipeline_stage",
+                "num_virtual_stages_per_pipeline_rank",
             )
 
     @property
@@ -209,15 +212,18 @@ class DataParallelConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.use_torch_fsdp2 and self.use_distributed_optimizer:
-            raise ValueError(
+            raise ContradictionError(
                 "--use-torch-fsdp2 shares out the optimizer states too: leave "
-                "--use-distributed-optimizer out"
+                "--use-distributed-optimizer out",
+                "use_torch_fsdp2",
+                "use_distributed_optimizer",
             )
         if self.overlap_param_gather and not self.use_distributed_optimizer:
             anyway = " (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
-            raise ValueError(
+            raise ContradictionError(
                 "--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights "
-                f"are gathered after a step{anyway if self.use_torch_fsdp2 else ''}"
+                f"are gathered after a step{anyway if self.use_torch_fsdp2 else ''}",
+                "overlap_param_gather",
             )
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_lite.config.checks import chosen, flag
+from megatron_lite.config.checks import ContradictionError, chosen, flag
 from megatron_lite.config.policy import Policy, parse_policy
 from megatron_lite.config.regions import (
     ALIAS,
@@ -25,6 +25,8 @@ from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")
 AUTO = "auto"
+# Each of them says what is recomputed, or kept in host memory.
+WAYS = ("recompute_policy", "cpu_offloading_num_layers", "fine_grained_activation_offloading")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +162,11 @@ class RecomputeConfig:
         if self.contiguous_saved_activations and not any(
             rule.action.unit for rule in self.policy.rules
         ):
-            raise ValueError(
+            raise ContradictionError(
                 "--contiguous-saved-activations is for the inputs of layers that are recomputed "
                 "whole, and none is: give --recompute-granularity full, or a --recompute-policy "
-                "with full"
+                "with full",
+                "contiguous_saved_activations",
             )
 
     def _check_given_policy(self) -> None:
@@ -190,9 +193,11 @@ class RecomputeConfig:
         taken out: two runs that recompute the same then compare equal. A notice says it."""
         if self.recompute_activations:
             if self.recompute_granularity == "full":
-                raise ValueError(
+                raise ContradictionError(
                     "--recompute-activations means --recompute-granularity selective, but full is "
-                    "given too: leave one of them out"
+                    "given too: leave one of them out",
+                    "recompute_granularity",
+                    "recompute_activations",
                 )
             object.__setattr__(self, "recompute_granularity", "selective")
         granularity, modules = self.recompute_granularity, self.recompute_modules
@@ -246,9 +251,11 @@ class RecomputeConfig:
     def _check_offloading(self) -> None:
         fine, names = self.fine_grained_activation_offloading, self.offload_modules
         if fine and self.cpu_offloading_num_layers:
-            raise ValueError(
+            raise ContradictionError(
                 "--cpu-offloading-num-layers and --fine-grained-activation-offloading are two ways "
-                "to say what goes to host memory: leave one of them out"
+                "to say what goes to host memory: leave one of them out",
+                "cpu_offloading_num_layers",
+                "fine_grained_activation_offloading",
             )
         if fine or self.cpu_offloading_num_layers:
             way = "--fine-grained-activation-offloading" if fine else "--cpu-offloading-num-layers"
@@ -274,4 +281,5 @@ class RecomputeConfig:
         for field in fields:
             if value := getattr(self, field):
                 words = value if isinstance(value, tuple) else () if value is True else (value,)
-                raise ValueError(f"{' '.join(map(str, (flag(field), *words)))} {rule}")
+                text = f"{' '.join(map(str, (flag(field), *words)))} {rule}"
+                raise ContradictionError(text, field, *WAYS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import flag
+from megatron_lite.config.checks import ContradictionError, flag
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
@@ -27,7 +27,7 @@ from megatron_lite.config.optimizer_settings import (
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig, no_flash_across_ranks
 from megatron_lite.config.plain import check_sizes, from_plain, parse_json
 from megatron_lite.config.policy import LayerAction, check_policy_reaches
-from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.recompute import WAYS, RecomputeConfig
 from megatron_lite.config.stages import most_in_flight, stages
 from megatron_lite.config.training import TrainingConfig
 
@@ -93,9 +93,10 @@ class RunConfig:
                 f"{self.model.max_position_embeddings}"
             )
         if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
-            raise ValueError(
+            raise ContradictionError(
                 "--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are "
-                "exchanged in float32"
+                "exchanged in float32",
+                "grad_reduce_in_bf16",
             )
         self.training.batch_steps(seq_length)
         self._check_context_parallel()
@@ -106,9 +107,10 @@ class RunConfig:
         counted, other = ("iters", "samples")[:: 1 if self.training.train_samples is None else -1]
         for name in ("decay", "warmup", "wsd_decay"):
             if getattr(self.lr_schedule, f"lr_{name}_{other}"):
-                raise ValueError(
+                raise ContradictionError(
                     f"{flag(f'lr_{name}_{other}')} needs --train-{other}: the length of this run "
-                    f"counts {counted}, and so does its learning rate"
+                    f"counts {counted}, and so does its learning rate",
+                    f"lr_{name}_{other}",
                 )
 
     def _check_folders(self) -> None:
@@ -190,9 +192,10 @@ class RunConfig:
         if num_kept is not None and size == 1:
             raise ValueError(f"{name} needs --pipeline-model-parallel-size > 1 (got 1)")
         if num_kept is not None and not self.recomputes:
-            raise ValueError(
+            raise ContradictionError(
                 f"{name} says which micro-batches keep what the others recompute, and nothing is "
-                "recomputed: give --recompute-granularity or --recompute-policy too"
+                "recomputed: give --recompute-granularity or --recompute-policy too",
+                "num_microbatches_with_partial_activation_checkpoints",
             )
         if num_kept is not None and num_kept >= most:
             raise ValueError(
@@ -251,10 +254,13 @@ class RunConfig:
         recompute, parallel = self.recompute, self.parallel
         is_on_device = all(rule.store == "device" for rule in recompute.policy.rules)
         if recompute.is_to_be_chosen or self.recomputes or not is_on_device:
-            raise ValueError(
+            raise ContradictionError(
                 f"{budget} lets the compiler decide what layers recompute: give it instead of "
                 "--recompute-policy or --recompute-granularity. --torch-compile without it goes "
-                "with every policy"
+                "with every policy",
+                "activation_memory_budget",
+                *WAYS,
+                "recompute_granularity",
             )
         # What a compiled layer keeps is not known, and every collective would end its graph.
         for name, is_given in {
@@ -264,9 +270,12 @@ class RunConfig:
             "--overlap-param-gather": self.data_parallel.overlap_param_gather,
         }.items():
             if is_given:
-                raise ValueError(
+                raise ContradictionError(
                     f"{name} cannot go with {budget}, under which each layer is one compiled "
-                    "graph. Leave one of them out: --torch-compile alone goes with every layout"
+                    "graph. Leave one of them out: --torch-compile alone goes with every layout",
+                    "activation_memory_budget",
+                    "overlap_param_gather",
+                    "recompute_verify",
                 )
 
     @property
@@ -332,11 +341,16 @@ class RunConfig:
             self.parallel.context_parallel_size,
         )
         if tp_size == 1:
-            raise ValueError(f"{flag} needs --tensor-model-parallel-size > 1 (got 1)")
+            raise ContradictionError(
+                f"{flag} needs --tensor-model-parallel-size > 1 (got 1)",
+                "distribute_saved_activations",
+            )
         if self.parallel.sequence_parallel:
-            raise ValueError(
+            raise ContradictionError(
                 f"{flag} has nothing to split under --sequence-parallel, where each rank's input "
-                "is already 1/t: leave one of them out"
+                "is already 1/t: leave one of them out",
+                "sequence_parallel",
+                "distribute_saved_activations",
             )
         tokens = self.data.seq_length // cp_size * self.training.micro_batch_size
         elements = tokens * self.model.hidden_size

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import flag
+from megatron_lite.config.checks import ContradictionError, flag
 
 
 class Setting(NamedTuple):
@@ -124,4 +124,4 @@ def check_settings(config: Any) -> None:
             raise ValueError(fault)
         if facts.needs and value != one.default and (missing := unmet(facts.needs, config)):
             shown = "" if isinstance(value, bool) else f" {value}"
-            raise ValueError(f"{name}{shown} needs {missing}")
+            raise ContradictionError(f"{name}{shown} needs {missing}", one.name)

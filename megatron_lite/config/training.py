@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
-from megatron_lite.config.checks import resolve
+from megatron_lite.config.checks import ContradictionError, resolve
 from megatron_lite.config.plain import shown
 from megatron_lite.config.setting import check_settings, required, setting, switch
 from megatron_lite.config.units import parse_bytes
@@ -142,10 +142,14 @@ class TrainingConfig:
         if self.memory_limit is not None:
             parse_bytes("--memory-limit", self.memory_limit, least=1)
         if self.fp16 and self.bf16:
-            raise ValueError("--fp16 and --bf16 are two precisions: set one")
+            raise ContradictionError(
+                "--fp16 and --bf16 are two precisions: set one", "fp16", "bf16"
+            )
         if self.train_iters is not None and self.train_samples is not None:
-            raise ValueError(
-                "--train-iters and --train-samples both give the length of the run: set one"
+            raise ContradictionError(
+                "--train-iters and --train-samples both give the length of the run: set one",
+                "train_iters",
+                "train_samples",
             )
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
             raise ValueError(
@@ -162,12 +166,18 @@ class TrainingConfig:
         resolve(self, "global_batch_size", steps[-1][1])
         name = f"--step-batch-size-schedule {shown(repr(text))}"
         if self.global_batch_size != steps[-1][1]:
-            raise ValueError(
+            raise ContradictionError(
                 f"{name} ends with a batch of {steps[-1][1]} samples, and --global-batch-size is "
-                f"{self.global_batch_size}: leave --global-batch-size out"
+                f"{self.global_batch_size}: leave --global-batch-size out",
+                "global_batch_size",
+                "step_batch_size_schedule",
             )
         if self.rampup_batch_size:
-            raise ValueError(f"{name} and --rampup-batch-size are two schedules: set one")
+            raise ContradictionError(
+                f"{name} and --rampup-batch-size are two schedules: set one",
+                "rampup_batch_size",
+                "step_batch_size_schedule",
+            )
 
     def _check_rampup(self) -> None:
         name = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"

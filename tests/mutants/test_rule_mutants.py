@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.cli import flags
 from megatron_lite.config.batch_schedule import BatchSchedule
+from megatron_lite.config.checks import ContradictionError
 from megatron_lite.memory.predict import pipeline_memory as pipeline
 from megatron_lite.recompute.stores import Stores
 from tests.config import test_alternatives
@@ -18,9 +18,9 @@ from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.training import test_rampup
 
 
-@replaces("_is_choice", flags)
-def a_flag_replaces_its_own_value_alone(_, topic, field):
-    return False
+@replaces("__init__", ContradictionError)
+def a_flag_replaces_its_own_value_alone(_, self, text, *fields):
+    self.args, self.fields = (text,), ()
 
 
 @replaces("reserve", Stores)
