@@ -1,12 +1,20 @@
-"""docs/adding.md names files and tables that exist."""
+"""docs/adding.md: its files and tables exist, and what it adds works, as it is written there."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.support.commands import MOCK, SMALL_RUN
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding.md").read_text()
@@ -41,3 +49,106 @@ def test_every_table_is_where_the_page_says(name: str) -> None:
     module = TABLES[name]
     assert f"`{name}`" in PAGE and f"megatron_lite/{module.replace('.', '/')}.py" in PAGE
     assert hasattr(import_module(f"megatron_lite.{module}"), name)
+
+
+def copy_with(section: str, folder: Path) -> Path:
+    """Returns a copy of the package with the differences of a section. A difference has no numbers
+    of lines: what it takes away, and what stands around it, must stand there once."""
+    shutil.copytree(ROOT / "megatron_lite", folder / "megatron_lite")
+    for name in ("arguments.py", "pretrain_gpt.py"):
+        shutil.copy(ROOT / name, folder)
+    (block,) = re.findall(
+        r"```diff\n(.*?)```", PAGE.split(f"## {section}")[1].split("\n## ")[0], re.S
+    )
+    for part in block.split("--- ")[1:]:
+        name, *lines = part.splitlines()
+        before, after = (
+            "".join(f"{line[1:]}\n" for line in lines if line[0] in kinds) for kinds in (" -", " +")
+        )
+        path = folder / name
+        text = path.read_text()
+        assert text.count(before) == 1, (name, before)
+        path.write_text(text.replace(before, after))
+    return folder
+
+
+def ran(folder: Path, *words: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+
+
+def losses(folder: Path, *flags: str) -> list[float]:
+    """Trains, and compares the kept bytes with their prediction."""
+    file = folder / "metrics.jsonl"
+    file.unlink(missing_ok=True)
+    fixed = ["--metrics-jsonl", str(file), "--eval-iters", "0", "--distributed-backend", "gloo"]
+    ran(folder, "pretrain_gpt.py", *SMALL_RUN, *MOCK, *fixed, *flags)
+    rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        assert row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0
+    return [value for row in rows for value in (row["lm_loss"], row["grad_norm"])]
+
+
+@pytest.mark.long
+def test_a_norm(tmp_path: Path) -> None:
+    folder = copy_with("A norm", tmp_path)
+    plain, other, *others = (
+        losses(folder, "--normalization", *flags)
+        for flags in (
+            ["MeanNorm"],
+            ["LayerNorm"],
+            ["MeanNorm", "--recompute-policy", "*:full"],
+            ["MeanNorm", "--recompute-policy", "*:pointwise"],
+        )
+    )
+    assert plain != other and others == [plain, plain]
+
+
+@pytest.mark.long
+def test_a_region(tmp_path: Path) -> None:
+    folder = copy_with("A region", tmp_path)
+    rotary = ("--position-embedding-type", "rope", "--recompute-policy")
+    assert losses(folder, *rotary, "*:none") == losses(folder, *rotary, "*:rotary")
+
+
+@pytest.mark.long
+def test_a_flag(tmp_path: Path) -> None:
+    folder = copy_with("A flag", tmp_path)
+    assert "what the log begins with" in ran(folder, "pretrain_gpt.py", "--help", "greeting")
+    flags = [*SMALL_RUN, *MOCK, "--greeting", "Good morning", "--dump-config"]
+    assert (
+        json.loads(ran(folder, "pretrain_gpt.py", *flags))["logging"]["greeting"] == "Good morning"
+    )
+
+
+@pytest.mark.long
+def test_a_family(tmp_path: Path) -> None:
+    folder = copy_with("A family", tmp_path)
+    config = {
+        "model_type": "mymodel",
+        "architectures": ["MyModelForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "vocab_size": 100,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    flags = ["--hf-config", str(file), *MOCK, "--dump-config", "--train-iters", "1", "--lr", "1e-3"]
+    batch = ["--micro-batch-size", "1", "--global-batch-size", "1", "--seq-length", "32"]
+    found = json.loads(ran(folder, "pretrain_gpt.py", *flags, *batch))["model"]
+    assert found["num_query_groups"] == 2 and found["ffn_hidden_size"] == 96 and found["swiglu"]
