@@ -40,5 +40,5 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
         wrapping,
         compute_dtype=dtype if rounded else None,
         reduce_dtype=reduce_dtype,
-        forward_methods=("loss", "run_stage"),
+        forward_methods=("run_stage",),  # `loss` calls it
     )
