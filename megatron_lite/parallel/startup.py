@@ -69,7 +69,9 @@ def within(seconds: float, call: Callable[[], Result]) -> Result:
     return result.result(timeout=seconds)
 
 
-def meet(launch: Launch, settings: Mapping[str, str], timeout: timedelta) -> dist.Store:
+def meet(
+    launch: Launch, settings: Mapping[str, str], *, tp_size: int, timeout: timedelta
+) -> dist.Store:
     """Returns the store of this run, once every rank has arrived there with the same settings."""
     store = join_store(launch, timeout)
     # A restarted run must not read the addresses that the run before it left in a shared store.
@@ -77,7 +79,9 @@ def meet(launch: Launch, settings: Mapping[str, str], timeout: timedelta) -> dis
     start = dist.PrefixStore("start", store)
     limit = timeout.total_seconds() + NOTICE_EVERY_S + READERS_HAVE_S + 10.0
     try:  # a request to a store has no time limit of its own
-        within(limit, lambda: check_start(start, launch, settings, timeout=timeout))
+        within(
+            limit, lambda: check_start(start, launch, settings, tp_size=tp_size, timeout=timeout)
+        )
     except concurrent.futures.TimeoutError as error:
         raise InputError(
             f"the store at {_place(launch)} does not answer any more "
@@ -220,6 +224,7 @@ def check_start(
     launch: Launch,
     settings: Mapping[str, str],
     *,
+    tp_size: int,
     timeout: timedelta,
     place: Mapping[str, str | None] | None = None,
     notice_every_s: float = NOTICE_EVERY_S,
@@ -228,8 +233,9 @@ def check_start(
     """Returns once every rank has arrived with the same settings, at an address others can reach.
 
     If a check fails, rank 0 raises InputError and the other ranks raise PeerError. The other ranks
-    raise InputError if rank 0 does not join in time. Rank 0 prints for which ranks it waits. Each
-    rank writes to the store once and reads it once. Rank 0 reads all that the others have written.
+    raise InputError if rank 0 does not join in time. Rank 0 prints for which ranks it waits, and
+    warns if tensor-parallel groups span hosts. Each rank writes to the store once and reads it
+    once. Rank 0 reads all that the others have written.
     """
     arrival = {"place": place or own_place(), "settings": settings}
     store.set(_key(launch.rank), json.dumps(arrival))
@@ -241,14 +247,34 @@ def check_start(
         keys = [_key(rank) for rank in range(launch.world_size)]
         arrivals = [parse_json(value, longest=None) for value in store.multi_get(keys)]
         _check_settings([one["settings"] for one in arrivals])
-        _check_addresses([one["place"] for one in arrivals])
+        places = [one["place"] for one in arrivals]
+        _check_addresses(places)
     except InputError:
         # The others must read the verdict before rank 0 ends, since the store may end with it and
         # torch would print long errors.
         store.set(VERDICT, "a fault")
         time.sleep(READERS_HAVE_S)
         raise
+    warning = groups_over_hosts([one["host"] for one in places], tp_size)
+    if warning:
+        say(warning)
     store.set(VERDICT, "")
+
+
+def groups_over_hosts(hosts: Sequence[str], tp_size: int) -> str:
+    """Returns a warning if ranks of one tensor-parallel group are on several hosts, else "".
+
+    hosts: the host of each rank.
+    """
+    groups = [set(hosts[first : first + tp_size]) for first in range(0, len(hosts), tp_size)]
+    spread = [group for group in groups if len(group) > 1]
+    if not spread:
+        return ""
+    return (
+        f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first of "
+        f"them {', '.join(sorted(spread[0]))}: what each layer exchanges goes over the network. "
+        f"Start a multiple of --tensor-model-parallel-size {tp_size} ranks on each host"
+    )
 
 
 def _await_arrivals(

@@ -222,7 +222,12 @@ def _join(
     config: ParallelConfig, launch: Launch, device: torch.device, run: RunConfig | None
 ) -> None:
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    store = meet(launch, settings_of(run, launch.world_size), timeout)
+    store = meet(
+        launch,
+        settings_of(run, launch.world_size),
+        tp_size=config.tensor_model_parallel_size,
+        timeout=timeout,
+    )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -116,6 +116,7 @@ def arrive(
     ranks: Iterable[int] | None = None,
     settings: Callable[[int], dict[str, str]] | None = None,
     timeout: timedelta = LONG,
+    tp_size: int = 1,
     place: Callable[[int], dict[str, str | None]] = lambda _: own_place(),
 ) -> tuple[list[str | None], list[str]]:
     """What each rank raised, as "InputError: text", and what rank 0 said. Of a world of
@@ -129,6 +130,7 @@ def arrive(
                 dist.TCPStore("127.0.0.1", server.port, is_master=False),
                 Launch(launcher="slurm", rank=rank, world_size=world_size),
                 settings(rank) if settings else settings_of(RUN, world_size),
+                tp_size=tp_size,
                 timeout=timeout,
                 place=place(rank),
                 notice_every_s=0.25,
@@ -195,6 +197,17 @@ def test_a_name_that_leads_to_the_loopback_is_an_error_on_several_hosts() -> Non
     assert "gloo would listen at 127.0.1.1 on node1" in told(outcomes)
     assert "node0 cannot reach it: set GLOO_SOCKET_IFNAME" in told(outcomes)
     assert arrive(2, place=lambda rank: place(rank, None)) == ([None, None], [])
+
+
+def test_a_tensor_parallel_group_over_two_hosts_is_a_warning() -> None:
+    outcomes, said = arrive(
+        4,
+        tp_size=2,
+        place=lambda rank: {"host": "node1" if rank < 3 else "node2", "gloo_address": None},
+    )
+    assert outcomes == [None] * 4 and len(said) == 1
+    assert said[0].startswith("warning: 1 of 2 tensor-parallel groups span hosts")
+    assert "node1, node2" in said[0] and "--tensor-model-parallel-size 2 ranks" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -28,5 +28,5 @@ def test_a_job_on_two_nodes_equals_the_same_run_without_slurm(
     with_slurm.complete(cluster, job)
     log = with_slurm.log.read_text()
     assert f"job {job} on node[1-2], restart 0: start 1 from iteration 0 of 12" in log
-    assert "finished: iteration 12 of 12, status 0" in log
+    assert "finished: iteration 12 of 12, status 0" in log and "span hosts" not in log
     assert with_slurm.iteration == 12 and with_slurm.results() == without.results()
