@@ -8,11 +8,13 @@ keep such a stale start from doing harm:
    its token. When the later start takes the lock, it removes or renames all of these, before it
    chooses a step. A rename that comes late finds nothing to rename.
 2. A start that takes a step's name away (to set it aside or delete it) checks the lock again before
-   it deletes anything. If the lock is lost, the step gets its name back.
+   it deletes anything. If the lock is lost, the step gets its name back. It never takes away a step
+   that a start of a higher number has saved, even if it holds the lock.
 
 The order on the disk is: a step's files, its folder, its name, the new names of the steps that do
 not lead to it, the pointer's contents, the pointer's name, and only after these the deletions. A
-kill between the step's name and the pointer's leaves a run that goes on from the step before.
+kill between the step's name and the pointer's leaves a run that goes on from the step before, or
+from the new one if that is the first of its start.
 
 Which steps stay: all of them, the last K, or every N-th iteration. A step is deleted only if it is
 older than a durable step. A step that is not complete is neither counted among the last K nor
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
-from megatron_lite.checkpointing.manifest import MANIFEST, is_complete
+from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, is_complete
 from megatron_lite.checkpointing.step_files import (
     CONDEMNED,
     LATEST,
@@ -147,6 +149,11 @@ class SaveDirectory:
         shutil.rmtree(target, ignore_errors=True)
 
     def _take_away(self, step: Path, target: Path) -> None:
+        if Manifest.read_or_empty(step).start > self.lock.holder.start:
+            raise LockLost(
+                f"{step} was saved by a later start: this one was given up for lost, and writes no "
+                "more checkpoints"
+            )
         self._rename(step, target)
         try:
             self.lock.check()

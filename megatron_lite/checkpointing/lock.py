@@ -1,13 +1,14 @@
 """The lock on the directory of --save: lock.json, which rank 0 holds for as long as the run lives.
 
 The lock is a flock, which the system releases when the process ends in any way. The file's text
-names the holder. An earlier start of the same job may be out of reach (a node that is cut off from
-the others). A later start then takes the lock by putting a new file in its place. The earlier start
-calls `check` immediately before each change to the directory. That call finds the new holder, and
-the earlier start stops.
+names the holder, and the number of its start in this directory. An earlier start of the same job
+may be out of reach (a node that is cut off from the others). A later start then takes the lock by
+putting a new file in its place. The earlier start calls `check` immediately before each change to
+the directory. That call finds the new holder, and the earlier start stops.
 
 A hanging file server can hold a process between its check and its change for any time. Therefore
-the later start also removes the files that the earlier one could still rename (directory.py).
+the later start also removes the files that the earlier one could still rename (directory.py), and
+readers compare the numbers of the starts that saved the steps (start.py).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatron_lite.checkpointing.manifest import MOST_STARTS, Manifest
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
@@ -30,7 +32,6 @@ from megatron_lite.data.durable_files import sync
 
 LOCK = "lock.json"
 WITHOUT_NAME = "none"  # torchrun's id of a job that the user gave no id
-MOST_STARTS = 2**31
 # Errors by which a file system refuses locks.
 NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
@@ -50,6 +51,7 @@ class Holder:
     restarts: how often torchrun has started the processes again since torchrun itself started.
     host, pid: the machine and the number of the process.
     token: a random text that identifies the process.
+    start: the number of this start in the directory; the lock gives it.
     """
 
     job: str
@@ -59,6 +61,7 @@ class Holder:
     host: str
     pid: int
     token: str
+    start: int = 0
 
     @classmethod
     def this_process(cls, environ: Mapping[str, str] | None = None) -> Holder:
@@ -88,13 +91,13 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """Returns the holder that a file names; None if the file is missing or incomplete."""
         try:
-            values = plain.parse_object(read_input(path, 2**16))
+            values = {"start": 0, **plain.parse_object(read_input(path, 2**16))}
             texts = {
                 name: str(plain.field(values, name)) for name in ("job", "run", "host", "token")
             }
             counts = {
                 name: plain.whole(values, name, 0, MOST_STARTS)
-                for name in ("requeues", "restarts", "pid")
+                for name in ("requeues", "restarts", "pid", "start")
             }
             return cls(**texts, **counts)  # type: ignore[arg-type]
         except ValueError:
@@ -123,11 +126,15 @@ class Holder:
 class DirectoryLock:
     """The lock on the directory, from construction to `release`.
 
+    holder: this process, with the number of this start: above those of the start that had the lock
+    before, and of all steps, in case a person has removed lock.json.
     Raises InputError if another run holds the lock, or if a later start of this job has held it.
     """
 
     def __init__(self, root: Path, holder: Holder) -> None:
-        self.holder, self._path = holder, root / LOCK
+        starts = (Manifest.read_or_empty(path).start for path in root.glob("iter_*"))
+        self.holder = replace(holder, start=max(starts, default=0) + 1)
+        self._path = root / LOCK
         self.is_kept_by_system = True  # False: this file system knows no locks
         self._file = self._take()
 
@@ -174,7 +181,10 @@ class DirectoryLock:
                 # A lock on a file that is no longer lock.json is worth nothing: another process has
                 # just replaced it, and the next round tries again.
                 if not free or os.path.samestat(os.fstat(before), self._path.stat()):
-                    self._check_may_take(Holder.read(self._path), free=free)
+                    other = Holder.read(self._path)
+                    self._check_may_take(other, free=free)
+                    start = max(self.holder.start, 0 if other is None else other.start + 1)
+                    self.holder = replace(self.holder, start=min(start, MOST_STARTS))
                     text = json.dumps(asdict(self.holder), indent=1) + "\n"
                     os.pwrite(own, text.encode(), 0)
                     sync(temporary)
@@ -191,8 +201,8 @@ class DirectoryLock:
                 os.close(before)
             os.close(own)
         sync(self._path.parent)
-        for other in self._path.parent.glob(f"{LOCK}.*.tmp"):
-            other.unlink(missing_ok=True)
+        for path in self._path.parent.glob(f"{LOCK}.*.tmp"):
+            path.unlink(missing_ok=True)
         return own
 
     def _check_may_take(self, other: Holder | None, *, free: bool) -> None:

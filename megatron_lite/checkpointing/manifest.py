@@ -1,8 +1,14 @@
-"""manifest.json: size and SHA-256 of every file of a step.
+"""manifest.json: size and SHA-256 of every file of a step, and which start saved the step.
 
 The manifest is written when all the other files are on the disk. A run reads back every file that
 the manifest lists before it uses a step. Thus a step either holds what was written, bit for bit, or
 the run refuses it.
+
+Every start that takes a directory has a number, above the numbers of all earlier starts (lock.py).
+A start goes on from a step of an earlier one, and leaves the later steps of that start behind:
+
+    start 1    2    4    6 (left)      steps 5 and 8 of start 2 have started_at 4: steps 2 and 4
+    start 2              5    8        of start 1 led to them, step 6 of start 1 did not
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ MANIFEST = "manifest.json"
 FORMAT = 3
 MOST_BYTES = 2**26  # the longest text that is parsed. A manifest has about 130 bytes per file.
 MOST_FILE_BYTES = 2**50
+MOST_STARTS = 2**31
 
 
 class FileRow(NamedTuple):
@@ -39,15 +46,26 @@ class Manifest:
 
     iteration: the iteration of the step.
     files: a row for each file of the step, by the file's name.
+    start: the number of the start that saved the step; 0 if it has none, as in other versions.
+    started_at: the iteration from which that start went on. No later step of an earlier start led
+    to this one.
     """
 
     iteration: int
     files: Mapping[str, FileRow]
+    start: int = 0
+    started_at: int = MOST_ITERATIONS
 
     def to_json(self) -> str:
         """Returns the text of manifest.json."""
         return json.dumps(
-            {"format": FORMAT, "iteration": self.iteration, "files": rows_to_plain(self.files)},
+            {
+                "format": FORMAT,
+                "iteration": self.iteration,
+                "start": self.start,
+                "started_at": self.started_at,
+                "files": rows_to_plain(self.files),
+            },
             indent=1,
         )
 
@@ -58,14 +76,24 @@ class Manifest:
         Raises InputError if it is missing, damaged or of another format.
         """
         path = step / MANIFEST
-        values = parse_formatted(path)
+        values = {"start": 0, "started_at": MOST_ITERATIONS, **parse_formatted(path)}
         try:
             return cls(
                 plain.whole(values, "iteration", 0, MOST_ITERATIONS),
                 rows_from_plain(plain.field(values, "files")),
+                plain.whole(values, "start", 0, MOST_STARTS),
+                plain.whole(values, "started_at", 0, MOST_ITERATIONS),
             )
         except ValueError as error:
             raise damaged(path, error) from error
+
+    @classmethod
+    def read_or_empty(cls, step: Path) -> Manifest:
+        """Reads a step's manifest. Returns an empty one, without a number, if it is not whole."""
+        try:
+            return cls.read(step)
+        except InputError:
+            return cls(0, {})
 
     def check_sizes(self, step: Path) -> None:
         """Raises InputError if a file is missing, is no regular file, or has another size."""

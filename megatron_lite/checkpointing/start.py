@@ -3,19 +3,22 @@
 Rank 0 lists the candidates and all ranks check them together, so every rank chooses the same step.
 The pointer file names the first candidate. If that step is damaged, the run reports the damage
 and tries the next older step, and so on. It never tries a later step: such a step does not lead to
-the one that the pointer names. If the pointer is broken, the run tries the newest step first.
+the one that the pointer names. If the pointer is broken, the run tries the newest step of the
+highest start first (manifest.py). It does so too if that start saved a step after the pointer was
+written, and the pointer names a step of an earlier start: a start that was given up for lost wrote
+it. If a person sets the pointer afterwards, it is followed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.checkpointing.manifest import Manifest
+from megatron_lite.checkpointing.manifest import MANIFEST, Manifest
 from megatron_lite.checkpointing.metadata import Metadata, Progress, check_config_fits, read_config
 from megatron_lite.checkpointing.other_systems import check_ours, load_advice
 from megatron_lite.checkpointing.step_files import (
@@ -56,12 +59,12 @@ class Candidates(NamedTuple):
 
     fault: what is wrong with the pointer; None if it names a step.
     steps: the iterations to try, in this order.
-    later: iterations later than the first one to try. They are not tried.
+    notices: lines for the log: which steps are not tried, and why the pointer is not followed.
     """
 
     fault: str | None
     steps: list[int]
-    later: list[int]
+    notices: list[str]
 
 
 class FoundStep(NamedTuple):
@@ -141,18 +144,49 @@ def candidates(root: Path, program: str = SCRIPT) -> Candidates:
     Raises InputError if the checkpoint there is one of Megatron-LM.
     """
     check_ours(root, program)
-    steps = saved_steps(root)[::-1]
-    if not steps and not (root / LATEST).exists():
-        return Candidates(None, [], [])
-    try:
-        newest = read_pointer(root)
+    try:  # before the steps are listed, so that a step that a run saves meanwhile is among them
+        newest, fault = read_pointer(root), None
     except InputError as error:
-        return Candidates(str(error), steps, [])
-    return Candidates(
-        None,
-        [step for step in steps if step <= newest],
-        [step for step in reversed(steps) if step > newest],
-    )
+        newest, fault = 0, str(error)
+    steps = saved_steps(root)[::-1]
+    if not steps:
+        return Candidates(fault if (root / LATEST).exists() else None, [], [])
+    manifests = {step: Manifest.read_or_empty(step_directory(root, step)) for step in steps}
+    last = max(steps, key=lambda step: (manifests[step].start, step))
+    if fault is not None:
+        course = _course_of(last, manifests)  # the other steps are a last resort
+        return Candidates(fault, sorted(steps, key=course.__contains__, reverse=True), [])
+    notices = []
+    saved = step_directory(root, last)
+    if (
+        manifests[last].start > manifests[newest].start
+        and (saved / MANIFEST).stat().st_mtime_ns > (root / LATEST).stat().st_mtime_ns
+    ):
+        notices.append(
+            f"warning: {root / LATEST}: not followed, because a later start has saved {saved} since"
+        )
+        newest = last
+    course = _course_of(newest, manifests)
+    left = [step_directory(root, step).name for step in reversed(steps) if step not in course]
+    if left:
+        notices.append(
+            f"{root}: these do not lead to iteration {newest}, and are not used: {', '.join(left)}"
+        )
+    return Candidates(None, course, notices)
+
+
+def _course_of(newest: int, manifests: Mapping[int, Manifest]) -> list[int]:
+    """Returns the step and those that led to it, newest first, as `manifests` are.
+
+    A step without a number, or without a manifest that can be read, may be one of them.
+    """
+    course, start, limit = [], 0, newest
+    for step, manifest in manifests.items():
+        if step <= newest and (manifest.start in (0, start) or step <= limit):
+            course.append(step)
+            if manifest.start:
+                start, limit = manifest.start, manifest.started_at
+    return course
 
 
 def newest_good_step(
@@ -164,12 +198,7 @@ def newest_good_step(
     fallback: whether to go on to the next candidate after a fault.
     Raises InputError if no candidate is good, or if one has a fault and `fallback` is false.
     """
-    notices = []
-    if there.later:
-        names = ", ".join(step_directory(root, step).name for step in there.later)
-        notices.append(
-            f"{root}: later than the checkpoint that {LATEST} names, and not used: {names}"
-        )
+    notices = list(there.notices)
     faults = [] if there.fault is None else [there.fault]
     for number in there.steps:
         if faults and not fallback:

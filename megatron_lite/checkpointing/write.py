@@ -117,7 +117,8 @@ class StepWriter:
         Returns notices for the log. A step that cannot be deleted is one of them, because the new
         step is already durable.
         """
-        write_synced(temporary / MANIFEST, Manifest(iteration, rows).to_json().encode())
+        manifest = Manifest(iteration, rows, directory.lock.holder.start, self._started_at)
+        write_synced(temporary / MANIFEST, manifest.to_json().encode())
         # The names of all files must be on the disk before the step gets its own name.
         sync(temporary)
         aside = directory.publish(
