@@ -27,16 +27,17 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
 from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
 from megatron_lite.parallel.tensor_hash import prepare
-from megatron_lite.parallel.torch_internals import disable_dynamo, is_transformed, tree_leaves
+from megatron_lite.parallel.torch_internals import disable_dynamo, is_transformed
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
+from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.guard import Guard, Verify
 from megatron_lite.recompute.hooked import How, rebuild_call
 from megatron_lite.recompute.layer_state import Written
-from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
+from megatron_lite.recompute.offload import Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators
-from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
+from megatron_lite.recompute.stores import Stores
 from megatron_lite.recompute.turns import Turns
 from megatron_lite.recompute.versions import has_values
 
@@ -225,7 +226,7 @@ class _Recomputed:
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
         # record of earlier writes is kept apart for each combination of modes.
         training = tuple(module.training for module in layer.modules())
-        valued = all(map(has_values, _tensors(args, kwargs)))
+        valued = all(map(has_values, tensors_of((args, kwargs))))
         how = How(
             name=self._name,
             rng=self._shared.streams(layer, args, kwargs) if valued else None,
@@ -241,7 +242,7 @@ class _Recomputed:
         if not self._segment.on_host:
             return nullcontext()
         # The first tensor is the hidden states, which belong to this layer. All others stay.
-        given = _tensors(args, kwargs)
+        given = tensors_of((args, kwargs))
         if not all(map(has_values, given)):
             return nullcontext()  # the pool's buffers outlive a mode of fake tensors
         device = given[0].device if given else torch.device("cpu")
@@ -259,15 +260,14 @@ class _Shared:
 
     def __init__(self, host_layers: list[int], rng: Generators | None) -> None:
         self._host_layers, self._rng = host_layers, rng
-        self._pool: Pool | None = None
-        self._copy_streams: CopyStreams | None = None
+        self._stores: Stores | None = None
         self._offload: Offload | None = None
         self._notified: set[str] = set()
         self.turns = Turns()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out host memory and streams, which belong to a process; a copy makes its own."""
-        return {**self.__dict__, "_pool": None, "_copy_streams": None, "_offload": None}
+        return {**self.__dict__, "_stores": None, "_offload": None}
 
     def notify(self, text: str) -> None:
         """Warns with `text`, but only the first time."""
@@ -288,20 +288,18 @@ class _Shared:
         if not torch.cuda.is_initialized():
             return DefaultGenerators(set())
         return DefaultGenerators(
-            {tensor.device for tensor in (*_tensors(args, kwargs), *layer.parameters())}
+            {tensor.device for tensor in (*tensors_of((args, kwargs)), *layer.parameters())}
         )
 
     @contextmanager
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
         """Offloads the tensors that a layer saves inside the block. stay: tensors not moved."""
-        if self._pool is None or self._copy_streams is None:
-            self._pool = Pool(pinned=device.type == "cuda")
-            self._copy_streams = CudaCopyStreams(device) if device.type == "cuda" else CopyStreams()
+        self._stores = self._stores or Stores(device)
         # One Offload serves one forward of the model, in which each layer frees the originals of
         # the layer before. So the first layer with @host starts it and the last one finishes it.
         if self._offload is None or layer == self._host_layers[0]:
-            self._offload = Offload(self._copy_streams, kind=device.type)
-        with self._offload.segment(self._pool, stay=stay):
+            self._offload = Offload(self._stores.copy_streams, kind=device.type)
+        with self._offload.segment(self._stores.pool, stay=stay):
             yield
         if layer == self._host_layers[-1]:
             self._offload.finish()
@@ -329,10 +327,6 @@ class DefaultGenerators:
                 torch.set_rng_state(state)
             else:
                 torch.cuda.set_rng_state(state, name)
-
-
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    return [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
 
 
 def _level_outside_libraries() -> int:

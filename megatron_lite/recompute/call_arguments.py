@@ -12,6 +12,7 @@ contents of other objects.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import compress
 from typing import Any
 
@@ -82,21 +83,20 @@ class Arguments:
         RuntimeError: the forward wrote to an argument that no earlier forward wrote to, so the old
         value was not copied.
         """
-        for place, before in self._contents.items():
-            if not same(before, list(contents(self._leaves[place]))):
-                raise RuntimeError(
-                    f"{self._name} changes its argument {self._path(place)}, a "
-                    f"{type(self._leaves[place]).__name__}, in place: a replay in backward would "
-                    "change it once more. Call the model without it (for a cache: "
-                    "use_cache=False), or take the layer out of the policy"
-                )
+        for place in self._changed_objects():
+            raise RuntimeError(
+                f"{self._name} changes its argument {self._path(place)}, a "
+                f"{type(self._leaves[place]).__name__}, in place: a replay in backward would "
+                "change it once more. Call the model without it (for a cache: "
+                "use_cache=False), or take the layer out of the policy"
+            )
         silently = self._written_silently() if self._written.arguments is None else set()
         if self._written.arguments is None:
             self._written.arguments = set()
         for place, kept in self._kept.items():
             if kept.saved is not None:
                 continue
-            was_written = version_of(kept.tensor) != kept.version or id(kept) in silently
+            was_written = version_of(kept.tensor) != kept.version or kept in silently
             if was_written:
                 self._written.arguments.add(place)
                 if kept.copy is None:
@@ -114,15 +114,18 @@ class Arguments:
         ]
         self._described = None
 
-    def _written_silently(self) -> set[int]:
+    def _changed_objects(self) -> Iterator[int]:
+        for place, before in self._contents.items():
+            if not same(before, list(contents(self._leaves[place]))):
+                yield place
+
+    def _written_silently(self) -> set[_Tensor]:
         """Returns which arguments have other values at the same version, as BatchNorm's statistics.
 
         Only the first call copies all arguments.
         """
         pairs = {
-            id(kept): (kept.copy, kept.tensor)
-            for kept in self._kept.values()
-            if kept.copy is not None
+            kept: (kept.copy, kept.tensor) for kept in self._kept.values() if kept.copy is not None
         }
         return set(compress(pairs, differing(list(pairs.values()))))
 
@@ -131,28 +134,22 @@ class Arguments:
 
         RuntimeError: a tensor or an object among the arguments was changed since the forward.
         """
-        for place, before in self._contents.items():
-            if not same(before, list(contents(self._leaves[place]))):
-                raise RuntimeError(
-                    f"{self._name}: a {type(self._leaves[place]).__name__} among its arguments was "
-                    "changed after the forward and before backward, so that a replay would compute "
-                    "something else"
-                )
-        leaves = list(self._leaves)
-        made: dict[int, Tensor] = {}
-        for place, kept in self._kept.items():
-            if id(kept) not in made:
-                made[id(kept)] = kept.value(self._name)
-            leaves[place] = made[id(kept)]
+        for place in self._changed_objects():
+            raise RuntimeError(
+                f"{self._name}: a {type(self._leaves[place]).__name__} among its arguments was "
+                "changed after the forward and before backward, so that a replay would compute "
+                "something else"
+            )
+        made = {kept: kept.value(self._name) for kept in dict.fromkeys(self._kept.values())}
         # Inputs that require grad pass through one ReplayInputs operation. They are no leaves for
         # the layer, so it may write to them in place.
-        places = {id(kept): kept.requires_grad for kept in self._kept.values()}
-        needing = [number for number, required in places.items() if required]
+        needing = [kept for kept in made if kept.requires_grad]
         if needing:
-            inputs = ReplayInputs.apply(*(made[number].requires_grad_() for number in needing))
-            again = dict(zip(needing, inputs, strict=True))
-            for place, kept in self._kept.items():
-                leaves[place] = again.get(id(kept), leaves[place])
+            inputs = ReplayInputs.apply(*(made[kept].requires_grad_() for kept in needing))
+            made |= zip(needing, inputs, strict=True)
+        leaves = list(self._leaves)
+        for place, kept in self._kept.items():
+            leaves[place] = made[kept]
         args, kwargs = tree_unflatten(leaves, self._spec)
         return args, kwargs
 

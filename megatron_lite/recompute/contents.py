@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.recompute.own_generators import GeneratorState, is_generator
 from megatron_lite.recompute.versions import version_of
 
@@ -47,6 +48,11 @@ def has_attributes(value: Any) -> bool:
         and not is_generator(value)
         and type(value).__module__.partition(".")[0] not in LIBRARIES
     )
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """Returns the tensors in nested containers."""
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
 class Value(NamedTuple):
@@ -109,17 +115,10 @@ def same(before: list[Any], now: list[Any]) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Value) or isinstance(other, Value):
-        return (
-            isinstance(one, Value)
-            and isinstance(other, Value)
-            and one.tensor is other.tensor
-            and one.version == other.version
-        )
     if one is other:
         return True
-    return (
-        isinstance(one, (bool, int, float, complex, str, bytes))
-        and type(one) is type(other)
-        and bool(one == other)
-    )
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Value):
+        return one.tensor is other.tensor and one.version == other.version
+    return isinstance(one, (bool, int, float, complex, str, bytes)) and bool(one == other)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lite.parallel.torch_internals import base_of, tree_leaves
+from megatron_lite.parallel.torch_internals import base_of, tree_map
+from megatron_lite.recompute.contents import tensors_of
 
 # `reshape` is one or the other, by whether a dispatch mode, such as a meter, sees the operators.
 SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
@@ -110,27 +111,17 @@ def run_with_graph(function: Callable[..., Any], args: Sequence[Any]) -> tuple[A
     graph is built for this comparison alone, and the tensors that it saves are freed at once.
     """
     if torch.is_grad_enabled():
-        inputs = inputs_of(_named(args))
+        inputs = inputs_of(
+            (f"argument {n}", each) for n, each in enumerate(args) if isinstance(each, Tensor)
+        )
         outputs = function(*args)
-        return outputs, Graph.of(_tensors(outputs), inputs)
+        return outputs, Graph.of(tensors_of(outputs), inputs)
     args = [
         value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
         for value in args
     ]
     with torch.enable_grad(), saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
         outputs, graph = run_with_graph(function, args)
-    if isinstance(outputs, tuple):
-        return tuple(map(_without_history, outputs)), graph
-    return _without_history(outputs), graph
-
-
-def _named(args: Sequence[Any]) -> list[tuple[str, Tensor]]:
-    return [(f"argument {n}", each) for n, each in enumerate(args) if isinstance(each, Tensor)]
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(outputs) if isinstance(value, Tensor)]
-
-
-def _without_history(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    return tree_map(
+        lambda each: each.detach() if isinstance(each, Tensor) else each, outputs
+    ), graph

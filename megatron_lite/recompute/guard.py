@@ -71,6 +71,7 @@ class Guard:
     verify: "first", or True for all calls, or False for none.
     stops_early: whether a replay may end before the layer does, when all saved tensors are rebuilt.
         None until a replay has run to the end.
+    calls: the number of calls so far.
     reads_again: whether a Function of the layer reads its saved tensors more than once.
     doubts: the numbers of saved tensors whose bytes differed in a replay, where all else agreed.
     harmless: the numbers of those whose difference backward does not read.
@@ -81,17 +82,17 @@ class Guard:
         self.reads_again = False
         self.doubts: set[int] = set()
         self.harmless: set[int] = set()
-        self._calls = 0
+        self.calls = 0
         self._seen: set[int] = set()
         self._shapes: set[Signature] = set()
 
     def wants(self, signature: Signature | None) -> bool:
         """Tells whether this call is verified. Call it once for each call of the layer."""
-        self._calls += 1
+        self.calls += 1
         if signature is None:
             return bool(self.verify)
         return (
-            self._calls & (self._calls - 1) == 0
+            self.calls & (self.calls - 1) == 0
             or bool(self.doubts)
             or signature.kinds not in self._seen
             or (signature not in self._shapes and len(self._shapes) < MAX_SHAPES)
@@ -102,11 +103,6 @@ class Guard:
         self._seen.add(signature.kinds)
         if len(self._shapes) < MAX_SHAPES:
             self._shapes.add(signature)
-
-    @property
-    def calls(self) -> int:
-        """The number of calls so far."""
-        return self._calls
 
 
 def _kind_of_argument(value: Any) -> Any:

@@ -25,7 +25,8 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,7 @@ from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.own_generators import drawn_again
 from megatron_lite.recompute.phase import recomputing
 from megatron_lite.recompute.randomness import KeptRandomness
-from megatron_lite.recompute.saved import SavedParameter
+from megatron_lite.recompute.saved import SavedParameter, unpacked
 from megatron_lite.recompute.surroundings import Surroundings
 from megatron_lite.recompute.turns import Turns
 from megatron_lite.recompute.verify import RecomputeMismatch
@@ -138,7 +139,7 @@ class _LayerCall:
             if how.guard.wants(signature):
                 self._witness = Witness(how.name, how.rng, how.layer, how.guard, signature)
         self.slots: list[weakref.ref[_SavedSlot]] = []
-        self.forms: list[_Form] = []
+        self.forms: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
         self._is_complete = False
         # What a first forward saves. It stays if the forward wrote to a parameter, of which there
         # is no copy: this call is then not recomputed.
@@ -152,7 +153,7 @@ class _LayerCall:
         if self._witness is not None:
             self._witness.begin(args, kwargs)
         with ExitStack() as around:
-            around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, unpacked))
             if self.how.results is not None:
                 around.enter_context(self.how.results.keeping())
             outputs = self._function(*args, **kwargs)
@@ -175,9 +176,6 @@ class _LayerCall:
         Each tensor of a replay is returned once and then forgotten, so its memory can be freed
         while backward goes on. A second read of the same slot runs another replay.
         """
-        # Every backward (graph task) has its own replay. A backward inside the forward, or inside
-        # another backward, must not take the tensors that the outer one still reads. Backward may
-        # read slots from several threads.
         if self._held:
             tensor, version = self._held[number]
         else:
@@ -195,8 +193,7 @@ class _LayerCall:
             if values is None or number not in values:
                 values = self._values[task] = self._rebuilt()
                 if task != NO_TASK:  # tensors that this backward does not read must not outlive it
-                    forget = weakref.WeakMethod(self._forget)
-                    engine.queue_callback(lambda: _forget(forget, task))
+                    engine.queue_callback(partial(_forget, weakref.ref(self), task))
             if number not in values:
                 self._forget(task)
                 raise RecomputeMismatch(
@@ -241,7 +238,7 @@ class _LayerCall:
             return SavedParameter(tensor, write_count_of(tensor))
         slot = _SavedSlot(self, len(self.slots))
         self.slots.append(weakref.ref(slot))
-        self.forms.append(_Form.of(tensor))
+        self.forms.append(_form(tensor))
         if self._state is not None and self._state.is_first and not self._is_complete:
             self._held.append((tensor.detach(), version_of(tensor)))
         if self._witness is not None and not self._is_complete:
@@ -344,11 +341,11 @@ class _Rebuilt:
         self._are_computed.append(tensor.requires_grad)
         detached = tensor.detach()  # an output with its graph would hold that graph: a cycle
         if number < self._expected:
-            before, now = self._call.forms[number], _Form.of(tensor)
+            before, now = self._call.forms[number], _form(tensor)
             if before != now:
                 self._refuse(
-                    f"as number {number} of {self._expected} the forward saved {before} for "
-                    f"backward, the replay {now}"
+                    f"as number {number} of {self._expected} the forward saved {_text(*before)} "
+                    f"for backward, the replay {_text(*now)}"
                 )
             if self._call.slots[number]() is not None:
                 self.values[number] = detached, version_of(detached)
@@ -403,21 +400,6 @@ class _SavedSlot:
         return self.call.value(self.number)
 
 
-class _Form(NamedTuple):
-    """The shape, dtype and device of a saved tensor, which a replay must repeat."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Form:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device)
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)} of {str(self.dtype).removeprefix('torch.')} on {self.device}"
-
-
 class _Enough(BaseException):
     """Ends a replay early, when all tensors that the forward saved are rebuilt.
 
@@ -428,19 +410,24 @@ class _Enough(BaseException):
         self.call = call
 
 
+def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:
+    """Returns what a replay must repeat of a saved tensor."""
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _text(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> str:
+    return f"{list(shape)} of {str(dtype).removeprefix('torch.')} on {device}"
+
+
 def _is_parameter(tensor: Tensor) -> bool:
     return tensor.is_leaf and isinstance(tensor, nn.Parameter)
-
-
-def _unpack(kept: _SavedSlot | SavedParameter) -> Tensor:
-    return kept.tensor()
 
 
 def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _forget(method: weakref.WeakMethod[Any], task: int) -> None:
-    found = method()
-    if found is not None:
-        found(task)
+def _forget(reference: weakref.ref[_LayerCall], task: int) -> None:
+    call = reference()
+    if call is not None:
+        call._forget(task)

@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.tensor_hash import quick_hash, read
-from megatron_lite.recompute.contents import MAX_PARTS, contents, has_attributes, same
+from megatron_lite.recompute.contents import MAX_PARTS, Value, contents, has_attributes, same
 from megatron_lite.recompute.own_generators import GLOBAL, GeneratorState, drawn_again, is_generator
 from megatron_lite.recompute.verify import unobserved
 from megatron_lite.recompute.versions import check_unwritten, has_values, version_of
@@ -346,7 +347,7 @@ class _HolderState:
         for name in self.graphs:
             value = self.attributes[name]
             if vars(self.module).get(name) is not value:
-                self.attributes[name] = _Detached(value.detach(), version_of(value))
+                self.attributes[name] = Value(value.detach(), version_of(value))
 
     def hooks_now(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Returns the dictionaries of hooks with their contents before the forward.
@@ -367,9 +368,10 @@ class _HolderState:
         ]:
             del target[name]
         for name, value in self.attributes.items():
-            if isinstance(value, _Detached):
+            if isinstance(value, Value):
                 check_unwritten(*value)
-                target[name] = _with_grad(value.tensor.detach())
+                # an input of the replay that requires grad; gradients are on in a replay
+                (target[name],) = ReplayInputs.apply(value.tensor.detach().requires_grad_())
             elif name in self.containers:
                 target[name] = copied(value, again)
             else:
@@ -398,20 +400,6 @@ class ReplayInputs(torch.autograd.Function):
         return grads
 
 
-class _Detached(NamedTuple):
-    """A tensor that the forward replaced, without its graph, and its version."""
-
-    tensor: Tensor
-    version: int | None
-
-
-def _with_grad(value: Tensor) -> Tensor:
-    """Returns the tensor as an input of a replay that requires grad."""
-    with torch.enable_grad():
-        again: tuple[Tensor] = ReplayInputs.apply(value.requires_grad_())
-    return again[0]
-
-
 def copied(
     value: Any, again: dict[int, Any], note: Callable[[Any], None] = lambda leaf: None
 ) -> Any:
@@ -429,7 +417,7 @@ def copied(
         return copy(value)
     if kind is tuple:
         parts = tuple(copied(part, again, note) for part in value)
-        return value if all(map(_is, parts, value)) else parts
+        return value if all(map(is_, parts, value)) else parts
     # The copy is known before its parts are: a container may hold itself.
     new = again[id(value)] = copy(value)
     for key, part in value.items() if isinstance(value, dict) else enumerate(value):
@@ -439,10 +427,6 @@ def copied(
 
 def _same_bytes(one: Any, other: Any) -> bool:
     return one.shape == other.shape and one.tobytes() == other.tobytes()
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _put_back(module: nn.Module, attributes: dict[str, Any]) -> None:
@@ -458,25 +442,27 @@ def _trainable_as(flags: list[tuple[Tensor, bool]]) -> Iterator[None]:
 
     After the block they have their present ones, and their present hooks.
     """
-    now = [
-        (parameter, parameter.requires_grad, name, found, dict(found or {}))
+    now = [(parameter, parameter.requires_grad) for parameter, _ in flags]
+    hooks = [
+        (parameter, name, getattr(parameter, name))
         for parameter, _ in flags
         for name in PARAMETER_HOOKS
-        for found in (getattr(parameter, name),)
     ]
-    try:
-        for parameter, flag in flags:
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
-        yield
-    finally:
-        for parameter, flag, name, found, before in now:
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
-            if getattr(parameter, name) is not found:
-                setattr(parameter, name, found)
-            if found is not None and found != before:
-                _refill(found, before)
+    with registered_as((found, found) for *_, found in hooks if found is not None):
+        try:
+            _set_trainable(flags)
+            yield
+        finally:
+            _set_trainable(now)
+            for parameter, name, found in hooks:
+                if getattr(parameter, name) is not found:
+                    setattr(parameter, name, found)
+
+
+def _set_trainable(flags: list[tuple[Tensor, bool]]) -> None:
+    for parameter, flag in flags:
+        if parameter.requires_grad != flag:
+            parameter.requires_grad_(flag)
 
 
 @contextmanager

@@ -109,23 +109,26 @@ class Offload:
         wanted: whether a storage that is saved now, for the first time, is moved.
         """
         group, leaving = _SegmentCopies(self._before), []
-        waiting: list[_LateCopy] = []
+        # the tensors that are saved and not yet copied, each with its version, its copy to be, and
+        # the number of the graph's next node when it was saved
+        waiting: list[tuple[Tensor, int, _OnHost, int]] = []
 
         def move(tensor: Tensor) -> _OnHost:
             copy_out(next_node_number())
             slot = memory.take(tensor.untyped_storage().nbytes())
             copy = _OnHost(self._copy_streams, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
-            waiting.append(
-                _LateCopy(tensor.detach(), write_count_of(tensor), copy, next_node_number())
-            )
+            waiting.append((tensor.detach(), write_count_of(tensor), copy, next_node_number()))
             return copy
 
         # An operator may save a tensor before it fills it (RReLU), so a copy begins when another
         # operator saves, which has a larger number, or when the segment ends.
         def copy_out(before: float = math.inf) -> None:
-            while waiting and waiting[0].node < before:
-                leaving.append(waiting.pop(0).copy_out(self._copy_streams))
+            while waiting and waiting[0][-1] < before:
+                tensor, version, copy, _ = waiting.pop(0)
+                leaving.append(
+                    _MovingOut(tensor, version, weakref.ref(copy), copy.copy_out(tensor))
+                )
 
         group.copy_out = copy_out
 
@@ -154,27 +157,6 @@ class Offload:
             if copy is not None and write_count_of(original.tensor) != original.version:
                 copy.torn = True
         self._leaving.clear()  # not a new list: the graph holds the hooks, which hold this one
-
-
-class _LateCopy(NamedTuple):
-    """A tensor that is saved, and not yet copied.
-
-    version: its version when it was saved.
-    copy: the copy to be.
-    node: the number of the graph's next node at that moment.
-    """
-
-    tensor: Tensor
-    version: int
-    copy: _OnHost
-    node: int
-
-    def copy_out(self, copy_streams: CopyStreams) -> _MovingOut:
-        """Starts the copy."""
-        slot = self.copy.slot
-        # The slot's last user may still be copied back from it, on the other side stream.
-        slot.last_use = copy_streams.out(slot.memory, bytes_of(self.tensor), after=slot.last_use)
-        return _MovingOut(self.tensor, self.version, weakref.ref(self.copy), slot.last_use)
 
 
 class _MovingOut(NamedTuple):
@@ -233,6 +215,14 @@ class _OnHost:
         self._returned: Tensor | None = None
         self._is_awaited = True
         self.torn = False
+
+    def copy_out(self, original: Tensor) -> Mark:
+        """Starts the copy of the original to the host, and returns the mark of its end."""
+        # The slot's last user may still be copied back from it, on the other side stream.
+        self.slot.last_use = self._copy_streams.out(
+            self.slot.memory, bytes_of(original), after=self.slot.last_use
+        )
+        return self.slot.last_use
 
     def call_back(self) -> None:
         """Starts the copy back to the device, unless it was started before.

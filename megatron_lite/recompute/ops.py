@@ -41,7 +41,6 @@ from megatron_lite.recompute.versions import version_of
 
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
 Run = Callable[[Place, tuple[Any, ...], dict[str, Any]], Any]
-BeforeWrite = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
 
 
 class KeptResults:
@@ -50,15 +49,17 @@ class KeptResults:
     ops: the entries of the policy's `ops(...)`, such as matmul/2.
     skip_tail: whether a replay ends as soon as it has rebuilt all that backward reads. If so, no
         result of an operator after `enter_tail` is kept.
+    operators: the operators of `ops`, with their names.
+    counting: the mode that numbers their calls at the moment.
     InputError: torch does not have an operator of `ops`, or its result cannot be kept.
     """
 
     def __init__(self, ops: Sequence[str], *, skip_tail: bool) -> None:
         self.skip_tail = skip_tail
-        self._operators = find_operators(ops)
+        self.operators = find_operators(ops)
         self._choice = Choice(ops)
         self._open = ExitStack()
-        self._counting: KeepsResults | None = None
+        self.counting: KeepsResults | None = None
         self._kept: dict[Place, Any] = {}
         self._storages: dict[int, _Result] = {}
 
@@ -108,7 +109,7 @@ class KeptResults:
         once, in order.
         """
         return not _draws_dropout(operator, args, kwargs) and self._choice.keeps(
-            self._operators[operator]
+            self.operators[operator]
         )
 
     @contextmanager
@@ -116,16 +117,14 @@ class KeptResults:
         # A replay inside the forward has a mode of its own. The forward's mode stays on torch's
         # stack below it and would see the same calls, so it counts only while it is the present
         # one.
-        outer = self._counting, self._open
-        self._counting = _Numbering(
-            self._operators, run, self._see_write, lambda mode: mode is self._counting
-        )
+        outer = self.counting, self._open
+        self.counting = _Numbering(self, run)
         try:
             with ExitStack() as self._open:
-                self._open.enter_context(self._counting)
+                self._open.enter_context(self.counting)
                 yield
         finally:
-            self._counting, self._open = outer
+            self.counting, self._open = outer
 
     def _keep(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operator, _ = place
@@ -137,7 +136,7 @@ class KeptResults:
             }
         return result
 
-    def _see_write(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see_write(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Marks the kept results that an operator is about to write to.
 
         Versions alone would miss some writes: the results of torch's `unsafe_` view operators do
@@ -176,26 +175,16 @@ class KeptResults:
 
 
 class _Numbering(KeepsResults):
-    """A dispatch mode that numbers the calls of the operators and passes them to `run`.
+    """A dispatch mode that numbers the calls of the operators of `kept` and passes them to `run`.
 
-    operators: the operators whose calls are numbered, with their names.
+    While it is not the mode in use, every call runs as it is.
+
     run: called as `run(place, args, kwargs)` in place of each call; returns its result.
-    before_write: called before every other operator that writes into its arguments.
-    counts: whether the mode is in use at the moment. Otherwise every call runs as it is.
     """
 
-    def __init__(
-        self,
-        operators: dict[Any, str],
-        run: Run,
-        before_write: BeforeWrite,
-        counts: Callable[[KeepsResults], bool],
-    ) -> None:
+    def __init__(self, kept: KeptResults, run: Run) -> None:
         super().__init__()
-        self._operators = operators
-        self._run = run
-        self._before_write = before_write
-        self._counts = counts
+        self._kept, self._run = kept, run
         self._numbers = Counter[Any]()
 
     def __torch_dispatch__(
@@ -205,12 +194,14 @@ class _Numbering(KeepsResults):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func not in self._operators or not self._counts(self):
-            if schema_of(func).is_mutable and self._counts(self):
-                self._before_write(func, args, kwargs or {})
-            return func(*args, **(kwargs or {}))
-        self._numbers[func] += 1
-        return self._run((func, self._numbers[func]), args, kwargs or {})
+        kwargs = kwargs or {}
+        if self._kept.counting is self:
+            if func in self._kept.operators:
+                self._numbers[func] += 1
+                return self._run((func, self._numbers[func]), args, kwargs)
+            if schema_of(func).is_mutable:
+                self._kept.see_write(func, args, kwargs)
+        return func(*args, **kwargs)
 
 
 class _Result:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -159,8 +158,4 @@ class Regions:
 
 
 def _with_last(function: Callable[..., Any], last: Any) -> Callable[..., Any]:
-    return partial(_append, function, last)
-
-
-def _append(function: Callable[..., Any], last: Any, *args: Any) -> Any:
-    return function(*args, last)
+    return lambda *args: function(*args, last)

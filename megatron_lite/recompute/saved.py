@@ -59,7 +59,7 @@ def exchanging(exchange: Callable[[Tensor], SavedHandle | None]) -> Iterator[Non
             return _Passed(tensor.detach(), None, version_of(tensor))
         return _Passed(outer.pack(tensor), outer.unpack, None)
 
-    with torch.autograd.graph.saved_tensors_hooks(untraced(pack), _tensor):
+    with torch.autograd.graph.saved_tensors_hooks(untraced(pack), unpacked):
         yield
 
 
@@ -207,7 +207,8 @@ def _unknown_part(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, .
     return int(tensor.storage_offset()), *tensor.shape
 
 
-def _tensor(kept: SavedHandle) -> Tensor:
+def unpacked(kept: SavedHandle) -> Tensor:
+    """Returns the saved tensor: the hook that goes with a `pack` that returns handles."""
     return kept.tensor()
 
 

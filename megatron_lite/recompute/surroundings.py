@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -135,7 +136,7 @@ def kind_of(function: Any) -> Any:
 @contextmanager
 def _modes_as(modes: tuple[Any, ...]) -> Iterator[None]:
     now = tuple(function_modes())
-    if all(one is other for one, other in zip(now, modes, strict=False)) and len(now) == len(modes):
+    if len(now) == len(modes) and all(map(is_, now, modes)):
         yield
         return
     _exchange(now, modes)

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron_lite.parallel.torch_internals import address_of, tree_leaves
+from megatron_lite.parallel.torch_internals import address_of
+from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.layer_state import LayerState, Written
 
 
@@ -32,7 +33,7 @@ def verified_memory(layer: nn.Module, *args: Any, **kwargs: Any) -> VerifiedMemo
     Tensors that the layer holds or gets, and its results, exist without verification as well.
     """
     state = LayerState("the layer", layer, Written())
-    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    given = tensors_of((args, kwargs))
     copied = {id(each): each.nbytes for each in given if not isinstance(each, nn.Parameter)}
     held: dict[int, Any] = {}  # the storages themselves, so that no address is used twice
 
@@ -42,9 +43,8 @@ def verified_memory(layer: nn.Module, *args: Any, **kwargs: Any) -> VerifiedMemo
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         outputs = layer(*args, **kwargs)
-    for each in (*given, *layer.parameters(), *layer.buffers(), *tree_leaves(outputs)):
-        if isinstance(each, Tensor):
-            held.pop(address_of(each.untyped_storage()), None)
+    for each in (*given, *layer.parameters(), *layer.buffers(), *tensors_of(outputs)):
+        held.pop(address_of(each.untyped_storage()), None)
     return VerifiedMemory(
         sum(storage.nbytes() for storage in held.values()),
         sum(copied.values()) + state.copied_bytes(),

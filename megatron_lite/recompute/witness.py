@@ -32,10 +32,9 @@ from megatron_lite.parallel.tensor_hash import differing, quick_hash, read
 from megatron_lite.parallel.torch_internals import (
     address_of,
     tree_flatten_with_path,
-    tree_leaves,
     tree_path_text,
 )
-from megatron_lite.recompute.contents import Value, contents, same
+from megatron_lite.recompute.contents import Value, contents, same, tensors_of
 from megatron_lite.recompute.graph import Graph, inputs_of
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import STANDARD, is_sharded
@@ -106,7 +105,7 @@ class Witness:
     def end(self, outputs: Any) -> None:
         """Ends the forward or a replay, with the layer in the state after it."""
         run = self._replay
-        run.outputs = _tensors(outputs)
+        run.outputs = tensors_of(outputs)
         lost = dict(self._attributes())
         seen = {f"result {number}": tensor for number, tensor in enumerate(run.outputs)} | lost
         with unobserved():
@@ -242,7 +241,7 @@ class Witness:
                     yield f"buffer {path}.{name}", buffer
             for name, value in vars(module).items():
                 if name not in STANDARD:
-                    for number, each in enumerate(_tensors(value)):
+                    for number, each in enumerate(tensors_of(value)):
                         if each.grad_fn is not None:
                             yield f"attribute {path}.{name} {number}", each
 
@@ -322,10 +321,6 @@ def hash_last(tensors: list[Tensor]) -> list[Tensor]:
     """Returns the hashes of the tensors that a replay saved last, when it might stop."""
     with unobserved():
         return [quick_hash(each) for each in tensors[-NUM_LAST:]]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -117,7 +117,7 @@ def layers_fill_the_callers_cache(_, cache):
     return cache
 
 
-@replaces("_see_write", ops.KeptResults)
+@replaces("see_write", ops.KeptResults)
 def writes_through_uncounted_views_are_not_seen(_, self, operator, args, kwargs):
     pass
 
