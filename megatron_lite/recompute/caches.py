@@ -31,11 +31,17 @@ def with_own_caches(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Returns (forward, args, kwargs) with which no run of the layer changes a cache of the caller.
 
+    Of each UserDict the contents are passed, of which a replay gets a copy of its own. Gemma's
+    layers hand keys and values to later layers in such a dictionary, with their graph.
+
     notify: called with a message for the user if a cache is among the arguments.
     """
-    forward, args, kwargs = _with_plain_dictionaries(forward, args, kwargs)
-    kind = getattr(sys.modules.get(CACHES), "Cache", None)
-    if kind is None or not any(isinstance(value, kind) for value in (*args, *kwargs.values())):
+    kind = getattr(sys.modules.get(CACHES), "Cache", ())  # no value is an instance of ()
+    places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
+    # The graph holds `run`, so it must not hold the tensors in the dictionaries.
+    found = {place: _filled(each, {}) for place, each in places if isinstance(each, UserDict)}
+    has_caches = any(isinstance(each, kind) for place, each in places if place not in found)
+    if not found and not has_caches:
         return forward, args, kwargs
 
     def copied(value: Any) -> Any:
@@ -43,44 +49,23 @@ def with_own_caches(
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        def own(place: Any, value: Any) -> Any:
+            return _filled(found[place], value) if place in found else copied(value)
+
         return forward(
-            *map(copied, args), **{name: copied(value) for name, value in kwargs.items()}
+            *map(own, range(len(args)), args),
+            **{name: own(name, value) for name, value in kwargs.items()},
         )
 
-    notify(
-        "Layers under a recompute policy keep no keys and values: `past_key_values` of the model's "
-        "output lacks theirs. With use_cache=False no cache is made, and nothing is said"
-    )
+    if has_caches:
+        notify(
+            "Layers under a recompute policy keep no keys and values: `past_key_values` of the "
+            "model's output lacks theirs. With use_cache=False no cache is made, and nothing is "
+            "said"
+        )
     # The arguments are copied here too. Layers without a policy append to the caller's cache after
     # this call, and a replay must find the cache as it is now.
-    return run, tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
-
-
-def _with_plain_dictionaries(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Passes the contents of each UserDict, of which a replay gets a copy of its own.
-
-    Gemma's layers hand keys and values to later layers in such a dictionary, with their graph.
-    """
-    places: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
-    # The graph holds `run`, so it must not hold the tensors in the dictionaries.
-    found = {place: _filled(each, {}) for place, each in places if isinstance(each, UserDict)}
-    if not found:
-        return forward, args, kwargs
-
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        given: dict[Any, Any] = {
-            place: _filled(found[place], value) if place in found else value
-            for place, value in (*enumerate(args), *kwargs.items())
-        }
-        positional = [given.pop(place) for place in range(len(args))]
-        return forward(*positional, **given)
-
-    given: dict[Any, Any] = {
-        place: value.data if place in found else value for place, value in places
-    }
+    given = {place: value.data if place in found else copied(value) for place, value in places}
     return run, tuple(map(given.pop, range(len(args)))), given
 
 

@@ -143,11 +143,8 @@ class _Checkpoint(torch.autograd.Function):
         # If the function returns a parameter unchanged, autograd would make this node the history
         # of the parameter itself, and backward would never end. A view of the parameter avoids
         # that.
-        return (
-            tuple(map(_not_a_parameter, outputs))
-            if isinstance(outputs, tuple)
-            else _not_a_parameter(outputs)
-        )
+        unchanged = tuple(map(_not_a_parameter, flat))
+        return unchanged if isinstance(outputs, tuple) else unchanged[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

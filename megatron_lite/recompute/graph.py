@@ -95,8 +95,10 @@ class Graph(NamedTuple):
             for names in (self.ends - now.ends, now.ends - self.ends)
         )
         if lost or new:
-            changes = [f"lost {', '.join(lost)}"] if lost else []
-            return "it " + " and ".join([*changes, *([f"has {', '.join(new)}"] if new else [])])
+            changes = (("lost", lost), ("has", new))
+            return "it " + " and ".join(
+                f"{verb} {', '.join(names)}" for verb, names in changes if names
+            )
         if not whole or self.operations == now.operations:
             return None
         pairs = zip_longest(self.operations, now.operations, fillvalue="nothing")

@@ -46,7 +46,7 @@ from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.own_generators import drawn_again
 from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.randomness import KeptRandomness
+from megatron_lite.recompute.randomness import Randomness
 from megatron_lite.recompute.saved import SavedParameter, unpacked
 from megatron_lite.recompute.surroundings import Surroundings
 from megatron_lite.recompute.turns import Turns
@@ -130,7 +130,7 @@ class _LayerCall:
         self._state = None if how.layer is None else LayerState(how.name, how.layer, written)
         devices = {"cpu", *(tensor.device.type for tensor in self._arguments.tensors())}
         self._surroundings = Surroundings.now(devices)
-        self._randomness = None if how.rng is None else KeptRandomness(how.rng)
+        self._randomness = None if how.rng is None else Randomness.now(how.rng).kept()
         self._witness = None
         if how.layer is not None:
             signature = None
@@ -262,7 +262,7 @@ class _LayerCall:
             # replay. So that is read before the state is exchanged.
             around.enter_context(torch.enable_grad())
             args, kwargs = self._arguments.again()
-            randomness = None if self._randomness is None else self._randomness.read()
+            randomness = None if self._randomness is None else self._randomness()
             if witness is not None:
                 witness.look()
             if self._state is not None:

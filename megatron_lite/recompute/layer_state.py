@@ -74,12 +74,12 @@ class LayerState:
         self._holders: dict[str, _HolderState] = {}
         self._objects: dict[str, tuple[Any, list[Any]]] = {}
         for path, holder in holders:  # the objects inside are added
-            state = _HolderState.of(holder, path, owns_parameters, known)
+            state = _HolderState(holder, path, owns_parameters, known)
             self._holders[path] = state
             for name, each in state.objects[: max(0, MAX_PARTS - len(holders))]:
-                if self.is_first and isinstance(holder, nn.Module):
+                if self.is_first and state.is_module:
                     self._objects[name] = each, list(contents(each))
-                if self.is_first or name in found or not isinstance(holder, nn.Module):
+                if self.is_first or name in found or not state.is_module:
                     holders.append((name, each))
         self._parts = {part.name: part for each in self._holders.values() for part in each.parts}
         self._trainable = [
@@ -138,7 +138,7 @@ class LayerState:
         self._holders = {
             path: state
             for path, state in self._holders.items()
-            if isinstance(state.module, nn.Module) or path.startswith(found)
+            if state.is_module or path.startswith(found)
         }
         for part in self._parts.values():
             part.version = part.version_now()
@@ -249,7 +249,6 @@ class _Part:
         return before.clone().requires_grad_(self.value.requires_grad)
 
 
-@dataclass
 class _HolderState:
     """Holds what one module, or one object of Python, had before the forward; no submodules.
 
@@ -257,6 +256,7 @@ class _HolderState:
         the values that are none; other values are the objects themselves.
     registries: copies of the dictionaries of parameters, buffers and submodules.
     kind: the module's class.
+    containers: the names of the attributes that are containers.
     others: the names of the attributes that are left alone.
     graphs: the names of the attributes that are tensors with a grad_fn.
     parts: the tensors and arrays that a forward might write to.
@@ -265,23 +265,10 @@ class _HolderState:
     hooks: the module's dictionaries of hooks, each with its contents.
     """
 
-    module: Any
-    attributes: dict[str, Any]
-    registries: dict[str, dict[str, Any]]
-    kind: type
-    others: frozenset[str]
-    containers: list[str] = field(default_factory=list)
-    graphs: list[str] = field(default_factory=list)
-    parts: list[_Part] = field(default_factory=list)
-    generators: list[GeneratorState] = field(default_factory=list)
-    objects: list[tuple[str, Any]] = field(default_factory=list)
-    hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls, module: Any, path: str, owns_parameters: bool, known: dict[int, Any]
-    ) -> _HolderState:
-        """Returns the present state.
+    def __init__(
+        self, module: Any, path: str, owns_parameters: bool, known: dict[int, Any]
+    ) -> None:
+        """Reads the present state.
 
         path: the name of the module within the layer. The layer's own `forward`, which a policy
             replaces, is left alone.
@@ -289,28 +276,33 @@ class _HolderState:
         known: the containers that are copied already, with their copies, and known objects.
         """
         found, prefix = vars(module), f"{path}." if path else ""
-        is_module = isinstance(module, nn.Module)
-        names = [n for n in REGISTRIES if is_module and (owns_parameters or n != "_parameters")]
-        state = cls(
-            module,
-            {},
-            # A scripted module has registries of its own kind.
-            {name: found[name].copy() for name in names if type(found[name]) is dict},
-            type(module),
-            frozenset() if not is_module else OTHERS if path else OTHERS | {"forward"},
+        self.module, self.kind = module, type(module)
+        self.is_module = isinstance(module, nn.Module)
+        names = [
+            n for n in REGISTRIES if self.is_module and (owns_parameters or n != "_parameters")
+        ]
+        self.attributes: dict[str, Any] = {}
+        # A scripted module has registries of its own kind.
+        self.registries = {name: found[name].copy() for name in names if type(found[name]) is dict}
+        self.others = (
+            frozenset() if not self.is_module else OTHERS if path else OTHERS | {"forward"}
         )
-        state.hooks = [(found[name], dict(found[name])) for name in HOOKS if is_module]
+        self.containers: list[str] = []
+        self.graphs: list[str] = []
+        self.parts: list[_Part] = []
+        self.generators: list[GeneratorState] = []
+        self.objects: list[tuple[str, Any]] = []
+        self.hooks = [(found[name], dict(found[name])) for name in HOOKS if self.is_module]
         for kind, named in (("parameter", "_parameters"), ("buffer", "_buffers")):
             if named in names:
-                state.parts += [
+                self.parts += [
                     _Part(f"{prefix}{key}", kind, value)
                     for key, value in found[named].items()
                     if value is not None
                 ]
         for name, value in found.items():
-            if name not in state.others:
-                state.attributes[name] = state._read(f"{prefix}{name}", name, value, known)
-        return state
+            if name not in self.others:
+                self.attributes[name] = self._read(f"{prefix}{name}", name, value, known)
 
     def _read(self, path: str, name: str, value: Any, known: dict[int, Any]) -> Any:
         """Returns an attribute as it is kept, and records what a replay must restore in it."""
@@ -329,7 +321,7 @@ class _HolderState:
     def _note(self, path: str, value: Any, known: dict[int, Any]) -> None:
         if isinstance(value, np.ndarray) or (isinstance(value, Tensor) and value.is_leaf):
             suffix = str(len(self.parts)) if path.endswith(".") else ""
-            kind = "attribute" if isinstance(self.module, nn.Module) else "object"
+            kind = "attribute" if self.is_module else "object"
             self.parts.append(_Part(f"{path}{suffix}", kind, value))
         elif is_generator(value):
             self.generators.append(GeneratorState.of(value))
@@ -378,7 +370,7 @@ class _HolderState:
                 target[name] = again.get(id(value), value)
         for name, registry in self.registries.items():
             target[name] = {key: again.get(id(value), value) for key, value in registry.items()}
-        for part in self.parts if isinstance(self.module, nn.Module) else ():
+        for part in self.parts if self.is_module else ():
             if "_buffers" not in self.registries and id(part.value) in again:
                 key = part.name.rpartition(".")[2]
                 around.callback(setattr, self.module, key, part.value)

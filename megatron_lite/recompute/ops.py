@@ -36,6 +36,7 @@ from megatron_lite.parallel.torch_internals import (
     tree_map,
     without_dispatch_key,
 )
+from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.saved import SavedValue
 from megatron_lite.recompute.versions import version_of
 
@@ -73,7 +74,6 @@ class KeptResults:
         A result that the layer wrote to is not kept, so a replay computes it.
         """
         self._storages.clear()
-        kept = {place: result for place, result in self._kept.items() if not _is_written(result)}
         self._kept = {
             place: tree_map(
                 lambda each: (
@@ -81,7 +81,8 @@ class KeptResults:
                 ),
                 result,
             )
-            for place, result in kept.items()
+            for place, result in self._kept.items()
+            if not _is_written(result)
         }
 
     def reusing(self, *, again: bool = False) -> AbstractContextManager[None]:
@@ -148,12 +149,8 @@ class KeptResults:
         } | kwargs
         for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tree_leaves(given.get(argument.name)):
-                    result = (
-                        self._storages.get(address_of(tensor.untyped_storage()))
-                        if isinstance(tensor, Tensor)
-                        else None
-                    )
+                for tensor in tensors_of(given.get(argument.name)):
+                    result = self._storages.get(address_of(tensor.untyped_storage()))
                     if result is None:
                         continue
                     if torch.Tag.inplace_view in operator.tags:  # matmul's squeeze_: no bit changes

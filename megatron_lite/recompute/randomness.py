@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,6 +54,12 @@ class Randomness:
         """
         return [state.clone() for state in self.states]
 
+    def kept(self) -> Callable[[], Randomness]:
+        """Keeps the states through the saved-tensor hooks in force; the result returns them."""
+        streams, names = self.streams, self.names
+        states = [SavedValue(state) for state in self.copies()]
+        return lambda: Randomness(streams, names, [state.tensor() for state in states])
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Makes draws inside the block repeat those after the snapshot.
@@ -74,20 +80,6 @@ class Randomness:
         # The state of the CPU generator, if it was kept, has no name and comes last.
         for cpu in self.states[len(self.names.names) :]:
             torch.set_rng_state(cpu)
-
-
-class KeptRandomness:
-    """The states of all generators before the forward, kept through the saved-tensor hooks in
-    force."""
-
-    def __init__(self, rng: Generators) -> None:
-        now = Randomness.now(rng)
-        self._rng, self._names = rng, now.names
-        self._states = [SavedValue(state) for state in now.copies()]
-
-    def read(self) -> Randomness:
-        """Returns the states, which backward needs now."""
-        return Randomness(self._rng, self._names, [state.tensor() for state in self._states])
 
 
 def autocast_states(kinds: set[str]) -> list[dict[str, Any]]:
