@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.cli.help import print_help
-from megatron_lite.config import hf_config, megatron_flags
+from megatron_lite.config import megatron_flags
 from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
 from megatron_lite.config.input_file import read_input_text
@@ -309,6 +309,8 @@ def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[s
     if name == "--model":
         fields, vocab_size = preset(source)
     else:
+        from megatron_lite.config import hf_config
+
         mapped = hf_config.read_hf_file(Path(source))
         fields, vocab_size = hf_config.exact_fields(mapped, Path(source)), mapped.vocab_size
         notices += [f"{said}: {note}" for note in mapped.notes]

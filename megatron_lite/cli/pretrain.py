@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from megatron_lite.cli.explanation import print_dry_run, print_dry_run_memory
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT, Invocation
@@ -59,9 +58,13 @@ def run(argv: Sequence[str], launch: Launch, program: str = SCRIPT) -> int:
     with silent_unless(launch.rank == 0):
         arguments = parse_args(argv, program)
     if arguments.dry_run is not None:
+        from megatron_lite.cli.explanation import print_dry_run_memory
+
         print_dry_run_memory(arguments.config, arguments.dry_run, arguments.notices, launch)
         return 0
     if arguments.dump_config or arguments.explain_recompute:
+        from megatron_lite.cli.explanation import print_dry_run
+
         print_dry_run(
             arguments.config,
             arguments.notices,

@@ -31,8 +31,6 @@ from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
-from megatron_lite.plan.auto_policy import with_chosen_policy
-from megatron_lite.plan.hardware import machine_for_policy
 from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.supervision.exits import Exits, StoppedEarly
 from megatron_lite.supervision.verdict import Verdict, stopped_by
@@ -67,6 +65,9 @@ def ready_to_train(
     config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
     if not config.recompute.is_to_be_chosen:
         return config, tuple(notices)
+    from megatron_lite.plan.auto_policy import with_chosen_policy
+    from megatron_lite.plan.hardware import machine_for_policy
+
     on_gpu = device.type == "cuda"
     gpu = torch.cuda.get_device_name(device) if on_gpu else None
     chosen = with_chosen_policy(

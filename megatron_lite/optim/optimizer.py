@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from megatron_lite.optim.adam_update import AdamW, adam_of
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import Layout, Piece, Replicated, Zero1
 from megatron_lite.optim.loss_scale import LossScale
-from megatron_lite.optim.muon_update import Muon
 from megatron_lite.optim.spike import SpikeGuard
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
@@ -34,11 +33,21 @@ from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
 
+if TYPE_CHECKING:
+    from megatron_lite.optim.muon_update import Muon
+
+
+def _muon(layout: Layout, *more: Any) -> Muon:
+    from megatron_lite.optim.muon_update import Muon
+
+    return Muon(layout, *more)
+
+
 # By the name of --optimizer, a function of (layout, specs, config, parallel). The specs cover all
 # parameters of this rank's stages, also those of which the rank has no piece.
 RULES: Mapping[str, Callable[..., AdamW | Muon]] = {
     "adam": lambda layout, _, config, parallel: adam_of(layout.pieces, config, parallel.device),
-    "muon": Muon,
+    "muon": _muon,
 }
 
 

@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.checkpoint import checkpoint
-from megatron_lite.recompute.hooked import rebuild_saved
 from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Regions
@@ -87,6 +86,9 @@ def _run(
     # Tables that the model holds anyway are bound to the function: they are not arguments, so the
     # engine does not keep them a second time. A tensor belongs to the micro-batch and is kept.
     if results is not None:
+        # Imported late: only a policy that keeps results needs the engine for any function.
+        from megatron_lite.recompute.hooked import rebuild_saved
+
         hidden_states, *extras = args
         tensors = [extra for extra in extras if isinstance(extra, Tensor)]
         output: Tensor = rebuild_saved(

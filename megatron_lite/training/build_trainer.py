@@ -35,8 +35,6 @@ from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.pipeline.order import check_num_microbatches
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.supervision.drift import ReplicaCheck
-from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.supervision.watch import Pulse
 from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
@@ -52,13 +50,11 @@ from megatron_lite.training.out_of_memory import (
     limit_notices,
     told_where_memory_runs_out,
 )
-from megatron_lite.training.profiler import Profiler
 from megatron_lite.training.run_notices import run_notices
 from megatron_lite.training.sample_order import sample_order
 from megatron_lite.training.saved_schedule import followed_schedule
 from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.step import StageRunner
-from megatron_lite.training.timers import Timers
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -208,12 +204,10 @@ def _build(
         config.training, parallel, model, optimizer, compiled_layers=config.compiles_layers
     )
     attention = choose_attention_(model, config, parallel)
-    timers = Timers(config.logging, parallel) if config.logging.timing_log_level else None
-    if timers is not None:
+    optional = _optional_parts(config, parallel, model, optimizer)
+    if (timers := optional.get("timers")) is not None:
         optimizer.timed = runner.timed = timers
     order = sample_order(config.data, len(datasets.train))
-    profiles = config.profiling.profile or config.profiling.record_memory_history
-    checks_replicas = training.check_weight_hash_across_dp_replicas_interval is not None
     notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
         config=config,
@@ -243,11 +237,32 @@ def _build(
         invocation=invocation,
         tokenizer=_tokenizer_contents(config, parallel),
         pulse=pulse,
-        timers=timers,
-        profiler=Profiler(config, parallel) if profiles else None,
-        slow_ranks=SlowRanks(config.logging, parallel) if config.logging.log_straggler else None,
-        replicas=ReplicaCheck(model, optimizer, parallel) if checks_replicas else None,
+        **optional,
     )
+
+
+def _optional_parts(
+    config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer
+) -> dict[str, Any]:
+    """Returns those parts of a trainer that only a flag asks for, by the trainer's field."""
+    parts: dict[str, Any] = {}
+    if config.logging.timing_log_level:
+        from megatron_lite.training.timers import Timers
+
+        parts["timers"] = Timers(config.logging, parallel)
+    if config.profiling.profile or config.profiling.record_memory_history:
+        from megatron_lite.training.profiler import Profiler
+
+        parts["profiler"] = Profiler(config, parallel)
+    if config.logging.log_straggler:
+        from megatron_lite.supervision.slow_rank import SlowRanks
+
+        parts["slow_ranks"] = SlowRanks(config.logging, parallel)
+    if config.training.check_weight_hash_across_dp_replicas_interval is not None:
+        from megatron_lite.supervision.drift import ReplicaCheck
+
+        parts["replicas"] = ReplicaCheck(model, optimizer, parallel)
+    return parts
 
 
 def _from_rank_0(make: Callable[[], Any], parallel: ParallelState) -> Any:

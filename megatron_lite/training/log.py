@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -46,7 +46,9 @@ from megatron_lite.training.skipped import SkippedUpdate, skipped_batches_path
 from megatron_lite.training.start_text import arguments_table, ranks_line
 from megatron_lite.training.summary import RunSummary, RunTotals
 from megatron_lite.training.terminal import Terminal
-from megatron_lite.training.timers import Times
+
+if TYPE_CHECKING:
+    from megatron_lite.training.timers import Times
 
 Sink = TypeVar("Sink", AppendedFile, MetricsFile, TensorBoard, Wandb)
 HEADING_EVERY = 25

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.metadata import Progress
@@ -28,9 +29,7 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.parallel.torch_internals import compiler_settings
-from megatron_lite.supervision.drift import ReplicaCheck
 from megatron_lite.supervision.exits import Exits
-from megatron_lite.supervision.slow_rank import SlowRanks
 from megatron_lite.supervision.watch import Pulse
 from megatron_lite.training.batches import DocumentRules, MicroBatches
 from megatron_lite.training.evaluate import Evaluations
@@ -44,14 +43,18 @@ from megatron_lite.training.peak_memory import (
     own_step_peak,
     peak_of_all_ranks,
 )
-from megatron_lite.training.profiler import Profiler
 from megatron_lite.training.run_notices import described, moved_notices
 from megatron_lite.training.sample_order import SampleOrder
 from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.started_step import StartedStep, StepEnd
 from megatron_lite.training.step import StageRunner, TrainingError, train_step
 from megatron_lite.training.summary import RunSummary
-from megatron_lite.training.timers import Timers
+
+if TYPE_CHECKING:
+    from megatron_lite.supervision.drift import ReplicaCheck
+    from megatron_lite.supervision.slow_rank import SlowRanks
+    from megatron_lite.training.profiler import Profiler
+    from megatron_lite.training.timers import Timers
 
 
 @dataclass(kw_only=True)

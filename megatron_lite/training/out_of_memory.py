@@ -20,8 +20,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.plan.auto_policy import choose_policy
-from megatron_lite.plan.hardware import machine_for_policy
 from megatron_lite.training.capacity import FIX, least_bytes, memory_bytes, require
 from megatron_lite.training.peak_memory import own_step_peak
 
@@ -187,6 +185,9 @@ def _need(peak: StepPeak) -> str:
 
 def _cheapest(config: RunConfig, allowed: int, *, num_ranks: int, device: torch.device) -> str:
     """Returns a sentence with the fastest recompute policy that fits, or that none does."""
+    from megatron_lite.plan.auto_policy import choose_policy
+    from megatron_lite.plan.hardware import machine_for_policy
+
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     try:
         machine = machine_for_policy(config.logging.machine, device=device.type, gpu_name=gpu)

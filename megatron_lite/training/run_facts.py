@@ -14,7 +14,6 @@ from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
-from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.recompute.schedule import plan_model
 
 
@@ -78,6 +77,8 @@ def peak_rate(config: LoggingConfig, device: torch.device, *, bf16: bool) -> Pea
         if known is not None:
             return PeakRate(known, f"the data sheet of {name}")
     if config.machine is not None and config.machine.endswith(".json"):
+        from megatron_lite.plan.hardware import load_hardware
+
         machine = load_hardware(config.machine)
         if machine.device == device.type:
             rates = machine.matmuls(2 if bf16 else 4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, partial
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,16 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
-from megatron_lite.pipeline.executor import Forward, run_actions
-from megatron_lite.pipeline.links import Links
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.training.batches import Batches
 from megatron_lite.training.loss_mask import MaskedMean
 from megatron_lite.training.micro_batch_loss import MicroBatchLoss
 from megatron_lite.training.observe import ActivationMeter, TimelineRecorder
+
+if TYPE_CHECKING:
+    from megatron_lite.pipeline.executor import Forward
+    from megatron_lite.pipeline.links import Links
 
 Runner = TypeVar("Runner", bound="StageRunner")
 
@@ -169,6 +171,8 @@ class StageRunner:
         )
         self.timed: Timed = not_timed
         if links is not None:
+            from megatron_lite.pipeline.executor import run_actions
+
             stages = [chunk.stage for chunk in self._chunks]
             self._run = partial(run_actions, stages=stages, links=links, overlap=overlap)
         if links is not None and most_microbatches is not None:
@@ -184,6 +188,8 @@ class StageRunner:
         """
         if parallel.pp_size == 1:
             return cls(model, parallel, loss_in_one_pass=config.loss_in_one_pass)
+        from megatron_lite.pipeline.links import Links
+
         most = None
         if config.training.global_batch_size is not None:
             most = config.training.most_microbatches(parallel.dp_size)

@@ -25,8 +25,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import plural, size
 from megatron_lite.data.durable_files import written_beside
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.plan.hardware import load_hardware, machine_of_gpu
-from megatron_lite.plan.step_time import step_time
 from megatron_lite.training.iteration_line import Evaluation, Interval, IterationRecord, clock
 from megatron_lite.training.log_files import log_file_path
 from megatron_lite.training.peak_memory import PeakMemory
@@ -61,14 +59,18 @@ class RunSummary:
         seconds: Sequence[float],
     ) -> RunSummary:
         """Returns the summary of a run. seconds: the times of all its steps."""
-        machine, later = None, seconds[FIRST_STEPS:]
-        if config.logging.machine is not None:
-            machine = load_hardware(config.logging.machine)
-        elif parallel.device.type == "cuda":
-            machine = machine_of_gpu(torch.cuda.get_device_name(parallel.device))
-        predicted = None
-        if machine is not None:
-            predicted = 1000.0 * step_time(config, machine, parallel.world_size).seconds
+        machine, predicted, later = None, None, seconds[FIRST_STEPS:]
+        if config.logging.machine is not None or parallel.device.type == "cuda":
+            # Imported late: only such a run has a machine for which times are predicted.
+            from megatron_lite.plan.hardware import load_hardware, machine_of_gpu
+            from megatron_lite.plan.step_time import step_time
+
+            if config.logging.machine is not None:
+                machine = load_hardware(config.logging.machine)
+            else:
+                machine = machine_of_gpu(torch.cuda.get_device_name(parallel.device))
+            if machine is not None:
+                predicted = 1000.0 * step_time(config, machine, parallel.world_size).seconds
         return cls(
             peak_bytes_predicted=None if peak is None else peak.predicted,
             peak_bytes_measured=None if peak is None else peak.measured,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.training import build_trainer as build
+from megatron_lite.training import timers
 from megatron_lite.training.timers import LEVELS, Timers, Times
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -37,7 +37,7 @@ def _run(
     read: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         clock = lambda: read.append(time.perf_counter()) or read[-1]  # noqa: E731
-        patch.setattr(build, "Timers", partial(Timers, clock=clock))
+        patch.setattr(timers, "Timers", partial(Timers, clock=clock))
         run_to_end(
             replace(
                 config,
