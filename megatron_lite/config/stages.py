@@ -11,6 +11,7 @@ layers and --pipeline-model-parallel-size 2:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.units import plural
@@ -34,12 +35,12 @@ class Stage:
     first_layer: int
     num_layers: int
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         """Tells whether the stage holds the embedding."""
         return self.number == 0
 
-    @property
+    @cached_property
     def is_last(self) -> bool:
         """Tells whether the stage holds the output layer and computes the loss."""
         return self.number == self.count - 1

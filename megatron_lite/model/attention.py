@@ -32,7 +32,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, context: RankContext, layer: int) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.head_dim = config, config.head_dim
         self.rotates = config.layer_rotates(layer)
         self.groups = config.query_groups // context.size
         self.queries_per_group = config.num_attention_heads // config.query_groups
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
         contiguous, or one regrouped here. A saved view would then hold the whole storage of qkv
         beside that copy, so the tensors that nothing copies later become contiguous here.
         """
-        query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.config.head_dim)
+        query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.head_dim)
         copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
         if self.queries_per_group > 1:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()

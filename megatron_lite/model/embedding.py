@@ -66,7 +66,7 @@ class LanguageModelEmbedding(nn.Module):
         has_positions: bool,
     ) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.residual_stream = context, context.residual_stream
         self.hidden_dropout = config.hidden_dropout
         self.residual_dtype = (
             residual_dtype(config, context) if config.fp32_residual_connection else None
@@ -90,7 +90,7 @@ class LanguageModelEmbedding(nn.Module):
             hidden_states,
             self.hidden_dropout if self.training else 0.0,
             self.context.rng,
-            self.context.residual_stream,
+            self.residual_stream,
             self.context.kernels,
         )
 

@@ -28,7 +28,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, context: RankContext, number: int) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.residual_stream = context, context.residual_stream
         self.hidden_dropout = config.hidden_dropout
         self.parallel_residual = config.parallel_residual
 
@@ -90,7 +90,7 @@ class TransformerLayer(nn.Module):
             branch,
             self.hidden_dropout if self.training else 0.0,
             regions,
-            self.context.residual_stream,
+            self.residual_stream,
             skip_tail=skip_tail,
             kernels=self.context.kernels,
         )

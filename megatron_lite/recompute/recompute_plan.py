@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 from megatron_lite.config.regions import is_on_host, modules_of, without_nested
@@ -47,12 +48,12 @@ class Segment:
         assert not self.ops or self.num_layers == 1, self
         assert not self.host_modules or self.action == LayerAction(), self
 
-    @property
+    @cached_property
     def split(self) -> bool:
         """Tells whether each tensor-parallel rank keeps only its 1/t of the unit's input."""
         return self.store.startswith("split")
 
-    @property
+    @cached_property
     def on_host(self) -> bool:
         """Tells whether kept tensors go to host memory: all of them, unless `host_modules` is
         set."""
@@ -104,7 +105,7 @@ class RecomputePlan:
             position += segment.num_layers
         assert not (self.skip_tail and self.verify), self
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         """The number of layers of the stage."""
         return sum(segment.num_layers for segment in self.segments)

@@ -34,7 +34,7 @@ from megatron_lite.supervision.watch import Pulse
 from megatron_lite.training.batches import DocumentRules, MicroBatches
 from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.log import RunLog, open_log
-from megatron_lite.training.loss_mask import masked_mean_of
+from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, TimelineRecorder
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory
 from megatron_lite.training.peak_memory import (
@@ -264,6 +264,10 @@ class Trainer:
             if self.slow_ranks is not None:
                 around.enter_context(self.slow_ranks.step(logged=logged))
             try:
+                masked = None
+                if self.rules is not None and self.rules.mask_loss:
+                    per_token = config.training.calculate_per_token_loss
+                    masked = masked_mean(batches.counts(), parallel, per_token=per_token)
                 result = train_step(
                     self.runner,
                     self.optimizer,
@@ -272,9 +276,7 @@ class Trainer:
                     decoupled_learning_rate=decoupled_learning_rate,
                     meter=meter,
                     timeline=timeline,
-                    masked=masked_mean_of(
-                        batches, per_token=config.training.calculate_per_token_loss
-                    ),
+                    masked=masked,
                 )
             except Exception as error:
                 if not is_out_of_memory(error):

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.batches import MicroBatches
 
 
 class MaskedMean(NamedTuple):
@@ -33,16 +32,6 @@ class MaskedMean(NamedTuple):
 
     factors: Tensor
     num_tokens: Tensor
-
-
-def masked_mean_of(batches: MicroBatches, *, per_token: bool) -> MaskedMean | None:
-    """Returns the mean of the step that runs these micro-batches, or None if all tokens count.
-
-    Issues the collective of `masked_mean`. Reads the samples once more.
-    """
-    if batches.rules is None or not batches.rules.mask_loss:
-        return None
-    return masked_mean(batches.counts(), batches.parallel, per_token=per_token)
 
 
 def masked_mean(counts: Sequence[int], parallel: ParallelState, *, per_token: bool) -> MaskedMean:

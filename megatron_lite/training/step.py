@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.embedding import residual_dtype
-from megatron_lite.model.gpt import GPTModel
+from megatron_lite.model.gpt import GPTModel, LossGradient
 from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
@@ -26,7 +28,6 @@ from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keepi
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.training.batches import Batches
 from megatron_lite.training.loss_mask import MaskedMean
-from megatron_lite.training.micro_batch_loss import MicroBatchLoss
 from megatron_lite.training.observe import ActivationMeter, TimelineRecorder
 
 if TYPE_CHECKING:
@@ -130,6 +131,58 @@ def train_step(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MicroBatchLoss:
+    """How the token losses of each micro-batch of a step become its loss.
+
+    The loss is linear in the token losses. The gradient of each one is therefore known before the
+    forward, from the factors and the loss mask alone. A loss in one pass
+    (tensor_parallel/cross_entropy.py) computes the gradients of the head from it in forward.
+
+    factor: the factor on each micro-batch's mean loss.
+    mask_factors: [m], for micro-batches with a loss mask: the factor on the gradients of each one's
+        sum of masked losses. The sum itself has no factor. None: no factor on the gradients either.
+    scale: the 0-d factor on all gradients. None leaves them as they are.
+    in_one_pass: whether forward computes the gradients of the head.
+    dtype: that of the token losses.
+    """
+
+    factor: float
+    mask_factors: Tensor | None = None
+    scale: Tensor | None = None
+    in_one_pass: bool = False
+    dtype: torch.dtype = torch.float32
+
+    def of(self, losses: Tensor, mask: Tensor | None, number: int) -> Tensor:
+        """Returns the loss of micro-batch `number`, 0-d, from its token losses [b, s].
+
+        mask: [b, s], the loss mask. None: all tokens count.
+        """
+        if mask is None:
+            return scale_backward(losses.mean() * self.factor, self.scale)
+        total = (losses * mask).sum()
+        if self.mask_factors is not None:
+            scale_backward(total, self.mask_factors[number])
+        return scale_backward(total, self.scale)
+
+    def gradient(self, labels: Tensor, mask: Tensor | None, number: int) -> LossGradient | None:
+        """Returns a function that computes the gradient of the token losses, for GPTModel.losses.
+
+        labels, mask: [b, s], those of micro-batch `number`.
+        None: backward computes the gradient.
+        """
+
+        def of_any_losses() -> Tensor:
+            # The loss is linear, so its gradient is that at any values of the token losses.
+            with torch.enable_grad():
+                losses = torch.zeros(
+                    labels.shape, dtype=self.dtype, device=labels.device, requires_grad=True
+                )
+                return torch.autograd.grad(self.of(losses, mask, number), losses)[0]
+
+        return of_any_losses if self.in_one_pass else None
+
+
 class StageRunner:
     """The stages of one rank, and the links to the ranks that hold the other stages.
 
@@ -163,6 +216,8 @@ class StageRunner:
         self.links = links
         self._everywhere, self._loss_in_one_pass = everywhere, loss_in_one_pass
         self._chunks = list(model)
+        # All ranks need one dtype for the all-reduce of the loss, also those that have no loss.
+        self._loss_dtype = torch.promote_types(torch.float32, self._chunks[0].context.params_dtype)
         # By number of micro-batches: a rank's actions, and the forwards that save all activations.
         shape = dict(size=parallel.pp_size, rank=parallel.pp_rank, num_chunks=len(self._chunks))
         self._order = cache(lambda count: order(num_microbatches=count, **shape))
@@ -240,7 +295,7 @@ class StageRunner:
         """
         if not self.model.training:  # it visits every module: 3 % of the smallest model's step
             self.model.train()
-        count, dtype = len(batches), self._loss_dtype()
+        count, dtype = len(batches), self._loss_dtype
         forward = self._forward(
             batches,
             MicroBatchLoss(
@@ -268,7 +323,7 @@ class StageRunner:
                 before_backward=before_backward,
                 after=after,
             )
-            return self._sum(losses)
+            return self._sum(losses, dtype)
         losses = []
         for number in range(count):
             action = Action("forward", number)
@@ -281,7 +336,7 @@ class StageRunner:
                 loss.backward()
             losses.append(loss.detach())
             del loss  # else its graph would live on during the next forward
-        return self._sum(losses)
+        return self._sum(losses, dtype)
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:
@@ -364,10 +419,5 @@ class StageRunner:
         for number, chunk in enumerate(self._chunks):
             chunk.decoder.stores.reserve(max(counts[number] for counts in held))
 
-    def _sum(self, losses: Iterable[Tensor], at_least: torch.dtype = torch.float32) -> Tensor:
-        # All ranks need one dtype for the all-reduce, also those that have no loss to take it from.
-        dtype = self._loss_dtype(at_least)
+    def _sum(self, losses: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
         return sum(losses, start=torch.zeros((), dtype=dtype, device=self.parallel.device))
-
-    def _loss_dtype(self, at_least: torch.dtype = torch.float32) -> torch.dtype:
-        return torch.promote_types(at_least, self._chunks[0].context.params_dtype)

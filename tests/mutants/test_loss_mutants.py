@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.tensor_parallel import cross_entropy
-from megatron_lite.training.micro_batch_loss import MicroBatchLoss
+from megatron_lite.training.step import MicroBatchLoss
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.training import test_loss_in_one_pass
 
