@@ -23,7 +23,7 @@ from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatches, document_rules
 from megatron_lite.training.build_trainer import build_stages
-from megatron_lite.training.loss_mask import masked_mean_of
+from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.step import StageRunner, train_step
 
 STEP = "the measured step"
@@ -58,7 +58,9 @@ def measure(config: RunConfig, parallel: ParallelState, *, num_microbatches: int
         # The profiler sees the allocations of its own thread and of threads that it starts.
         with torch.autograd.set_multithreading_enabled(False):
             per_token = config.training.calculate_per_token_loss
-            masked = masked_mean_of(batches, per_token=per_token)
+            masked = None
+            if batches.rules is not None and batches.rules.mask_loss:
+                masked = masked_mean(batches.counts(), parallel, per_token=per_token)
             step = partial(
                 train_step, runner, optimizer, batches, learning_rate=LEARNING_RATE, masked=masked
             )
