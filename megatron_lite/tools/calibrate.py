@@ -16,6 +16,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -181,7 +182,7 @@ def _matmuls(device: str, dtype: torch.dtype, seconds: float) -> Matmuls:
         m, n, k = (larger * one for one in shape)
         x = torch.randn(m, k, device=device).to(dtype)
         weight = torch.randn(n, k, device=device).to(dtype)
-        taken = _seconds(lambda x=x, weight=weight: F.linear(x, weight), seconds)  # type: ignore[misc]
+        taken = _seconds(partial(F.linear, x, weight), seconds)
         samples.append((min(m, n, k), 2.0 * m * n * k / taken))
     curve = fit(samples)
     # Causal flash attention: forward has two matmuls and backward five, and the mask leaves half.
