@@ -30,21 +30,21 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 310_000,
-    "files of the library": 402,
-    "tokens of tests": 445_000,
-    "tokens of benchmarks": 26_500,
-    "own files in one plain step": 70,
-    "own functions in one plain step": 242,
-    "tokens that a training process has loaded": 234_000,
-    "own calls in one forward of a column-parallel linear layer": 5,
-    "functions named *notices*": 14,
-    "places that read JSON": 21,
-    "places that write durably": 6,
+    "tokens of the library": 265_500,
+    "files of the library": 298,
+    "tokens of tests": 372_000,
+    "tokens of benchmarks": 24_000,
+    "own files in one plain step": 52,
+    "own functions in one plain step": 180,
+    "tokens that a training process has loaded": 163_000,
+    "own calls in one forward of a column-parallel linear layer": 4,
+    "functions named *notices*": 9,
+    "places that read JSON": 5,
+    "places that write durably": 1,
     'conditions on "cpu" in model/ and tensor_parallel/': 3,
     "lines of more than 100 columns": 0,
-    "pages of docs": 31,
-    "words of docs": 42_500,
+    "pages of docs": 22,
+    "words of docs": 30_000,
 }
 
 LINEAR_CALLS = """

@@ -187,12 +187,9 @@ BOTH_BY_TURNS = [
     for precision in (AUTOCAST, torch.bfloat16)
 ]
 LONG_SETTINGS = [
-    (2, False, AUTOCAST),
     (2, True, torch.float32),
     (2, False, torch.bfloat16),
-    (2, True, AUTOCAST),
     (2, True, torch.float16),
-    (4, False, torch.bfloat16),
     (4, True, torch.float32),
 ]
 
