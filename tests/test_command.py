@@ -21,16 +21,9 @@ from tests.support.limits import HANG_S
 ROOT = Path(__file__).resolve().parent.parent
 # What a wheel holds besides Python's modules.
 DATA_FILES = {
-    f"megatron_lite/{name}"
-    for name in (
-        "py.typed",
-        "pages/page.html",
-        *("config/megatron_flags.json", "config/known_models.json"),
-        *(
-            f"plan/machines/{name}.json"
-            for name in ("a100-80gb", "b200", "cpu", "h100-80gb", "h200")
-        ),
-    )
+    str(path.relative_to(ROOT))
+    for kind in ("*.json", "*.html", "py.typed")
+    for path in (ROOT / "megatron_lite").rglob(kind)
 }
 
 

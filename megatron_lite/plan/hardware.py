@@ -224,7 +224,7 @@ def load_hardware(name: str) -> Hardware:
     except InputError:
         raise
     except ValueError as error:
-        raise InputError(f"{shown(str(path))}: {error}") from None
+        raise InputError(f"{path}: {error}") from None
 
 
 def machine_of_gpu(gpu_name: str) -> Hardware | None:

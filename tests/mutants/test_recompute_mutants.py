@@ -14,14 +14,13 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from megatron_lite.model import core_attention
+from megatron_lite.model import core_attention, layer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
 from megatron_lite.recompute import phase, randomness
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import RecomputePlan
-from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.recompute import (
     test_checkpoint,
     test_equality,
@@ -74,9 +73,13 @@ def a_redrawn_mask_comes_from_the_numbers_that_are_next(_, self, state):
     return nullcontext()
 
 
-@replaces("residual_stream", RankContext)
-def residual_masks_of_a_replay_come_from_the_other_stream(_, self):
-    return TENSOR_PARALLEL if self.sequence_parallel != is_recomputing() else DEFAULT
+@replaces("add_dropped_out", layer)
+def residual_masks_of_a_replay_come_from_the_other_stream(
+    real, residual, branch, probability, regions, stream, **facts
+):
+    if is_recomputing():
+        stream = DEFAULT if stream == TENSOR_PARALLEL else TENSOR_PARALLEL
+    return real(residual, branch, probability, regions, stream, **facts)
 
 
 @replaces("dropout", core_attention)

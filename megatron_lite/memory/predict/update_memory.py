@@ -56,31 +56,66 @@ def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
     """Returns the bytes of Muon's temporaries for the matrix that needs most."""
     sizes = Sizes.of(config, device="cpu", stage=stage)
     layer = describe_layer(config.model, sizes, stage.first_layer)
-    return max(
-        _of_matrix(config, sizes.tp_size, one.shape[0], one.shape[1], dp_cp_size)
+    shapes = [
+        (operation.name, one.shape)
         for operation in layer.operations
         for one in operation.parameters
         if len(one.shape) == 2
+    ]
+    return max(
+        _of_matrix(
+            config,
+            sizes,
+            shape=(shape[0], shape[1]),
+            parts=_qkv_rows(config, shape[0]) if name == "linear_qkv" else (shape[0],),
+            dp_cp_size=dp_cp_size,
+        )
+        for name, shape in shapes
     )
 
 
-def _of_matrix(config: RunConfig, tp_size: int, rows: int, columns: int, dp_cp_size: int) -> int:
+def _qkv_rows(config: RunConfig, rows: int) -> tuple[int, ...]:
+    """Returns the rows of the matrices into which linear_qkv with so many rows is split."""
+    if not config.optimizer.muon_split_qkv:
+        return (rows,)
+    model = config.model
+    both = rows // (model.num_attention_heads + 2 * model.query_groups)  # rows = (a + 2g) d/t
+    key = both * model.query_groups
+    return rows - 2 * key, key, key
+
+
+def _of_matrix(
+    config: RunConfig,
+    sizes: Sizes,
+    *,
+    shape: tuple[int, int],
+    parts: tuple[int, ...],
+    dp_cp_size: int,
+) -> int:
     """Returns the bytes of the temporaries for one matrix.
 
-    They are the iterates in bfloat16 and the result, first unscaled and then scaled, in float32.
-    linear_qkv counts as a whole, although it may be updated in parts: the matrices of the MLP are
-    larger.
+    They are the iterates in bfloat16 and the result, first unscaled and then scaled, in float32, of
+    each part after the other. Of several parts each is a copy, and they are joined at the end.
     """
-    optimizer, elements, short = config.optimizer, rows * columns, min(rows, columns)
-    whole = FLOAT32 * elements
-    if optimizer.muon_fp32_matmul_prec == "medium":
-        iterates = 2 * BFLOAT16 * elements
-    else:
-        iterates = 2 * FLOAT32 * short * short
-    over_tp = tp_size if optimizer.muon_tp_mode == "duplicated" else 1
-    iterates += 3 * BFLOAT16 * elements * (over_tp - 1)
+    rows, columns = shape
+    whole, optimizer = FLOAT32 * rows * columns, config.optimizer
+    most = done = 0
+    for part in parts:
+        elements, short = part * columns, min(part, columns)
+        if optimizer.muon_fp32_matmul_prec == "medium":
+            iterates = 2 * BFLOAT16 * elements
+        else:
+            iterates = 2 * FLOAT32 * short * short
+        over_tp = sizes.tp_size if optimizer.muon_tp_mode == "duplicated" else 1
+        iterates += 3 * BFLOAT16 * elements * (over_tp - 1)
+        copied = FLOAT32 * elements if len(parts) > 1 else 0
+        inside = 2 * FLOAT32 * elements
+        most = max(most, done + copied + iterates + inside)
+        done += FLOAT32 * elements
+    if len(parts) > 1:
+        most = max(most, 2 * whole)
     direction = whole if optimizer.muon_nesterov else 0
-    alone = 2 * whole + iterates + direction
+    alone = most + direction
     sharding = config.data_parallel
     if dp_cp_size == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
         return alone
