@@ -75,10 +75,9 @@ RULES = (
     *(
         "errors was 19.2%",
         "it was about 11.7%",
-        "than 5 minutes",
-        "9 minutes of",
-        "took 19 minutes",
-        "34 minutes of",
+        "than 7 minutes",
+        "25 minutes and",
+        "45 minutes of",
         "within 5% of real",
         "between 0.3% below and 1%",
         "workspaces of 32 MiB",
