@@ -151,6 +151,8 @@ def candidates(root: Path, program: str = SCRIPT) -> Candidates:
     steps = saved_steps(root)[::-1]
     if not steps:
         return Candidates(fault if (root / LATEST).exists() else None, [], [])
+    if fault is None and newest not in steps:  # a run has deleted it meanwhile
+        fault = f"{root / LATEST}: names iteration {newest}, which is gone"
     manifests = {step: Manifest.read_or_empty(step_directory(root, step)) for step in steps}
     last = max(steps, key=lambda step: (manifests[step].start, step))
     if fault is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_lite.checkpointing import start
 from megatron_lite.checkpointing.directory import SaveDirectory
 from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
 from megatron_lite.checkpointing.manifest import MANIFEST
@@ -129,3 +130,15 @@ def test_steps_without_numbers_are_used_as_before(
     assert candidates(root) == (None, [8, 5, 4, 2], [])
     assert saved.start(root, 2, [10]) == 8
     assert candidates(root) == (None, [10, 8, 5, 4, 2], [])
+
+
+def test_a_step_that_goes_between_the_pointer_and_the_list_is_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def saved_steps(root: Path) -> list[int]:
+        shutil.rmtree(root / "iter_0000008")
+        return [2, 4, 5, 6]
+
+    monkeypatch.setattr(start, "saved_steps", saved_steps)
+    found = candidates(root)
+    assert found.steps[0] == 5 and "names iteration 8, which is gone" in (found.fault or "")
