@@ -66,16 +66,25 @@ class SaveDirectory:
 
         leads_here: whether a step of another iteration belongs to this run's course. The others
         are set aside, since a reader without the pointer could mistake them for steps of this run.
-        Returns their new names.
+        Returns notices for the log. A step that cannot be set aside is one of them.
         """
         final = step_directory(self.root, iteration)
-        aside = [self._supersede(final)] if final.exists() else []
+        # A step of this iteration is iter_N.old until the new one has the name: after a kill in
+        # between, the next start gives it its name back.
+        replaced = final.with_suffix(".old")
+        if final.exists():
+            if replaced.exists():  # a try before this one ended in between
+                self._supersede(replaced)
+            self._take_away(final, replaced)
         self._rename(temporary, final)
         sync(self.root)
-        aside += [
-            self._supersede(step_directory(self.root, step))
-            for step in saved_steps(self.root)
-            if step != iteration and not leads_here(step)
+        others = [step for step in saved_steps(self.root) if step != iteration]
+        notices = [
+            self._set_aside(step)
+            for step in (
+                *([replaced] if replaced.exists() else []),
+                *(step_directory(self.root, step) for step in others if not leads_here(step)),
+            )
         ]
         pointer = self.root / f"{LATEST}.tmp-{self.lock.token}"
         try:
@@ -84,7 +93,7 @@ class SaveDirectory:
         finally:
             pointer.unlink(missing_ok=True)
         sync(self.root)
-        return aside
+        return notices
 
     def delete_old_steps(self, options: CheckpointConfig, *, newest: int) -> None:
         """Deletes the steps that the flags do not keep. The pointer to `newest` must be durable."""
@@ -123,10 +132,24 @@ class SaveDirectory:
                         os.rename(path, gone)
                         shutil.rmtree(gone)
                 elif REPLACED.fullmatch(path.name):
-                    if path.with_suffix("").exists():
-                        shutil.rmtree(path)
+                    step = path.with_suffix("")
+                    gone = path.with_suffix(f".deleted-{self.lock.token}")
+                    if step.exists() and is_complete(step):
+                        os.rename(path, gone)
                     else:
-                        os.rename(path, path.with_suffix(""))
+                        if step.exists():
+                            os.rename(step, gone)
+                        os.rename(path, step)
+                    shutil.rmtree(gone, ignore_errors=True)
+
+    def _set_aside(self, step: Path) -> str:
+        try:
+            name = self._supersede(step)
+        except OSError as error:
+            return (
+                f"warning: {step}: does not lead to this run's, and cannot be set aside ({error})"
+            )
+        return f"{self.root}: a step that does not lead to this run's is now {name}"
 
     def _supersede(self, step: Path) -> str:
         """Renames a step to a name that no reader considers. Returns that name."""

@@ -24,9 +24,9 @@ embedding is in the file of the first pipeline rank only. These other names are 
     iter_N.superseded, iter_N.superseded2 ..    a step that does not lead to the newest one, because
                                                 the run went on from an earlier step; readers ignore
                                                 it
-    iter_N.old                                  older versions moved a step there that they
-                                                replaced; the next start gives it its name back, or
-                                                removes it if iter_N exists
+    iter_N.old                                  a step that the same iteration's next one replaces.
+                                                After a kill in between, the next start gives it its
+                                                name back, unless iter_N is complete
 """
 
 from __future__ import annotations

@@ -121,15 +121,12 @@ class StepWriter:
         write_synced(temporary / MANIFEST, manifest.to_json().encode())
         # The names of all files must be on the disk before the step gets its own name.
         sync(temporary)
-        aside = directory.publish(
+        notices = directory.publish(
             temporary,
             iteration,
             leads_here=lambda step: step <= self._started_at or step in self._own,
         )
         self._own.add(iteration)
-        notices = [
-            f"{self._root}: a step that does not lead to this run's is now {name}" for name in aside
-        ]
         try:
             directory.delete_old_steps(self._options, newest=iteration)
         except OSError as error:
@@ -150,7 +147,13 @@ class StepWriter:
         except Exception as error:
             failure = error
             passing = isinstance(error, OSError | SafetensorError)
-            answer = (FAILED if passing else REFUSED) + str(error).encode()[:LONGEST_REASON]
+            reason = str(error)
+            if not passing and not isinstance(error, InputError):
+                reason = (
+                    f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could "
+                    f"not be written by rank {self._parallel.rank}: {type(error).__name__}: {error}"
+                )
+            answer = (FAILED if passing else REFUSED) + reason.encode()[:LONGEST_REASON]
         answers = all_gather_bytes(answer, self._parallel.saver_group)
         # A refusal such as LockLost names the cause, so it comes first. If a later start has
         # removed the folder, the other ranks see only a missing file.

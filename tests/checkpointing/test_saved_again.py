@@ -1,0 +1,104 @@
+"""A step that is saved a second time, and steps that cannot be set aside: nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_lite.checkpointing.directory import SaveDirectory
+from megatron_lite.checkpointing.start import candidates, newest_good_step, step_fault
+from megatron_lite.checkpointing.step_files import LATEST, step_directory
+from tests.support.checkpoints import flip_bit
+from tests.support.starts import Saved
+
+CHANGES = ("replace", "rename", "unlink", "fsync", "rmdir")
+
+
+class Killed(BaseException):
+    pass
+
+
+def die_at(number: int, patch: pytest.MonkeyPatch) -> list[str]:
+    """Lets no change of the disk happen from this number on, as if the process were gone."""
+    done: list[str] = []
+
+    def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            if len(done) >= number:
+                raise Killed
+            done.append(name)
+            return real(*args, **options)
+
+        return call
+
+    for name in CHANGES:
+        patch.setattr(os, name, counted(name, getattr(os, name)))
+    return done
+
+
+def newest(root: Path) -> str:
+    return newest_good_step(root, candidates(root), step_fault, fallback=True).step.name
+
+
+@pytest.mark.parametrize("number", range(14))
+def test_a_kill_while_a_step_is_saved_again_costs_no_step(
+    tmp_path: Path, saved: Saved, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It is the only one, as after a save whose last sync has failed."""
+    saved.start(tmp_path, 0, [6])
+    real = SaveDirectory.publish
+    done: list[int] = []
+
+    def publish(self: SaveDirectory, *args: Any, **options: Any) -> list[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            changes = die_at(number, patch)
+            try:
+                return real(self, *args, **options)
+            finally:
+                done.append(len(changes))
+
+    monkeypatch.setattr(SaveDirectory, "publish", publish)
+    try:
+        saved.start(tmp_path, 1, [6])
+    except Killed:
+        assert done == [number]
+    else:
+        assert number >= done[0] > 8  # it has ended before
+    monkeypatch.undo()
+    assert saved.start(tmp_path, 2, []) == 6  # the next start goes on from it
+    assert newest(tmp_path) == "iter_0000006" and (tmp_path / LATEST).read_text() == "6"
+
+
+def test_a_good_step_beside_its_damaged_successor_is_kept(tmp_path: Path, saved: Saved) -> None:
+    saved.start(tmp_path, 0, [4, 6])
+    step = step_directory(tmp_path, 6)
+    shutil.copytree(step, step.with_suffix(".old"))
+    (step / "model_pp00_tp00of01.safetensors").write_bytes(b"cut")
+    assert saved.start(tmp_path, 1, []) == 6
+    flip_bit(step / "model_pp00_tp00of01.safetensors", 4001)
+    assert saved.start(tmp_path, 2, []) == 4
+
+
+def test_a_step_that_cannot_be_set_aside_is_a_notice(
+    tmp_path: Path,
+    saved: Saved,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    saved.start(tmp_path, 0, [2, 4])
+    flip_bit(step_directory(tmp_path, 4) / "model_pp00_tp00of01.safetensors", 4001)
+    real = os.replace
+
+    def replace(source: Any, target: Any) -> None:
+        if ".superseded" in str(target):
+            raise PermissionError(1, "Operation not permitted", str(source))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert saved.start(tmp_path, 1, [3]) == 2
+    assert newest(tmp_path) == "iter_0000003" and (tmp_path / LATEST).read_text() == "3"
