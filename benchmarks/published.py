@@ -7,6 +7,7 @@ the papers do not.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -250,4 +251,5 @@ def table(found: Sequence[Row]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print(*table(list(rows())), sep="\n")

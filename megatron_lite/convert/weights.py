@@ -1,4 +1,4 @@
-"""What all formats of weights share: one whole tensor at a time, under the names here.
+"""Copies weights between formats: one whole tensor at a time, under the names of this project.
 
 A conversion reads from a WeightSource, and a function `write_FORMAT` writes what it reads. The
 tensors in between have the names, the layout and the unsharded shapes of this project, so that each

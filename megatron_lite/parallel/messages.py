@@ -1,4 +1,4 @@
-"""What ranks and tools print besides the log: faults, names of ranks, and lines about slow work.
+"""Prints lines besides the log: faults, names of ranks, and lines about slow work.
 
 A fault that several ranks find before they can communicate is reported by one of them. Rank 0
 reports its fault at once. Every other rank waits first: once rank 0 has ended, the launcher ends

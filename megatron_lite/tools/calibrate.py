@@ -10,6 +10,7 @@ set OMP_NUM_THREADS to the threads of one rank, as for training.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
 import platform
@@ -258,7 +259,11 @@ def _time_all_reduce(
     target = torch.device(device, rank) if device == "cuda" else torch.device(device)
     store = dist.FileStore(os.path.join(folder, "store"), 2)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=2
+        "nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=120),
     )
     try:
         times = []

@@ -206,7 +206,7 @@ def _problem(
     limit = chosen.get("memory_limit") or values.get("training", {}).get("memory_limit")
     reserve = default_reserve(memory)
     if limit is not None and own["memory_budget"] is None:
-        memory, reserve = _amount({"memory_limit": limit}, "memory_limit", 0), 0
+        memory, reserve = _amount({"memory_limit": limit}, "memory_limit", 0, least=1), 0
         notes.append(
             f"--memory-limit {limit} is the memory that a plan may take, without a reserve"
         )
@@ -231,10 +231,12 @@ def _hardware(gpu: str | None, machine: str | None) -> Hardware:
     return load_hardware(machine or gpu or "")
 
 
-def _amount(given: Mapping[str, Any], name: str, default: int) -> int:
+def _amount(given: Mapping[str, Any], name: str, default: int, *, least: int = 0) -> int:
     """Returns the bytes that a flag gives, or the default."""
     try:
-        return default if given[name] is None else parse_bytes(flag_of(name), given[name])
+        if given[name] is None:
+            return default
+        return parse_bytes(flag_of(name), given[name], least=least)
     except ValueError as error:
         raise InputError(str(error)) from None
 

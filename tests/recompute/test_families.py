@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ import torch
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign import SITUATIONS, differences, train
 from tests.support.foreign_families import FAMILIES, NEWER, VARIANTS, language_loss, newer, tokens
-from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on
+from tests.support.foreign_policies import POLICIES, faults, policy_on
 from tests.support.pairs import covered, thirds
 
 BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
@@ -83,18 +82,6 @@ def test_every_policy_holds_in_every_situation(name: str) -> None:
         if model == name and (lines := faults(name, text, situation))
     }
     assert not found
-
-
-@pytest.mark.parametrize("outer", ["*:full", "*:ops(matmul)", "*:full@host"])
-@pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)"])
-def test_a_list_inside_of_a_layer_with_a_policy_may_have_one_too(outer: str, inner: str) -> None:
-    t5 = MODELS["T5"]
-
-    def both(model: Any) -> None:
-        apply_policy_(model, layers_fqn=t5.inner, policy=inner)
-        policy_on(t5, outer)(model)
-
-    assert differences(train(t5), train(t5, prepare=both)) == []
 
 
 def test_generation_reads_its_cache_as_without_a_policy() -> None:

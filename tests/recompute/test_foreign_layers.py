@@ -15,7 +15,7 @@ from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.verify import RecomputeMismatch
 from tests.support.foreign import SITUATIONS, Foreign, differences, train
 from tests.support.foreign_layers import LAYERS, UNSEEN, Chain, Mlp, chain, chain_loss
-from tests.support.foreign_policies import MODELS, POLICIES, faults, policy_on, unclear
+from tests.support.foreign_policies import POLICIES, faults, policy_on, unclear
 from tests.support.pairs import covered
 
 SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
@@ -64,18 +64,6 @@ def test_every_policy_holds_in_every_situation(name: str) -> None:
         if layer == name and (lines := faults(name, text, situation))
     }
     assert not found
-
-
-@pytest.mark.parametrize("outer", SHORT)
-@pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)", "*:none@host"])
-def test_a_list_inside_of_a_layer_with_a_policy_may_have_one_too(outer: str, inner: str) -> None:
-    foreign = MODELS["a list of modules inside"]
-
-    def both(model: nn.Module) -> None:
-        apply_policy_(model, layers_fqn=foreign.inner, policy=inner)
-        policy_on(foreign, outer)(model)
-
-    assert differences(train(foreign), train(foreign, prepare=both)) == []
 
 
 def test_parts_of_one_storage_that_count_their_writes_apart_are_moved_to_the_host_one_by_one() -> (

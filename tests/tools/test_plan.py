@@ -227,6 +227,7 @@ def test_models_come_from_presets_files_runs_and_flags(
         ([*SMALL, "--context-parallel-size", "0"], "--context-parallel-size must be at least 1"),
         ([*SMALL, "--loss-chunk-size", "-1"], "--loss-chunk-size must be at least 0 .got -1"),
         ([*SMALL, "--memory-budget", "0"], "give more --memory-budget or less --reserve"),
+        ([*SMALL, "--gpus", "8", "--memory-limit", "0"], "--memory-limit .0. must be at least 1"),
         ([*SMALL, "--mtp-num-layers", "1"], "--mtp-num-layers 1 is not supported here, only 0"),
     ],
 )

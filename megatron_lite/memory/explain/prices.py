@@ -68,7 +68,7 @@ class Priced:
 
     @property
     def added_flops(self) -> float:
-        """What is computed a second time, as a share of forward and backward."""
+        """The FLOPs that run a second time, as a share of those of forward and backward."""
         return (self.replay_flops + self.chunk_flops) / self.model_flops
 
     @property

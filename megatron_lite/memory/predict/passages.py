@@ -43,7 +43,7 @@ class Passage(NamedTuple):
 
 
 class Walk:
-    """What is held at the present moment of a forward or a backward; see Moment.
+    """Adds up the bytes held at the present moment of a forward or a backward; see Moment.
 
     reduced: the bytes of the buffer of FSDP2's last reduction, which are among the others.
     """

@@ -54,7 +54,7 @@ class Replay(NamedTuple):
 
 
 class StageCourse(NamedTuple):
-    """What a micro-batch holds on a stage.
+    """The bytes that a micro-batch holds on a stage, moment by moment.
 
     The input of a stage without the embedding is held when the forward begins. The output of a
     stage without the head leaves with the forward's end, and its gradient is held when the backward

@@ -97,7 +97,7 @@ class StepPeak:
 
 
 class StageMemory(NamedTuple):
-    """What a micro-batch holds on a stage.
+    """The bytes that a micro-batch holds on a stage, in its forward and its backward.
 
     on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
     has for it. tables: the bytes of the rotary tables. gathered: the bytes of weights that FSDP2
