@@ -106,9 +106,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tells run_ranks whether the test is `long`. Such a test checks further settings of what a
-    test of the default run checks, with the same collectives."""
-    os.environ[IS_LONG] = "1" if item.get_closest_marker("long") else "0"
+    """Tells run_ranks whether the test is `long` or `weekly`. Such a test checks further settings
+    of what a test of the default run checks, with the same collectives."""
+    further = item.get_closest_marker("long") or item.get_closest_marker("weekly")
+    os.environ[IS_LONG] = "1" if further else "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

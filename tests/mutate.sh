@@ -21,7 +21,7 @@ cat >"$work/settings.toml" <<EOF
 [cosmic-ray]
 module-path = "$file"
 timeout = 300.0
-test-command = "python -m pytest -q -x -p no:cacheprovider -m 'not long and not gpu' $*"
+test-command = "python -m pytest -q -x -p no:cacheprovider -m 'not long and not weekly and not gpu' $*"
 [cosmic-ray.distributor]
 name = "local"
 EOF

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The test-suite for work in progress, in .venv (or $VENV): ruff, mypy, pytest. CONTRIBUTING.md says how long it takes.
 # Further arguments go to pytest: bash tests/run.sh -k resume. Fails if any of the three fails.
-# Left out are tests marked `gpu` (benchmarks/gpu.sh runs them) and `long`: `bash tests/run.sh -m ''` runs all, and with
-# FULL_GRIDS=1, as in .ci/run, tests that try many cases in one go try all of them.
+# Left out are tests marked `gpu` (benchmarks/gpu.sh runs them), `long` and `weekly`. .ci/run runs the long ones too
+# (-m 'not weekly'). Everything, in an hour: FULL_GRIDS=1 bash tests/run.sh -m ''
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -25,7 +25,7 @@ checker=$!
 # One process more than there are cores, since tests wait for their ranks. worksteal: a process gets tests that lie together,
 # which share what a file prepares.
 cores=$(getconf _NPROCESSORS_ONLN)
-python -m pytest --numprocesses "${PYTEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}" --dist worksteal -m 'not long' "$@" || failed+=(pytest)
+python -m pytest --numprocesses "${PYTEST_WORKERS:-$((cores < 8 ? cores + 1 : 8))}" --dist worksteal -m 'not long and not weekly' "$@" || failed+=(pytest)
 wait "$checker" || failed+=(mypy)
 checker=
 cat "$types"

@@ -49,7 +49,7 @@ for version in "${versions[@]}"; do
     fi
     echo "torch $version: running the tests" >&2
     reports+=("$work/$version.xml")
-    "$venv/bin/python" -m pytest --numprocesses "${PYTEST_WORKERS:-2}" --dist worksteal -m 'not long and not gpu' \
+    "$venv/bin/python" -m pytest --numprocesses "${PYTEST_WORKERS:-2}" --dist worksteal -m 'not long and not weekly and not gpu' \
         --junitxml "${reports[-1]}" "$@" >"$work/$version.log" 2>&1 || tail -n 60 "$work/$version.log" >&2
 done
 

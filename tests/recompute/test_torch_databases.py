@@ -1,11 +1,11 @@
 """Every differentiable operator and every module of torch as a layer, from torch's own databases.
 
 `torch.testing._internal` has sample inputs of each. Several steps of such a layer under a policy
-are equal to the plain ones to the bit, or plain torch refuses them too. One sample of each operator
-and two of each module run under the first policy, and the other policies take turns. All of them,
-under each policy, take up to four minutes for each policy:
+are equal to the plain ones to the bit, or plain torch refuses them too. `.ci/run` tries one sample
+of every 24th operator and two of every 24th module under each policy, other ones under each. All of
+them, as in the weekly run, take up to four minutes for each policy:
 
-    TORCH_DATABASES=all python -m pytest tests/recompute/test_torch_databases.py
+    FULL_GRIDS=1 python -m pytest tests/recompute/test_torch_databases.py
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron_lite.recompute.apply import apply_policy_
+from tests.support.pairs import FULL_GRIDS
 
 # torch's own tests need this package, and its databases import it.
 pytest.importorskip("expecttest")
@@ -33,7 +34,7 @@ module_db = pytest.importorskip("torch.testing._internal.common_modules").module
 
 POLICIES = ["*:full", "*:full@host", "*:none@host", "*:ops(matmul)"]
 NUM_STEPS = 4
-ALL = os.environ.get("TORCH_DATABASES") == "all"
+ALL = FULL_GRIDS or os.environ.get("TORCH_DATABASES") == "all"
 # These do not repeat themselves in plain torch: memory that no kernel sets, or a choice of threads.
 NOT_REPEATABLE = frozenset({
     "empty_like", "new_empty", "new_empty_strided", "empty", "empty_permuted", "empty_strided",
@@ -63,7 +64,7 @@ def _no_leaf(value: Any) -> Any:
 
 def by_turns(entries: list[Any], policy: str) -> list[Any]:
     turn = POLICIES.index(policy)
-    return entries if ALL or turn == 0 else entries[turn - 1 :: len(POLICIES) - 1]
+    return entries if ALL else entries[turn * 6 :: 24]
 
 
 def operators(policy: str) -> Iterator[Case]:

@@ -1,14 +1,14 @@
-"""Thins a grid of cases so that every pair of settings stays. Other cases are marked `long`.
+"""Thins a grid of cases so that every pair of settings stays. Other cases are marked `weekly`.
 
     @pytest.mark.parametrize(("tp_size", "dtype", "policy"), pairs([1, 2, 4], DTYPES, POLICIES))
 
 Most faults depend on one setting or on two together, so a default run tries every pair (all-pairs
-testing). `.ci/run` tries the whole grid. The kept cases are the same in every run: the thinning
-repeatedly takes the first of the cases that add the most pairs, until no pair is missing.
+testing). The weekly run tries the whole grid. The kept cases are the same in every run: the
+thinning repeatedly takes the first of the cases that add the most pairs, until no pair is missing.
 
     for tp_size, policy in covered(itertools.product([1, 2], POLICIES)): ...
 
-thins a grid in `.ci/run` too, which sets FULL_GRIDS=1.
+thins a grid in the weekly run too, which sets FULL_GRIDS=1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pairs(*axes: Iterable[Any], ids: Any = None) -> list[Any]:
 def thinned(cases: Iterable[Case], *, ids: Any = None) -> list[Any]:
     """Returns the parameters of cases that need not be a whole grid.
 
-    The cases that covering() leaves out are marked `long`.
+    The cases that covering() leaves out are marked `weekly`.
     """
     cases = list(cases)
     kept = covering(cases)
@@ -44,14 +44,14 @@ def thinned(cases: Iterable[Case], *, ids: Any = None) -> list[Any]:
         pytest.param(
             *case,
             id=None if ids is None else ids(*case),
-            marks=() if number in kept else pytest.mark.long,
+            marks=() if number in kept else pytest.mark.weekly,
         )
         for number, case in enumerate(cases)
     ]
 
 
 def covered(cases: Iterable[Case]) -> list[Case]:
-    """Returns the cases that covering() keeps, in their order, in `.ci/run` too.
+    """Returns the cases that covering() keeps, in their order, in the weekly run too.
 
     It is for the biggest grids, whose cases differ in three settings and more.
     """
@@ -69,12 +69,12 @@ def sampled(cases: Iterable[Any], *, every: int, at_most: int = 1) -> list[Any]:
 
 
 def thirds(cases: Iterable[Case]) -> list[Any]:
-    """Returns the parameters of all cases, of which two in three are marked `long`.
+    """Returns the parameters of all cases, of which two in three are marked `weekly`.
 
     It is for many cheap cases with similar neighbours.
     """
     return [
-        pytest.param(*case, marks=[pytest.mark.long] * (number % 3 > 0))
+        pytest.param(*case, marks=[pytest.mark.weekly] * (number % 3 > 0))
         for number, case in enumerate(cases)
     ]
 

@@ -52,7 +52,7 @@ def run_ranks(
     starts from the same torch seed, independent of the parent's generator. No process outlives the
     call.
     detail: compare collectives between the ranks (TORCH_DISTRIBUTED_DEBUG=DETAIL), which makes each
-        several times slower. None: .ci/run does so in the tests that are not `long`.
+        several times slower. None: the weekly run does so in the tests that every run has.
     Raises RankFailure as soon as one rank fails, or after `timeout` seconds. After a timeout the
     message has the place where each rank hangs.
     """
