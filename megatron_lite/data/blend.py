@@ -12,9 +12,9 @@ itself runs up to the row. Two sequences of counts that take different datasets 
 closer together by it, and once they are equal they stay equal.
 
 The result does not depend on the guess. A row whose counts at the start differ from those at the
-end of the row before it is computed again from these, by the loop. Row 0 starts from the true
-counts, so by induction every row has the values that the loop computes, in the same float64
-operations: one product, one difference, the first maximum.
+end of the row before it is computed again from these, by the loop. Row 0 starts from no counts, so
+by induction every row has the values that the loop computes, in the same float64 operations: one
+product, one difference, the first maximum.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from megatron_lite.data.data_paths import normalized
 from megatron_lite.data.index_cache import Arrays, kept_arrays
 
 SURPLUS = 0.005
-HEAD = 1 << 10  # samples before the first row; max(n, 1) is n after them
 WARM_UP = 1 << 11  # samples before a row, from the guess to its start
 SHORTEST_ROW = 4 * WARM_UP
 FEWEST_ROWS = 7  # fewer rows are computed faster one by one, in Python
-STEPS = 256  # steps in which NumPy keeps the picks of all rows together
 VALUES = 1 << 15  # rows times datasets: the arrays of a step fit the cache of a core
 KEPT_FROM = 1 << 18  # blends of fewer samples are built faster than they are kept
 
@@ -71,32 +69,19 @@ def samples_to_request(num_samples: int, weight: float) -> int:
 
 def build_blend_index(weights: Sequence[float], size: int) -> BlendIndex:
     """Returns the sources of `size` samples."""
-    index = BlendIndex(np.empty(size, np.int16), np.empty(size, np.int64))
-    shares, counts = np.array(weights, np.float64), np.zeros(len(weights))
-    rows = min(max(64, VALUES // len(shares)), (size - HEAD) // SHORTEST_ROW)
-    if rows < FEWEST_ROWS:
-        _loop(shares, 0, counts, index)
-        return index
-    _loop(shares, 0, counts, _part(index, 0, HEAD))
-    length = (size - HEAD) // rows
-    starts = HEAD + length * np.arange(rows, dtype=np.float64)
-    # `used` has the counts from which each row is filled, and `ends` those behind it.
-    used = np.concatenate([counts[None], _guessed(shares, starts[1:] - WARM_UP)])
-    for before in range(-WARM_UP, 0, STEPS):
-        _picks(shares, starts[1:] + before, used[1:], STEPS)
-    ends = used.copy()
-    stop = HEAD + rows * length
-    table = BlendIndex(*(array[HEAD:stop].reshape(rows, length) for array in index))
-    for first in range(0, length, STEPS):
-        last = min(first + STEPS, length)
-        picks = _picks(shares, starts + first, ends, last - first)
-        table.dataset[:, first:last], table.sample[:, first:last] = picks
-    for row in range(1, rows):
-        if (used[row] != ends[row - 1]).any():
-            own = BlendIndex(table.dataset[row], table.sample[row])
-            _refill(shares, int(starts[row]), ends[row - 1].copy(), own, used[row], ends[row])
-    _loop(shares, stop, ends[-1], _part(index, stop, size))
-    return index
+    shares, dataset = np.array(weights, np.float64), np.empty(size, np.int16)
+    rows = min(max(64, VALUES // len(shares)), size // SHORTEST_ROW)
+    length = size // rows if rows >= FEWEST_ROWS else 0
+    if length:
+        _fill_rows(shares, dataset[: rows * length].reshape(rows, length))
+    filled = rows * length
+    counts = np.bincount(dataset[:filled], minlength=len(shares)).astype(np.float64)
+    _loop(shares, filled, counts, dataset[filled:])
+    sample = np.empty(size, np.int64)
+    for number in range(len(shares)):
+        places = np.flatnonzero(dataset == number)
+        sample[places] = np.arange(len(places))
+    return BlendIndex(dataset, sample)
 
 
 def kept_blend_index(
@@ -179,8 +164,22 @@ class BlendedDataset:
         return self.datasets[self.index.dataset[index]].documents(int(self.index.sample[index]))
 
 
-def _part(index: BlendIndex, start: int, stop: int) -> BlendIndex:
-    return BlendIndex(index.dataset[start:stop], index.sample[start:stop])
+def _fill_rows(shares: np.ndarray, table: np.ndarray) -> None:
+    """Fills [rows, length] consecutive samples of a blend with the numbers of their datasets."""
+    rows, length = table.shape
+    starts = length * np.arange(rows, dtype=np.float64)
+    # `used` has the counts from which each row is filled, and `ends` those behind it.
+    used = np.zeros((rows, len(shares)))
+    used[1:] = _guessed(shares, starts[1:] - WARM_UP)
+    for step in range(-WARM_UP, 0):
+        _pick(shares, starts[1:] + step, used[1:])
+    ends = used.copy()
+    for step in range(length):
+        table[:, step] = _pick(shares, np.maximum(starts + step, 1.0), ends)
+    for row in range(1, rows):
+        if (used[row] != ends[row - 1]).any():
+            ends[row] = ends[row - 1]
+            _loop(shares, row * length, ends[row], table[row])
 
 
 def _guessed(shares: np.ndarray, starts: np.ndarray) -> np.ndarray:
@@ -198,58 +197,26 @@ def _guessed(shares: np.ndarray, starts: np.ndarray) -> np.ndarray:
     return counts
 
 
-def _picks(shares: np.ndarray, starts: np.ndarray, counts: np.ndarray, steps: int) -> BlendIndex:
-    """Returns the next `steps` samples of several rows, [rows, steps]. `counts` are advanced.
+def _pick(shares: np.ndarray, numbers: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns the dataset of one sample of each row, and advances the counts.
 
-    starts: [rows], the number of each row's next sample, at least 1.
-    counts: [rows, datasets], the counts before it.
+    numbers: [rows], n of the rule. counts: [rows, datasets].
     """
-    rows = np.arange(len(starts))
-    dataset, sample = np.empty((steps, len(rows)), np.int16), np.empty((steps, len(rows)), np.int64)
-    for step in range(steps):
-        chosen = (shares * (starts + step)[:, None] - counts).argmax(axis=1)
-        dataset[step], sample[step] = chosen, counts[rows, chosen]
-        counts[rows, chosen] += 1.0
-    return BlendIndex(dataset.T, sample.T)
+    chosen: np.ndarray = (shares * numbers[:, None] - counts).argmax(axis=1)
+    counts[np.arange(len(numbers)), chosen] += 1.0
+    return chosen
 
 
-def _refill(
-    shares: np.ndarray,
-    start: int,
-    counts: np.ndarray,
-    row: BlendIndex,
-    used: np.ndarray,
-    end: np.ndarray,
-) -> None:
-    """Computes a row again from `counts` at its start, where it was filled from `used`.
-
-    It is finished as soon as the counts equal the former ones, because the rest is then correct.
-    end: the counts behind the row, which are corrected.
-    """
-    ahead = counts - used
-    for first in range(0, len(row.dataset), STEPS):
-        part = _part(row, first, first + STEPS)
-        ahead -= np.bincount(part.dataset, minlength=len(shares))
-        _loop(shares, start + first, counts, part)
-        ahead += np.bincount(part.dataset, minlength=len(shares))
-        if not ahead.any():
-            break
-    end += ahead
-
-
-def _loop(shares: np.ndarray, start: int, counts: np.ndarray, index: BlendIndex) -> None:
-    """Fills an index with the samples from `start` on, by the rule as it is written.
+def _loop(shares: np.ndarray, start: int, counts: np.ndarray, dataset: np.ndarray) -> None:
+    """Fills an array with the datasets of the samples from `start` on, by the rule as written.
 
     counts: [datasets], the counts before sample `start`; they are advanced.
     """
-    weights, so_far = shares.tolist(), counts.tolist()
-    dataset, sample = [], []
-    for n in range(start, start + len(index.dataset)):
+    weights, so_far, found = shares.tolist(), counts.tolist(), []
+    for n in range(start, start + len(dataset)):
         scale = float(n or 1)
         # strict=True makes this a quarter slower.
         errors = [weight * scale - count for weight, count in zip(weights, so_far)]  # noqa: B905
-        chosen = errors.index(max(errors))
-        dataset.append(chosen)
-        sample.append(so_far[chosen])
-        so_far[chosen] += 1
-    index.dataset[:], index.sample[:], counts[:] = dataset, sample, so_far
+        found.append(errors.index(max(errors)))
+        so_far[found[-1]] += 1
+    dataset[:], counts[:] = found, so_far

@@ -31,7 +31,6 @@ PREFIX = (
     "--data-path takes the prefix of a .bin and .idx pair, such as my-corpus_text_document for "
     "my-corpus_text_document.bin"
 )
-JSON_LINES = (".json", ".jsonl", ".ndjson")
 DOCUMENT = "_text_document"  # what preprocess_data appends to its prefix
 
 
@@ -136,36 +135,12 @@ def prefix_advice(prefix: str) -> str:
         return f"did you mean --data-path {prefix}{DOCUMENT}?"
     if not os.path.isfile(prefix):
         return PREFIX
-    commands, lines = [], prefix
-    if ending not in JSON_LINES:
-        lines = f"{stem}.jsonl"
-        commands.append(paragraphs_command(prefix, lines))
-    tokenizer = shlex.quote(f"{stem}-tokenizer")
-    read = f"--input {shlex.quote(lines)}"
-    flags = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tokenizer}/tokenizer.json"
-    commands += [
-        f"python -m megatron_lite.tools.train_tokenizer {read} --output {tokenizer}",
-        f"python -m megatron_lite.tools.preprocess_data {read} --output-prefix {shlex.quote(stem)} "
-        f"--append-eod {flags}",
-    ]
-    steps = "\n  ".join(commands)
     return (
-        f"{prefix} is text, and training reads token files. Run (the first tool makes a tokenizer, "
-        f"if you have none)\n  {steps}\nand then train with\n"
-        f"  --data-path {shlex.quote(stem + DOCUMENT)} {flags}"
+        f"{prefix} is text, and training reads token files: make them with python -m "
+        f"megatron_lite.tools.preprocess_data --input {shlex.quote(prefix)} --output-prefix "
+        f"{shlex.quote(stem)} --append-eod and the flags of a tokenizer, and give --data-path "
+        f"{shlex.quote(stem + DOCUMENT)} (docs/data.md has every step)"
     )
-
-
-def paragraphs_command(text: str, lines: str) -> str:
-    """Returns the command that writes each paragraph of the file `text` as a document to `lines`.
-
-    The whole file as one document would be in a single split, and has no limit of its length.
-    """
-    program = (
-        'import json, sys; [print(json.dumps({"text": one})) for one in '
-        'sys.stdin.read().split("\\n\\n") if one.strip()]'
-    )
-    return f"python -c '{program}' < {shlex.quote(text)} > {shlex.quote(lines)}"
 
 
 def _read_splits(path: str) -> list[DataPath | None]:

@@ -17,17 +17,16 @@ import base64
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_lite.config import plain
-from megatron_lite.config.checks import InputError, chosen
+from megatron_lite.config.checks import InputError, chosen, flag
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
-from megatron_lite.config.input_file import read_input
 from megatron_lite.config.invocation import install_advice
 from megatron_lite.config.plain import parse_json
-from megatron_lite.data.tokenizer_files import LARGEST_ID, MOST_BYTES, contents_of, merges_of
+from megatron_lite.data.tokenizer_files import LARGEST_ID, READ_FILES, contents_of, merges_of
 
 END_OF_DOCUMENT = ("<|endoftext|>", "</s>")
 USUAL_VOCABULARY = 2**17  # of tiktoken
@@ -48,23 +47,35 @@ class MissingPackage(InputError):
     """The library of a tokenizer is not installed."""
 
 
-class Tokenizer(Protocol):
+@dataclass(frozen=True)
+class Tokenizer:
     """A tokenizer: text to token ids and back.
 
     vocab_size: 1 + the largest id.
-    eod: the id that ends a document. Raises InputError if the tokenizer has none.
-    tokenize: raises InputError for text that UTF-8 cannot encode.
+    end: the id that ends a document, or why there is none.
+    encode, decode: those of a library.
     """
 
-    @property
-    def vocab_size(self) -> int: ...
+    vocab_size: int
+    end: int | str
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[list[int]], str]
 
     @property
-    def eod(self) -> int: ...
+    def eod(self) -> int:
+        """The id that ends a document. Raises InputError if there is none."""
+        if isinstance(self.end, str):
+            raise InputError(self.end)
+        return self.end
 
-    def tokenize(self, text: str) -> list[int]: ...
+    def tokenize(self, text: str) -> list[int]:
+        """Returns the ids of a text. Raises InputError for text that UTF-8 cannot encode."""
+        check_encodes(text)
+        return [int(number) for number in self.encode(text)]
 
-    def detokenize(self, ids: Sequence[int]) -> str: ...
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Returns the text of the ids."""
+        return str(self.decode([int(number) for number in ids]))
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -107,24 +118,18 @@ def check_encodes(text: str) -> None:
         ) from None
 
 
-class NullTokenizer:
-    """A tokenizer of texts that consist of ids.
+def _null(config: TokenizerConfig) -> Tokenizer:
+    """Returns a tokenizer of texts that consist of ids.
 
-    The ids of a text must be below the `vocab_size` that the constructor takes. The end of a
-    document is one more id: that `vocab_size`.
+    The ids of a text are below --vocab-size. The end of a document is one more id: that number.
     """
+    eod = config.vocab_size or 0
+    if eod > LARGEST_ID:
+        raise InputError(
+            f"--vocab-size {eod} is more ids than a dataset can hold: give at most {LARGEST_ID}"
+        )
 
-    def __init__(self, vocab_size: int) -> None:
-        if vocab_size > LARGEST_ID:
-            raise InputError(
-                f"--vocab-size {vocab_size} is more ids than a dataset can hold: give at most "
-                f"{LARGEST_ID}"
-            )
-        self.eod = vocab_size
-        self.vocab_size = vocab_size + 1
-
-    def tokenize(self, text: str) -> list[int]:
-        """Returns the ids of the text. Raises InputError for a word that is not a valid id."""
+    def encode(text: str) -> list[int]:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
@@ -132,135 +137,94 @@ class NullTokenizer:
                 f"--tokenizer-type NullTokenizer takes token ids with spaces between them: {error}"
             ) from None
         for token in ids:
-            if not 0 <= token < self.eod:
+            if not 0 <= token < eod:
                 raise InputError(
-                    f"token id {token} is not in [0, {self.eod}): give a larger --vocab-size"
+                    f"token id {token} is not in [0, {eod}): give a larger --vocab-size"
                 )
         return ids
 
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return " ".join(map(str, ids))
+    return Tokenizer(eod + 1, eod, encode, lambda ids: " ".join(map(str, ids)))
 
 
-class _LibraryTokenizer:
-    """A tokenizer of the `tokenizers` library. The first token of `ends` that it has ends a
+def _hugging_face(config: TokenizerConfig) -> Tokenizer:
+    """Returns the tokenizer of a tokenizer.json or of its folder.
+
+    A document ends with the eos_token of tokenizer_config.json. If the vocabulary has no such
+    token, it ends with <|endoftext|> or </s>.
+    """
+    file = _file_of(config, "tokenizer_model")
+    library = _imported("tokenizers")
+    tokenizer = _parsed(file, library.Tokenizer.from_buffer, _contents(config, file))
+    beside = os.path.join(os.path.dirname(file), "tokenizer_config.json")
+    named = _eos_token(beside) if os.path.lexists(beside) else None
+    return _of_library(file, tokenizer, (named, *END_OF_DOCUMENT) if named else END_OF_DOCUMENT)
+
+
+def _gpt2(config: TokenizerConfig) -> Tokenizer:
+    """Returns the byte-level BPE tokenizer of GPT-2's two files.
+
+    A document ends with <|endoftext|>. In a text, these characters are ordinary characters.
+    """
+    files = [_file_of(config, field) for field in ("vocab_file", "merge_file")]
+    library = _imported("tokenizers")
+    vocabulary, merges = _contents(config, *files)
+    words = parse_json(vocabulary, longest=None)
+    pairs = merges_of(merges.decode("utf-8-sig"))
+    tokenizer = library.Tokenizer(_parsed(" and ".join(files), library.models.BPE, (words, pairs)))
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    return _of_library(files[0], tokenizer, END_OF_DOCUMENT[:1])
+
+
+def _of_library(source: str, tokenizer: Any, ends: Sequence[str]) -> Tokenizer:
+    """Returns a tokenizer of the `tokenizers` library. The first token of `ends` that it has ends a
     document.
 
     A text's ids include what the tokenizer's own post-processor adds; some tokenizers begin a text
     with a special token.
     """
-
-    def __init__(self, source: str, tokenizer: Any, ends: Sequence[str]) -> None:
-        ids = tokenizer.get_vocab(with_added_tokens=True).values()
-        if not ids:
-            raise InputError(f"{source}: a vocabulary without tokens")
-        # A tokenizer.json can ask for truncation and padding. Both would change documents silently.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        self._source, self._tokenizer, self._ends = source, tokenizer, ends
-        self.vocab_size = 1 + max(ids)
-
-    @property
-    def eod(self) -> int:
-        for token in self._ends:
-            number = self._tokenizer.token_to_id(token)
-            if number is not None:
-                return int(number)
-        raise InputError(
-            f"{self._source} has no end-of-document token (looked for {', '.join(self._ends)}): "
-            "name one as eos_token in a tokenizer_config.json beside it"
-        )
-
-    def tokenize(self, text: str) -> list[int]:
-        check_encodes(text)
-        return list(self._tokenizer.encode(text).ids)
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    # A tokenizer.json can ask for truncation and padding. Both would change documents silently.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    none = (
+        f"{source} has no end-of-document token (looked for {', '.join(ends)}): name one as "
+        "eos_token in a tokenizer_config.json beside it"
+    )
+    return Tokenizer(
+        _size(source, 1 + max(ids.values(), default=-1)),
+        next((int(ids[token]) for token in ends if token in ids), none),
+        lambda text: tokenizer.encode(text).ids,
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+    )
 
 
-class HuggingFaceTokenizer(_LibraryTokenizer):
-    """A tokenizer from a tokenizer.json or from its folder.
-
-    A document ends with the eos_token of tokenizer_config.json. If the vocabulary has no such
-    token, it ends with <|endoftext|> or </s>.
-    """
-
-    def __init__(self, path: str) -> None:
-        file = _file_of("--tokenizer-model", path, "tokenizer.json")
-        library = _imported("tokenizers")
-        content = contents_of([("tokenizer.json", Path(file))])["tokenizer.json"]
-        try:
-            tokenizer = library.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises nothing more specific
-            raise _unreadable(file, error) from error
-        config = os.path.join(os.path.dirname(file), "tokenizer_config.json")
-        named = _eos_token(config) if os.path.lexists(config) else None
-        super().__init__(file, tokenizer, (named, *END_OF_DOCUMENT) if named else END_OF_DOCUMENT)
-
-
-class GPT2BPETokenizer(_LibraryTokenizer):
-    """A byte-level BPE tokenizer from GPT-2's two files.
-
-    A document ends with <|endoftext|>. In a text, these characters are ordinary characters.
-    """
-
-    def __init__(self, vocab_file: str, merge_file: str) -> None:
-        vocab_file = _file_of("--vocab-file", vocab_file, "vocab.json")
-        merge_file = _file_of("--merge-file", merge_file, "merges.txt")
-        library = _imported("tokenizers")
-        contents = contents_of([("vocab.json", Path(vocab_file)), ("merges.txt", Path(merge_file))])
-        merges = merges_of(contents["merges.txt"].decode("utf-8-sig"))
-        try:
-            model = library.models.BPE(parse_json(contents["vocab.json"], longest=None), merges)
-        except Exception as error:  # the library raises nothing more specific
-            raise _unreadable(f"{vocab_file} and {merge_file}", error) from error
-        tokenizer = library.Tokenizer(model)
-        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = library.decoders.ByteLevel()
-        super().__init__(vocab_file, tokenizer, END_OF_DOCUMENT[:1])
-
-
-class SentencePieceTokenizer:
-    """A tokenizer from a SentencePiece model, such as Llama 2's tokenizer.model, or its folder.
+def _sentencepiece(config: TokenizerConfig) -> Tokenizer:
+    """Returns the tokenizer of a SentencePiece model, such as Llama 2's, or of its folder.
 
     Its ids are the model's own, without a token for the start of a text. A document ends with the
     model's end-of-sentence token.
     """
-
-    def __init__(self, path: str) -> None:
-        self._source = _file_of("--tokenizer-model", path, "tokenizer.model")
-        library = _imported("sentencepiece")
-        content = contents_of([("tokenizer.model", Path(self._source))])["tokenizer.model"]
-        try:
-            # The processor would take any folder or longer text for a path as well.
-            self._processor: Any = library.SentencePieceProcessor(model_proto=content)
-            self.vocab_size = int(self._processor.get_piece_size())
-        except Exception as error:  # the library raises nothing more specific
-            raise _unreadable(self._source, error) from error
-        if self.vocab_size == 0:
-            raise InputError(f"{self._source}: a vocabulary without tokens")
-
-    @property
-    def eod(self) -> int:
-        number = int(self._processor.eos_id())
-        if number < 0:
-            raise InputError(
-                f"{self._source} has no end-of-sentence token, which ends a document: train it "
-                "with an eos_id"
-            )
-        return number
-
-    def tokenize(self, text: str) -> list[int]:
-        check_encodes(text)
-        return [int(number) for number in self._processor.encode_as_ids(text)]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._processor.decode_ids([int(number) for number in ids]))
+    file = _file_of(config, "tokenizer_model")
+    library = _imported("sentencepiece")
+    # The processor would take any folder or longer text for a path as well.
+    read = _parsed(
+        file,
+        lambda content: library.SentencePieceProcessor(model_proto=content),
+        _contents(config, file),
+    )
+    end = int(read.eos_id())
+    none = f"{file} has no end-of-sentence token, which ends a document: train it with an eos_id"
+    return Tokenizer(
+        _size(file, int(read.get_piece_size())),
+        end if end >= 0 else none,
+        read.encode_as_ids,
+        read.decode_ids,
+    )
 
 
-class TikTokenizer:
-    """A tokenizer of the tiktoken library, from a JSON list of tokens, as Megatron reads it.
+def _tiktoken(config: TokenizerConfig) -> Tokenizer:
+    """Returns a tokenizer of the tiktoken library, from a JSON list of tokens as Megatron has it.
 
         ids 0 .. N-1      special tokens: the named ones, then <SPECIAL_7>, <SPECIAL_8> ..
         ids N .. V-1      the tokens of the file, in its order, of which the first 256 are the bytes
@@ -268,61 +232,78 @@ class TikTokenizer:
     N is --tiktoken-num-special-tokens and V is --vocab-size. Where a text has the characters of a
     special token, they become that token.
     """
-
-    def __init__(self, config: TokenizerConfig) -> None:
-        file = _file_of("--tokenizer-model", str(config.tokenizer_model), "tiktoken.json")
-        self.vocab_size = config.vocab_size or USUAL_VOCABULARY
-        named = config.tokenizer_special_tokens or SPECIAL_TOKENS
-        count = config.tiktoken_num_special_tokens
-        if not len(named) <= count < self.vocab_size:
-            raise InputError(
-                f"--tiktoken-num-special-tokens {count} must be at least the {len(named)} named "
-                f"special tokens and below --vocab-size {self.vocab_size}"
-            )
-        self.eod = named.index("</s>")
-        names = (*named, *(f"<SPECIAL_{i}>" for i in range(len(named), count)))
-        if len(set(names)) < len(names):
-            raise InputError("--tokenizer-special-tokens: two special tokens have one name")
-        try:
-            ranks = _ranks(read_input(file, MOST_BYTES), self.vocab_size - count, first=count)
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"{file}: no list of tokens for TikTokenizer ({error})") from error
-        self._encoding: Any = _imported("tiktoken").Encoding(
-            name=os.path.basename(file),
-            pat_str=PATTERNS[config.tiktoken_pattern or "v2"],
-            mergeable_ranks=ranks,
-            special_tokens={name: number for number, name in enumerate(names)},
+    file = _file_of(config, "tokenizer_model")
+    size = config.vocab_size or USUAL_VOCABULARY
+    named, count = (
+        config.tokenizer_special_tokens or SPECIAL_TOKENS,
+        config.tiktoken_num_special_tokens,
+    )
+    if not len(named) <= count < size:
+        raise InputError(
+            f"--tiktoken-num-special-tokens {count} must be at least the {len(named)} named "
+            f"special tokens and below --vocab-size {size}"
         )
-
-    def tokenize(self, text: str) -> list[int]:
-        check_encodes(text)
-        return list(self._encoding.encode(text, allowed_special="all"))
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        return str(self._encoding.decode([int(number) for number in ids]))
+    names = (*named, *(f"<SPECIAL_{i}>" for i in range(len(named), count)))
+    if len(set(names)) < len(names):
+        raise InputError("--tokenizer-special-tokens: two special tokens have one name")
+    ranks = _parsed(
+        file, lambda content: _ranks(content, size - count, first=count), _contents(config, file)
+    )
+    encoding = _imported("tiktoken").Encoding(
+        name=os.path.basename(file),
+        pat_str=PATTERNS[config.tiktoken_pattern or "v2"],
+        mergeable_ranks=ranks,
+        special_tokens={name: number for number, name in enumerate(names)},
+    )
+    return Tokenizer(
+        size,
+        named.index("</s>"),
+        lambda text: encoding.encode(text, allowed_special="all"),
+        encoding.decode,
+    )
 
 
 TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "HuggingFaceTokenizer": lambda config: HuggingFaceTokenizer(str(config.tokenizer_model)),
-    "GPT2BPETokenizer": lambda config: GPT2BPETokenizer(
-        str(config.vocab_file), str(config.merge_file)
-    ),
-    "NullTokenizer": lambda config: NullTokenizer(config.vocab_size or 0),
-    **dict.fromkeys(
-        SENTENCEPIECE_TYPES, lambda config: SentencePieceTokenizer(str(config.tokenizer_model))
-    ),
-    "TikTokenizer": TikTokenizer,
+    "HuggingFaceTokenizer": _hugging_face,
+    "GPT2BPETokenizer": _gpt2,
+    "NullTokenizer": _null,
+    **dict.fromkeys(SENTENCEPIECE_TYPES, _sentencepiece),
+    "TikTokenizer": _tiktoken,
 }
 
 
-def _file_of(flag: str, path: str, name: str) -> str:
+def _file_of(config: TokenizerConfig, field: str) -> str:
     """Returns the path of a file, which may be given as its folder."""
+    path = str(getattr(config, field))
+    name = READ_FILES[str(config.tokenizer_type)][field]
     file = os.path.join(path, name) if os.path.isdir(path) else path
     if not os.path.exists(file):
         raise InputError(
-            f"{flag} {file}: no such file (tokenizers are read from local files, never downloaded)"
+            f"{flag(field)} {file}: no such file (tokenizers are read from local files, never "
+            "downloaded)"
         )
     return file
+
+
+def _contents(config: TokenizerConfig, *files: str) -> tuple[bytes, ...]:
+    """Returns the checked contents of the tokenizer's files."""
+    names = READ_FILES[str(config.tokenizer_type)].values()
+    read = contents_of(zip(names, map(Path, files), strict=True))
+    return tuple(read.values())
+
+
+def _parsed(source: str, parse: Callable[..., Any], contents: Sequence[Any]) -> Any:
+    """Returns what a library makes of a file's contents. Raises InputError, with its reason."""
+    try:
+        return parse(*contents)
+    except Exception as error:  # the libraries raise nothing more specific
+        raise InputError(f"{source}: not a tokenizer that can be read ({error})") from error
+
+
+def _size(source: str, size: int) -> int:
+    if size == 0:
+        raise InputError(f"{source}: a vocabulary without tokens")
+    return size
 
 
 def _imported(name: str) -> Any:
@@ -334,18 +315,15 @@ def _imported(name: str) -> Any:
         ) from None
 
 
-def _unreadable(source: str, error: Exception) -> InputError:
-    return InputError(f"{source}: not a tokenizer that can be read ({error})")
-
-
 def _eos_token(path: str) -> str | None:
+    content = contents_of([("tokenizer_config.json", Path(path))])["tokenizer_config.json"]
+    token = plain.parse_object(content).get("eos_token")
+    name = token.get("content") if isinstance(token, dict) else token
+    if name is not None and not isinstance(name, str):
+        raise InputError(f"{path}: eos_token must be a text (got {plain.quoted(name)})")
     try:
-        token = plain.parse_object(read_input(path, MOST_BYTES)).get("eos_token")
-        name = token.get("content") if isinstance(token, dict) else token
-        if name is not None and not isinstance(name, str):
-            raise ValueError(f"eos_token must be a text (got {plain.quoted(name)})")
         check_encodes(name or "")
-    except (ValueError, RecursionError) as error:
+    except InputError as error:
         raise InputError(f"{path}: {error}") from error
     return name
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input
-from megatron_lite.data.data_paths import paragraphs_command
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.data.tokenizers import check_encodes
 
@@ -19,12 +18,6 @@ from megatron_lite.data.tokenizers import check_encodes
 # length. Measured with tokenizers 0.23: 1.0 GiB for 6 MiB. Two thirds of it are the positions of
 # every byte before and after normalization.
 MAX_LINE_BYTES = 8 << 20
-
-
-PLAIN_TEXT_ADVICE = (
-    '. Each line must be an object such as {"text": "..."}. The paragraphs of a plain text become '
-    f"documents by: {paragraphs_command('FILE.txt', 'FILE.jsonl')}"
-)
 
 
 class Line(NamedTuple):
@@ -86,9 +79,10 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
         document: Any = json.loads(line)
     # Bad UTF-8 is a UnicodeDecodeError, which is a ValueError. Deep nesting is a RecursionError.
     except (ValueError, RecursionError) as error:
-        is_text = line.lstrip()[:1] not in (b"{", b"[")
-        advice = PLAIN_TEXT_ADVICE if is_text else ""
-        raise InputError(f"{where}: not a line of JSON ({error}){advice}") from None
+        raise InputError(
+            f"{where}: not a line of JSON ({error}): each line must be an object such as "
+            '{"text": "..."}; docs/data.md has a command that makes such lines of a plain text'
+        ) from None
     if not isinstance(document, dict):
         raise InputError(
             f'{where}: expected an object such as {{"text": "..."}}, found '

@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_lite.config.checks import InputError, require_at_least
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.parser import Parser
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.parallel.messages import told_on_terminal
@@ -20,7 +20,7 @@ from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.jsonl import add_input_flags, lines_of, parse_line
 
 END_OF_DOCUMENT = "<|endoftext|>"
-SMALLEST_VOCABULARY = 257  # the bytes and the end of a document
+SMALLEST_VOCABULARY = 257
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,11 +42,13 @@ def train(args: argparse.Namespace) -> None:
 
     Raises InputError for a vocabulary below 257, a missing file or a bad line.
     """
-    try:
-        require_at_least(args, SMALLEST_VOCABULARY, "vocab_size")
-        require_at_least(args, 1, "max_line_bytes")
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    if args.vocab_size < SMALLEST_VOCABULARY:
+        raise InputError(
+            f"--vocab-size must be at least {SMALLEST_VOCABULARY}, the 256 bytes and the end of a "
+            f"document (got {args.vocab_size})"
+        )
+    if args.max_line_bytes < 1:
+        raise InputError(f"--max-line-bytes must be at least 1 (got {args.max_line_bytes})")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -148,7 +148,7 @@ def test_rows_equal_the_loop(
 ) -> None:
     """Short rows without a warm-up begin with wrong counts in most cases, and are repaired. A wrong
     guess changes nothing but the time."""
-    small = dict(HEAD=4, WARM_UP=warm_up, SHORTEST_ROW=max(8, 2 * warm_up), STEPS=4, FEWEST_ROWS=2)
+    small = dict(WARM_UP=warm_up, SHORTEST_ROW=max(8, 2 * warm_up), FEWEST_ROWS=2)
     for name, value in small.items():
         monkeypatch.setattr(blend, name, value)
     random = np.random.RandomState(warm_up)

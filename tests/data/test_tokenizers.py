@@ -7,9 +7,20 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig
-from megatron_lite.data.tokenizers import GPT2BPETokenizer, HuggingFaceTokenizer, resolve_vocabulary
+from megatron_lite.data.tokenizers import Tokenizer, build_tokenizer, resolve_vocabulary
 
 TEXT = "low lower\nnewest — naïve 東京 🙂 <|endoftext|>"
+
+
+def hugging_face(path: Path | str) -> Tokenizer:
+    return build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
+    )
+
+
+def gpt2(folder: Path) -> Tokenizer:
+    names = {"vocab_file": str(folder / "vocab.json"), "merge_file": str(folder / "merges.txt")}
+    return build_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **names))
 
 
 def byte_characters() -> list[str]:
@@ -24,7 +35,7 @@ def byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(moved)) for byte in range(256)]
 
 
-def write_gpt2(folder: Path) -> GPT2BPETokenizer:
+def write_gpt2(folder: Path) -> Tokenizer:
     """256 bytes, three merges, and the end of a document: ids 0-255, 256 "lo", 257 "low", 258 "er",
     259."""
     tokens = [*byte_characters(), "lo", "low", "er", "<|endoftext|>"]
@@ -32,7 +43,7 @@ def write_gpt2(folder: Path) -> GPT2BPETokenizer:
         json.dumps({token: number for number, token in enumerate(tokens)})
     )
     (folder / "merges.txt").write_text("#version: 0.2\nl o\nlo w\ne r\n")
-    return GPT2BPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    return gpt2(folder)
 
 
 def write_hugging_face(
@@ -70,17 +81,19 @@ def test_gpt2_gives_every_text_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [".", "tokenizer.json"])
 def test_hugging_face_reads_a_folder_or_a_file(tmp_path: Path, path: str) -> None:
-    tokenizer = HuggingFaceTokenizer(str(write_hugging_face(tmp_path) / path))
+    tokenizer = hugging_face(write_hugging_face(tmp_path) / path)
     assert tokenizer.tokenize("abc ab") == [3, 2, 4, 3]
     assert tokenizer.detokenize([3, 2, 4, 3, 6]) == "abc ab</s>"
     assert (tokenizer.vocab_size, tokenizer.eod) == (7, 6)
 
 
 def test_truncation_and_padding_of_the_file_do_not_touch_documents(tmp_path: Path) -> None:
-    assert HuggingFaceTokenizer(str(write_hugging_face(tmp_path, truncation=True))).tokenize(
-        "abcab"
-    ) == [3, 2, 3]
-    assert HuggingFaceTokenizer(str(tmp_path)).tokenize("a") == [0]
+    assert hugging_face(write_hugging_face(tmp_path, truncation=True)).tokenize("abcab") == [
+        3,
+        2,
+        3,
+    ]
+    assert hugging_face(tmp_path).tokenize("a") == [0]
 
 
 @pytest.mark.parametrize("eos_token", ["<x>", {"content": "<x>", "lstrip": False}])
@@ -89,7 +102,7 @@ def test_eos_token_of_the_tokenizer_config_ends_a_document(
 ) -> None:
     write_hugging_face(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
-    assert HuggingFaceTokenizer(str(tmp_path)).eod == 5
+    assert hugging_face(tmp_path).eod == 5
 
 
 @pytest.mark.parametrize(
@@ -101,7 +114,7 @@ def test_a_tokenizer_config_that_cannot_be_read_is_named(tmp_path: Path, content
     write_hugging_face(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(InputError, match=r"tokenizer_config\.json: "):
-        HuggingFaceTokenizer(str(tmp_path))
+        hugging_face(tmp_path)
 
 
 def test_vocabulary_is_the_tokenizers_unless_a_larger_one_is_given(tmp_path: Path) -> None:
@@ -125,7 +138,7 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=r"tokenizer\.json: not a tokenizer that can be read"):
-        HuggingFaceTokenizer(str(tmp_path))
+        hugging_face(tmp_path)
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(InputError, match=r"vocab\.json: no such file"):
-        GPT2BPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+        gpt2(tmp_path)

@@ -103,7 +103,7 @@ def test_partitions_deal_the_lines_out_in_turn(tmp_path: Path) -> None:
 
 
 BAD_LINES = {
-    "To be, or not": "not a line of JSON (Expecting value: line 1 column 1 (char 0)). Each line",
+    "To be, or not": "not a line of JSON (Expecting value: line 1 column 1 (char 0)): each line",
     "{not json": r"in.jsonl:3: not a line of JSON (Expecting property name",
     '"a string"': r"""in.jsonl:3: expected an object such as {"text": "..."}, found str""",
     '{"body": "1"}': "in.jsonl:3: expected a string under 'text', found only body (--json-keys",
@@ -205,7 +205,7 @@ def test_progress_lines_come_every_log_interval(
 def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
     """Train it, tokenize with it, and read the texts back from the .bin."""
     pytest.importorskip("tokenizers")
-    from megatron_lite.data.tokenizers import HuggingFaceTokenizer
+    from tests.data.test_tokenizers import hugging_face
 
     texts = ["the cat sat on the mat\n", "naïve 東京 🙂 the hat", "a\tb"] * 5
     write_documents(str(tmp_path / "in.jsonl"), texts)
@@ -226,7 +226,7 @@ def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
         )
         before = (tokenizer_folder / "tokenizer.json").read_bytes()
     assert (tokenizer_folder / "tokenizer.json").read_bytes() == before
-    tokenizer = HuggingFaceTokenizer(str(tokenizer_folder))
+    tokenizer = hugging_face(tokenizer_folder)
     assert (tokenizer.vocab_size, tokenizer.eod) == (270, 0)
     assert len(tokenizer.tokenize("the the the")) < 8
     assert (
