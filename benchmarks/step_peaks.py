@@ -21,9 +21,8 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.batches import MicroBatches, document_rules
+from megatron_lite.training.batches import MicroBatches, document_rules, masked_mean
 from megatron_lite.training.build_trainer import build_stages
-from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.step import StageRunner, train_step
 
 STEP = "the measured step"

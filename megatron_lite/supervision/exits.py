@@ -85,13 +85,6 @@ class Exits:
             for number in self._heard():
                 signal.signal(number, signal.SIG_IGN)
 
-    def at_interval(self, iteration: int) -> str | None:
-        """Returns why --exit-interval ends the run after this iteration; None if it goes on."""
-        interval = self._config.exit_interval
-        if interval is None or iteration % interval:
-            return None
-        return f"--exit-interval {interval}"
-
     def now(self) -> str | None:
         """Returns why the run must end at this point; None if it goes on.
 

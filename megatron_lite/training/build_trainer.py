@@ -40,7 +40,7 @@ from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.batches import document_rules
+from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.capacity import check_fits
 from megatron_lite.training.deterministic import choose_attention_, use_deterministic_algorithms
 from megatron_lite.training.evaluate import Evaluations
@@ -51,7 +51,6 @@ from megatron_lite.training.out_of_memory import (
     told_where_memory_runs_out,
 )
 from megatron_lite.training.run_notices import run_notices
-from megatron_lite.training.sample_order import sample_order
 from megatron_lite.training.saved_schedule import followed_schedule
 from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.step import StageRunner

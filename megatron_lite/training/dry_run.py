@@ -41,7 +41,14 @@ from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
-from megatron_lite.training.batches import Batches, DocumentRules, MicroBatch, cut, document_rules
+from megatron_lite.training.batches import (
+    Batches,
+    DocumentRules,
+    MicroBatch,
+    cut,
+    document_rules,
+    masked_mean,
+)
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.dry_run_smaller import (
     MeasuredStep,
@@ -49,7 +56,6 @@ from megatron_lite.training.dry_run_smaller import (
     StepSize,
     measured_from_smaller,
 )
-from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.step import StageRunner, train_step
 
 SEED = 1  # no operator computes, so no draw depends on it

@@ -13,11 +13,15 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.supervision.watch import Pulse
-from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleDataset
+from megatron_lite.training.batches import (
+    DocumentRules,
+    MicroBatches,
+    SampleDataset,
+    masked_mean,
+    sample_order,
+)
 from megatron_lite.training.iteration_line import Evaluation
 from megatron_lite.training.log import RunLog
-from megatron_lite.training.loss_mask import masked_mean
-from megatron_lite.training.sample_order import sample_order
 from megatron_lite.training.step import StageRunner, TrainingError
 
 

@@ -14,14 +14,18 @@ that can no longer be written gives one warning in the others, and the run goes 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from datetime import datetime
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
@@ -29,28 +33,38 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import plural
+from megatron_lite.data.durable_files import written_beside
 from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.iteration_line import (
     Evaluation,
     Interval,
     IterationRecord,
+    RunFacts,
+    clock,
     iteration_line,
+    peak_rate,
+    run_facts,
     short_row,
 )
-from megatron_lite.training.log_files import AppendedFile, MetricsFile, log_file_path
+from megatron_lite.training.log_files import (
+    AppendedFile,
+    log_file_path,
+    metrics_file,
+    row_text,
+    skipped_batches_path,
+)
 from megatron_lite.training.peak_memory import PeakMemory
-from megatron_lite.training.run_facts import RunFacts, peak_rate, run_facts
-from megatron_lite.training.scalars import BY_SAMPLES, Points, TensorBoard, Wandb, scalars_of
-from megatron_lite.training.skipped import SkippedUpdate, skipped_batches_path
+from megatron_lite.training.skipped import SkippedUpdate
 from megatron_lite.training.start_text import arguments_table, ranks_line
-from megatron_lite.training.summary import RunSummary, RunTotals
+from megatron_lite.training.summary import RunSummary, file_lines, skipped_text, training_lines
 from megatron_lite.training.terminal import Terminal
 
 if TYPE_CHECKING:
+    from megatron_lite.training.scalars import TensorBoard, Wandb
     from megatron_lite.training.timers import Times
 
-Sink = TypeVar("Sink", AppendedFile, MetricsFile, TensorBoard, Wandb)
+LAST = 10  # iterations over which the last loss is a mean
 HEADING_EVERY = 25
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk, not of a wrong path
 
@@ -115,61 +129,58 @@ class RunLog:
         shows_peak: bool = False,
     ) -> None:
         self._run, self._config, self._facts = config, config.logging, facts
-        self._enabled, self._start, self._shows_peak = enabled, start, shows_peak
-        self._consumed, self._num_rows = start.consumed_samples, 0
+        self._start, self._program, self._shows_peak = start, program, shows_peak
+        self._began, self._num_rows, self._milliseconds = time.monotonic(), 0, 0.0
         self._interval: list[IterationRecord] = []
-        self._totals = RunTotals(facts, program)
-        self._lost: set[str] = set()
-        self._stack = ExitStack()
-        self._terminal: Terminal | None = None
-        self._file: AppendedFile | None = None
-        self._metrics: MetricsFile | None = None
-        self._skipped_rows: MetricsFile | None = None
-        self._skipped_is_open = False
+        self._last: deque[IterationRecord] = deque(maxlen=LAST)
+        self._best: tuple[int, Evaluation] | None = None
+        self._files: dict[str, AppendedFile | None] = {}  # None: its disk is full
         self._scalars: list[TensorBoard | Wandb] = []
+        self._lost: set[str] = set()
+        self._terminal: Terminal | None = None
         if enabled:
+            self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
             self._open()
 
     def _open(self) -> None:
         config, start = self._config, self._start
-        self._terminal = Terminal(total=self._facts.num_iterations, done=start.iteration)
-        self._stack.callback(self._terminal.close)
-        if (file := log_file_path(self._run)) is not None:
+        if (path := log_file_path(self._run)) is not None:
             flag = "--save" if self._run.checkpoint.save is not None else "--tensorboard-dir"
             flag = flag if config.log_file is None else "--log-file"
-            name = f"{flag}: the log file {file}"
-            self._file = self._opened(lambda: AppendedFile(Path(file), name=name))
-        skipped = skipped_batches_path(self._run)
+            self._open_file("log", lambda: AppendedFile(path, name=f"{flag}: the log file {path}"))
+        skipped, metrics = skipped_batches_path(self._run), config.metrics_jsonl
         if skipped is not None and os.path.exists(skipped):
             self._open_skipped(start.iteration)
-        if (path := config.metrics_jsonl) is not None:
-            self._metrics = self._opened(lambda: MetricsFile(path, after_iteration=start.iteration))
+        if metrics is not None:
+            self._open_file("metrics", lambda: metrics_file(metrics, start.iteration))
         if (folder := config.tensorboard_dir) is not None:
+            from megatron_lite.training.scalars import TensorBoard
+
             self._scalars += filter(None, [self._opened(lambda: TensorBoard(folder, start))])
         if config.wandb_project:
+            from megatron_lite.training.scalars import Wandb
+
             self._scalars += filter(None, [self._opened(lambda: Wandb(self._run))])
 
     def _open_skipped(self, iteration: int) -> None:
-        path, self._skipped_is_open = skipped_batches_path(self._run), True
-        if path is not None:
-            self._skipped_rows = self._opened(
-                lambda: MetricsFile(path, after_iteration=iteration, flag="--save")
-            )
+        if (path := skipped_batches_path(self._run)) is not None:
+            self._open_file("skipped", lambda: metrics_file(path, iteration, flag="--save"))
 
-    def _opened(self, open_: Callable[[], Sink]) -> Sink | None:
-        """Returns a file that is closed with the log, or None with a warning if its disk is full.
+    def _open_file(self, key: str, open_: Callable[[], AppendedFile]) -> None:
+        self._files[key] = self._opened(open_)
 
-        Raises InputError for any other reason why the file cannot be opened.
+    def _opened(self, open_: Callable[[], Any]) -> Any:
+        """Returns a part of the log, or None with a warning if its disk is full.
+
+        Raises InputError for any other reason why it cannot be opened.
         """
         try:
-            sink = open_()
+            return open_()
         except InputError as error:
             if getattr(error.__cause__, "errno", None) not in FULL:
                 raise
             self.line(f"warning: {error}; this run does not write it")
             return None
-        self._stack.callback(sink.close)
-        return sink
 
     def __enter__(self) -> RunLog:
         return self
@@ -183,7 +194,9 @@ class RunLog:
         if error is not None:
             # The terminal gets the error from the program, on standard error.
             self.to_file(f"error: {error}" if str(error) else f"error: {type(error).__name__}")
-        self._stack.close()
+        for sink in (*self._files.values(), *self._scalars, self._terminal):
+            if sink is not None:
+                sink.close()
 
     def _try(self, name: str, what: str, write: Callable[..., None], *args: object) -> None:
         """Writes to one part of the log. The first fault of each part is a warning in the others.
@@ -201,20 +214,19 @@ class RunLog:
                     "and later ones are tried again without another warning"
                 )
 
+    def _write(self, key: str, what: str, text: str) -> None:
+        if (file := self._files.get(key)) is not None:
+            self._try(file.name, what, file.write, f"{text}\n")
+
     def line(self, text: str) -> None:
         """Prints one line, and writes it to the log file."""
-        self.to_terminal(text)
-        self.to_file(text)
-
-    def to_terminal(self, text: str) -> None:
-        """Prints lines."""
         if self._terminal is not None:
             self._terminal.line(text)
+        self._write("log", "a line", text)
 
     def to_file(self, text: str) -> None:
         """Writes lines to the log file."""
-        if self._file is not None:
-            self._try(self._file.name, "a line", self._file.write, f"{text}\n")
+        self._write("log", "a line", text)
 
     def detail(self, text: str, *, short: str | None = None) -> None:
         """Writes lines to the log file. The terminal gets them under --log-style megatron.
@@ -222,13 +234,13 @@ class RunLog:
         short: what the terminal gets instead in the short style; None: nothing.
         """
         shown = text if self._config.log_style == "megatron" else short
-        if shown is not None:
-            self.to_terminal(shown)
-        self.to_file(text)
+        if shown is not None and self._terminal is not None:
+            self._terminal.line(shown)
+        self._write("log", "a line", text)
 
     def slow(self, what: str) -> AbstractContextManager[None]:
         """Returns a context that tells of work that takes more than a few seconds."""
-        return told_if_slow(what, self.line) if self._enabled else nullcontext()
+        return nullcontext() if self._terminal is None else told_if_slow(what, self.line)
 
     def iteration(self, record: IterationRecord, *, peak: PeakMemory | None = None) -> None:
         """Writes one iteration's figures to the files.
@@ -239,37 +251,38 @@ class RunLog:
         if self._terminal is None:
             return
         config, facts = self._config, self._facts
-        one = Interval([record], facts)
-        self._totals.add(record)
-        self._consumed = record.consumed_samples
-        if self._metrics is not None:
-            what = f"iteration {record.iteration}"
-            self._try(self._metrics.name, what, self._metrics.write_row, record)
-        if self._scalars and record.iteration % config.tensorboard_log_interval == 0:
-            self._write_scalars(record.iteration, scalars_of(one, facts, config), BY_SAMPLES)
-        self._terminal.advance(
-            record.iteration,
-            f"loss {record.lm_loss:.4f}, {record.tokens_per_second:,.0f} tokens/s, ETA {one.eta}",
-        )
+        self._last.append(record)
         self._interval.append(record)
+        self._milliseconds += record.iteration_ms
+        if "metrics" in self._files:
+            self._write("metrics", f"iteration {record.iteration}", row_text(record))
+        if self._scalars and record.iteration % config.tensorboard_log_interval == 0:
+            from megatron_lite.training.scalars import BY_SAMPLES, scalars_of
+
+            scalars = scalars_of(Interval([record], facts), facts, config)
+            self._write_scalars(record.iteration, scalars, BY_SAMPLES)
+        self._terminal.advance(
+            record.iteration, f"loss {record.lm_loss:.4f}, {record.tokens_per_second:,.0f} tokens/s"
+        )
         is_last = record.iteration == facts.num_iterations
         if is_last or record.iteration % config.log_interval == 0:
-            interval = Interval(self._interval, facts)
-            self._interval.clear()
-            line = iteration_line(interval, facts, throughput=config.log_throughput)
-            self.detail(line, short=self._short(interval, peak))
+            interval, self._interval = Interval(self._interval, facts), []
+            if config.log_style == "megatron" or "log" in self._files:
+                line = iteration_line(interval, facts, throughput=config.log_throughput)
+                self.detail(line)
+            if config.log_style != "megatron":
+                self._terminal.line(self._short(interval, peak, self._terminal.columns))
 
-    def _short(self, interval: Interval, peak: PeakMemory | None) -> str:
+    def _short(self, interval: Interval, peak: PeakMemory | None, columns: int) -> str:
         """Returns the row of the terminal, below a heading from time to time.
 
         A line after the row counts skipped updates, if there were any.
         """
-        assert self._terminal is not None
-        columns, shows_peak = self._terminal.columns, self._shows_peak
-        heading, row = short_row(
-            interval, self._facts, peak, columns=columns, shows_peak=shows_peak
+        heading, text = short_row(
+            interval, self._facts, peak, columns=columns, shows_peak=self._shows_peak
         )
-        text = row if self._num_rows % HEADING_EVERY else f"{heading}\n{row}"
+        if self._num_rows % HEADING_EVERY == 0:
+            text = f"{heading}\n{text}"
         self._num_rows += 1
         if interval.skipped or interval.nan:
             text += (
@@ -284,11 +297,31 @@ class RunLog:
         The file is written only if something was both predicted and measured.
         finished: whether the run has reached its end.
         """
-        for line in self._totals.lines(self._run, progress, summary, finished=finished):
-            self.line(line)
-        if self._metrics is not None and list(summary.parts()):
-            name = f"{self._config.metrics_jsonl}.summary.json"
-            self._try(name, "the summary", summary.write, self._config.metrics_jsonl)
+        run, start = self._run, self._start
+        self.line(
+            f"{'finished' if finished else 'stopped'} at iteration {progress.iteration} of "
+            f"{self._facts.num_iterations} after {clock(time.monotonic() - self._began)}, with "
+            "evaluations and saves"
+        )
+        details: list[tuple[str, str]] = []
+        if self._last:
+            samples = progress.consumed_samples - start.consumed_samples
+            skipped = progress.skipped_iterations - start.skipped_iterations
+            details += training_lines(
+                run,
+                self._facts,
+                self._last,
+                self._best,
+                summary,
+                samples=samples,
+                seconds=self._milliseconds / 1000.0,
+            )
+            details.append(("skipped", skipped_text(run, skipped)))
+        for label, text in (*details, *file_lines(run, progress, self._program)):
+            self.line(f"  {label:13}{text}")
+        if self._files.get("metrics") is not None and summary.compared():
+            path = f"{self._config.metrics_jsonl}.summary.json"
+            self._try(path, "the summary", _write_json, path, asdict(summary))
 
     def skipped(self, update: SkippedUpdate) -> None:
         """Writes a line in the log and a row in the file about a skipped update.
@@ -297,16 +330,15 @@ class RunLog:
         """
         if update.reason != "overflow":
             self.line(update.line())
-        if self._enabled and not self._skipped_is_open:
+        if self._terminal is not None and "skipped" not in self._files:
             self._open_skipped(update.iteration - 1)
-        if self._skipped_rows is not None:
-            what = f"iteration {update.iteration}"
-            self._try(self._skipped_rows.name, what, self._skipped_rows.write_row, update)
+        self._write("skipped", f"iteration {update.iteration}", row_text(update))
 
     def evaluation(self, name: str, iteration: int, result: Evaluation) -> None:
         """Prints the loss and perplexity of a validation or test pass."""
-        if name == "validation":
-            self._totals.evaluated(iteration, result)
+        is_better = self._best is None or result.loss < self._best[1].loss
+        if name == "validation" and math.isfinite(result.loss) and is_better:
+            self._best = iteration, result
         text = (
             f" {name} loss at iteration {iteration} | lm loss value: {result.loss:.6E} | "
             f"lm loss PPL: {result.perplexity:.6E} | "
@@ -334,7 +366,15 @@ class RunLog:
     def _write_scalars(
         self, iteration: int, scalars: Mapping[str, float | None], by_samples: Collection[str] = ()
     ) -> None:
+        """Writes points. by_samples: the names that TensorBoard also gets over the samples."""
         known = {name: value for name, value in scalars.items() if value is not None}
-        points = Points(iteration, self._consumed, known, by_samples)
+        consumed = (self._last[-1] if self._last else self._start).consumed_samples
         for sink in self._scalars:
-            self._try(sink.name, f"iteration {iteration}", sink.write, points)
+            what = f"iteration {iteration}"
+            self._try(sink.name, what, sink.write, iteration, consumed, known, by_samples)
+
+
+def _write_json(path: str, values: object) -> None:
+    with written_beside(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=2)
+        file.write("\n")

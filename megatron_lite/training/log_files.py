@@ -15,15 +15,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.durable_files import written_beside
-from megatron_lite.training.iteration_line import IterationRecord
-from megatron_lite.training.skipped import SkippedUpdate
 
+if TYPE_CHECKING:
+    from megatron_lite.training.iteration_line import IterationRecord
+    from megatron_lite.training.skipped import SkippedUpdate
+
+SKIPPED_BATCHES = "skipped_batches.jsonl"
 # A row has these fields only if they are known.
 OPTIONAL = ("decoupled_learning_rate", "params_norm", "num_zeros")
 
@@ -38,6 +42,12 @@ def log_file_path(config: RunConfig) -> str | None:
         return config.logging.log_file
     folder = config.checkpoint.save or config.logging.tensorboard_dir
     return None if folder is None else os.path.join(folder, LOG_FILE)
+
+
+def skipped_batches_path(config: RunConfig) -> str | None:
+    """Returns the path of skipped_batches.jsonl, or None without --save."""
+    folder = config.checkpoint.save
+    return None if folder is None else os.path.join(folder, SKIPPED_BATCHES)
 
 
 @contextmanager
@@ -57,11 +67,11 @@ class AppendedFile:
     Raises InputError if the file cannot be opened, or if it is a checkpoint's.
     """
 
-    def __init__(self, path: Path, *, name: str) -> None:
-        check_no_checkpoint(path, name)
+    def __init__(self, path: str, *, name: str) -> None:
+        check_no_checkpoint(Path(path), name)
         self.name = name
         with _opening(name):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(
                 path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
             )
@@ -85,31 +95,30 @@ class AppendedFile:
             os.close(self._descriptor)
 
 
-class MetricsFile(AppendedFile):
-    """A file with one JSON object a line. Floats have all their digits; NaN and infinity are null.
+def metrics_file(path: str, iteration: int, *, flag: str = "--metrics-jsonl") -> AppendedFile:
+    """Opens a file with one JSON object a line.
 
-    Opening keeps the rows up to `after_iteration` and drops later rows, which the run will write
-    again. A resumed run therefore leaves the same rows as an uninterrupted one. If rows are
-    dropped, the file as it was stays beside it as FILE.previous.
+    Keeps the rows up to `iteration` and drops later rows, which the run will write again. A resumed
+    run therefore leaves the same rows as an uninterrupted one. If rows are dropped, the file as it
+    was stays beside it as FILE.previous.
     flag: the option that named the file, for messages.
     """
+    target, name = Path(path), f"{flag} {path}"
+    check_no_checkpoint(target, name)
+    with _opening(name):
+        if (kept := _rows_up_to(target, iteration)) is not None:
+            _replace(path, kept)
+    return AppendedFile(path, name=name)
 
-    def __init__(self, path: str, *, after_iteration: int, flag: str = "--metrics-jsonl") -> None:
-        target, name = Path(path), f"{flag} {path}"
-        check_no_checkpoint(target, name)
-        with _opening(name):
-            if (kept := _rows_up_to(target, after_iteration)) is not None:
-                _replace(path, kept)
-        super().__init__(target, name=name)
 
-    def write_row(self, record: IterationRecord | SkippedUpdate) -> None:
-        """Appends one row."""
-        row = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in asdict(record).items()
-            if value is not None or key not in OPTIONAL
-        }
-        self.write(json.dumps(row) + "\n")
+def row_text(record: IterationRecord | SkippedUpdate) -> str:
+    """Returns a record as JSON. Floats have all their digits; NaN and infinity are null."""
+    row = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(record).items()
+        if value is not None or key not in OPTIONAL
+    }
+    return json.dumps(row)
 
 
 def _replace(path: str, text: str) -> None:

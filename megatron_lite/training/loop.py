@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.metadata import Progress
@@ -31,30 +31,41 @@ from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.supervision.watch import Pulse
-from megatron_lite.training.batches import DocumentRules, MicroBatches
+from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleOrder, masked_mean
 from megatron_lite.training.evaluate import Evaluations
+from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log import RunLog, open_log
-from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, TimelineRecorder
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory
 from megatron_lite.training.peak_memory import (
     PeakMemory,
     PeakMeter,
+    measures_peak,
     own_step_peak,
     peak_of_all_ranks,
 )
 from megatron_lite.training.run_notices import described, moved_notices
-from megatron_lite.training.sample_order import SampleOrder
 from megatron_lite.training.skipped import SkippedUpdates
-from megatron_lite.training.started_step import StartedStep, StepEnd
-from megatron_lite.training.step import StageRunner, TrainingError, train_step
-from megatron_lite.training.summary import RunSummary
+from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
+from megatron_lite.training.summary import summary_of
 
 if TYPE_CHECKING:
     from megatron_lite.supervision.drift import ReplicaCheck
     from megatron_lite.supervision.slow_rank import SlowRanks
     from megatron_lite.training.profiler import Profiler
     from megatron_lite.training.timers import Timers
+
+
+class StartedStep(NamedTuple):
+    """A step whose figures may still be on the device.
+
+    row: the part of its record (IterationRecord) that is known at its start.
+    end: the end of its work, with its figures.
+    """
+
+    row: dict[str, Any]
+    result: StepResult
+    end: StepEnd
 
 
 @dataclass(kw_only=True)
@@ -141,7 +152,7 @@ class Trainer:
                 self.saver.check()
                 if finished and self._evaluate("validation", log, exits) is None:
                     self._evaluate("test", log, exits)
-                summary = RunSummary.of(self.config, self.parallel, self.peak, self._seconds)
+                summary = summary_of(self.config, self.parallel, self.peak, self._seconds)
                 log.summary(summary, self.progress, finished=finished)
         return self.progress
 
@@ -149,7 +160,7 @@ class Trainer:
         """Runs iterations. Returns True at the run's end, False if something ended it early."""
         training, checkpoint = self.config.training, self.config.checkpoint
         waits = self.config.parallel.distributed_timeout_seconds_after_init
-        iteration = self.progress.iteration
+        in_flight, iteration = self._steps_in_flight(), self.progress.iteration
         reason = self._evaluate_within(log, exits) if self.progress.evaluation_is_due else None
         if reason is not None:
             log.line(f"exiting at iteration {iteration}: {reason}")
@@ -174,11 +185,13 @@ class Trainer:
                 is_at(training.eval_interval) and not ends,  # the end evaluates by itself
                 is_at(checkpoint.save_interval),
             )
-            reason, last = exits.now(), exits.at_interval(iteration)
+            reason, last = exits.now(), None
+            if is_at(training.exit_interval):
+                last = f"--exit-interval {training.exit_interval}"
             # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
             # one step's figures may stay on the GPU, so that reading them does not stall it.
             needs_all = evaluates or saves or ends or reason or last
-            while len(self._started) > (0 if needs_all else self._steps_in_flight()):
+            while len(self._started) > (0 if needs_all else in_flight):
                 self._finish_step(self._started.pop(0), log)
             if is_at(training.check_weight_hash_across_dp_replicas_interval):
                 self._compare_replicas()
@@ -254,7 +267,7 @@ class Trainer:
             meter = ActivationMeter(thorough=config.recompute.recompute_verify)
         if self._num_steps == 2 and logging.memory_timeline and parallel.rank == 0:
             timeline = TimelineRecorder(logging.memory_timeline, config)
-        if self._num_steps == 2 and self._measures_peak:
+        if self._num_steps == 2 and measures_peak(self.config, self.parallel.device):
             peak = PeakMeter(self.model, self.optimizer, parallel.device)
         if self.profiler is not None:
             self.profiler.begin(iteration)
@@ -301,53 +314,64 @@ class Trainer:
             figures["params_norm"] = self.optimizer.params_norm()
         if logged and logging.log_num_zeros_in_grad:
             figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
-        return StartedStep(
-            iteration,
-            self.progress.consumed_samples,
-            batch_size,
-            learning_rate,
-            decoupled_learning_rate,
-            result,
-            StepEnd(parallel.device, figures),
+        row = dict(
+            iteration=iteration,
+            consumed_samples=self.progress.consumed_samples,
+            global_batch_size=batch_size,
+            learning_rate=learning_rate,
+            decoupled_learning_rate=decoupled_learning_rate,
         )
+        return StartedStep(row, result, StepEnd(parallel.device, figures))
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
-        figures = step.figures()
+        figures = step.end.figures()
         seconds = step.end.seconds_after(self._last_end)
         self._last_end = step.end
         self._seconds.append(seconds)
-        update, progress = None, self.progress
+        iteration, batch_size = step.row["iteration"], step.row["global_batch_size"]
+        update, progress, nan = None, self.progress, not math.isfinite(figures.loss)
         if figures.skipped:
-            update = self.skipped.judge(
-                step.iteration, step.samples, figures, step.result, progress
-            )
+            consumed = step.row["consumed_samples"]
+            samples = range(consumed - batch_size, consumed)
+            update = self.skipped.judge(iteration, samples, figures, step.result, progress)
             log.skipped(update)
             if self.optimizer.loss_scale is not None:  # it must not advance the learning rate
-                samples = self.schedule.skipped_samples + step.batch_size
-                self.schedule = replace(self.schedule, skipped_samples=samples)
+                samples_skipped = self.schedule.skipped_samples + batch_size
+                self.schedule = replace(self.schedule, skipped_samples=samples_skipped)
         self.progress = replace(
             progress,
             skipped_iterations=progress.skipped_iterations + int(figures.skipped),
-            nan_iterations=progress.nan_iterations + (not math.isfinite(figures.loss)),
+            nan_iterations=progress.nan_iterations + nan,
             skipped_in_a_row=0 if update is None else update.in_a_row,
         )
-        record = step.record(
-            figures,
-            seconds=seconds,
-            seq_length=self.config.data.seq_length,
-            kept=self.activation_bytes,
+        kept = self.activation_bytes
+        record = IterationRecord(
+            **step.row,
+            lm_loss=figures.loss,
+            grad_norm=figures.grad_norm,
+            params_norm=figures.params_norm,
+            num_zeros=None if figures.num_zeros is None else int(figures.num_zeros),
+            loss_scale=figures.loss_scale,
+            iteration_ms=seconds * 1000.0,
+            tokens_per_second=batch_size * self.config.data.seq_length / seconds,
+            skipped=int(figures.skipped),
+            nan=int(nan),
+            activation_bytes_predicted=None if kept is None else kept.predicted,
+            activation_bytes_measured=None if kept is None else kept.measured,
+            activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
+            activation_host_bytes_measured=None if kept is None else kept.host_measured,
         )
         log.iteration(record, peak=self.peak)
         # This may end the run, so it comes after the row of the step is in the log.
         if update is not None:
             self.skipped.check(update)
         interval = self.config.logging.log_interval
-        if step.iteration % interval == 0:
+        if iteration % interval == 0:
             for line in self.slow_ranks.lines() if self.slow_ranks is not None else ():
                 log.line(line)
             if self.timers is not None:
-                log.times(self.timers.report(interval), step.iteration)
+                log.times(self.timers.report(interval), iteration)
 
     def _compare_kept_bytes(self, meter: ActivationMeter, log: RunLog) -> None:
         """Compares predicted with measured kept bytes right after the step that measured them.
@@ -361,14 +385,6 @@ class Trainer:
             raise TrainingError(f"--recompute-verify: {fault}")
         if fault is not None:
             log.line(f"warning: {fault}")
-
-    @property
-    def _measures_peak(self) -> bool:
-        """Tells whether the second step measures its peak: always on CUDA, and by a flag on a
-        CPU."""
-        if self.config.training.torch_compile:  # the temporaries of compiled code are not known
-            return False
-        return self.parallel.device.type == "cuda" or self.config.logging.log_peak_memory
 
     def _compare_peak(self, meter: PeakMeter, log: RunLog) -> None:
         """Logs the peak of the step that measured it. Issues one all-reduce over all ranks."""
@@ -486,6 +502,6 @@ class Trainer:
             self.batches,
             self.progress,
             num_iterations=self.num_iterations,
-            shows_peak=self._measures_peak,
+            shows_peak=measures_peak(self.config, self.parallel.device),
             invocation=self.invocation,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import local_part
 
 
-@dataclass(frozen=True, kw_only=True)
-class PeakMemory:
+class PeakMemory(NamedTuple):
     """The peak of a step on the rank that holds most.
 
     predicted, measured: bytes.
@@ -58,6 +57,15 @@ def own_step_peak(config: RunConfig, parallel: ParallelState, num_microbatches: 
         dp_cp_rank=parallel.dp_cp_rank,
         num_microbatches=num_microbatches,
     )
+
+
+def measures_peak(config: RunConfig, device: torch.device) -> bool:
+    """Tells whether the second step measures its peak: always on CUDA, and by a flag on a CPU.
+
+    The temporaries of compiled code are not known, so its peak is not measured.
+    """
+    asked = device.type == "cuda" or config.logging.log_peak_memory
+    return asked and not config.training.torch_compile
 
 
 class PeakMeter:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -22,26 +22,13 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.training.iteration_line import Interval, peak_gib
-from megatron_lite.training.run_facts import RunFacts
+from megatron_lite.training.iteration_line import Interval, RunFacts, peak_gib
 
 # The scalars that TensorBoard also gets over the consumed samples, as in Megatron.
 BY_SAMPLES = (
     *("learning-rate", "batch-size", "lm loss", "loss-scale", "world-size"),
     *("grad-norm", "num-zeros", "params-norm"),
 )
-
-
-class Points(NamedTuple):
-    """The scalars of an iteration, by Megatron's names.
-
-    consumed: the samples so far. by_samples: those that TensorBoard also gets over the samples.
-    """
-
-    iteration: int
-    consumed: int
-    scalars: Mapping[str, float]
-    by_samples: Collection[str] = ()
 
 
 class TensorBoard:
@@ -65,12 +52,18 @@ class TensorBoard:
                 os.path.join(folder, "by_samples"), purge_step=start.consumed_samples + 1
             )
 
-    def write(self, points: Points) -> None:
-        """Writes the points of an iteration."""
-        for name, value in points.scalars.items():
-            self._by_iteration.add_scalar(name, value, points.iteration)
-            if name in points.by_samples:
-                self._by_samples.add_scalar(f"{name} vs samples", value, points.consumed)
+    def write(
+        self,
+        iteration: int,
+        consumed: int,
+        scalars: Mapping[str, float],
+        by_samples: Collection[str] = (),
+    ) -> None:
+        """Writes the points of an iteration, some of them also over the samples so far."""
+        for name, value in scalars.items():
+            self._by_iteration.add_scalar(name, value, iteration)
+            if name in by_samples:
+                self._by_samples.add_scalar(f"{name} vs samples", value, consumed)
         # A run that is killed loses no point, and a fault shows here.
         self._by_iteration.flush()
         self._by_samples.flush()
@@ -106,10 +99,11 @@ class Wandb:
                 mode=os.environ.get("WANDB_MODE", "offline"),
             )
 
-    def write(self, points: Points) -> None:
+    def write(
+        self, iteration: int, consumed: int, scalars: Mapping[str, float], _: Collection[str] = ()
+    ) -> None:
         """Writes the points of an iteration, and the samples so far."""
-        samples = {"samples vs steps": points.consumed}
-        self._run.log({**points.scalars, **samples}, step=points.iteration)
+        self._run.log({**scalars, "samples vs steps": consumed}, step=iteration)
 
     def close(self) -> None:
         """Ends the run."""

@@ -12,10 +12,8 @@ or leave them out.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.run import RunConfig
@@ -24,26 +22,12 @@ from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.state import ParallelState, gather_texts
-from megatron_lite.training.sample_order import SampleOrder
-from megatron_lite.training.step import StepResult, Traces, TrainingError
+from megatron_lite.training.batches import SampleOrder
+from megatron_lite.training.log_files import SKIPPED_BATCHES
+from megatron_lite.training.step import StepFigures, StepResult, Traces, TrainingError
 
-SKIPPED_BATCHES = "skipped_batches.jsonl"
 LOSS = "its loss"
 SPIKES_IN_A_ROW = 10  # so many end a run without --max-skipped-updates
-
-
-class StepFigures(NamedTuple):
-    """A step's figures, read from the device.
-
-    params_norm, num_zeros: only on logged iterations, and only if asked for.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: float
-    loss_scale: float
-    params_norm: float | None = None
-    num_zeros: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,12 +172,6 @@ class SkippedUpdates:
             f"{start} and the gradient norm {update.grad_norm}{scale}{found}, so no weight was "
             f"changed. Lower --lr or raise --lr-warmup-iters; {counted}"
         )
-
-
-def skipped_batches_path(config: RunConfig) -> str | None:
-    """Returns the path of skipped_batches.jsonl, or None without --save."""
-    folder = config.checkpoint.save
-    return None if folder is None else os.path.join(folder, SKIPPED_BATCHES)
 
 
 def _not_finite(traces: Traces, pieces: Sequence[Piece]) -> str:

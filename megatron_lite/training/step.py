@@ -6,8 +6,9 @@ holds: those of the whole model, or those of one rank of a pipeline.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.embedding import residual_dtype
-from megatron_lite.model.gpt import GPTModel, LossGradient
+from megatron_lite.model.gpt import LossGradient
 from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.optim.optimizer import Optimizer
@@ -25,9 +26,8 @@ from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.pipeline.order import Action, forwards_only, in_flight, keeping_all, order
-from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
-from megatron_lite.training.batches import Batches
-from megatron_lite.training.loss_mask import MaskedMean
+from megatron_lite.recompute.recompute_plan import keep_everything
+from megatron_lite.training.batches import Batches, MaskedMean
 from megatron_lite.training.observe import ActivationMeter, TimelineRecorder
 
 if TYPE_CHECKING:
@@ -76,6 +76,61 @@ class StepResult(NamedTuple):
     loss_scale: Tensor
     mean_loss: Tensor | None
     traces: Traces
+
+
+class StepFigures(NamedTuple):
+    """A step's figures, read from the device.
+
+    params_norm, num_zeros: only on logged iterations, and only if asked for.
+    """
+
+    loss: float
+    grad_norm: float
+    skipped: float
+    loss_scale: float
+    params_norm: float | None = None
+    num_zeros: float | None = None
+
+
+class StepEnd:
+    """A point in the work of a device: its time, and figures that are copied to the host there.
+
+    On a GPU the copy to pinned memory and an event are launched behind the work so far. Reading
+    waits for that event alone, so that a step launched later goes on meanwhile, and the time is the
+    event's. On a CPU the work is done at once.
+    figures: 0-d tensors on the device, by their names in StepFigures.
+    """
+
+    def __init__(self, device: torch.device, figures: Mapping[str, Tensor] | None = None) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._names, self._values = tuple(figures or ()), torch.empty(0)
+        if figures:
+            # float64 holds every figure exactly, counts included.
+            self._values = torch.stack([figure.double() for figure in figures.values()])
+        if self.is_late(device):
+            if figures:
+                on_host = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
+                self._values = on_host.copy_(self._values, non_blocking=True)
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self._seconds = time.perf_counter()
+
+    @staticmethod
+    def is_late(device: torch.device) -> bool:
+        """Tells whether the device does its work later than the host launches it."""
+        return device.type != "cpu"
+
+    def figures(self) -> StepFigures:
+        """Returns the figures. On a GPU it waits until the work has come to this point."""
+        if self._event is not None:
+            self._event.synchronize()
+        return StepFigures(**dict(zip(self._names, self._values.tolist(), strict=True)))
+
+    def seconds_after(self, earlier: StepEnd) -> float:
+        """Returns the time from an earlier end to this one, whose figures have been read."""
+        if self._event is None or earlier._event is None:
+            return self._seconds - earlier._seconds
+        return earlier._event.elapsed_time(self._event) / 1000.0
 
 
 def train_step(
@@ -165,11 +220,10 @@ class MicroBatchLoss:
             scale_backward(total, self.mask_factors[number])
         return scale_backward(total, self.scale)
 
-    def gradient(self, labels: Tensor, mask: Tensor | None, number: int) -> LossGradient | None:
+    def gradient(self, labels: Tensor, mask: Tensor | None, number: int) -> LossGradient:
         """Returns a function that computes the gradient of the token losses, for GPTModel.losses.
 
         labels, mask: [b, s], those of micro-batch `number`.
-        None: backward computes the gradient.
         """
 
         def of_any_losses() -> Tensor:
@@ -180,7 +234,7 @@ class MicroBatchLoss:
                 )
                 return torch.autograd.grad(self.of(losses, mask, number), losses)[0]
 
-        return of_any_losses if self.in_one_pass else None
+        return of_any_losses
 
 
 class StageRunner:
@@ -296,26 +350,24 @@ class StageRunner:
         if not self.model.training:  # it visits every module: 3 % of the smallest model's step
             self.model.train()
         count, dtype = len(batches), self._loss_dtype
-        forward = self._forward(
-            batches,
-            MicroBatchLoss(
-                factor=loss_factor,
-                mask_factors=None if mask_factors is None else mask_factors.to(dtype),
-                scale=loss_scale,
-                in_one_pass=self._loss_in_one_pass,
-                dtype=dtype,
-            ),
-            meter=meter,
-            whole=frozenset() if self.links is None else self._whole(count),
-            timed=self.timed,
+        step_loss = MicroBatchLoss(
+            factor=loss_factor,
+            mask_factors=None if mask_factors is None else mask_factors.to(dtype),
+            scale=loss_scale,
+            in_one_pass=self._loss_in_one_pass,
+            dtype=dtype,
         )
-
-        def before_backward(action: Action) -> None:
-            if before_last is not None and action.microbatch == count - 1:
-                before_last(self._chunks[action.chunk].parameters())
-
+        whole = frozenset() if self.links is None else self._whole(count)
+        forward: Forward = partial(self._stage, batches, step_loss, whole, self.timed)
+        if meter is not None:
+            forward = self._measured(meter, forward, whole)
         if self.links is not None:
             self._reserve(count)
+
+            def before_backward(action: Action) -> None:
+                if before_last is not None and action.microbatch == count - 1:
+                    before_last(self._chunks[action.chunk].parameters())
+
             losses = self._run(
                 self._order(count),
                 forward,
@@ -323,11 +375,12 @@ class StageRunner:
                 before_backward=before_backward,
                 after=after,
             )
-            return self._sum(losses, dtype)
+            return sum(losses, start=self._no_loss(dtype))
         losses = []
         for number in range(count):
+            if before_last is not None and number == count - 1:
+                before_last(self._chunks[0].parameters())
             action = Action("forward", number)
-            before_backward(action)
             if number == 0 and timeline is not None:
                 losses.append(timeline.record(self._chunks[0], partial(forward, action, None)))
                 continue
@@ -336,7 +389,7 @@ class StageRunner:
                 loss.backward()
             losses.append(loss.detach())
             del loss  # else its graph would live on during the next forward
-        return self._sum(losses, dtype)
+        return sum(losses, start=self._no_loss(dtype))
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:
@@ -346,70 +399,63 @@ class StageRunner:
         The sum is 0 on a rank without the last stage.
         """
         self.model.eval()
-        forward = self._forward(batches, MicroBatchLoss(factor=1.0))
+        forward = partial(self._stage, batches, MicroBatchLoss(factor=1.0), (), not_timed)
+        count, size = len(batches), self.parallel.pp_size
         if self.links is None:
-            losses = [forward(Action("forward", number), None) for number in range(len(batches))]
+            losses = [forward(Action("forward", number), None) for number in range(count)]
         else:
-            actions = forwards_only(
-                size=self.parallel.pp_size,
-                num_microbatches=len(batches),
-                num_chunks=len(self._chunks),
-            )
+            actions = forwards_only(size=size, num_microbatches=count, num_chunks=len(self._chunks))
             losses = self._run(actions, forward)
         self.model.train()
-        return self._sum(losses, torch.float64)
+        return sum(losses, start=self._no_loss(torch.float64))
 
-    def _forward(
-        self,
-        batches: Batches,
-        step_loss: MicroBatchLoss,
-        *,
-        meter: ActivationMeter | None = None,
-        whole: Collection[Action] = (),
-        timed: Timed = not_timed,
+    def _measured(
+        self, meter: ActivationMeter, forward: Forward, whole: Collection[Action]
     ) -> Forward:
-        """Returns what runs one micro-batch through one of the rank's stages.
+        """Returns `forward`, of whose first micro-batch the meter measures the kept bytes."""
 
-        whole: the forwards that save all activations.
-        """
+        def measured(action: Action, hidden_states: Tensor | None) -> Tensor:
+            if action.microbatch:
+                return forward(action, hidden_states)
+            chunk = self._chunks[action.chunk]
+            plan = keep_everything(chunk.stage.num_layers) if action in whole else None
+            run = partial(forward, action, hidden_states)
+            return meter.forward(chunk, plan or chunk.decoder.plan, run)
 
-        def forward(action: Action, hidden_states: Tensor | None) -> Tensor:
-            chunk, number = self._chunks[action.chunk], action.microbatch
-            plan = chunk.decoder.plan
-            if action in whole:
-                plan = keep_everything(chunk.stage.num_layers)
-            run = partial(
-                self._stage, chunk, plan, batches, number, step_loss, hidden_states, timed
-            )
-            with timed("forward-compute"):
-                return run() if meter is None or number else meter.forward(chunk, plan, run)
-
-        return forward
+        return measured
 
     def _stage(
         self,
-        chunk: GPTModel,
-        plan: RecomputePlan,
         batches: Batches,
-        number: int,
         step_loss: MicroBatchLoss,
-        hidden_states: Tensor | None,
+        whole: Collection[Action],
         timed: Timed,
+        action: Action,
+        hidden_states: Tensor | None,
     ) -> Tensor:
-        """Runs one stage on a micro-batch. Returns hidden states, or the loss on the last stage."""
-        is_last = chunk.stage.is_last
-        if hidden_states is not None and not is_last and not self._everywhere:
-            return chunk.run_stage(hidden_states, None, plan)
-        # The stage holds only those tensors of the micro-batch that it uses.
-        with timed("batch-generator"):
-            inputs, labels, mask, documents = batches[number]
-        inputs = inputs if hidden_states is None else hidden_states
-        if not is_last:
-            del labels, mask  # they would live on while the stage runs
-            return chunk.run_stage(inputs, None, plan, documents)
-        gradient = step_loss.gradient(labels, mask, number)
-        losses = chunk.run_stage(inputs, labels, plan, documents, gradient)
-        return step_loss.of(losses, mask, number)
+        """Runs one stage on a micro-batch. Returns hidden states, or the loss on the last stage.
+
+        whole: the forwards that save all activations.
+        """
+        chunk, number = self._chunks[action.chunk], action.microbatch
+        plan, is_last = chunk.decoder.plan, chunk.stage.is_last
+        if action in whole:
+            plan = keep_everything(chunk.stage.num_layers)
+        with timed("forward-compute"):
+            if hidden_states is not None and not is_last and not self._everywhere:
+                return chunk.run_stage(hidden_states, None, plan)
+            # The stage holds only those tensors of the micro-batch that it uses.
+            with timed("batch-generator"):
+                inputs, labels, mask, documents = batches[number]
+            inputs = inputs if hidden_states is None else hidden_states
+            if not is_last:
+                del labels, mask  # they would live on while the stage runs
+                return chunk.run_stage(inputs, None, plan, documents)
+            gradient = None
+            if step_loss.in_one_pass:
+                gradient = step_loss.gradient(labels, mask, number)
+            losses = chunk.run_stage(inputs, labels, plan, documents, gradient)
+            return step_loss.of(losses, mask, number)
 
     def _reserve(self, num_microbatches: int) -> None:
         """Reserves memory for the inputs that a step of so many micro-batches keeps at once."""
@@ -419,5 +465,5 @@ class StageRunner:
         for number, chunk in enumerate(self._chunks):
             chunk.decoder.stores.reserve(max(counts[number] for counts in held))
 
-    def _sum(self, losses: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
-        return sum(losses, start=torch.zeros((), dtype=dtype, device=self.parallel.device))
+    def _no_loss(self, dtype: torch.dtype) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=self.parallel.device)

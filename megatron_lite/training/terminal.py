@@ -12,8 +12,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBar
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 BATCH_COLUMNS = 120  # of a file or a pipe
 
@@ -50,12 +56,13 @@ class Terminal:
         self._output_is_lost = False
         self._console = console()
         self.columns = min(self._console.width, BATCH_COLUMNS)
-        self._bar = ProgressBar(
+        self._bar = Progress(
             TextColumn("training"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.fields[status]}"),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )

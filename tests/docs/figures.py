@@ -241,8 +241,7 @@ def terminal_row() -> str:
     """Returns the heading and one row of the terminal, of made-up figures."""
     import torch
 
-    from megatron_lite.training.iteration_line import Interval, IterationRecord, short_row
-    from megatron_lite.training.run_facts import RunFacts
+    from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, short_row
 
     facts = RunFacts(
         num_iterations=300,

@@ -10,8 +10,7 @@ import pytest
 
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute.offload import CudaCopyStreams
-from megatron_lite.training.started_step import StepEnd
-from megatron_lite.training.step import StageRunner
+from megatron_lite.training.step import StageRunner, StepEnd, StepFigures
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.training import test_step_times
 from tests.training.test_device_hot_path import check_short_case
@@ -35,8 +34,8 @@ def a_collective_is_read_before_it_ends(wait: Any, self: Any) -> Any:
 
 
 @replaces("figures", StepEnd)
-def figures_are_read_before_their_event(figures: Any, self: StepEnd) -> dict[str, float]:
-    return dict(zip(self._names, self._values.tolist(), strict=True))
+def figures_are_read_before_their_event(figures: Any, self: StepEnd) -> StepFigures:
+    return StepFigures(**dict(zip(self._names, self._values.tolist(), strict=True)))
 
 
 LATE = partial(

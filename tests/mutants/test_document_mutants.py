@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_lite.model import core_attention
-from megatron_lite.training import batches, loss_mask
-from megatron_lite.training.loss_mask import MaskedMean
+from megatron_lite.training import batches
+from megatron_lite.training.batches import MaskedMean
 from megatron_lite.training.step import StageRunner
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
 from tests.training import test_documents
@@ -34,12 +34,12 @@ def stages_in_the_middle_know_no_documents(init, self, *args, **kwargs):
     init(self, *args, **{**kwargs, "everywhere": False})
 
 
-@replaces("masked_mean", loss_mask, test_documents)
+@replaces("masked_mean", batches, test_documents)
 def micro_batches_weigh_as_many_tokens_as_they_have(mean, counts, parallel, *, per_token):
     return mean(counts, parallel, per_token=True)
 
 
-@replaces("masked_mean", loss_mask, test_documents)
+@replaces("masked_mean", batches, test_documents)
 def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
     total = torch.tensor(float(sum(counts)), dtype=torch.float64)
     factors = mean(counts, parallel, per_token=per_token).factors

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_lite.training import loop
 from megatron_lite.training.evaluate import Evaluations
-from megatron_lite.training.started_step import StepEnd
+from megatron_lite.training.step import StepEnd
 
 NOT_DONE = 0.0
 

@@ -20,9 +20,15 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.supervision.watch import Pulse
-from megatron_lite.training.batches import MicroBatch, MicroBatches, cut, document_rules
+from megatron_lite.training.batches import (
+    MaskedMean,
+    MicroBatch,
+    MicroBatches,
+    cut,
+    document_rules,
+    masked_mean,
+)
 from megatron_lite.training.evaluate import Evaluations
-from megatron_lite.training.loss_mask import MaskedMean, masked_mean
 from tests.support.changes import with_fields
 from tests.support.documents import ALL, EOD, documents_of, packed_batch, packed_text
 from tests.support.equality import difference, variant_config

@@ -14,8 +14,8 @@ import pytest
 from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.config.run import RunConfig
 from megatron_lite.training import log_files
-from megatron_lite.training.log_files import MetricsFile
-from megatron_lite.training.scalars import Points, TensorBoard
+from megatron_lite.training.log_files import metrics_file
+from megatron_lite.training.scalars import TensorBoard
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.syscalls import recorded
 
@@ -84,7 +84,7 @@ def test_points_are_on_the_disk_at_once_and_void_from_where_a_later_start_goes_o
         start = Progress(iteration=done, consumed_samples=4 * done)
         scalars = TensorBoard(str(tmp_path), start)
         for step in range(done + 1, 4):
-            scalars.write(Points(step, 4 * step, {"lm loss": loss}))
+            scalars.write(step, 4 * step, {"lm loss": loss})
         assert losses(tmp_path)[-1] == (3, loss), "before the file is closed"
         scalars.close()
     assert losses(tmp_path) == [(1, 5.0), (2, 5.0), (3, 7.0)]
@@ -150,11 +150,11 @@ def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_
             for name in ("replace", "unlink"):
                 patch.setattr(os, name, wrapped(name, getattr(os, name)))
             try:
-                MetricsFile(str(path), after_iteration=3)
+                metrics_file(str(path), 3)
                 finished = True
             except Killed:
                 assert path.read_text() in (ROWS, ROWS[: len(ROWS) // 5 * 3])
-        MetricsFile(str(path), after_iteration=3)
+        metrics_file(str(path), 3)
         assert path.read_text() == ROWS[: len(ROWS) // 5 * 3]
         assert (folder / "m.previous").read_text() == ROWS
         assert sorted(other.name for other in folder.iterdir()) == ["m", "m.previous"]
@@ -166,7 +166,7 @@ def test_the_new_text_is_on_the_disk_before_it_takes_the_files_name(tmp_path: Pa
     path = tmp_path / "m"
     path.write_text(ROWS)
     with recorded() as calls:
-        MetricsFile(str(path), after_iteration=3)
+        metrics_file(str(path), 3)
     renamed = next((place for place, call in enumerate(calls) if call.target == str(path)), None)
     assert renamed is not None
     assert calls[renamed - 1].name == "fsync" and calls[renamed - 1].times == calls[renamed].times

@@ -13,8 +13,13 @@ import torch
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.plan.hardware import MACHINES
-from megatron_lite.training.iteration_line import Interval, IterationRecord, iteration_line
-from megatron_lite.training.run_facts import RunFacts, peak_rate
+from megatron_lite.training.iteration_line import (
+    Interval,
+    IterationRecord,
+    RunFacts,
+    iteration_line,
+    peak_rate,
+)
 from tests.support.changes import with_fields
 from tests.support.gpus import show_gpus
 from tests.support.ranks import run_ranks

@@ -15,9 +15,8 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.messages import told_if_slow
-from megatron_lite.training.iteration_line import Interval, IterationRecord, short_row
+from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, short_row
 from megatron_lite.training.peak_memory import PeakMemory
-from megatron_lite.training.run_facts import RunFacts
 from megatron_lite.training.start_text import arguments_table, short_settings
 from tests.support.changes import with_fields
 from tests.support.limits import HANG_S

@@ -31,9 +31,8 @@ from megatron_lite.recompute.schedule import plan_model
 from megatron_lite.tensor_parallel import cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.batches import MicroBatch, cut, document_rules
+from megatron_lite.training.batches import MicroBatch, cut, document_rules, masked_mean
 from megatron_lite.training.build_trainer import build_optimizer, build_stages
-from megatron_lite.training.loss_mask import masked_mean
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter
 from megatron_lite.training.step import StageRunner, StepResult, train_step
 from tests.config.test_loss_chunks import TWO_PASSES

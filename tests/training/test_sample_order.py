@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.training.sample_order import CyclicOrder, microbatch_indices
+from megatron_lite.training.batches import CyclicOrder, microbatch_indices
 from tests.support.runs import rows, run_to_end, tiny_run
 
 
