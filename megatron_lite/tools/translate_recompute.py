@@ -20,7 +20,7 @@ from megatron_lite.config.parser import Parser
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.config_file import read_config_file
 from megatron_lite.tools.translation import Translation
-from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, layers_of, systems_of
+from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, systems_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         metavar="N",
         help="the layers of the model, or of its longest pipeline stage: "
-        "rules that would name no layer are left out (default: n_layer of a file of Modalities)",
+        "rules that would name no layer are left out",
     )
     add(
         "--tp",
@@ -106,8 +106,8 @@ def translated(
 ) -> Translation:
     """Returns the translation of a config.
 
-    num_layers: the layers of the model. None takes `n_layer` of a Modalities file; without either,
-    the translation is for any number of layers and may have a note on the fewest that it needs.
+    num_layers: the layers of the model. None: the translation is for any number of layers, and may
+    have a note on the fewest that it needs.
     Raises ValueError for a fault in the config, or for an option of another system.
     """
     options: dict[str, Any] = {}
@@ -119,18 +119,7 @@ def translated(
             raise ValueError(f"{flag} belongs to {' and '.join(systems)}: leave it out")
         if value is not None:
             options[name] = value
-    translation = SYSTEMS[system](config, **options)
-    count = layers_of(config) if num_layers is None and system == "modalities" else num_layers
-    if count is not None:
-        return translation.for_layers(count)
-    needed = translation.layers_needed
-    if needed == 1:
-        return translation
-    note = (
-        f"{translation.policy} needs a stage of {needed} layers or more: with fewer the launcher "
-        "refuses it; give --num-layers N for the flags of a smaller model"
-    )
-    return translation._replace(notes=(*translation.notes, note))
+    return SYSTEMS[system](config, **options).for_layers(num_layers)
 
 
 def _system(config: Any, named: str | None) -> str:

@@ -36,12 +36,13 @@ class ConfigKey(NamedTuple):
     """A key that is read.
 
     kinds: its types; None is null. note: why it has no counterpart here. name: its name here, if a
-    table of several systems has one.
+    table of several systems has one. choices: its values other than null; () if any value will do.
     """
 
     kinds: tuple[type | None, ...] = (bool,)
     note: str = ""
     name: str = ""
+    choices: Collection[str] = ()
 
 
 class Translation(NamedTuple):
@@ -66,30 +67,29 @@ class Translation(NamedTuple):
         policy = ("--recompute-policy", str(self.policy)) if self.rules else ()
         return (*policy, *self.more)
 
-    @property
-    def layers_needed(self) -> int:
-        """The fewest layers of a pipeline stage of which every rule of the policy names one."""
-        firsts = (min(layers.first for layers in rule.layers) for rule in self.rules)
-        return 1 + max(firsts, default=0)
-
-    def for_layers(self, num_layers: int) -> Translation:
+    def for_layers(self, num_layers: int | None) -> Translation:
         """Returns the translation for stages of `num_layers` layers.
 
         A rule that names none of them is left out, with a note. The launcher would refuse it, since
-        it does nothing.
+        it does nothing. None: for any number, with a note on the fewest layers that it needs.
         """
-        kept, notes = [], list(self.notes)
-        for rule in self.rules:
-            if any(layers.first < num_layers for layers in rule.layers):
-                kept.append(rule)
-            else:
-                notes.append(
-                    f"{rule} names no layer of {num_layers}: nothing is recomputed by it, and it "
-                    "is left out"
-                )
-        if self.rules and not kept:
-            kept = [unit(0)]
-        return self._replace(rules=tuple(kept), notes=tuple(notes))
+        firsts = {rule: min(layers.first for layers in rule.layers) for rule in self.rules}
+        needed = 1 + max(firsts.values(), default=0)
+        if num_layers is None:
+            notes = [
+                f"{self.policy} needs a stage of {needed} layers or more: with fewer the launcher "
+                "refuses it; give --num-layers N for the flags of a smaller model"
+            ]
+            return self._replace(notes=(*self.notes, *notes[: needed > 1]))
+        kept = tuple(rule for rule in self.rules if firsts[rule] < num_layers)
+        notes = [
+            f"{rule} names no layer of {num_layers}: nothing is recomputed by it, and it is left "
+            "out"
+            for rule in self.rules
+            if rule not in kept
+        ]
+        rules = kept or (self.rules and (unit(0),))
+        return self._replace(rules=rules, notes=(*self.notes, *notes))
 
 
 class ConfigReader:
@@ -119,7 +119,8 @@ class ConfigReader:
         return self.config[name]
 
     def values(self, given: Any, keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
-        """Returns the values of a section. They must have known keys and the keys' types.
+        """Returns the values of a section. They must have known keys, and the keys' types and
+        choices.
 
         A text `${a.b}` stands for the value at that place in the file.
         """
@@ -129,15 +130,16 @@ class ConfigReader:
             self.require(
                 key in keys, f"unknown key {shown(key)} (known: {', '.join(keys) or 'none'})"
             )
-            kinds, note, name = keys[key]
+            kinds, note, name, choices = keys[key]
             value = self.resolved(value, key)
-            types = tuple(type(None) if kind is None else kind for kind in kinds)
             self.require(
-                # Python's bool is an int too.
-                isinstance(value, types) and (value not in (True, False) or type(value) in types),
-                f"{key} must be {' or '.join(_spelled(kind) for kind in kinds)} "
+                # not isinstance, since Python's bool is an int too
+                object in kinds or (None if value is None else type(value)) in kinds,
+                f"{key} must be {' or '.join(kind.__name__ if kind else 'null' for kind in kinds)} "
                 f"(got {shown(value)})",
             )
+            if choices and value is not None:
+                self.choice(key, value, choices)
             if note and value not in (None, False, "default"):
                 self.note(f"{key} has no counterpart: {note}")
             found[name or key] = value
@@ -253,10 +255,6 @@ def _is_quiet(value: Any, quiet: Collection[object]) -> bool:
                 return value[switch] in OFF
         return all(_is_quiet(below, quiet) for below in value.values())
     return value == [] or any(value is one or (value == one and one != 1) for one in quiet)
-
-
-def _spelled(kind: type | None) -> str:
-    return "null" if kind is None else kind.__name__
 
 
 def named(place: str) -> str:

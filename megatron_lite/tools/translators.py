@@ -46,7 +46,7 @@ OPERATORS = {
 }
 TORCHTUNE = {
     "enable_activation_checkpointing": ConfigKey(),
-    "ac_mode": ConfigKey((str, None)),
+    "ac_mode": ConfigKey((str, None), choices=(NONE, WHOLE, SELECTIVE)),
     "ac_option": ConfigKey((int, str, None)),
     "enable_activation_offloading": ConfigKey(),
     "activation_offloading_use_streams": ConfigKey(note="copies overlap wherever the device can"),
@@ -56,11 +56,13 @@ TORCHTUNE = {
 }
 OF_ACTIVATIONS = re.compile(r"(\w+_)?(ac|activations?)(_\w+)?$")
 EMBEDDING_AND_OUTPUT = ("tok_embeddings", "output")  # names in torchtune, maybe after "decoder."
-TITAN_TABLE, MM_SHAPES = "activation_checkpoint", "per_op_sac_force_recompute_mm_shapes_by_fqns"
+TITAN_TABLE = "activation_checkpoint"
 TORCHTITAN = {
-    "mode": ConfigKey((str,)),
+    "mode": ConfigKey((str,), choices=(NONE, WHOLE, SELECTIVE, BUDGET)),
     "selective_ac_option": ConfigKey((int, str)),
-    MM_SHAPES: ConfigKey((list,)),
+    "per_op_sac_force_recompute_mm_shapes_by_fqns": ConfigKey(
+        (list,), "ops(...) tells operators apart, not their shapes"
+    ),
     "early_stop": ConfigKey(
         note="a replay leaves out its last matmul unless --no-recompute-tail-skip is given"
     ),
@@ -96,25 +98,24 @@ SIZES = (
     *(("", "tensor_parallel_size"), ("tensor_parallel", "autotp_size")),
     *(("model_parallelism", "tensor_parallel_size"), ("tensor_parallelism", "parallel_size")),
 )
-BY_VARIANT, BY_CLASS = "ac_variant", "activation_checkpointing_modules"
-SWITCH = "do_apply_activation_checkpointing"
-OF_CLASSES = {BY_CLASS: ConfigKey((list, None)), SWITCH: ConfigKey(), "model": ConfigKey((object,))}
-OF_VARIANT = {
-    BY_VARIANT: ConfigKey((str,)),
-    "sac_variant": ConfigKey((str,), name=BY_VARIANT),  # in earlier versions
-    "ac_fun_params": ConfigKey((Mapping, None)),
-    "sac_fun_params": ConfigKey((Mapping, None), name="ac_fun_params"),
-    "layers_fqn": ConfigKey((str,), "the policy counts the layers of the model that is trained"),
-    "model": ConfigKey((object,)),
-}
-# A mapping with one of these keys says what to recompute.
-MODALITIES = (BY_CLASS, SWITCH, BY_VARIANT, "sac_variant", "sac_fun_params")
 # The values of ac_variant, and the parameters of each.
 VARIANTS: dict[str, dict[str, ConfigKey]] = {
     "full_activation_checkpointing": {},
     "selective_layer_activation_checkpointing": {"ac_freq": ConfigKey((int,))},
     "selective_op_activation_checkpointing": {"save_ops_keys": ConfigKey((list,))},
 }
+BY_VARIANT, BY_CLASS = "ac_variant", "activation_checkpointing_modules"
+OF_CLASSES = {BY_CLASS: ConfigKey((list, None)), "model": ConfigKey((object,))}
+OF_VARIANT = {
+    BY_VARIANT: ConfigKey((str,), choices=VARIANTS),
+    "sac_variant": ConfigKey((str,), name=BY_VARIANT, choices=VARIANTS),  # in earlier versions
+    "ac_fun_params": ConfigKey((dict, None)),
+    "sac_fun_params": ConfigKey((dict, None), name="ac_fun_params"),
+    "layers_fqn": ConfigKey((str,), "the policy counts the layers of the model that is trained"),
+    "model": ConfigKey((object,)),
+}
+# A mapping with one of these keys says what to recompute.
+MODALITIES = (BY_CLASS, BY_VARIANT, "sac_variant", "sac_fun_params")
 # The endings of the names of classes that are whole layers, and the names of MLPs.
 LAYER_CLASSES = ("Block", "DecoderLayer", "TransformerLayer", "EncoderLayer")
 MLP_CLASSES = ("TransformerMLP", "SwiGLU", "MLP")
@@ -136,10 +137,12 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
         if (key := re.sub(r"^(training\.)?(fsdp\.)?", "", place)) in TORCHTUNE
         or OF_ACTIVATIONS.match(key)  # a key that torchtune does not know is an error
     }
-    given = reader.values(dict(places.values()), TORCHTUNE)
-    enabled, mode = given.get("enable_activation_checkpointing", False), given.get("ac_mode")
-    if mode is not None:
-        reader.choice("ac_mode", mode, (NONE, WHOLE, SELECTIVE))
+    given = reader.values(dict(places.values()), TORCHTUNE).get
+    enabled, mode, option = (
+        given("enable_activation_checkpointing"),
+        given("ac_mode"),
+        given("ac_option"),
+    )
     reader.require(
         not (enabled and mode == NONE),
         "enable_activation_checkpointing true and ac_mode none contradict each other: leave one of "
@@ -150,27 +153,27 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
             f"ac_mode {mode} beside enable_activation_checkpointing true makes torchtune apply "
             "neither; here ac_mode says how"
         )
-    mode, option = mode or (WHOLE if enabled else NONE), given.get("ac_option")
+    mode = mode or (WHOLE if enabled else NONE)
     if option is not None and mode != SELECTIVE:
         reader.note(f"ac_option has no meaning with ac_mode {mode}")
-    offloaded = given.get("enable_activation_offloading", False)
-    reader.require(
-        enabled or not offloaded,
-        "enable_activation_offloading needs enable_activation_checkpointing true",
-    )
     rules = [_selected(reader, mode, "ac_option", option)]
-    if offloaded:
+    if given("enable_activation_offloading"):
+        reader.require(
+            enabled is True,
+            "enable_activation_offloading needs enable_activation_checkpointing true",
+        )
         others = [unit(0, "host")] if rules[0].layers != EVERY else []
         rules = [replace(rules[0], store="host"), *others]
-    names = [str(name) for name in given.get("custom_sharded_layers") or ()]
-    known = [name for name in names if name.removeprefix("decoder.") in EMBEDDING_AND_OUTPUT]
-    if len(known) < len(names) or len(known) == 1:
+    names = [str(name).removeprefix("decoder.") for name in given("custom_sharded_layers") or ()]
+    if names and set(names) != set(EMBEDDING_AND_OUTPUT):
         reader.note(
             f"custom_sharded_layers {shown(names)} has no counterpart: "
             "--fsdp-memory-efficient-wrapping is for token embedding and output projection"
         )
-    wrapped = bool(known) or any(
-        given.get(f"memory_efficient_{key}", False) for key in ("wrapping", "fsdp_wrap")
+    wrapped = (
+        not set(names).isdisjoint(EMBEDDING_AND_OUTPUT)
+        or given("memory_efficient_wrapping")
+        or given("memory_efficient_fsdp_wrap")
     )
     more = ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"] if wrapped else []
     return reader.result(places, *rules, more=more)
@@ -193,13 +196,6 @@ def from_torchtitan(config: Mapping[str, Any]) -> Translation:
         table = reader.section(TITAN_TABLE)
     given = reader.values(table, TORCHTITAN)
     mode, option = given.get("mode", SELECTIVE), given.get("selective_ac_option", "2")
-    reader.choice("mode", mode, (NONE, WHOLE, SELECTIVE, BUDGET))
-    shapes = [name for name in given.get(MM_SHAPES, ()) if name != "moe.router.gate"]
-    reader.require(
-        not (shapes and mode == SELECTIVE and option == "op"),
-        f"{MM_SHAPES} {shown(shapes)} is not translated: ops(...) tells operators apart, not their "
-        "shapes",
-    )
     if mode != BUDGET:
         if "memory_budget" in given:
             reader.note(f"memory_budget has no counterpart: it has no meaning with mode {mode}")
@@ -255,14 +251,18 @@ def from_section(
     reader, keys = ConfigReader(system, config), PARTITIONING[system]
     given = reader.values(reader.section(SECTION), keys)
     theirs = {own.name: key for key, own in keys.items()}
-    sizes = _sizes_of_file(reader)
     if not given.get("enable", "enable" not in keys):
         for name in ("split", "host", "contiguous"):
             if given.get(name):
                 reader.note(f"{theirs[name]} does nothing without enable true")
         return reader.result([SECTION], unit(0))
-    if tp_size is not None:
-        sizes["--tp"] = tp_size
+    sizes = {} if tp_size is None else {"--tp": tp_size}
+    for name, key in SIZES:
+        part = config.get(name) if name else config
+        # a section with enable false does not count
+        if isinstance(part, Mapping) and key in part and part.get("enable") is not False:
+            place = f"{name}.{key}".removeprefix(".")
+            sizes[place] = reader.resolved(part[key], place)
     for place, size in sizes.items():
         reader.require(
             type(size) is int and size >= 1,
@@ -275,35 +275,15 @@ def from_section(
     split, contiguous = given.get("split", False), given.get("contiguous", False)
     reader.require(split or not contiguous, f"{theirs['contiguous']} needs {theirs['split']} true")
     reader.require(
-        not split or bool(sizes),
-        f"{theirs['split']} splits inputs over tensor-parallel ranks, and the file does not say "
-        "how many there are: give --tp N",
-    )
-    reader.require(
-        not split or 1 not in sizes.values(),
-        f"{theirs['split']} needs a tensor-parallel size > 1 (got 1): set it to "
-        "false, since one rank has nobody to share an input with",
+        not split or any(size > 1 for size in sizes.values()),
+        f"{theirs['split']} splits inputs over tensor-parallel ranks and needs a tensor-parallel "
+        f"size > 1 (got {shown(sizes) if sizes else 'none'}): give --tp N, or set it to false",
     )
     stores = ["split"] * split + ["host"] * given.get("host", False)
     more = ["--contiguous-saved-activations"] * contiguous
-    of_file = [size for place, size in sizes.items() if place != "--tp"]
-    if split and of_file:
-        more += ["--tensor-model-parallel-size", str(of_file[0])]
+    if split and sizes.keys() - {"--tp"}:
+        more += ["--tensor-model-parallel-size", str(max(sizes.values()))]
     return reader.result([SECTION], unit(1, "+".join(stores) or "device"), more=more)
-
-
-def _sizes_of_file(reader: ConfigReader) -> dict[str, Any]:
-    """Returns the tensor-parallel sizes of a file by their places.
-
-    A section with `enable` false does not count.
-    """
-    sizes = {}
-    for name, key in SIZES:
-        part = reader.config.get(name) if name else reader.config
-        if isinstance(part, Mapping) and key in part and part.get("enable") is not False:
-            place = f"{name}.{key}".removeprefix(".")
-            sizes[place] = reader.resolved(part[key], place)
-    return sizes
 
 
 def from_modalities(config: Mapping[str, Any], *, component: str | None = None) -> Translation:
@@ -311,7 +291,7 @@ def from_modalities(config: Mapping[str, Any], *, component: str | None = None) 
 
     A config of Modalities is a graph of components, each a mapping with a `config`. They refer to
     others by `instance_key`. Whatever has `ac_variant` or `activation_checkpointing_modules`
-    recomputes: a component, the `config` of one, or the settings of the earliest files.
+    recomputes: a component, or the `config` of one.
 
     component: the component to read, if the file has several that recompute.
     The layers are those of the model that is trained. `recompute.apply.apply_policy_` takes a
@@ -331,8 +311,7 @@ def from_modalities(config: Mapping[str, Any], *, component: str | None = None) 
         reader.note("no component activation_checkpointed is in use, so nothing is recomputed")
         return reader.result(parts, unit(0))
     given = parts.pop(in_use)
-    by_class = not given.keys().isdisjoint((BY_CLASS, SWITCH))
-    rule = _of_classes(reader, given) if by_class else _of_variant(reader, given)
+    rule = (_of_classes if BY_CLASS in given else _of_variant)(reader, given)
     for place in parts:
         reader.note(f"the component {named(place)} would recompute too, and is not the one in use")
     return reader.result(
@@ -340,25 +319,10 @@ def from_modalities(config: Mapping[str, Any], *, component: str | None = None) 
     )
 
 
-def layers_of(config: Any) -> int | None:
-    """Returns the `n_layer` of the model in a whole file, or None unless it has exactly one."""
-    reader = ConfigReader("modalities", config)
-    try:
-        numbers = {
-            reader.resolved(value, place)
-            for place, value in everything(config)
-            if f".{place}".endswith(".n_layer")
-        }
-    except (ValueError, TypeError):
-        return None
-    number = numbers.pop() if len(numbers) == 1 else None
-    return number if type(number) is int and number > 0 else None
-
-
 def _of_variant(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
     values = reader.values(given, OF_VARIANT)
     variant, fqn = values.get(BY_VARIANT), values.get("layers_fqn", "layers")
-    reader.choice(BY_VARIANT, variant, VARIANTS)
+    reader.choice(BY_VARIANT, variant, VARIANTS)  # it may be missing
     reader.require(
         all(part.isidentifier() or part.isdigit() for part in fqn.split(".")),
         f"layers_fqn must be a name such as transformer.h (got {shown(fqn)})",
@@ -378,7 +342,7 @@ def _of_variant(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
 def _of_classes(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
     """Translates `activation_checkpointing_modules`, a list of classes whose modules recompute."""
     values = reader.values(given, OF_CLASSES)
-    names = values.get(BY_CLASS) or (["Block"] if values.get(SWITCH) else [])
+    names = values.get(BY_CLASS) or []
     units = [  # classes of FSDP units, which are layers
         value for place, value in everything(reader.config) if "block_names." in place
     ]
@@ -402,8 +366,6 @@ def _recomputing(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields what says in a file what to recompute, and its place."""
     for place, value in everything(config):
         if isinstance(value, Mapping) and not value.keys().isdisjoint(MODALITIES):
-            if place.startswith("settings."):  # of the earliest files, among other settings
-                value = {key: value[key] for key in OF_CLASSES if key in value}
             yield place.removesuffix(".config"), value
 
 
@@ -422,7 +384,7 @@ def _in_use(reader: ConfigReader, parts: Mapping[str, object], wanted: str | Non
     found = list(parts)
     if "app_state" in reader.config:
         reached = _reached(reader.config, "app_state")
-        found = [place for place in found if place in reached or place.startswith("settings.")]
+        found = [place for place in found if place in reached]
     reader.require(
         len(found) < 2, f"several components recompute ({several}): give --component NAME"
     )
@@ -458,7 +420,7 @@ _OF_SECTION = {  # both have cpu_checkpointing
 MARKS = {
     "torchtune": rf"(training\.)?({'|'.join(TORCHTUNE)})=|\w+\._component_=torchtune\.",
     "torchtitan": rf"({TITAN_TABLE}|job)=$",
-    "modalities": rf"(settings\.training\.)?({'|'.join(MODALITIES)})=|(\w+\.)?component_key=",
+    "modalities": rf"({'|'.join(MODALITIES)})=|(\w+\.)?component_key=",
     "deepspeed": "(train_batch_size|train_micro_batch_size_per_gpu|zero_optimization"
     "|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown"
     rf"|{SECTION}\.({_OF_SECTION['deepspeed']}))=",

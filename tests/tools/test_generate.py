@@ -24,7 +24,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.state import parallel_state
-from megatron_lite.tools.generate import Sampling, main
+from megatron_lite.tools.generate import main
 from megatron_lite.tools.generation import (
     config_for_ranks,
     find_step,
@@ -35,6 +35,7 @@ from megatron_lite.tools.generation import (
     token_probabilities,
     tokenizer_with_files,
 )
+from megatron_lite.tools.sampling import Sampling
 from tests.support.checkpoints import flip_bit
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks

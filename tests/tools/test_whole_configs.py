@@ -38,6 +38,7 @@ TRANSLATIONS = [
         "",
         OPS,
         [
+            "per_op_sac_force_recompute_mm_shapes_by_fqns",
             "early_stop",
             "training.enable_cpu_offload",
             "parallelism.fsdp_reshard_after_forward",
@@ -54,7 +55,12 @@ TRANSLATIONS = [
         ["compile", "fsdp_cpu_offload"],
     ),
     ("torchtune_grpo.yaml", "", "--recompute-policy '*:full'", []),
-    ("modalities_fsdp2.yaml", "", "--recompute-policy every-2+1:full", ["layers_fqn", "the"]),
+    (
+        "modalities_fsdp2.yaml",
+        "--num-layers 4",
+        "--recompute-policy every-2+1:full",
+        ["layers_fqn", "the"],
+    ),
     (
         "modalities_fsdp2.yaml",
         "--component unused_model",
@@ -62,7 +68,6 @@ TRANSLATIONS = [
         ["layers_fqn", "the"],
     ),
     ("modalities_fsdp1.yaml", "", "--recompute-policy '*:full'", []),
-    ("modalities_early.yaml", "", "--recompute-policy '*:full'", []),
     (
         "deepspeed_zero3.json",
         "--tp 2",
@@ -213,24 +218,6 @@ def test_a_file_that_tells_nothing_or_too_much_asks_for_the_system(
 ) -> None:
     (tmp_path / "a.json").write_text(text)
     assert message in fault([str(tmp_path / "a.json")], capsys)
-
-
-def test_modalities_own_number_of_layers_decides_unless_one_is_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The file has 4 layers: every ninth of them is none."""
-    path = tmp_path / "a.yaml"
-    path.write_text(
-        (CONFIGS / "modalities_fsdp2.yaml").read_text().replace("ac_freq: 2", "ac_freq: 9")
-    )
-    assert translate_recompute.main([str(path)]) == 0
-    out, err = capsys.readouterr()
-    assert (
-        out == "--recompute-policy '*:none'\n"
-        and "every-9+8:full names no layer of 4: nothing is recomputed by it" in err
-    )
-    assert translate_recompute.main([str(path), "--num-layers", "9"]) == 0
-    assert capsys.readouterr().out == "--recompute-policy every-9+8:full\n"
 
 
 def test_a_component_that_the_run_does_not_use_recomputes_nothing(
