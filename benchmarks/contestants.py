@@ -24,8 +24,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.step import StageRunner

@@ -18,8 +18,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import default_chunk_size
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState

@@ -23,7 +23,7 @@ from megatron_lite.config.units import parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatron_lite.model.stage_models import ModelStages
+    from megatron_lite.model.gpt import ModelStages
     from megatron_lite.plan.verdict import FitVerdict
     from megatron_lite.recompute.recompute_plan import RecomputePlan
 

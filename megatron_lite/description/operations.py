@@ -270,7 +270,7 @@ def rng_state(name: str, num_bytes: int) -> KeptTensor:
 
 
 def document_starts(sizes: Sizes) -> KeptTensor:
-    """Returns the starts of a micro-batch's documents (model/documents.py), which layers share."""
+    """Returns the starts of a micro-batch's documents (model/gpt.py), which layers share."""
     num_bytes = ID_BYTES * sizes.micro_batch_size * sizes.seq_length
     return KeptTensor("document starts", num_bytes, stays=True, shared=True, given=True)
 

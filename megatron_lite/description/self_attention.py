@@ -106,7 +106,7 @@ def _flash(
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
     exponentials. Its backward builds the scores again. With a window the layer keeps the same
-    tensors, since its mask is built again too (model/masked_attention.py). With documents it also
+    tensors, since its mask is built again too (model/core_attention.py). With documents it also
     keeps their starts. The exception is a mask with dropout on CUDA: torch's own function keeps
     the mask.
 

@@ -3,20 +3,23 @@ parameter names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.stages import Stage, whole_model
-from megatron_lite.model.block import TransformerBlock
-from megatron_lite.model.documents import NO_DOCUMENTS, Documents
 from megatron_lite.model.embedding import LanguageModelEmbedding
+from megatron_lite.model.layer import TransformerBlock
 from megatron_lite.model.rotary import RotaryTables, rotary_tables
 from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.sequence_spans import select
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weights import weight_of
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.tensor_parallel.cross_entropy import (
@@ -28,6 +31,23 @@ from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
 from megatron_lite.tensor_parallel.linear import column_parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+
+class Documents(NamedTuple):
+    """The places of a micro-batch's documents. A field is None if its flag is not given.
+
+    position_ids: [b, s/c] int64, the place of each of this rank's tokens within its document
+        (--reset-position-ids).
+    starts: [b, s] int64, for each token of the whole sequence the place of the first token of its
+        document (--reset-attention-mask).
+    """
+
+    position_ids: Tensor | None = None
+    starts: Tensor | None = None
+
+
+NO_DOCUMENTS = Documents()
+
 
 # Returns the incoming gradient of the token losses, [b, s], which backward will bring.
 LossGradient = Callable[[], Tensor]
@@ -239,3 +259,62 @@ class GPTModel(nn.Module):
                 *(select(table, cp.spans(seq_length), 0) for table in whole)
             )
         return self._rotary
+
+
+class ModelStages(nn.Module):
+    """The model chunks of one pipeline rank, in the order of the model: one for each of its stages.
+
+    Parameters have the names of the whole model. No two stages of a rank share a name.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+
+    def __iter__(self) -> Iterator[GPTModel]:
+        return iter(self.chunks)  # type: ignore[arg-type]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for chunk in self.chunks:
+            yield from chunk.named_parameters(prefix, recurse, remove_duplicate)
+
+    def constants(self) -> tuple[Tensor, ...]:
+        """Returns the tensors besides the parameters that outlive a step."""
+        return tuple(tensor for chunk in self for tensor in chunk.constants())
+
+
+def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelConfig) -> None:
+    """Shards the model in place: this rank keeps its rows of every parameter.
+
+    Does nothing without --use-torch-fsdp2, or without other data-parallel ranks. The rows of a
+    16-bit model become float32, and FSDP2 gathers them in 16 bits. The rank holds the whole model
+    until this call, so the weights must fit on it once.
+    """
+    if not config.use_torch_fsdp2 or parallel.dp_cp_mesh is None:
+        return
+    from megatron_lite.parallel.fsdp import Wrapping, fully_shard_  # late: 0.6 s
+
+    dtype = model.context.params_dtype
+    rounded = dtype in (torch.bfloat16, torch.float16)
+    own = dict(
+        embedding=None if model.embedding is None else "embedding.word_embeddings",
+        output=None if model.output_layer is None else "output_layer",
+    )
+    wrapping = Wrapping(
+        layers="decoder.layers",
+        reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
+        **(own if config.fsdp_memory_efficient_wrapping else {}),
+    )
+    reduce_dtype = torch.float32 if rounded else None
+    if config.grad_reduce_in_bf16:
+        reduce_dtype = torch.bfloat16
+    fully_shard_(
+        model,
+        parallel.dp_cp_mesh,
+        wrapping,
+        compute_dtype=dtype if rounded else None,
+        reduce_dtype=reduce_dtype,
+        forward_methods=("run_stage",),  # `loss` calls it
+    )

@@ -1,4 +1,6 @@
-"""One transformer layer, with dropout before each addition:
+"""The transformer layers of a stage: the MLP, the layer, and the stack with the norm after it.
+
+A layer has dropout before each addition:
 
 default                y = x + attention(norm(x)),  output = y + mlp(norm(y))
 --parallel-residual    y = x + attention(norm(x)),  output = y + mlp(norm(x))
@@ -10,14 +12,61 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.regions import LAYERNORM, MLP_REGION
+from megatron_lite.config.regions import ACTIVATION, LAYERNORM, MLP_REGION
+from megatron_lite.config.stages import Stage
+from megatron_lite.model.activations import activation_function
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.model.dropout import add_dropped_out
-from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
+from megatron_lite.recompute.layer_runner import run_layers
+from megatron_lite.recompute.ops import find_operators
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.region_runner import Regions
+from megatron_lite.recompute.stores import Stores
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.rank_context import RankContext
+
+
+class MLP(nn.Module):
+    """The MLP: [s/t under sequence parallelism else s, b, h] -> the same shape.
+
+    The activation's output is [s, b, f/t]. With a gated activation linear_fc1 computes [gate; up].
+    Its 2f rows form two blocks, and each block is split over the TP ranks.
+    """
+
+    def __init__(self, config: ModelConfig, context: RankContext) -> None:
+        super().__init__()
+        self.activation = activation_function(config, context.kernels)
+        self.output_is_read = config.norms_after  # by the backward of the norm after the MLP
+        blocks = config.fc1_blocks
+        self.linear_fc1 = ColumnParallelLinear(
+            config.hidden_size,
+            blocks * config.ffn_size,
+            bias=config.add_bias_linear,
+            init_std=config.init_method_std,
+            context=context,
+            tp_blocks=blocks,
+        )
+        self.linear_fc2 = RowParallelLinear(
+            config.ffn_size,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init_std=config.output_init_std,
+            context=context,
+        )
+
+    def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
+        """Runs the MLP. skip_tail: the output's values are never read; linear_fc2 is skipped."""
+        activated = regions.run_discarding(
+            ACTIVATION, self._activate, self.linear_fc1(hidden_states)
+        )
+        if not self.output_is_read:
+            regions.enter_tail()
+        return self.linear_fc2(activated, skip_tail)
+
+    def _activate(self, intermediate: Tensor) -> Tensor:
+        return self.activation(intermediate)
 
 
 class TransformerLayer(nn.Module):
@@ -93,4 +142,57 @@ class TransformerLayer(nn.Module):
             self.residual_stream,
             skip_tail=skip_tail,
             kernels=self.context.kernels,
+        )
+
+
+class TransformerBlock(nn.Module):
+    """The layers of one stage: [s/t under sequence parallelism else s, b, h] -> the same shape.
+
+    plan: what backward rebuilds.
+    stage: which layers these are. They keep their numbers in the whole model. Only the last stage
+        has the norm after its layers.
+    InputError: the plan names operators that torch does not have, or whose results cannot be kept.
+    """
+
+    def __init__(
+        self, config: ModelConfig, context: RankContext, plan: RecomputePlan, stage: Stage
+    ) -> None:
+        super().__init__()
+        for segment in plan.segments:
+            find_operators(segment.ops)
+        self.context, self.plan, self.stores = context, plan, Stores(context.device)
+        self.layers = nn.ModuleList()
+        for number in range(stage.first_layer, stage.first_layer + stage.num_layers):
+            self.layers.add_module(str(number), TransformerLayer(config, context, number))
+        self.final_layernorm = (
+            Norm(
+                config.hidden_size,
+                config,
+                context,
+                partial_grad=context.sequence_parallel,
+                reads_residual=True,
+            )
+            if stage.is_last
+            else None
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        rotary: RotaryTables | None,
+        plan: RecomputePlan | None = None,
+        document_starts: Tensor | None = None,
+    ) -> Tensor:
+        hidden_states = run_layers(
+            plan or self.plan,
+            list(self.layers),
+            hidden_states,
+            rotary,
+            document_starts,
+            rng=self.context.rng,
+            tp_group=self.context.group,
+            stores=self.stores,
+        )
+        return (
+            hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
         )

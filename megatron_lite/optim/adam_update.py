@@ -48,21 +48,17 @@ class AdamW:
     def __init__(
         self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
     ) -> None:
-        pieces = list(pieces)
-        self._config = config
+        pieces, self._config, self._groups = list(pieces), config, []
         self.states = {
             piece.name: {key: torch.zeros_like(piece.master) for key in STATES} for piece in pieces
         }
-        kinds = [(decays, at_an_end) for decays in (True, False) for at_an_end in (False, True)]
-        groups = [
-            Group(
-                [piece for piece in pieces if (piece.decays, piece.at_an_end) == kind],
-                config.weight_decay if kind[0] else 0.0,
-                kind[1],
-            )
-            for kind in kinds
-        ]
-        self._groups = [group for group in groups if group.pieces]
+        for decays in (True, False):
+            for at_an_end in (False, True):
+                group = [
+                    one for one in pieces if (one.decays, one.at_an_end) == (decays, at_an_end)
+                ]
+                if group:
+                    self._groups.append(Group(group, config.weight_decay * decays, at_an_end))
         # The fused kernel raises the step count of each piece, unless `skipped` is 1.
         self._steps = {
             piece.name: torch.zeros((), dtype=torch.float32, device=device) for piece in pieces

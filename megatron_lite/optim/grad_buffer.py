@@ -44,24 +44,11 @@ class Bucket:
     awaited: the parameters whose last gradient of the step has not arrived.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        tied: bool,
-    ) -> None:
-        self._rank, self.layout, self.tied = rank, layout, tied
+    def __init__(self, layout: BucketLayout, flat: Tensor, *, rank: int, tied: bool) -> None:
+        self.layout, self.flat, self.tied = layout, flat, tied
         self.places, self.own = layout.places, layout.own(rank)
-        self.flat = torch.zeros(layout.num_elements, dtype=dtype, device=device)
         self.awaited = set(layout.places)
         self.started: Started | None = None
-
-    def own_part(self, name: str, rank: int | None = None) -> slice:
-        """Implements BucketLayout.own_part. rank: None for this rank."""
-        return self.layout.own_part(name, self._rank if rank is None else rank)
 
 
 class GradBuffer:
@@ -85,34 +72,31 @@ class GradBuffer:
         self._in_bf16 = config.grad_reduce_in_bf16
         self.shards = parallel.dp_cp_size if config.use_distributed_optimizer else 1
         specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
-        gradients = [
-            Gradient(name, parameters[name].numel(), spec.sum_grad_over_tp, spec.tied)
-            for name, spec in specs.items()
-        ]
-        size = config.bucket_size(parallel.dp_cp_size) if self._overlaps else None
-        self.buckets = [
-            Bucket(
-                layout,
-                dtype=torch.promote_types(
-                    torch.float32, parameters[next(iter(layout.places))].dtype
-                ),
-                device=parallel.device,
-                rank=parallel.dp_cp_rank if self.shards > 1 else 0,
-                tied=any(specs[name].tied for name in layout.places),
-            )
-            for layout in bucket_layouts(gradients, bucket_size=size, shards=self.shards)
-        ]
-        self._parameters = dict(parameters)
+        self.buckets = []
+        for layout in bucket_layouts(
+            [
+                Gradient(name, parameters[name].numel(), spec.sum_grad_over_tp, spec.tied)
+                for name, spec in specs.items()
+            ],
+            bucket_size=config.bucket_size(parallel.dp_cp_size) if self._overlaps else None,
+            shards=self.shards,
+        ):
+            first = next(iter(layout.places))
+            dtype = torch.promote_types(torch.float32, parameters[first].dtype)
+            flat = torch.zeros(layout.num_elements, dtype=dtype, device=parallel.device)
+            rank = parallel.dp_cp_rank if self.shards > 1 else 0
+            self.buckets.append(Bucket(layout, flat, rank=rank, tied=specs[first].tied))
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
-        self.grads: dict[str, Tensor] = {}
-        # `.grad` may be the view, except for 16-bit parameters in a torch without `grad_dtype`.
-        self._added_by_hooks: dict[str, Tensor] = {}
+        self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._last: set[str] = set()  # the parameters whose next gradient is the last of this step
         self._num_started = 0
         self._measures_own_norm = False
         self._own_norms: list[Tensor] = []
         self.own_norm: Tensor | None = None
+        self.grads: dict[str, Tensor] = {}
+        # `.grad` may be the view, except for 16-bit parameters in a torch without `grad_dtype`.
+        self._added_by_hooks: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
             bucket = self.bucket_of[name]
             self.grads[name] = bucket.flat[bucket.places[name]].view_as(parameter)
@@ -189,33 +173,25 @@ class GradBuffer:
 
     def _accumulate(self, name: str, parameter: nn.Parameter, view: Tensor) -> None:
         """Registers the hook that puts every gradient of the parameter into the view."""
-
-        # For a 16-bit parameter in a torch without grad_dtype: `.grad` has the parameter's dtype,
-        # so the hook adds it to the float32 view and frees it.
-        def add_and_drop(owner: Tensor) -> None:
-            assert owner.grad is not None
-            view.add_(owner.grad)
-            owner.grad = None
-            if self._overlaps:
-                self._arrived(name)
+        adds = parameter.dtype != view.dtype and not hasattr(parameter, "grad_dtype")
+        if adds:
+            self._added_by_hooks[name] = view
+        elif parameter.dtype != view.dtype:
+            parameter.grad_dtype = view.dtype
 
         # The first gradient of a step is a tensor of autograd's own. The hook copies it and makes
         # `.grad` the view, so autograd adds later gradients in place and nothing needs zeroing.
-        def adopt_first(owner: Tensor) -> None:
+        # For a 16-bit parameter in a torch without grad_dtype, `.grad` has the parameter's dtype,
+        # so the hook adds every gradient to the float32 view and frees it.
+        def collect(owner: Tensor) -> None:
             assert owner.grad is not None
             if owner.grad is not view:
-                view.copy_(owner.grad)
-                owner.grad = view
+                (view.add_ if adds else view.copy_)(owner.grad)
+                owner.grad = None if adds else view
             if self._overlaps:
                 self._arrived(name)
 
-        if parameter.dtype != view.dtype and not hasattr(parameter, "grad_dtype"):
-            self._added_by_hooks[name] = view
-            parameter.register_post_accumulate_grad_hook(add_and_drop)
-            return
-        if parameter.dtype != view.dtype:
-            parameter.grad_dtype = view.dtype
-        parameter.register_post_accumulate_grad_hook(adopt_first)
+        parameter.register_post_accumulate_grad_hook(collect)
 
     def _arrived(self, name: str) -> None:
         """Begins to reduce complete buckets, in their order.

@@ -4,8 +4,7 @@
                     update
     Zero1           a piece is the part of a parameter in this rank's part of a bucket; the weights
                     are gathered after the update
-    FullySharded    a piece is this rank's rows of a parameter; the rank holds no other rows
-                    (fsdp_layout.py)
+    FullySharded    a piece is this rank's rows of a parameter; the rank holds no other rows (FSDP2)
 
 A "whole" parameter is the shard that one tensor-parallel rank holds. Pieces do not depend on tensor
 parallelism, except that some gradients are summed over its ranks.
@@ -27,10 +26,10 @@ The forward of each module first waits for the buckets that hold its own paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +37,17 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.grad_buffer import Bucket, GradBuffer
-from megatron_lite.parallel.collectives import Started, all_gather_first_dim, start_all_gather_into_
+from megatron_lite.parallel.collectives import (
+    Started,
+    all_gather_first_dim,
+    all_reduce_,
+    start_all_gather_into_,
+)
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.parallel.torch_internals import foreach_copy_
-from megatron_lite.parallel.weights import READER
+from megatron_lite.parallel.torch_internals import address_of, foreach_copy_
+from megatron_lite.parallel.weights import READER, gathered_dtype, local_part
 
-if TYPE_CHECKING:
-    from megatron_lite.optim.fsdp_layout import FullySharded
-
-Layout: TypeAlias = "Replicated | FullySharded"
 # The weights that --decoupled-lr is for, by the ends of their names.
 ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -116,24 +116,33 @@ class Replicated:
         too.
     """
 
+    gradients: Any  # a GradBuffer, or what has its methods
     shard_group: ProcessGroup | None = None
     replicates_weights = True
 
     def __init__(
         self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig
     ) -> None:
+        self._parallel, self._config = parallel, config
         self._parameters = dict(model.named_parameters())
-        self.keeps_masters = any(is_rounded(one.dtype) for one in self._parameters.values())
-        self.gradients = GradBuffer(self._parameters, parallel, config)
-        self.pieces = self._new_pieces()
+        self.keeps_masters = any(
+            is_rounded(gathered_dtype(one)) for one in self._parameters.values()
+        )
+        self.pieces = self._new_pieces(model)
 
-    def _new_pieces(self) -> list[Piece]:
+    def _new_pieces(self, model: nn.Module) -> list[Piece]:
+        """Makes `gradients`, and returns the pieces."""
+        self.gradients = GradBuffer(self._parameters, self._parallel, self._config)
         pieces = []
         for name, parameter in self._parameters.items():
             master = parameter.detach().float() if is_rounded(parameter.dtype) else parameter
             master.grad = self.gradients.grads[name]
             pieces.append(Piece.of(name, parameter, master))
         return pieces
+
+    def _lengths(self, name: str) -> list[int]:
+        """Returns how many elements of a parameter each rank of `shard_group` has a piece of."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -151,10 +160,20 @@ class Replicated:
     def whole(self, name: str, value: Tensor | None) -> Tensor:
         """Returns a whole tensor, such as a moment, from the parts of all ranks.
 
+        Issues one all-gather of parts padded to the longest one, if the ranks hold different parts.
         value: this rank's part, the elements of its piece; None if it has no piece.
         """
-        assert value is not None, name
-        return value
+        if self.shard_group is None:
+            assert value is not None, name
+            return value
+        parameter, lengths = self._parameters[name], self._lengths(name)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        padded = torch.zeros(max(lengths), dtype=dtype, device=parameter.device)
+        if value is not None:
+            padded[: value.numel()].copy_(value.detach().reshape(-1))
+        rows = all_gather_first_dim(padded, self.shard_group).view(len(lengths), -1)
+        parts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return torch.cat(parts).view(parameter.shape)
 
     def weight(self, name: str) -> Tensor:
         """Returns a whole weight, as a checkpoint holds it."""
@@ -176,15 +195,14 @@ class _Weights:
     """
 
     def __init__(self, bucket: Bucket, parameters: dict[str, nn.Parameter]) -> None:
-        dtypes = {parameters[name].dtype for name in bucket.places}
-        assert len(dtypes) == 1, f"parameters of one dtype: {dtypes}"
-        self.flat = torch.zeros(bucket.flat.numel(), dtype=dtypes.pop(), device=bucket.flat.device)
+        (dtype,) = {parameters[name].dtype for name in bucket.places}
+        self.flat = torch.zeros(bucket.flat.numel(), dtype=dtype, device=bucket.flat.device)
         # Assigning `.data` keeps the Parameter objects, on which the gradient hooks are registered.
         for name, place in bucket.places.items():
             self.flat[place].copy_(parameters[name].detach().view(-1))
             parameters[name].data = self.flat[place].view(parameters[name].shape)
         self.own = self.flat[bucket.own]
-        self.masters = self.own.float() if is_rounded(self.flat.dtype) else self.own
+        self.masters = self.own.float() if is_rounded(dtype) else self.own
         self.gather = Started(self.flat)
 
     def finish(self) -> None:
@@ -196,67 +214,55 @@ class _Weights:
 class Zero1(Replicated):
     """The layout of ZeRO-1. A step issues one reduce-scatter and one all-gather for each bucket."""
 
-    def __init__(
-        self, model: nn.Module, parallel: ParallelState, config: DataParallelConfig
-    ) -> None:
-        assert parallel.dp_cp_group is not None
-        self._group = self.shard_group = parallel.dp_cp_group
-        self._overlaps = config.overlap_param_gather
-        super().__init__(model, parallel, config)
-        if self._overlaps:
-            self._wait_before_use(model)
-
     @torch.no_grad()
-    def _new_pieces(self) -> list[Piece]:
-        self._weights = [_Weights(one, self._parameters) for one in self.gradients.buckets]
-        self._weights_of = {
-            name: weights
-            for weights, bucket in zip(self._weights, self.gradients.buckets, strict=True)
-            for name in bucket.places
-        }
+    def _new_pieces(self, model: nn.Module) -> list[Piece]:
+        self.shard_group = self._parallel.dp_cp_group
+        self.gradients = GradBuffer(self._parameters, self._parallel, self._config)
+        self._weights = {one: _Weights(one, self._parameters) for one in self.gradients.buckets}
         pieces = []
         for name, parameter in self._parameters.items():
             bucket = self.gradients.bucket_of[name]
             # The part's border may cut the parameter, or leave this rank none of it.
-            part, first = bucket.own_part(name), bucket.places[name].start
+            part = bucket.layout.own_part(name, self._parallel.dp_cp_rank)
             if part.start < part.stop:
+                first = bucket.places[name].start
                 place = slice(first + part.start, first + part.stop)
                 own = slice(place.start - bucket.own.start, place.stop - bucket.own.start)
-                master = self._weights_of[name].masters[own]
+                master = self._weights[bucket].masters[own]
                 # a view, which holds the summed gradient once the bucket is reduced
                 master.grad = bucket.flat[place]
                 pieces.append(Piece.of(name, parameter, master, start=part.start))
+        if self._config.overlap_param_gather:
+            self._wait_before_use(model)
         return pieces
+
+    def _lengths(self, name: str) -> list[int]:
+        layout = self.gradients.bucket_of[name].layout
+        parts = [layout.own_part(name, rank) for rank in range(layout.shards)]
+        return [max(part.stop - part.start, 0) for part in parts]
 
     @torch.no_grad()
     def publish(self) -> None:
         """Rounds the masters of a 16-bit model, and gathers all weights in the order of use."""
+        assert self.shard_group is not None
         # The buckets are in the reverse order of their use; a tied embedding is the last bucket.
-        for weights in reversed(self._weights):
+        for weights in reversed(self._weights.values()):
             if weights.masters is not weights.own:
                 weights.own.copy_(weights.masters)
             # A module that took no part in the step has not waited for the gather before this one.
             weights.finish()
-            weights.gather = start_all_gather_into_(weights.flat, weights.own, self._group)
-            if not self._overlaps:
+            weights.gather = start_all_gather_into_(weights.flat, weights.own, self.shard_group)
+            if not self._config.overlap_param_gather:
                 weights.finish()
 
     def finish(self) -> None:
         """Waits for the gathers that `publish` has begun."""
-        for weights in self._weights:
+        for weights in self._weights.values():
             weights.finish()
-
-    def whole(self, name: str, value: Tensor | None) -> Tensor:
-        """Implements Replicated.whole. Issues one all-gather."""
-        bucket = self.gradients.bucket_of[name]
-        parts = [bucket.own_part(name, rank) for rank in range(self._group.size())]
-        lengths = [max(part.stop - part.start, 0) for part in parts]
-        flat = gather_parts(value, lengths, self._group, like=bucket.flat)
-        return flat.view(self._parameters[name].shape)
 
     def weight(self, name: str) -> Tensor:
         """Returns the parameter itself, once its gather is complete."""
-        self._weights_of[name].finish()
+        self._weights[self.gradients.bucket_of[name]].finish()
         return self._parameters[name]
 
     def _wait_before_use(self, model: nn.Module) -> None:
@@ -265,40 +271,111 @@ class Zero1(Replicated):
         A module waits before its forward, and before `weight_of` reads its weight alone.
         """
         names = {parameter: name for name, parameter in self._parameters.items()}
+
+        def finish_(module: nn.Module, *_: object) -> None:
+            for parameter in module.parameters(recurse=False):
+                self.weight(names[parameter])
+
+        def read(module: nn.Module) -> Tensor:
+            finish_(module)
+            return module.weight  # type: ignore[return-value]
+
         for module in model.modules():
-            own = module.parameters(recurse=False)
-            awaited = list(dict.fromkeys(self._weights_of[names[one]] for one in own))
-            if awaited:
-                module.register_forward_pre_hook(partial(_finish, awaited))
-                module.__dict__[READER] = partial(_finish_and_read, awaited, module)
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(finish_)
+                module.__dict__[READER] = partial(read, module)
 
 
-def _finish(awaited: Iterable[_Weights], *_: object) -> None:
-    for weights in awaited:
-        weights.finish()
+class FullySharded(Replicated):
+    """The layout, and its `gradients`, of a model that FSDP2 has sharded (parallel/fsdp.py).
 
+    The sharded parameters are the float32 masters themselves, since FSDP2 rounds the weights that
+    it gathers. It reduces the gradients of every micro-batch while backward runs, and adds up the
+    rows' gradients in float32. Before the reduction gradients have the dtype of the gathered
+    weights. The gradient of a tied weight is therefore the sum of two rounded ones.
 
-def _finish_and_read(awaited: Iterable[_Weights], module: nn.Module) -> Tensor:
-    _finish(awaited)
-    return module.weight  # type: ignore[return-value]
+    In a step the layout issues only the sums over the TP ranks and over the pipeline's first and
+    last stage, because torch's functions know one mesh only. FSDP2 issues the others.
+    """
+
+    replicates_weights = False
+    own_norm: Tensor | None = None
+
+    def _new_pieces(self, model: nn.Module) -> list[Piece]:
+        self.gradients, self.shard_group = self, self._parallel.dp_cp_group
+        pieces = []
+        for name, parameter in self._parameters.items():
+            rows = local_part(parameter)
+            assert rows is not parameter, f"{name} is not sharded: fully_shard_ comes first"
+            start = sum(self._lengths(name)[: self._parallel.dp_cp_rank])
+            if rows.numel():
+                pieces.append(Piece.of(name, parameter, rows.detach(), start=start))
+        return pieces
+
+    def _lengths(self, name: str) -> list[int]:
+        # FSDP2 splits the rows like torch.chunk.
+        shape, size = self._parameters[name].shape, self._parallel.dp_cp_size
+        rows = -(-shape[0] // size)
+        return [
+            max(0, min(rows, shape[0] - rank * rows)) * shape[1:].numel() for rank in range(size)
+        ]
+
+    def measure_own_norm(self) -> None:
+        """Does nothing: FSDP2 sums the gradients before anyone can read them."""
+
+    def forget(self) -> None:
+        """Implements GradBuffer.forget. Frees the rows' gradients, those of FSDP2 and those of
+        the optimizer."""
+        for holder in (*self._parameters.values(), *(piece.master for piece in self.pieces)):
+            holder.grad = None
+
+    def sync_next_backward(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Does nothing: FSDP2 reduces in every backward."""
+
+    def reduce_(self) -> None:
+        """Implements GradBuffer.reduce_. Issues one all-reduce over TP for all partial gradients
+        together.
+
+        A tied weight's gradient needs another all-reduce, over the first and last stage.
+        """
+        for piece in self.pieces:
+            parameter, master = self._parameters[piece.name], piece.master
+            # The master must be the rows that FSDP2 gathers. torch 2.8 and 2.9 copy the rows of an
+            # uneven shard to new memory in the first forward.
+            rows = local_part(parameter).detach()
+            if address_of(rows.untyped_storage()) != address_of(master.untyped_storage()):
+                master.data = rows.view(master.shape)
+            # A parameter that took no part in the step has no gradient. Its piece gets zeros.
+            grad = parameter.grad
+            master.grad = torch.zeros_like(master) if grad is None else local_part(grad)
+        summands = [piece.grad for piece in self.pieces if piece.spec.sum_grad_over_tp]
+        if summands and self._parallel.tp_group is not None:
+            summed = all_reduce_(
+                torch.cat([grad.reshape(-1) for grad in summands]), self._parallel.tp_group
+            )
+            parts = summed.split([grad.numel() for grad in summands])
+            foreach_copy_(
+                summands, [part.view_as(grad) for part, grad in zip(parts, summands, strict=True)]
+            )
+        for piece in self.pieces:
+            if piece.spec.tied:
+                all_reduce_(piece.grad, self._parallel.embedding_group)
+
+    def publish(self) -> None:
+        """Does nothing: the next forward gathers the masters themselves."""
+
+    def weight(self, name: str) -> Tensor:
+        """Implements Replicated.weight. Issues one all-gather."""
+        parameter = self._parameters[name]
+        return self.whole(name, local_part(parameter)).to(gathered_dtype(parameter))
+
+    def set_weight(self, name: str, values: Tensor) -> None:
+        """Implements Replicated.set_weight."""
+        for piece in self.pieces:
+            if piece.name == name:
+                piece.take_(piece.master, values)
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
     """Returns whether weights of this dtype need a float32 master."""
     return torch.promote_types(dtype, torch.float32) != dtype
-
-
-def gather_parts(
-    part: Tensor | None, lengths: Sequence[int], group: ProcessGroup, *, like: Tensor
-) -> Tensor:
-    """Returns the parts of all ranks one after the other: [sum of lengths].
-
-    The function issues one all-gather of parts padded to the longest length.
-    part: this rank's part; None if it is empty. Rank i's part has lengths[i] elements.
-    like: a tensor with the dtype and the device of the parts.
-    """
-    padded = torch.zeros(max(lengths), dtype=like.dtype, device=like.device)
-    if part is not None:
-        padded[: part.numel()].copy_(part.detach().reshape(-1))
-    gathered = all_gather_first_dim(padded, group).view(len(lengths), -1)
-    return torch.cat([row[:length] for row, length in zip(gathered, lengths, strict=True)])

@@ -56,12 +56,6 @@ class LrSchedule:
         """
         if config.lr is None:
             raise ValueError("--lr is not set: training needs a learning rate")
-        chosen(
-            "--lr-decay-style",
-            config.lr_decay_style,
-            dict.fromkeys((*DECAYS, "constant", "inverse-square-root", "WSD")),
-        )
-        chosen("--lr-wsd-decay-style", config.lr_wsd_decay_style, DECAYS)
         decay = (
             config.lr_decay_samples
             or batches.consumed_after(config.lr_decay_iters or 0)

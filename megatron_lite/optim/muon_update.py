@@ -28,16 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.adam_update import adam_of
-from megatron_lite.optim.layouts import Layout, Piece
+from megatron_lite.optim.layouts import Piece, Replicated
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.state import ParallelState
@@ -46,34 +44,27 @@ MOMENTUM = "momentum_buffer"
 EPSILON = 1e-7
 
 
-class Coefficients(NamedTuple):
-    """a, b and c of one step."""
-
-    a: float
-    b: float
-    c: float
-
-
+Coefficients = tuple[float, float, float]  # a, b and c of one step
 # Keller Jordan, kellerjordan.github.io/posts/muon: the steepest polynomial at 0, in every step.
-SIMPLE = (Coefficients(3.4445, -4.7750, 2.0315),)
+SIMPLE = ((3.4445, -4.7750, 2.0315),)
 # leloykun.github.io/ponder/muon-opt-coeffs: five steps to a narrow band of singular values.
 QUINTIC = (
-    Coefficients(4.0848, -6.8946, 2.9270),
-    Coefficients(3.9505, -6.3029, 2.6377),
-    Coefficients(3.7418, -5.5913, 2.3037),
-    Coefficients(2.8769, -3.1427, 1.2046),
-    Coefficients(2.8366, -3.0525, 1.2012),
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
 )
 # arXiv 2505.16932, with its safety factor of 1.01: the last step repeats.
 POLAR_EXPRESS = (
-    Coefficients(8.2051, -22.9019, 16.4607),
-    Coefficients(4.0664, -2.8612, 0.5184),
-    Coefficients(3.9096, -2.8234, 0.5250),
-    Coefficients(3.2856, -2.4153, 0.4853),
-    Coefficients(2.2779, -1.6198, 0.3985),
-    Coefficients(1.8726, -1.2307, 0.3585),
-    Coefficients(1.8564, -1.2132, 0.3568),
-    Coefficients(1.8750, -1.2500, 0.3750),
+    (8.2051, -22.9019, 16.4607),
+    (4.0664, -2.8612, 0.5184),
+    (3.9096, -2.8234, 0.5250),
+    (3.2856, -2.4153, 0.4853),
+    (2.2779, -1.6198, 0.3985),
+    (1.8726, -1.2307, 0.3585),
+    (1.8564, -1.2132, 0.3568),
+    (1.8750, -1.2500, 0.3750),
 )
 # By the name of --muon-coefficient-type: the coefficients of the first so many steps.
 STEPS: Mapping[str, Callable[[int], tuple[Coefficients, ...]]] = {
@@ -116,7 +107,7 @@ class Muon:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Replicated,
         specs: Mapping[str, ParameterSpec],
         config: OptimizerConfig,
         parallel: ParallelState,
@@ -128,17 +119,13 @@ class Muon:
             config.muon_num_ns_steps
         )
         self._matrices = {name: spec for name, spec in specs.items() if spec.matrices}
-        self._pieces = {
-            piece.name: piece for piece in layout.pieces if piece.name in self._matrices
-        }
-        others = [piece for piece in layout.pieces if piece.name not in self._matrices]
+        self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
+        others = [one for one in layout.pieces if one.name not in self._matrices]
         self._adam = adam_of(others, config, parallel.device)
-        self.states: dict[str, dict[str, Tensor]] = {
-            piece.name: {MOMENTUM: torch.zeros_like(piece.master)}
-            if piece.name in self._matrices
-            else self._adam.states[piece.name]
-            for piece in layout.pieces
+        momenta = {
+            name: {MOMENTUM: torch.zeros_like(one.master)} for name, one in self._pieces.items()
         }
+        self.states = {**momenta, **self._adam.states}
 
     def state_names(self, parameter: str) -> tuple[str, ...]:
         """Implements AdamW.state_names."""
@@ -162,16 +149,12 @@ class Muon:
         The tensors of one parameter are gone before those of the next one are made.
         """
         piece = self._pieces.get(name)
-        direction = self._layout.whole(
-            name, None if piece is None else self._direction(piece, stays)
-        )
+        own = None if piece is None else self._direction(piece, stays)
+        direction = self._layout.whole(name, own)
         if piece is None:  # nor has any rank of the TP group one: all cut their shards alike
             return
-        update = (
-            self._update(direction, self._matrices[name])
-            .reshape(-1)[piece.start : piece.stop]
-            .view(piece.master.shape)
-        )
+        update = self._update(direction, self._matrices[name])
+        update = update.reshape(-1)[piece.start : piece.stop].view(piece.master.shape)
         # `where` decides on the device; to read `skipped` would make the host wait.
         moved = piece.master.mul(1.0 - learning_rate * self._config.weight_decay).add_(
             update, alpha=-learning_rate
@@ -198,24 +181,16 @@ class Muon:
         """Returns the update of one matrix's shard [m, n]. Issues one all-gather over TP."""
         group = self._tp_group if tp_dim is not None else None
         iterated = shard.bfloat16() if self._config.muon_fp32_matmul_prec == "medium" else shard
-        whole = _gathered(iterated, tp_dim, group)
+        # Rows may stand in another order than in the global weight, as gate and up do under swiglu.
+        # That is harmless: orthogonalizing commutes with a permutation of rows. The collective
+        # joins dim 0, so columns are gathered as the rows of the transposed shard.
+        if tp_dim == 1:
+            whole = all_gather_first_dim(iterated.T, group).T
+        else:
+            whole = all_gather_first_dim(iterated, group)
         orthogonal = orthogonalize(whole, self._steps)
         if group is not None and tp_dim is not None:
             orthogonal = orthogonal.chunk(group.size(), tp_dim)[group.rank()]
         return orthogonal.to(shard.dtype) * (
             self._scale(*whole.shape) * self._config.muon_extra_scale_factor
         )
-
-
-def _gathered(shard: Tensor, tp_dim: int | None, group: ProcessGroup | None) -> Tensor:
-    """Returns the shards of all ranks side by side.
-
-    Rows may stand in another order than in the global weight, as gate and up do under swiglu.
-    That is harmless: orthogonalizing commutes with a permutation of rows.
-    """
-    # The collective joins dim 0, so columns are gathered as the rows of the transposed shard.
-    return (
-        all_gather_first_dim(shard.T, group).T
-        if tp_dim == 1
-        else all_gather_first_dim(shard, group)
-    )

@@ -12,40 +12,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim.adam_update import AdamW, adam_of
+from megatron_lite.optim.adam_update import adam_of
 from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.optim.layouts import Layout, Piece, Replicated, Zero1
+from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.spike import SpikeGuard
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
-from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
 
-if TYPE_CHECKING:
+
+def _muon(*arguments: Any) -> Any:
     from megatron_lite.optim.muon_update import Muon
 
-
-def _muon(layout: Layout, *more: Any) -> Muon:
-    from megatron_lite.optim.muon_update import Muon
-
-    return Muon(layout, *more)
+    return Muon(*arguments)
 
 
 # By the name of --optimizer, a function of (layout, specs, config, parallel). The specs cover all
-# parameters of this rank's stages, also those of which the rank has no piece.
-RULES: Mapping[str, Callable[..., AdamW | Muon]] = {
+# parameters of this rank's stages, also those of which the rank has no piece. The result has the
+# methods of AdamW.
+RULES: Mapping[str, Callable[..., Any]] = {
     "adam": lambda layout, _, config, parallel: adam_of(layout.pieces, config, parallel.device),
     "muon": _muon,
 }
@@ -96,7 +93,13 @@ class Optimizer:
         self._clip_grad = config.clip_grad
         self.loss_scale, self.spikes = loss_scale, spikes
         self.timed: Timed = not_timed
-        self.layout: Layout = choose_layout(model, parallel, data_parallel or DataParallelConfig())
+        data_parallel = data_parallel or DataParallelConfig()
+        layout = Replicated
+        if parallel.dp_cp_group is not None and data_parallel.use_torch_fsdp2:
+            layout = FullySharded
+        elif parallel.dp_cp_group is not None and data_parallel.use_distributed_optimizer:
+            layout = Zero1
+        self.layout = layout(model, parallel, data_parallel)
         self._pieces = self.layout.pieces
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
         new_rule = chosen("--optimizer", config.optimizer, RULES)
@@ -141,9 +144,7 @@ class Optimizer:
         grads = [piece.grad for piece in self._pieces]
         if self.loss_scale is not None and grads:
             foreach_mul_(grads, self.loss_scale.inverse())
-        grad_norm, piece_norms = global_norms(
-            self._pieces, grads, self._parallel, self.layout.shard_group, loss=loss
-        )
+        grad_norm, piece_norms = self._global_norms(grads, loss)
         # `skipped` stays on the device: reading it would make the host wait for backward. A spike
         # must not lower the loss scale, so the scale is updated before the spike is judged.
         skipped = torch.isfinite(grad_norm).logical_not().float()
@@ -177,21 +178,19 @@ class Optimizer:
 
     def params_norm(self) -> Tensor:
         """Returns the 2-norm of all weights, 0-d."""
-        return global_norms(
-            self._pieces,
-            [piece.master for piece in self._pieces],
-            self._parallel,
-            self.layout.shard_group,
-        )[0]
+        return self._global_norms([piece.master for piece in self._pieces])[0]
 
     def num_zeros_in_grad(self) -> Tensor:
-        """Returns the number of zeros in the gradients of the last step, 0-d int64."""
-        return count_zeros(
-            self._pieces,
-            [piece.grad for piece in self._pieces],
-            self._parallel,
-            self.layout.shard_group,
-        )
+        """Returns the number of zeros in the gradients of the last step, 0-d int64.
+
+        It covers the whole model without padding. Issues the same all-reduces as a norm.
+        """
+        zeros = torch.zeros((), dtype=torch.int64, device=self._parallel.device)
+        for piece in self._pieces:
+            if self._counts_here(piece):
+                true = piece.grad.reshape(-1)[: self._true_elements(piece)]
+                zeros += true.numel() - true.count_nonzero()
+        return self._sum_over_model(zeros)
 
     def whole_states(self, name: str) -> dict[str, Tensor]:
         """Returns the states of a whole parameter, in its shape.
@@ -221,90 +220,51 @@ class Optimizer:
         self._rule.set_num_updates(num_updates)
         self._updates.fill_(float(num_updates))
 
+    def _global_norms(
+        self, values: Sequence[Tensor], loss: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the true 2-norm of the pieces' `values` (gradients, or the masters), 0-d, and
+        the norms of this rank's pieces, one each.
 
-def choose_layout(model: nn.Module, parallel: ParallelState, config: DataParallelConfig) -> Layout:
-    """Returns the layout that the flags ask for; without other data-parallel ranks Replicated."""
-    if parallel.dp_cp_group is None:
-        return Replicated(model, parallel, config)
-    if config.use_torch_fsdp2:
-        from megatron_lite.optim.fsdp_layout import FullySharded  # late: 0.6 s
+        The norm is NaN or infinite if any value of any rank is, or the loss (0-d) of any rank.
+        Replicated parameters add to the norm on TP rank 0 only, but every rank checks its copy for
+        NaN. Issues one all-reduce of one number over the ranks that hold different pieces, over the
+        TP group and over the pipeline each.
+        """
+        norms = foreach_norm(list(values)) if values else ()
+        counted: list[Tensor] = []
+        others: list[Tensor] = []
+        for piece, norm in zip(self._pieces, norms, strict=True):
+            (counted if self._counts_here(piece) else others).append(norm)
+        empty = torch.zeros(1, device=self._parallel.device)
+        total = (torch.stack(counted) if counted else empty).square().sum()
+        if others:
+            total = total + (torch.stack(others) * 0.0).sum()  # 0, or NaN if one is not finite
+        if loss is not None:  # as above: 0, or NaN if the loss is not finite
+            total = total + loss.to(total.dtype) * 0.0
+        return self._sum_over_model(total).sqrt(), torch.stack(norms) if norms else empty
 
-        return FullySharded(model, parallel)
-    return (Zero1 if config.use_distributed_optimizer else Replicated)(model, parallel, config)
+    def _sum_over_model(self, value: Tensor) -> Tensor:
+        # Each sum covers the ranks of one axis, so the three together cover every shard once.
+        for group in (self.layout.shard_group, self._parallel.tp_group, self._parallel.pp_group):
+            value = all_reduce_(value, group)
+        return value
 
+    def _true_elements(self, piece: Piece) -> int:
+        """Returns how many elements come before the vocabulary padding, whose gradient is 0."""
+        spec, stop = piece.spec, piece.stop
+        if spec.tp_dim is not None and spec.padded_length is not None:
+            assert spec.tp_dim == 0 and spec.tp_blocks == 1, "a vocabulary is padded along dim 0"
+            spans = spec.spans(self._parallel.tp_rank, self._parallel.tp_size)
+            rows = sum(span.length for span in spans)
+            stop = min(stop, rows * math.prod(spec.global_shape[1:]))
+        return max(0, stop - piece.start)
 
-def global_norms(
-    pieces: Sequence[Piece],
-    values: Sequence[Tensor],
-    parallel: ParallelState,
-    shard_group: ProcessGroup | None,
-    *,
-    loss: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns the true 2-norm of the pieces' `values` (gradients, or the masters themselves), 0-d,
-    and the norms of this rank's pieces, one each.
+    def _counts_here(self, piece: Piece) -> bool:
+        """Returns whether a parameter adds to the figures on this rank.
 
-    The norm is NaN or infinite if any value of any rank is, or the loss (0-d) of any rank.
-    Replicated parameters add to the norm on TP rank 0 only, but every rank checks its copy for NaN.
-    shard_group: the ranks that hold different pieces. The function issues one all-reduce of one
-    number over this group, over the TP group and over the pipeline each.
-    """
-    norms = foreach_norm(list(values)) if values else ()
-    counted: list[Tensor] = []
-    others: list[Tensor] = []
-    for piece, norm in zip(pieces, norms, strict=True):
-        (counted if _counts_here(piece.spec, parallel) else others).append(norm)
-    empty = torch.zeros(1, device=parallel.device)
-    total = (torch.stack(counted) if counted else empty).square().sum()
-    if others:
-        total = total + (torch.stack(others) * 0.0).sum()  # adds 0, or NaN if one is not finite
-    if loss is not None:  # as above: 0, or NaN if the loss is not finite
-        total = total + loss.to(total.dtype) * 0.0
-    whole = _sum_over_model(total, parallel, shard_group).sqrt()
-    return whole, torch.stack(norms) if norms else empty
-
-
-def count_zeros(
-    pieces: Sequence[Piece],
-    values: Sequence[Tensor],
-    parallel: ParallelState,
-    shard_group: ProcessGroup | None,
-) -> Tensor:
-    """Returns how many elements of the values are 0, over the whole model without padding.
-
-    The number is 0-d int64. The function issues the same all-reduces as `global_norms`.
-    """
-    zeros = torch.zeros((), dtype=torch.int64, device=parallel.device)
-    for piece, value in zip(pieces, values, strict=True):
-        if _counts_here(piece.spec, parallel):
-            true = value.reshape(-1)[: _true_elements(piece, parallel)]
-            zeros += true.numel() - true.count_nonzero()
-    return _sum_over_model(zeros, parallel, shard_group)
-
-
-def _sum_over_model(
-    value: Tensor, parallel: ParallelState, shard_group: ProcessGroup | None
-) -> Tensor:
-    # Each sum covers the ranks of one axis, so the three together cover every shard once.
-    for group in (shard_group, parallel.tp_group, parallel.pp_group):
-        value = all_reduce_(value, group)
-    return value
-
-
-def _true_elements(piece: Piece, parallel: ParallelState) -> int:
-    """Returns how many elements come before the vocabulary padding, whose gradient is 0."""
-    spec, stop = piece.spec, piece.stop
-    if spec.tp_dim is not None and spec.padded_length is not None:
-        assert spec.tp_dim == 0 and spec.tp_blocks == 1, "a vocabulary is padded along dim 0"
-        rows = sum(span.length for span in spec.spans(parallel.tp_rank, parallel.tp_size))
-        stop = min(stop, rows * math.prod(spec.global_shape[1:]))
-    return max(0, stop - piece.start)
-
-
-def _counts_here(spec: ParameterSpec, parallel: ParallelState) -> bool:
-    """Returns whether a parameter adds to the figures on this rank.
-
-    A sharded parameter counts on every TP rank. A replicated one counts on TP rank 0 only. The last
-    stage's copy of a tied weight never counts.
-    """
-    return not spec.is_copy and (parallel.tp_rank == 0 or spec.tp_dim is not None)
+        A sharded parameter counts on every TP rank. A replicated one counts on TP rank 0 only. The
+        last stage's copy of a tied weight never counts.
+        """
+        spec = piece.spec
+        return not spec.is_copy and (self._parallel.tp_rank == 0 or spec.tp_dim is not None)

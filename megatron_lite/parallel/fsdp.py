@@ -24,7 +24,7 @@ Two collectives of FSDP2 are replaced to bound the memory that a unit holds mean
 
 The model has plain parameters, tensor-parallel or not. FSDP2 does not know tensor parallelism. A
 sum of torch over such parameters, as in torch.nn.utils.clip_grad_norm_, covers only one TP rank's
-part. optim/fsdp_layout.py updates the rows.
+part. optim/layouts.py updates the rows.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from torch import nn
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
+from megatron_lite.model.gpt import ModelStages
 from megatron_lite.model.norm import APEX_NORMS
-from megatron_lite.model.stage_models import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import apex

@@ -50,7 +50,7 @@ from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.tokenizers import build_tokenizer
-from megatron_lite.model.documents import NO_DOCUMENTS, Documents
+from megatron_lite.model.gpt import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState

@@ -22,9 +22,7 @@ from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.tokenizer_files import contents_of, files_of
 from megatron_lite.memory.predict.save_peak import save_peak
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.model.sharding import shard_model_
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer

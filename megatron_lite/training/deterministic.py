@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.core_attention import CoreAttention
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import ModelStages
 from megatron_lite.parallel.state import ParallelState
 
 TRIES = 3  # each backward of them is compared with the first

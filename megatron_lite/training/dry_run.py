@@ -34,7 +34,7 @@ from megatron_lite.memory.measure.step_meter import (
 from megatron_lite.memory.predict.pipeline_memory import enough_microbatches, step_microbatches
 from megatron_lite.memory.predict.states import RankStates, rank_states
 from megatron_lite.memory.predict.step_peak import step_peak
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank

@@ -23,7 +23,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import Datasets
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import told_by_rank_0

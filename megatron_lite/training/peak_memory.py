@@ -21,7 +21,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_

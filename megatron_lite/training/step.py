@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.embedding import residual_dtype
-from megatron_lite.model.gpt import LossGradient
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import LossGradient, ModelStages
 from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_

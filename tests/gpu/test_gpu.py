@@ -24,8 +24,7 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.model.core_attention import CoreAttention
 from megatron_lite.model.dropout import dropout
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.model.stage_models import ModelStages
+from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.state import ParallelState

@@ -13,8 +13,12 @@ from torch import Tensor
 
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model import core_attention
-from megatron_lite.model.core_attention import CoreAttention
-from megatron_lite.model.masked_attention import Readable, causal_mask, masked_attention
+from megatron_lite.model.core_attention import (
+    CoreAttention,
+    Readable,
+    causal_mask,
+    masked_attention,
+)
 from megatron_lite.model.rotary import rotary_tables
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from megatron_lite.recompute.region_runner import Regions

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from megatron_lite.optim import grad_buffer, layouts
-from megatron_lite.optim.grad_buffer import GradBuffer
-from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel import fsdp as units
-from tests.optim import test_grad_buffer, test_layouts, test_zero1
+from tests.optim import test_layouts, test_zero1
 from tests.parallel import test_fsdp
 from tests.pipeline import test_pipeline
 from tests.support.mutants import Mutant, assert_seen, parameters, replaces
@@ -35,28 +32,10 @@ def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
         part(patch)
 
 
-@replaces("_arrived", GradBuffer)
-def buckets_are_sent_in_every_micro_batch(arrived: Any, self: GradBuffer, name: str) -> None:
-    self._last.add(name)
-    arrived(self, name)
-
-
-@replaces("_arrived", GradBuffer)
-def late_gradients_are_lost(arrived: Any, self: GradBuffer, name: str) -> None:
-    if self.bucket_of[name].started is None:
-        arrived(self, name)
-
-
 @replaces("__init__", grad_buffer.Bucket)
 def tied_gradients_are_not_added(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     init(self, *args, **kwargs)
     self.tied = False
-
-
-@replaces("_sum_over_model", GradBuffer)
-def partial_sums_stop_at_the_part(real, self, part):
-    """Under TP only the elements before this rank's part are summed."""
-    return None if part is None else real(self, part)
 
 
 @replaces("_wait_before_use", layouts.Zero1)
@@ -66,61 +45,25 @@ def nobody_waits_for_weights(_, self, model):
 
 @replaces("publish", layouts.Zero1)
 def masters_are_not_rounded_into_the_weights(_: Any, self: layouts.Zero1) -> None:
-    for weights in self._weights:
-        layouts.start_all_gather_into_(weights.flat, weights.own, self._group).wait()
+    for weights in self._weights.values():
+        layouts.start_all_gather_into_(weights.flat, weights.own, self.shard_group).wait()
 
 
-@replaces("take_", Piece)
-def a_piece_takes_the_first_elements(_: Any, self: Piece, target: Tensor, whole: Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(whole.reshape(-1)[: target.numel()].view(target.shape))
-
-
-@replaces("set_gradient_divide_factor", FSDPModule)
-def fsdp_averages(_, self, factor):
-    pass
-
-
-SENT = test_grad_buffer.test_buckets_are_sent_during_the_last_backward_with_overlap_else_afterwards
-OVERLAPPED = dict(config=test_grad_buffer.OVERLAP, announced=True, expected=None)
-TRAINS = test_layouts.test_every_layout_trains_as_a_single_process
 SAME_BITS = test_layouts.test_zero1_and_overlap_change_no_bit
 DP2 = dict(world_size=2, tp_size=1, layouts=("zero1, overlap",), dtype=torch.bfloat16, rule="adam")
 WAITED = test_zero1.test_every_weight_is_waited_for_before_it_is_used
 MUTANTS = [
     Mutant(
-        buckets_are_sent_in_every_micro_batch,
-        SENT,
-        OVERLAPPED,
-        error="came after its bucket was sent",
-    ),
-    Mutant(
-        late_gradients_are_lost,
-        test_grad_buffer.test_a_gradient_that_comes_after_its_bucket_was_sent_is_an_error,
-    ),
-    Mutant(
         tied_gradients_are_not_added,
         test_pipeline.test_data_parallel_layouts_train_a_pipeline_alike,
         dict(layout=Layout(pp=2, dp=2, num_chunks=2)),
     ),
-    Mutant(
-        partial_sums_stop_at_the_part,
-        TRAINS,
-        dict(mesh="dp2-tp2-sequence-parallel", dtype=torch.float64),
-        long=True,
-    ),
     Mutant(nobody_waits_for_weights, WAITED, dict(name="gpt2", chunk_size=None)),
     Mutant(masters_are_not_rounded_into_the_weights, SAME_BITS, DP2),
-    Mutant(
-        a_piece_takes_the_first_elements,
-        test_zero1.test_a_weight_is_set_whole_and_its_master_without_rounding,
-        dict(dtype=torch.bfloat16),
-    ),
     Mutant(
         gradients_are_freed_whoever_reads_them,
         test_fsdp.test_a_gradient_that_someone_else_can_read_is_not_freed,
     ),
-    Mutant(fsdp_averages, TRAINS, dict(mesh="dp2", dtype=torch.float64), long=True),
 ]
 
 

@@ -17,7 +17,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.model.sharding import shard_model_
+from megatron_lite.model.gpt import shard_model_
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState

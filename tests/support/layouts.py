@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-import megatron_lite.optim.fsdp_layout
 import megatron_lite.parallel.fsdp  # noqa: F401  (0.6 s: once here, not in every forked rank)
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.model.sharding import shard_model_
+from megatron_lite.model.gpt import GPTModel, shard_model_
 from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_

@@ -12,7 +12,6 @@ import torch._dynamo  # 1.5 s: once here, not in every forked rank at its first 
 import torch.distributed as dist
 from torch import Tensor
 
-import megatron_lite.optim.fsdp_layout
 import megatron_lite.parallel.fsdp  # noqa: F401
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import DataParallelConfig
