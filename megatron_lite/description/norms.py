@@ -1,7 +1,7 @@
 """The norms of a layer, and the dropout and addition of its branches, as operations.
 
 They are the norms of the residual stream (model/layer.py), those of queries and keys, and those
-over all heads (AllHeadsNorm), which have collectives. The gradient of the residual
+over all heads (`all_heads` of Norm), which have collectives. The gradient of the residual
 stream is held while a branch runs backward. It grows by the gradient of the branch's input when the
 branch ends. Standard library only.
 """

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.pure_functions import Pair, applied
-from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 
 aten = torch.ops.aten
 INPUT = slice(0, 1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.model.core_attention import CoreAttention
-from megatron_lite.model.norm import AllHeadsNorm, Norm
+from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -55,13 +55,16 @@ class SelfAttention(nn.Module):
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None
         if config.norms_all_heads:
-            self.q_layernorm = AllHeadsNorm(config.num_attention_heads, config, context)
-            self.k_layernorm = AllHeadsNorm(config.query_groups, config, context)
+            self.q_layernorm, self.k_layernorm = (
+                Norm(heads * config.head_dim, config, context, all_heads=True)
+                for heads in (config.num_attention_heads, config.query_groups)
+            )
         elif config.qk_layernorm:
             # One weight for all heads: each rank's gradient covers its own heads, with or without
             # sequence parallelism.
-            self.q_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
-            self.k_layernorm = Norm(config.head_dim, config, context, partial_grad=True)
+            self.q_layernorm, self.k_layernorm = (
+                Norm(config.head_dim, config, context, partial_grad=True) for _ in range(2)
+            )
         self.kernels = context.kernels
         self.core_attention = CoreAttention(
             config, context.rng, context.cp, layer=layer, kernels=context.kernels

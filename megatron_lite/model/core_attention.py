@@ -37,7 +37,7 @@ from megatron_lite.context_parallel.attention_kernels import (
 from megatron_lite.context_parallel.exchange import EXCHANGES
 from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
 from megatron_lite.model.dropout import dropout
-from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 from megatron_lite.parallel.products import in_autocast_dtype
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
@@ -183,31 +183,26 @@ class CoreAttention(nn.Module):
             dtype = torch.promote_types(dtype, torch.float32)
         weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
         weights = dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels)
-        attended: Tensor = _WeightedSum.apply(weights, value, skip_tail)
+        attended: Tensor = applied(WEIGHTED_SUM, None, weights, value, skip_tail=skip_tail)
         return attended.transpose(0, 1).reshape(s, b, -1)
 
 
-class _WeightedSum(torch.autograd.Function):
-    """The batched product [n, s, m] x [n, m, d] -> [n, s, d]. Keeps both factors.
+def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool) -> Tensor:
+    """Returns the batched product [n, s, m] x [n, m, d] -> [n, s, d].
 
     skip_tail: leaves out the matmul. The result has the right shape and arbitrary values.
     """
+    if skip_tail:
+        return value.new_empty(()).expand(*weights.shape[:-1], value.shape[-1])
+    return torch.bmm(weights, value)
 
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, value: Tensor, skip_tail: bool) -> Tensor:
-        ctx.save_for_backward(weights, value)
-        if skip_tail:
-            return value.new_empty(()).expand(*weights.shape[:-1], value.shape[-1])
-        return torch.bmm(weights, value)
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, None]:
-        weights, value = ctx.saved_tensors
-        return (
-            torch.bmm(grad_output, value.transpose(1, 2)),
-            torch.bmm(weights.transpose(1, 2), grad_output),
-            None,
-        )
+def weighted_sum_backward(grad: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of both factors."""
+    return torch.bmm(grad, value.transpose(1, 2)), torch.bmm(weights.transpose(1, 2), grad)
+
+
+WEIGHTED_SUM = Pair(weighted_sum, weighted_sum_backward, slice(0, 2))
 
 
 class Readable(NamedTuple):

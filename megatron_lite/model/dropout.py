@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.regions import DROPOUT
-from megatron_lite.model.pure_functions import run
-from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.compiled import CompiledKernels, run
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import disable_dynamo
 from megatron_lite.recompute.region_runner import Redraw, Regions
@@ -104,19 +103,17 @@ def keep_mask(numbers: Tensor, shape: torch.Size, probability: float) -> Tensor:
 
 
 def drop(
-    tensor: Tensor, numbers: Tensor, *, probability: float, scale: float
+    tensor: Tensor,
+    numbers: Tensor,
+    residual: Tensor | None = None,
+    *,
+    probability: float,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tensor with dropout applied, and the mask."""
+    """Returns the tensor with dropout applied, plus the residual if there is one, and the mask."""
     mask = keep_mask(numbers, tensor.shape, probability)
-    return drop_backward(tensor, mask, scale=scale), mask
-
-
-def drop_and_add(
-    residual: Tensor, branch: Tensor, numbers: Tensor, *, probability: float, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Returns residual + dropout(branch) in the residual's dtype, and the mask."""
-    dropped, mask = drop(branch.to(residual.dtype), numbers, probability=probability, scale=scale)
-    return dropped.add_(residual), mask
+    dropped = drop_backward(tensor, mask, scale=scale)
+    return dropped if residual is None else dropped.add_(residual), mask
 
 
 def drop_backward(grad_output: Tensor, mask: Tensor, *, scale: float) -> Tensor:
@@ -164,14 +161,12 @@ class _Dropout(torch.autograd.Function):
             if skip_tail:
                 mask = _draw_mask(branch.shape, dtype, branch.device, probability)
             elif _draws_itself(branch.device):
-                function, operands = (
-                    (drop, (branch,)) if residual is None else (drop_and_add, (residual, branch))
-                )
                 output, mask = run(
                     ctx.kernels,
-                    function,
-                    *operands,
+                    drop,
+                    branch.to(dtype),
                     draw_numbers(branch.shape),
+                    *(() if residual is None else (residual,)),
                     probability=probability,
                     scale=ctx.scale,
                 )

@@ -120,6 +120,12 @@ class GPTModel(nn.Module):
         first_id = context.rank * length
         num_ids = max(0, min(length, vocab_size - first_id))
         self.columns = Columns(context.group, first_id, num_ids, context.loss_kernels)
+        self._multiply = partial(
+            column_parallel_linear,
+            bias=None,
+            tp_group=context.group,
+            sequence_parallel=context.sequence_parallel,
+        )
         layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
         self._rotates = any(map(config.layer_rotates, layers))
         self._rotary: RotaryTables | None = None
@@ -169,8 +175,9 @@ class GPTModel(nn.Module):
         labels = labels.t()
         if self.loss_chunk_size is None:
             # Nothing else reads the logits.
+            logits = self._project(self._multiply, hidden_states)
             losses = vocab_parallel_cross_entropy(
-                self._logits(hidden_states), labels, self.columns, overwrite_logits=True
+                logits, labels, self.columns, overwrite_logits=True
             )
         else:
             losses = self._project(
@@ -191,9 +198,8 @@ class GPTModel(nn.Module):
 
         tokens: [b, s]. Gathers the logits over the TP ranks.
         """
-        logits = gather_from_tensor_parallel_region(
-            self._logits(self.hidden_states(tokens)), self.context.group
-        )
+        own = self._project(self._multiply, self.hidden_states(tokens))
+        logits = gather_from_tensor_parallel_region(own, self.context.group)
         return logits[..., : self.vocab_size].transpose(0, 1)
 
     def constants(self) -> tuple[Tensor, ...]:
@@ -216,18 +222,6 @@ class GPTModel(nn.Module):
         seq_length = hidden_states.shape[0] * shards
         rotary = self.rotary_tables(seq_length) if self._rotates else None
         return self.decoder(hidden_states, rotary, plan, documents.starts)
-
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        """Returns the logits of this rank's part of the vocabulary, [s, b, padded V / t]."""
-        return self._project(
-            partial(
-                column_parallel_linear,
-                bias=None,
-                tp_group=self.context.group,
-                sequence_parallel=self.context.sequence_parallel,
-            ),
-            hidden_states,
-        )
 
     def _project(
         self, function: Callable[[Tensor, Tensor], Tensor], hidden_states: Tensor
@@ -294,26 +288,21 @@ def shard_model_(model: GPTModel, parallel: ParallelState, config: DataParallelC
     """
     if not config.use_torch_fsdp2 or parallel.dp_cp_mesh is None:
         return
-    from megatron_lite.parallel.fsdp import Wrapping, fully_shard_  # late: 0.6 s
+    from megatron_lite.parallel.fsdp import fully_shard_  # late: 0.6 s
 
-    dtype = model.context.params_dtype
+    dtype, embedding = model.context.params_dtype, model.embedding
     rounded = dtype in (torch.bfloat16, torch.float16)
-    own = dict(
-        embedding=None if model.embedding is None else "embedding.word_embeddings",
-        output=None if model.output_layer is None else "output_layer",
-    )
-    wrapping = Wrapping(
-        layers="decoder.layers",
-        reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
-        **(own if config.fsdp_memory_efficient_wrapping else {}),
-    )
     reduce_dtype = torch.float32 if rounded else None
     if config.grad_reduce_in_bf16:
         reduce_dtype = torch.bfloat16
+    own_units = config.fsdp_memory_efficient_wrapping
     fully_shard_(
         model,
         parallel.dp_cp_mesh,
-        wrapping,
+        layers=model.decoder.layers,
+        embedding=embedding.word_embeddings if own_units and embedding is not None else None,
+        output=model.output_layer if own_units else None,
+        reshard_after_forward=config.torch_fsdp2_reshard_after_forward,
         compute_dtype=dtype if rounded else None,
         reduce_dtype=reduce_dtype,
         forward_methods=("run_stage",),  # `loss` calls it

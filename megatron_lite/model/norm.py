@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.pure_functions import Pair, applied
 from megatron_lite.parallel import apex
 from megatron_lite.parallel.collectives import all_reduce
+from megatron_lite.parallel.compiled import Pair, applied
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -33,6 +34,10 @@ class Norm(nn.Module):
     apex's kernel (--norm-impl apex), and a contiguous copy of an input that is not contiguous.
     reads_residual: whether the input is the residual stream. Under --fp32-residual-connection the
         norm runs in float32 then, keeps its weight in float32, and returns the weight's dtype.
+    all_heads: the input is the queries, or keys, of this rank's heads, [s, b, heads / t, d], and
+        a row is the channels of all heads of all ranks (OLMo 2). size: the number of these
+        channels. Each rank has the part of the weight for its own heads. The norm is an RMSNorm.
+        Forward and backward issue an all-reduce each, of one float32 number for each token.
     InputError: the flags ask for apex, and it has no kernel that can run.
     """
 
@@ -42,24 +47,30 @@ class Norm(nn.Module):
         config: ModelConfig,
         context: RankContext,
         *,
-        partial_grad: bool,
+        partial_grad: bool = False,
         reads_residual: bool = False,
+        all_heads: bool = False,
     ) -> None:
         super().__init__()
-        implementation = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)
-        self.normalize = implementation(config, context)
+        if all_heads:
+            group = context.group
+            pair = Pair(
+                partial(rms_norm, group=group),
+                partial(rms_norm_backward, group=group),
+                INPUT_AND_WEIGHT,
+            )
+            self.normalize: Normalize = partial(applied, pair, None, epsilon=config.norm_epsilon)
+        else:
+            implementation = chosen("--norm-impl", config.norm_impl, IMPLEMENTATIONS)
+            self.normalize = implementation(config, context)
         self.shifts = config.apply_layernorm_1p
         self.widens = reads_residual and config.fp32_residual_connection
-        self.weight = new_parameter(
-            ParameterSpec(
-                global_shape=(size,),
-                init_value=0.0 if self.shifts else 1.0,
-                sum_grad_over_tp=partial_grad,
-            ),
-            context,
+        spec = ParameterSpec(
+            global_shape=(size,), tp_dim=0 if all_heads else None, sum_grad_over_tp=partial_grad
         )
-        bias_spec = ParameterSpec(global_shape=(size,), sum_grad_over_tp=partial_grad)
-        self.bias = new_parameter(bias_spec, context) if config.norm_vectors == 2 else None
+        self.weight = new_parameter(replace(spec, init_value=float(not self.shifts)), context)
+        has_bias = config.norm_vectors == 2 and not all_heads
+        self.bias = new_parameter(spec, context) if has_bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         vectors: list[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
@@ -104,38 +115,6 @@ def fused_layer_norm_backward(
     )
     grad_weight = (grad_output * normed).flatten(0, -2).sum(0)
     return grad_input, grad_weight, grad_output.flatten(0, -2).sum(0)
-
-
-class AllHeadsNorm(nn.Module):
-    """RMSNorm of queries, or of keys, over the channels of all heads, split over TP ranks (OLMo 2).
-
-    [s, b, heads / t, d] -> the same shape. Weight [heads d], of which each rank has the part of its
-    own heads. num_heads: the number of heads of all ranks.
-    Forward and backward issue an all-reduce each, of one float32 number for each token.
-    Keeps the input, one float32 number for each token and, under --apply-layernorm-1p, 1 + weight.
-    """
-
-    def __init__(self, num_heads: int, config: ModelConfig, context: RankContext) -> None:
-        super().__init__()
-        self.epsilon, self.shifts = config.norm_epsilon, config.apply_layernorm_1p
-        self.pair = Pair(
-            partial(rms_norm, group=context.group),
-            partial(rms_norm_backward, group=context.group),
-            INPUT_AND_WEIGHT,
-        )
-        self.weight = new_parameter(
-            ParameterSpec(
-                global_shape=(num_heads * config.head_dim,),
-                tp_dim=0,
-                init_value=0.0 if self.shifts else 1.0,
-            ),
-            context,
-        )
-
-    def forward(self, heads: Tensor) -> Tensor:
-        weight = self.weight + 1 if self.shifts else self.weight
-        normed: Tensor = applied(self.pair, None, heads, weight, epsilon=self.epsilon)
-        return normed
 
 
 def rms_norm(

@@ -15,8 +15,7 @@ from megatron_lite.config.model import (
     SLOW_TURNS,
     RotaryScaling,
 )
-from megatron_lite.model.pure_functions import Pair, applied
-from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 
 
 class RotaryTables(NamedTuple):

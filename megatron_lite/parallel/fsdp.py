@@ -9,8 +9,7 @@ This module decides which modules of a model are gathered together, and when.
               the start of forward to the end of backward.
 
 Memory-efficient wrapping (after torchtune) makes the token embedding and the output projection, the
-largest parts of the root, units too. They are whole only while they are used. If they are one tied
-weight, they are one unit, which is freed between its two uses.
+largest parts of the root, units too. They are whole only while they are used.
 
 Two collectives of FSDP2 are replaced to bound the memory that a unit holds meanwhile:
 
@@ -32,7 +31,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron_lite.parallel.collectives import start_all_gather_into_, start_reduce_scatter_into_
-from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
+from megatron_lite.parallel.parameter_spec import mark, spec_of
 from megatron_lite.parallel.torch_internals import (
     address_of,
     base_of,
@@ -60,69 +58,46 @@ from megatron_lite.parallel.torch_internals import (
 from megatron_lite.parallel.weights import GATHERED_DTYPE, READER, STAND_INS
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wrapping:
-    """The modules that are units, by their names in the model.
-
-    layers: the name of a list of modules; each of them is a unit.
-    embedding: a module that is a unit. It is a lookup, whose backward needs no weight.
-    output: a module that is a unit, too. If it shares the embedding's weight, both are one unit.
-        None with an embedding: the model reads the tied weight with `weight_of(embedding)`.
-    reshard_after_forward: whether a layer's weights are freed after its forward and gathered again
-        for its backward.
-    """
-
-    layers: str
-    embedding: str | None = None
-    output: str | None = None
-    reshard_after_forward: bool = True
-
-
 def fully_shard_(
     model: nn.Module,
     mesh: DeviceMesh,
-    wrapping: Wrapping,
     *,
-    compute_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    forward_methods: Sequence[str] = (),
+    layers: Iterable[nn.Module],
+    embedding: nn.Module | None,
+    output: nn.Module | None,
+    reshard_after_forward: bool,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    forward_methods: Sequence[str],
 ) -> None:
     """Shards every parameter of `model` over the d ranks of the 1-D `mesh`, as DTensors.
 
-    Each rank keeps 1/d of every parameter. Gradients are summed over the mesh, not averaged. Raises
-    ValueError, before it changes anything, if a name is not a module of the model or `layers` is
-    not a list of modules.
+    Each rank keeps 1/d of every parameter. Gradients are summed over the mesh, not averaged.
 
+    layers: each of them is a unit.
+    embedding: a module that is a unit, or None. It is a lookup, whose backward needs no weight.
+    output: a module that is a unit, too. None with an embedding: the model reads the tied weight
+        with `weight_of(embedding)`.
+    reshard_after_forward: whether a layer's weights are freed after its forward and gathered again
+        for its backward.
     compute_dtype: the dtype of the gathered weights. If it is given, the rows are float32.
     reduce_dtype: the dtype in which gradients are sent.
     forward_methods: names of the model's methods, besides `forward`, that run the model.
     """
-    layers = list(_module(model, wrapping.layers, (nn.ModuleList, nn.ModuleDict)).children())
-    embedding, output = (
-        None if name is None else _module(model, name, nn.Module)
-        for name in (wrapping.embedding, wrapping.output)
-    )
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    unit = partial(
-        _unit,
-        mesh=mesh,
-        mp_policy=policy,
-        row_dtype=None if compute_dtype is None else torch.float32,
-    )
+    unit = partial(_unit, mesh=mesh, mp_policy=policy)
     # The root comes last: fully_shard gives a module the parameters that no unit inside it has.
     for layer in layers:
-        unit([layer], reshard_after_forward=wrapping.reshard_after_forward)
-    if embedding is not None and output is not None and _are_tied(embedding, output):
-        _free_between_uses(unit([embedding, output], reshard_after_forward=True), embedding, output)
-    elif embedding is not None:
-        unit([embedding], reshard_after_forward=True).set_unshard_in_backward(False)
+        unit(layer, reshard_after_forward=reshard_after_forward)
+    if embedding is not None:
+        unit(embedding, reshard_after_forward=True).set_unshard_in_backward(False)
         if output is None:
             embedding.__dict__[READER] = partial(_read_for_output, embedding)
-    if output is not None and not isinstance(output, FSDPModule):
-        unit([output], reshard_after_forward=False)  # backward begins with it
-    unit([model], reshard_after_forward=None)
+    if output is not None:
+        unit(output, reshard_after_forward=False)  # backward begins with it
+    unit(model, reshard_after_forward=None)
     model.register_forward_hook(_reshard_unless_backward_follows)
     # The clone of a view must happen inside FSDP2's wrapper, which hooks the output. The reshard
     # must happen outside it, since the wrapper is what leaves the root whole.
@@ -133,63 +108,50 @@ def fully_shard_(
 
 
 def _unit(
-    modules: list[nn.Module],
+    module: nn.Module,
     *,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
-    row_dtype: torch.dtype | None,
     reshard_after_forward: bool | None,
 ) -> FSDPModule:
-    """Makes one FSDP2 unit of `modules`. Each sharded parameter gets its parameter's spec."""
+    """Makes `module` one FSDP2 unit. Each sharded parameter gets its parameter's spec."""
     # fully_shard makes the rows in the parameters' dtype, and replaces the parameter objects. The
     # dtype is therefore set before it, and the specs are attached again after it.
-    before = _whole_parameters(modules)
-    for parameter in before.values():
-        if row_dtype is not None:
-            parameter.data = parameter.data.to(row_dtype)
-    specs = {
-        place: getattr(parameter, "parameter_spec", None) for place, parameter in before.items()
-    }
+    before = _whole_parameters(module)
+    if mp_policy.param_dtype is not None:
+        for parameter in before.values():
+            parameter.data = parameter.data.float()
     # This hook runs before FSDP2's, because it is registered first: FSDP2 sees no view.
-    for module in modules:
-        module.register_forward_hook(_without_view)
-    fully_shard(
-        modules[0] if len(modules) == 1 else modules,
-        mesh=mesh,
-        mp_policy=mp_policy,
-        reshard_after_forward=reshard_after_forward,
-    )
-    for (module, name), spec in specs.items():
+    module.register_forward_hook(_without_view)
+    fully_shard(module, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward)
+    for name, parameter in before.items():
         rows = module.get_parameter(name)
         setattr(rows, GATHERED_DTYPE, mp_policy.param_dtype or rows.dtype)
-        if isinstance(spec, ParameterSpec):
-            mark(rows, spec)
-    unit = modules[0]
-    assert isinstance(unit, FSDPModule)
-    unit.set_gradient_divide_factor(1.0)
+        mark(rows, spec_of(parameter))
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
     # A divide factor alone would become a reduce operation that gloo does not have.
-    unit.set_force_sum_reduction_for_comms(True)
+    module.set_force_sum_reduction_for_comms(True)
     found: list[Tensor] = []
 
     def stand_ins() -> list[Tensor]:
         """Returns the gathered parameters. FSDP2 uses the same tensors in every step."""
         if not found:  # gathers the unit to find them
-            unit.unshard()
-            found.extend(_whole_parameters(modules).values())
-            unit.reshard()
+            module.unshard()
+            found.extend(_whole_parameters(module).values())
+            module.reshard()
         return found
 
-    unit.__dict__[STAND_INS] = stand_ins
+    module.__dict__[STAND_INS] = stand_ins
     gradients = UnitGradients()
-    if hasattr(unit, "set_custom_all_gather"):  # older releases of torch keep their collectives
-        unit.set_custom_all_gather(_GatherWeights())  # type: ignore[arg-type]
-        unit.set_custom_reduce_scatter(_ReduceScatterGradients(gradients))  # type: ignore[arg-type]
+    if hasattr(module, "set_custom_all_gather"):  # older releases of torch keep their collectives
+        module.set_custom_all_gather(_GatherWeights())  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(_ReduceScatterGradients(gradients))  # type: ignore[arg-type]
     # FSDP2 puts its pre-forward hook first, so the parameters are gathered when this hook runs.
-    for module in modules:
-        module.register_forward_pre_hook(
-            lambda *_: gradients.record(_whole_parameters(modules).values())
-        )
-    return unit
+    module.register_forward_pre_hook(
+        lambda *_: gradients.record(_whole_parameters(module).values())
+    )
+    return module
 
 
 def _call_without_view(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -230,11 +192,10 @@ def _without_view(*forward: Any) -> Any:
     )
 
 
-def _whole_parameters(modules: list[nn.Module]) -> dict[tuple[nn.Module, str], nn.Parameter]:
-    """Returns the parameters that are not sharded at the moment, by module and name in it."""
+def _whole_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters that are not sharded at the moment, by name."""
     return {
-        (module, name): parameter
-        for module in modules
+        name: parameter
         for name, parameter in module.named_parameters()
         if not isinstance(parameter, DTensor)
     }
@@ -252,42 +213,6 @@ def _read_for_output(embedding: nn.Module) -> Tensor:
     used = weight.view_as(weight)
     used.register_hook(lambda _: embedding.reshard())
     return used
-
-
-def _free_between_uses(unit: FSDPModule, embedding: nn.Module, output: nn.Module) -> None:
-    """Frees a unit of two modules after its first use, in forward and in backward.
-
-    FSDP2 would keep the unit whole from the first module to the second.
-    """
-
-    def after_lookup(*_: object) -> None:
-        unit.set_reshard_after_forward(True, recurse=False)
-        unit.reshard()
-        unit.set_reshard_after_forward(False, recurse=False)  # backward begins with the output
-
-    embedding.register_forward_hook(after_lookup)
-    # torch 2.8 gathers a unit only before the first of its modules.
-    output.register_forward_pre_hook(lambda *_: unit.unshard(), prepend=True)
-    output.register_full_backward_hook(lambda *_: unit.reshard())
-
-
-def _are_tied(embedding: nn.Module, output: nn.Module) -> bool:
-    return any(one is other for one in embedding.parameters() for other in output.parameters())
-
-
-def _module(
-    model: nn.Module, name: str, kinds: type[nn.Module] | tuple[type[nn.Module], ...]
-) -> nn.Module:
-    """Returns the module of this name. ValueError: no module of these kinds has it."""
-    known: dict[str, nn.Module] = {
-        known: module for known, module in model.named_modules() if isinstance(module, kinds)
-    }
-    if name not in known:
-        raise ValueError(
-            f"the model has no {'module' if kinds is nn.Module else 'list of modules'} {name!r}: "
-            f"choose one of {', '.join(filter(None, known)) or 'none'}"
-        )
-    return known[name]
 
 
 # The Python references to a gradient that only torch's loop variable holds. They are the loop
@@ -337,8 +262,8 @@ class UnitGradients:
             self._gradients.append(weakref.ref(parameter.grad))
 
 
-class _Collective:
-    """A collective of FSDP2. It ignores async_op: it is finished when it returns.
+class _GatherWeights:
+    """FSDP2's AllGather. It ignores async_op: it is finished when it returns.
 
     On a GPU it runs on the stream that FSDP2 has chosen.
     """
@@ -347,8 +272,6 @@ class _Collective:
         """Returns a new buffer, as FSDP2's own collectives allocate it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _GatherWeights(_Collective):
     def __call__(
         self,
         output_tensor: Tensor,
@@ -356,15 +279,16 @@ class _GatherWeights(_Collective):
         group: ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Implements FSDP2's AllGather."""
         start_all_gather_into_(output_tensor, input_tensor, group).wait()
 
 
-class _ReduceScatterGradients(_Collective):
+class _ReduceScatterGradients(_GatherWeights):
+    """FSDP2's ReduceScatter for sums. Frees the copied gradients first."""
+
     def __init__(self, gradients: UnitGradients) -> None:
         self._gradients = gradients
 
-    def __call__(
+    def __call__(  # type: ignore[override]
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
@@ -372,7 +296,6 @@ class _ReduceScatterGradients(_Collective):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Implements FSDP2's ReduceScatter for sums. Frees the copied gradients first."""
         assert op == torch.distributed.ReduceOp.SUM, op
         self._gradients.free_()
         start_reduce_scatter_into_(output_tensor, input_tensor, group).wait()

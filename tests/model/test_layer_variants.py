@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.norm import AllHeadsNorm
+from megatron_lite.model.norm import Norm
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import difference, variant_config
@@ -92,7 +92,7 @@ def all_heads(rank: int, world_size: int) -> bool:
     expected.backward(grad_output)
     with tp_state(world_size) as parallel:
         context = RankContext.of(parallel, sequence_parallel=False, params_dtype=torch.float64)
-        norm = AllHeadsNorm(heads, config, context)
+        norm = Norm(heads * config.head_dim, config, context, all_heads=True)
         own = whole.detach().chunk(world_size, 2)[rank].requires_grad_()
         with torch.no_grad():
             norm.weight.copy_(weight.chunk(world_size)[rank].flatten())

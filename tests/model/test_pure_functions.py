@@ -17,9 +17,8 @@ from torch import Tensor
 
 from megatron_lite.model.activations import PAIRS, TANH_GELU
 from megatron_lite.model.norm import NORMS
-from megatron_lite.model.pure_functions import Pair, applied
 from megatron_lite.model.rotary import ROTATION
-from megatron_lite.parallel.compiled import CompiledKernels, missing_compiler
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied, missing_compiler
 from tests.support.uncompiled import uncompiled_kernels
 
 CPU, EPSILON = torch.device("cpu"), 1e-5

@@ -1,36 +1,25 @@
-"""FSDP2's units: what is gathered and reduced and when, of our model and of others; and what
-torch's own norm makes of it."""
+"""FSDP2's units: what is gathered and reduced and when, of our model."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.parallel.fsdp import UnitGradients, Wrapping, fully_shard_
+from megatron_lite.parallel.fsdp import UnitGradients
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import recorded_collectives
-from tests.support.equality import difference
-from tests.support.hf import PEERS
 from tests.support.layouts import LAYOUTS, backward, build
 from tests.support.models import sample_tokens, tp_state
-from tests.support.pairs import pairs
 from tests.support.ranks import run_ranks
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
-HF_WRAPPINGS = {
-    "gpt2": Wrapping(layers="transformer.h", embedding="transformer.wte", output="lm_head"),  # tied
-    "llama": Wrapping(layers="model.layers", embedding="model.embed_tokens", output="lm_head"),
-}
 
 
 def exchanged(name: str, layout: str, **model: Any) -> list[str]:
@@ -164,64 +153,3 @@ def test_gathered_weights_are_known_to_whoever_counts_what_is_kept() -> None:
 
     for kept in run_ranks(work, 2):
         assert len(set(kept)) == 1 and kept[0] > 0
-
-
-def hf_loss(model: nn.Module, rank: int, seq_length: int = 16) -> Tensor:
-    tokens, _ = sample_tokens(rank, seq_length=seq_length)
-    return model(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-
-@pytest.mark.parametrize(
-    ("name", "memory_efficient", "policy"), pairs(HF_WRAPPINGS, [False, True], [None, "*:full"])
-)
-def test_a_model_of_transformers_keeps_its_losses_and_gradients(
-    name: str, memory_efficient: bool, policy: str | None
-) -> None:
-    """Two steps of plain SGD, so that gathered weights must be the new ones."""
-    wrapping = (
-        HF_WRAPPINGS[name] if memory_efficient else Wrapping(layers=HF_WRAPPINGS[name].layers)
-    )
-    start = PEERS[name].build().double()
-
-    def work(rank: int, world_size: int) -> Any:
-        model = copy.deepcopy(start)
-        if policy is not None:
-            apply_policy_(model, layers_fqn=wrapping.layers, policy=policy)
-        fully_shard_(
-            model, init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)), wrapping
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        losses = []
-        for step in range(2):
-            optimizer.zero_grad()
-            loss = hf_loss(model, rank + 2 * step)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-        with torch.no_grad():
-            losses.append(hf_loss(model, rank).item())
-        return losses, {
-            key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()
-        }
-
-    results = run_ranks(work, 2)
-    optimizer = torch.optim.SGD(start.parameters(), lr=0.01)
-    losses: list[list[float]] = [[], []]
-    for step in range(2):
-        optimizer.zero_grad()
-        for rank in range(2):
-            loss = hf_loss(start, rank + 2 * step)
-            loss.backward()
-            losses[rank].append(loss.item())
-        optimizer.step()
-    for rank, (of_rank, grads) in enumerate(results):
-        assert of_rank[:2] == pytest.approx(losses[rank], rel=1e-12)
-        assert of_rank[2] == pytest.approx(hf_loss(start, rank).item(), rel=1e-12)
-        assert grads.keys() == dict(start.named_parameters()).keys()
-        assert (
-            max(
-                difference(parameter.grad, grads[key])
-                for key, parameter in start.named_parameters()
-            )
-            < 1e-10
-        )
