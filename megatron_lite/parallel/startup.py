@@ -35,7 +35,7 @@ from megatron_lite.config.checks import InputError, PeerError, flag
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.messages import print_line, ranks_text
+from megatron_lite.parallel.messages import print_line, ranks_text, told_by_rank_0
 
 # Flags that may differ between ranks. Each node may keep indices in its own place. Only rank 0
 # writes to the other paths.
@@ -76,12 +76,10 @@ def meet(
     store = join_store(launch, timeout)
     # A restarted run must not read the addresses that the run before it left in a shared store.
     store = dist.PrefixStore(f"attempt{launch.restart_count}", store)
-    start = dist.PrefixStore("start", store)
+    start, arrival = dist.PrefixStore("start", store), {**own_place(), "settings": settings}
     limit = timeout.total_seconds() + NOTICE_EVERY_S + READERS_HAVE_S + 10.0
     try:  # a request to a store has no time limit of its own
-        within(
-            limit, lambda: check_start(start, launch, settings, tp_size=tp_size, timeout=timeout)
-        )
+        within(limit, lambda: check_start(start, launch, arrival, tp_size=tp_size, timeout=timeout))
     except concurrent.futures.TimeoutError as error:
         raise InputError(
             f"the store at {_place(launch)} does not answer any more "
@@ -90,13 +88,11 @@ def meet(
     return store
 
 
-def join_store(
-    launch: Launch, timeout: timedelta, *, say: Callable[[str], object] = print_line
-) -> dist.Store:
+def join_store(launch: Launch, timeout: timedelta) -> dist.Store:
     """Returns the store of this run. Rank 0 makes it, unless its launcher has made it.
 
     Ranks that do not make it wait up to `timeout` for a listener. The first rank of each host
-    prints a line every 30 s. Raises InputError in four cases:
+    prints a line if it is long. Raises InputError in four cases:
 
         the host name cannot be resolved within 10 s
         another program holds the port
@@ -105,7 +101,7 @@ def join_store(
     """
     deadline = time.monotonic() + timeout.total_seconds()
     is_master = launch.rank == 0 and not launch.agent_owns_store
-    _await_address(launch, timeout, connects=not is_master, say=say)
+    _await_address(launch, timeout.total_seconds(), connects=not is_master)
     # torch's client ignores its own timeout while a listener stays silent: `within` is the limit.
     seconds = max(1.0, min(HANDSHAKE_S, deadline - time.monotonic()))
     try:
@@ -138,46 +134,44 @@ def join_store(
     return store
 
 
-def _await_address(
-    launch: Launch, timeout: timedelta, *, connects: bool, say: Callable[[str], object]
-) -> None:
+def _await_address(launch: Launch, seconds: float, *, connects: bool) -> None:
     """Returns once the name of rank 0's host resolves and a program accepts connections there.
 
     The connection is closed at once, which does not disturb a store.
     connects: False for the rank that makes the store; the name must resolve for it too.
     """
-    began, notice = time.monotonic(), NOTICE_EVERY_S
     address = launch.master_addr, launch.master_port
-    while True:
-        limit = min(RESOLVE_S, timeout.total_seconds())
-        fault = f"MASTER_ADDR {launch.master_addr} cannot be resolved on {socket.gethostname()}"
-        fix = "set it to a name or an address of rank 0's host that every host knows"
-        try:
-            within(limit, lambda: socket.getaddrinfo(*address))
-        except concurrent.futures.TimeoutError:
-            reason = "its name server does not answer"
-        except (OSError, UnicodeError) as error:  # UnicodeError: a label of more than 63 characters
-            reason = getattr(error, "strerror", None) or str(error)
-        else:
-            if not connects:
-                return
-            limit = timeout.total_seconds()
-            fault = f"nobody listens at {_place(launch)} after {_limit(timeout)}"
-            fix = (
+    _repeat(
+        min(RESOLVE_S, seconds),
+        lambda: socket.getaddrinfo(*address),
+        f"MASTER_ADDR {launch.master_addr} cannot be resolved on {socket.gethostname()}",
+        "set it to a name or an address of rank 0's host that every host knows",
+    )
+    if connects:  # one rank of each host tells that it waits
+        what = f"[rank {launch.rank}] waiting for rank 0 at {_place(launch)}"
+        with told_by_rank_0(what, launch.local_rank):
+            _repeat(
+                seconds,
+                lambda: socket.create_connection(address, timeout=min(seconds, 5.0)).close(),
+                f"nobody listens at {_place(launch)} after "
+                f"--distributed-timeout-minutes {seconds / 60.0:g}",
                 "see what rank 0 says, and whether MASTER_ADDR is its host and MASTER_PORT open "
-                "between the hosts"
+                "between the hosts",
             )
-            try:
-                socket.create_connection(address, timeout=min(limit, 5.0)).close()
-                return
-            except OSError as error:
-                reason = error.strerror or str(error)
-        waited = time.monotonic() - began
-        if waited + PAUSE_S > limit:
+
+
+def _repeat(seconds: float, attempt: Callable[[], object], fault: str, fix: str) -> None:
+    """Returns once `attempt` succeeds. Raises InputError with its last error after `seconds`."""
+    began = time.monotonic()
+    while True:
+        try:
+            within(min(RESOLVE_S, seconds), attempt)
+            return
+        except (OSError, UnicodeError, concurrent.futures.TimeoutError) as error:
+            # UnicodeError: a label of more than 63 characters
+            reason = getattr(error, "strerror", None) or str(error) or "no answer"
+        if time.monotonic() - began + PAUSE_S > seconds:
             raise InputError(f"{fault} ({reason}): {fix}")
-        if waited > notice and launch.local_rank == 0:  # one line per host
-            notice += NOTICE_EVERY_S
-            say(f"[rank {launch.rank}] waiting for rank 0 at {_place(launch)} ({waited:.0f} s)")
         time.sleep(PAUSE_S)
 
 
@@ -222,13 +216,10 @@ def own_place() -> dict[str, str | None]:
 def check_start(
     store: dist.Store,
     launch: Launch,
-    settings: Mapping[str, str],
+    arrival: Mapping[str, object],
     *,
     tp_size: int,
     timeout: timedelta,
-    place: Mapping[str, str | None] | None = None,
-    notice_every_s: float = NOTICE_EVERY_S,
-    say: Callable[[str], object] = print_line,
 ) -> None:
     """Returns once every rank has arrived with the same settings, at an address others can reach.
 
@@ -236,72 +227,57 @@ def check_start(
     raise InputError if rank 0 does not join in time. Rank 0 prints for which ranks it waits, and
     warns if tensor-parallel groups span hosts. Each rank writes to the store once and reads it
     once. Rank 0 reads all that the others have written.
+
+    arrival: `own_place()` and, as "settings", `settings_of(..)`.
     """
-    arrival = {"place": place or own_place(), "settings": settings}
     store.set(_key(launch.rank), json.dumps(arrival))
     if launch.rank > 0:
         _await_verdict(store, launch, timeout)
         return
     try:
-        _await_arrivals(store, launch.world_size, timeout, notice_every_s, say)
+        _await_arrivals(store, launch.world_size, timeout)
         keys = [_key(rank) for rank in range(launch.world_size)]
         arrivals = [parse_json(value, longest=None) for value in store.multi_get(keys)]
         _check_settings([one["settings"] for one in arrivals])
-        places = [one["place"] for one in arrivals]
-        _check_addresses(places)
+        _check_addresses(arrivals)
     except InputError:
         # The others must read the verdict before rank 0 ends, since the store may end with it and
         # torch would print long errors.
         store.set(VERDICT, "a fault")
         time.sleep(READERS_HAVE_S)
         raise
-    warning = groups_over_hosts([one["host"] for one in places], tp_size)
-    if warning:
-        say(warning)
+    hosts = [one["host"] for one in arrivals]
+    groups = [set(hosts[first : first + tp_size]) for first in range(0, len(hosts), tp_size)]
+    spread = [group for group in groups if len(group) > 1]
+    if spread:
+        print_line(
+            f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first "
+            f"of them {', '.join(sorted(spread[0]))}: what each layer exchanges goes over the "
+            f"network. Start a multiple of --tensor-model-parallel-size {tp_size} ranks on each "
+            "host"
+        )
     store.set(VERDICT, "")
 
 
-def groups_over_hosts(hosts: Sequence[str], tp_size: int) -> str:
-    """Returns a warning if ranks of one tensor-parallel group are on several hosts, else "".
-
-    hosts: the host of each rank.
-    """
-    groups = [set(hosts[first : first + tp_size]) for first in range(0, len(hosts), tp_size)]
-    spread = [group for group in groups if len(group) > 1]
-    if not spread:
-        return ""
-    return (
-        f"warning: {len(spread)} of {len(groups)} tensor-parallel groups span hosts, the first of "
-        f"them {', '.join(sorted(spread[0]))}: what each layer exchanges goes over the network. "
-        f"Start a multiple of --tensor-model-parallel-size {tp_size} ranks on each host"
-    )
-
-
-def _await_arrivals(
-    store: dist.Store,
-    world_size: int,
-    timeout: timedelta,
-    notice_every_s: float,
-    say: Callable[[str], object],
-) -> None:
+def _await_arrivals(store: dist.Store, world_size: int, timeout: timedelta) -> None:
     began, missing = time.monotonic(), list(range(1, world_size))
     while missing:
-        left = began + timeout.total_seconds() - time.monotonic()
+        waited = time.monotonic() - began
+        left = timeout.total_seconds() - waited
         if left <= 0.0:
             raise InputError(
                 f"{ranks_text(missing)} of {world_size} have not joined within {_limit(timeout)}: "
                 "see what those processes or their hosts say"
             )
+        if waited >= NOTICE_EVERY_S:
+            print_line(f"waiting for {ranks_text(missing)} of {world_size} ({waited:.0f} s)")
         try:
             store.wait(
-                [_key(rank) for rank in missing], timedelta(seconds=min(left, notice_every_s))
+                [_key(rank) for rank in missing], timedelta(seconds=min(left, NOTICE_EVERY_S))
             )
             return
         except dist.DistStoreError:  # the wait has timed out
             missing = [rank for rank in missing if not store.check([_key(rank)])]
-        if missing:
-            waited = time.monotonic() - began
-            say(f"waiting for {ranks_text(missing)} of {world_size} ({waited:.0f} s)")
 
 
 def _await_verdict(store: dist.Store, launch: Launch, timeout: timedelta) -> None:
