@@ -158,23 +158,3 @@ def test_a_checkpoint_of_two_context_parallel_ranks_loads_anywhere_and_says_what
                 "from --seed"
             ]
         )
-
-
-def test_initial_weights_do_not_depend_on_it_and_dropout_masks_differ() -> None:
-    def work(rank: int, world_size: int) -> tuple[dict[str, Tensor], Tensor]:
-        config = (
-            shared(tiny_run(), 1)
-            if world_size == 1
-            else shared(tiny_run(model=dict(attention_backend="unfused")), 2)
-        )
-        with parallel_state(config.parallel, seed=config.training.seed) as parallel:
-            model = build_trainer(config, parallel).model
-            return {name: value.detach() for name, value in model.named_parameters()}, torch.rand(4)
-
-    ((alone, _),) = run_ranks(work, 1)
-    (first, drawn), (second, drawn_by_second) = run_ranks(work, 2)
-    assert all(
-        torch.equal(alone[name], first[name]) and torch.equal(alone[name], second[name])
-        for name in alone
-    )
-    assert not torch.equal(drawn, drawn_by_second)

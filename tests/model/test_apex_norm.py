@@ -9,11 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.schedule import plan_stage
 from tests.memory import test_activations
 from tests.recompute import test_equality
 from tests.support import apex
@@ -135,15 +133,3 @@ def test_predicted_bytes_are_the_measured_ones_and_all_that_lives(
     assert ([work(0, 1)] if tp_size == 1 else run_ranks(work, tp_size, detail=False)) == [
         []
     ] * tp_size
-
-
-def test_without_apex_it_is_an_error() -> None:
-    with (
-        tp_state(1) as parallel,
-        pytest.raises(InputError, match="--norm-impl apex cannot be used: NVIDIA apex has kernels"),
-    ):
-        build_tiny_model(
-            variant_config("gpt2", norm_impl="apex"),
-            parallel,
-            plan=plan_stage(RecomputeConfig(), 2),
-        )

@@ -35,29 +35,6 @@ def single_process(name: str) -> Trained:
     )
 
 
-@pytest.mark.parametrize("name", ["olmo", "pythia"])
-@pytest.mark.parametrize(
-    "layout", [LAYOUTS[0], pytest.param(LAYOUTS[1], marks=pytest.mark.long)], ids=str
-)
-def test_a_pipeline_trains_as_one_process_does(name: str, layout: Layout) -> None:
-    expected = single_process(name)
-
-    def work(rank: int, world_size: int) -> tuple[list[float], float]:
-        got = train(
-            layout, config_of(name), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=torch.float64
-        )
-        errors = {
-            f"{kind} {each}": difference(getattr(expected, kind)[each], value)
-            for kind in ("first_grads", "weights")
-            for each, value in getattr(got, kind).items()
-        }
-        return got.losses, max(errors.values())
-
-    for losses, worst in run_ranks(work, layout.ranks, detail=False):
-        assert losses == pytest.approx(expected.losses, rel=1e-10)
-        assert worst < 1e-9
-
-
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_a_weight_around_zero_is_that_of_a_plain_norm_less_one(norm: str) -> None:
     """All parameters and all gradients are the same but for the 1."""

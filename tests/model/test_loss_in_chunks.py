@@ -6,18 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.config.training import TrainingConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from tests.support.equality import differences, variant_config
 from tests.support.models import build_tiny_model, loss_and_grads, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
 
 LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]  # TP size, sequence parallel
-
-
-def test_a_chunk_has_no_negative_size():
-    with pytest.raises(ValueError, match=r"--loss-chunk-size must be at least 0 \(got -1\)"):
-        TrainingConfig(micro_batch_size=1, loss_chunk_size=-1)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ torch's own masked attention."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -13,12 +12,7 @@ from torch import Tensor
 
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model import core_attention
-from megatron_lite.model.core_attention import (
-    CoreAttention,
-    Readable,
-    causal_mask,
-    masked_attention,
-)
+from megatron_lite.model.core_attention import CoreAttention, Readable, masked_attention
 from megatron_lite.model.rotary import rotary_tables
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from megatron_lite.recompute.region_runner import Regions
@@ -100,23 +94,6 @@ def test_every_backend_reads_the_window_as_the_loops_do(backend: str, groups: in
         )
 
 
-@pytest.mark.parametrize("reach", [0, 2, 7])
-@pytest.mark.parametrize("groups", [A, 3, 1])
-def test_gradients_of_the_fused_window_are_those_of_the_formula(groups: int, reach: int) -> None:
-    inputs = heads(groups)
-    grad = draw(S, B, A, D, seed=5)
-    output, expected = (
-        masked_attention(*inputs, Readable(reach), scale=SCALE),
-        formula(*inputs, reach),
-    )
-    results = (output, *torch.autograd.grad(output, inputs, grad))
-    wanted = (expected, *torch.autograd.grad(expected, inputs, grad))
-    for name, want, have in zip(("output", "query", "key", "value"), wanted, results, strict=True):
-        torch.testing.assert_close(
-            have, want, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 # 1100: whole blocks of a row's keys are hidden
 @pytest.mark.parametrize(("s", "reach"), [(9, 0), (70, 5), (70, 33), (1100, 3)])
@@ -143,18 +120,6 @@ def test_the_bits_are_those_of_torchs_attention_with_a_mask(
     ours = torch.autograd.grad(output, inputs, grad)
     assert all(map(torch.equal, ours, torch.autograd.grad(theirs, inputs, grad)))
     assert all(tensor.isfinite().all() for tensor in ours)
-
-
-def test_the_mask_is_that_of_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
-        theirs = pytest.importorskip("megatron.core.transformer.utils")
-    ones = torch.ones
-    # it asks for CUDA
-    monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))
-    for s, reach in ((7, 0), (7, 3), (12, 5)):
-        hidden = theirs.get_sliding_window_causal_mask(s, s, (reach, 0))
-        assert torch.equal(causal_mask(torch.empty(s, 1), Readable(reach)) != 0, hidden)
 
 
 @pytest.mark.parametrize("backend", ["flash", "unfused"])

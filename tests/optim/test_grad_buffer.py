@@ -48,27 +48,6 @@ def inputs(rank: int, number: int = 0) -> Tensor:
     return torch.linspace(-1.0, 1.0, 40) * (rank + 1 + 10 * number)
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (1, [["fourth"], ["third"], ["second"], ["first"]]),
-        (40, [["fourth"], ["third"], ["second"], ["first"]]),
-        (41, [["fourth", "third"], ["second", "first"]]),
-        (81, [["fourth", "third", "second"], ["first"]]),
-        (None, [["fourth", "third", "second", "first"]]),
-    ],
-)
-def test_buckets_are_filled_in_the_reverse_order_of_use_until_they_have_their_size(
-    size: int | None, expected: list[list[str]]
-) -> None:
-    def work(rank: int, world_size: int) -> list[list[str]]:
-        with tp_state(1) as parallel:
-            config = DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=size)
-            return [list(bucket.places) for bucket in buffer_of(Chain(), parallel, config).buckets]
-
-    assert run_ranks(work, 2) == [expected] * 2
-
-
 def sent_during_two_micro_batches(
     config: DataParallelConfig, *, announced: bool = True
 ) -> list[list[Sent]]:

@@ -121,24 +121,6 @@ def megatrons_scheduler(config, groups, *, decay=120, **options):
 
 @STYLES
 @pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
-@pytest.mark.parametrize("low", [None, 0.002])
-def test_the_decoupled_rate_equals_megatron_core(style, wsd_style, low):
-    for config in configs(style, wsd_style):
-        config = dataclasses.replace(config, decoupled_lr=0.03, decoupled_min_lr=low)
-        own = {"max_lr": 0.03} | ({} if low is None else {"min_lr": low})
-        groups = [{}, own]
-        decay = (config.lr_decay_iters or 20) * 6
-        oracle = megatrons_scheduler(config, groups, decay=decay)
-        lr = LrSchedule.build(config, train_samples=120, batches=BatchSchedule.constant(6))
-        for consumed in range(0, 41 * 6, 6):
-            assert [lr.at(consumed), lr.decoupled_at(consumed)] == pytest.approx(
-                [group["lr"] for group in groups], rel=1e-12, abs=1e-20
-            )
-            oracle.step(6)
-
-
-@STYLES
-@pytest.mark.filterwarnings("ignore")  # its imports warn of packages that it can do without
 def test_a_schedule_taken_from_a_checkpoint_equals_megatron_core(style, wsd_style):
     """What the checkpoint has: rates, warm-up, decay and style. What the flags keep: the rate at
     the start of the warm-up, and the WSD decay."""

@@ -100,20 +100,6 @@ def test_the_toolkit_of_that_name_on_pypi_is_named_and_never_imported(
     assert "apex" not in sys.modules
 
 
-def test_an_extension_is_used_beside_another_package_called_apex(packages: Packages) -> None:
-    """NVIDIA's extension modules are installed by themselves; what needs its Python modules is not
-    there."""
-    packages(
-        {
-            "apex.lib": "",
-            EXTENSION: "def wgrad_gemm_accum_fp32(*operands): pass",
-            "amp_C": "multi_tensor_adam = multi_tensor_adam_capturable = 1",
-        }
-    )
-    assert weight_gradient_kernel("cpu").value is not None
-    assert fused_adam("cpu").reason.endswith("apex is not NVIDIA's, only its extension amp_C")
-
-
 def test_an_apex_without_its_cuda_extensions_says_so(packages: Packages) -> None:
     packages(
         {

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace
@@ -148,18 +147,3 @@ def test_each_wait_is_counted_once(monkeypatch):
                     assert WAITING.seconds - before == 1, name
 
     run_ranks(work, 2)
-
-
-def test_a_thread_counts_its_own_waits_alone():
-    seen = []
-
-    def other():
-        with WAITING:
-            seen.append((WAITING.is_timed, WAITING.seconds))
-
-    with timed_waiting():
-        before = WAITING.seconds
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        assert WAITING.seconds == before and seen == [(False, 0.0)]

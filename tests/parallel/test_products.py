@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.config import row_blocks
 from megatron_lite.parallel import products
 from megatron_lite.tensor_parallel.linear import row_parallel_linear
 from tests.support import cuda_addmm
@@ -61,13 +60,6 @@ def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(
     products.add_weight_product_(total, x, dy, first=first)
     assert close(total, dy.t(), x.t(), start)
     assert calls == {"first" if first else "later": 1}
-
-
-def test_nothing_but_cuda_adds_16_bit_products_unrounded() -> None:
-    cpu = torch.device("cpu")
-    assert products.adds_unrounded(cpu, torch.float32)
-    assert not products.adds_unrounded(cpu, torch.bfloat16)
-    assert row_blocks.has_gradient_tensor("cpu") and not row_blocks.has_gradient_tensor("cuda")
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from torch import Tensor
@@ -70,18 +68,6 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
     raw = tensor.clone().view(torch.uint8)
     raw[bit // 8] ^= 1 << bit % 8
     return raw.view(tensor.dtype)
-
-
-def test_many_near_tensors_have_different_hashes() -> None:
-    """What a plain sum would confuse: a few ones among zeros, moved about."""
-    draws, seen = random.Random(5), {}
-    for _ in range(4000):
-        tensor = torch.zeros(24)
-        for place in draws.sample(range(24), 3):
-            tensor[place] = float(draws.randrange(1, 4))
-        data = tensor.numpy().tobytes()
-        assert seen.setdefault(int(quick_hash(tensor)), data) == data
-    assert len(seen) > 3000
 
 
 @pytest.mark.parametrize(

@@ -73,22 +73,6 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch._functorch.config as settings",
-        "from torch._C import _current_graph_task_id",
-        "from torch.utils._pytree import tree_map",
-        "from torch.utils.checkpoint import _CachedTorchDispatchMode",
-        "import torch\ntorch._foreach_norm([])",
-        "def version(tensor):\n    return tensor._version",
-        "key = tensor.untyped_storage()._cdata",
-    ],
-)
-def test_the_scan_sees_each_way_to_reach_for_a_private_name(source: str) -> None:
-    assert len(list(private_names(source))) == 1
-
-
 def test_no_other_module_reaches_for_a_private_name_of_torch() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {name}"

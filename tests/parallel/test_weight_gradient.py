@@ -141,35 +141,6 @@ def grid() -> list[Any]:
     return cases
 
 
-@pytest.mark.parametrize(("tp_size", "sequence_parallel", "dtype", "name"), grid())
-def test_gradients_are_those_without_the_kernel_but_for_one_rounding(
-    calls: Calls, tp_size: int, sequence_parallel: bool, dtype: torch.dtype, name: str
-) -> None:
-    """The rounding is that of a micro-batch's gradient to 16 bits; of float32 weights it is the
-    order of a float32 sum."""
-
-    def work(rank: int, world_size: int) -> list[Any]:
-        return [
-            *(
-                summed(
-                    name, world_size, fused=fused, dtype=dtype, sequence_parallel=sequence_parallel
-                )
-                for fused in (False, True)
-            ),
-            calls[KERNEL],
-        ]
-
-    for plain, fused, num_calls in [work(0, 1)] if tp_size == 1 else run_ranks(work, tp_size):
-        # steps, micro-batches, weights of two layers and the output's
-        assert num_calls == 2 * 3 * (2 * 4 + 1)
-        for key, grad in plain.items():
-            if is_by_kernel(key, name):
-                assert difference(grad, fused[key]) < EPSILON[dtype], key
-                assert dtype == torch.float32 or not torch.equal(grad, fused[key]), key
-            else:
-                assert torch.equal(fused[key], grad), key
-
-
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
     ("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]
@@ -197,23 +168,6 @@ def test_overlap_sends_what_the_kernel_has_written(calls: Calls, name: str, poli
         assert torch.equal(grad, first[1][key]) and torch.equal(grad, second[1][key]), key
         # Of each element one rank has the sum, the other its own gradient.
         assert ((first[2][key] == grad) | (second[2][key] == grad)).all(), key
-
-
-@pytest.mark.parametrize(
-    "dtype", [pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE), torch.float32]
-)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_the_loss_in_chunks_adds_each_chunk_by_the_kernel(
-    calls: Calls, name: str, dtype: torch.dtype
-) -> None:
-    whole = summed(name, 1, fused=True, dtype=dtype)
-    before = calls[KERNEL]
-    chunks = summed(name, 1, fused=True, dtype=dtype, loss_chunk_size=7)
-    assert calls[KERNEL] - before == 2 * 3 * (2 * 4 + -(-12 * 3 // 7))
-    output = "embedding.word_embeddings.weight" if name == "gpt2" else "output_layer.weight"
-    # Logits are the same; bfloat16 gradients of logits too, so that only the order of a float32 sum
-    # differs.
-    assert difference(whole[output], chunks[output]) < 1e-5
 
 
 @NEEDS_GRAD_DTYPE

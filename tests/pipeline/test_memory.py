@@ -10,7 +10,6 @@ import torch
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.predict.pipeline_memory import ticks
 from megatron_lite.optim.grad_buffer import GradBuffer
@@ -193,30 +192,3 @@ def test_after_every_action_a_rank_holds_what_is_predicted(ranks, flags, model):
 
     for seen, expected in run_ranks(work, ranks, detail=False):
         assert seen == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "num_microbatches", "fullest"),
-    [
-        ("--decoder-first-pipeline-num-layers 1", 2, 1),
-        ("--decoder-last-pipeline-num-layers 4", 1, 1),
-        ("--decoder-first-pipeline-num-layers 3 --recompute-policy stage0/*:full/3", 2, 1),
-    ],
-)
-def test_the_report_is_of_the_rank_that_is_measured_to_hold_most(flags, num_microbatches, fullest):
-    config = config_of(
-        f"--pipeline-model-parallel-size 2 {flags} --global-batch-size {2 * num_microbatches} "
-        "--no-overlap-p2p-communication",
-        GPT2,
-    )
-
-    def work(rank, world_size):
-        with parallel_state(config.parallel, seed=1) as parallel:
-            return max(num_bytes for _, num_bytes in measured(config, parallel, num_microbatches))
-
-    held = run_ranks(work, 2, detail=False)
-    report = explain(config, "cpu")
-    assert [rank.held_bytes for rank in report.ranks] == held
-    assert report.rank == fullest == held.index(max(held))
-    if "recompute" not in flags:
-        assert report.own.memory.peak_bytes == max(held)  # nothing is rebuilt

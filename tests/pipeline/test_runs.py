@@ -13,8 +13,7 @@ from torch import Tensor
 from arguments import parse_args
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.pipeline_memory import rank_memory, ticks
 from megatron_lite.parallel.parameter_spec import spec_of
@@ -22,7 +21,7 @@ from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
 from tests.support.models import whole_tensors
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, tiny_run, with_checkpoint
+from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 
 NO_DROPOUT = dict(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0)
 
@@ -52,47 +51,6 @@ WAYS = {
         "*:none",
     ),
 }
-
-
-@pytest.mark.parametrize("untied", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_stages_that_data_parallel_ranks_share_out_train_alike(tmp_path: Path, untied: bool):
-    """FSDP2 in a pipeline, with untied embeddings in every way. Among each other the recompute
-    policies log the same digits."""
-    config = tiny_run(
-        model=dict(NO_DROPOUT, untie_embeddings_and_output_weights=untied),
-        training=dict(train_iters=4),
-    )
-
-    def logged(
-        name: str, ranks: int, sizes: dict[str, object], flags: dict[str, bool], policy: str
-    ) -> list[dict[str, object]]:
-        run = replace(
-            in_layout(config, **sizes),
-            data_parallel=DataParallelConfig(**flags),
-            recompute=RecomputeConfig(recompute_policy=policy),
-            logging=replace(config.logging, metrics_jsonl=str(tmp_path / name)),
-        )
-        run_ranks(_run, ranks, run, detail=False)
-        return rows(tmp_path / name)
-
-    expected = logged("alone", 1, {}, {}, "*:none")
-    got = {
-        name: logged(name, 4, *way)
-        for name, way in WAYS.items()
-        if untied or name in ("fsdp, interleaved", "fsdp, full", "fsdp, no reshard")
-    }
-    for name, found in got.items():
-        for key, tolerance in (("lm_loss", 1e-5), ("grad_norm", 1e-4)):
-            assert [row[key] for row in found] == pytest.approx(
-                [row[key] for row in expected], rel=tolerance
-            ), name
-        assert all(
-            row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in found
-        ), name
-    for name in {"fsdp, full", "fsdp, pointwise"} & got.keys():
-        assert [(row["lm_loss"], row["grad_norm"]) for row in got[name]] == [
-            (row["lm_loss"], row["grad_norm"]) for row in got["fsdp, interleaved"]
-        ]
 
 
 def _state(rank: int, world_size: int, config: RunConfig, train: bool) -> dict[str, Tensor]:

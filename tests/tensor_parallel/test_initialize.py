@@ -29,22 +29,6 @@ def shard(name, tp_rank=0, tp_size=1, *, seed=1, parameter="layer.weight"):
     return initial_values(SPECS[name], seed=seed, name=parameter, tp_rank=tp_rank, tp_size=tp_size)
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
-@pytest.mark.parametrize("name", SPECS)
-def test_shards_are_parts_of_the_same_whole_tensor(name, tp_size):
-    spec, whole = SPECS[name], shard(name)
-    for rank in range(tp_size):
-        mine = shard(name, rank, tp_size)
-        if spec.tp_dim is None:
-            assert torch.equal(mine, whole)
-            continue
-        blocks = whole.chunk(spec.tp_blocks, dim=spec.tp_dim)
-        expected = torch.cat(
-            [block.chunk(tp_size, dim=spec.tp_dim)[rank] for block in blocks], dim=spec.tp_dim
-        )
-        assert torch.equal(mine, expected)
-
-
 def test_padding_rows_are_zero_and_no_other_row_is():
     assert shard("padded").any(dim=1).tolist() == [True] * 17 + [False] * 7
 

@@ -3,7 +3,6 @@ whole weights."""
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.parallel.parameter_spec import spec_of
-from megatron_lite.parallel.weight_gradient import accumulate_lookups_, lookup_adds
+from megatron_lite.parallel.weight_gradient import accumulate_lookups_
 from megatron_lite.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,7 +19,6 @@ from megatron_lite.tensor_parallel.layers import (
     token_rows,
 )
 from megatron_lite.tensor_parallel.rank_context import RankContext
-from tests.support.collectives import recorded_collectives
 from tests.support.models import tp_state, whole_tensor
 from tests.support.ranks import run_ranks
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
@@ -205,41 +203,6 @@ def test_a_frozen_input_still_trains_the_weights_and_a_frozen_weight_still_passe
     run_ranks(work, 2)
 
 
-SENT = {  # what one column-parallel and one row-parallel layer send together: (forward, backward)
-    False: ({"allreduce_": 1}, {"allreduce_": 1}),
-    # backward gathers the column layer's input again, and the row layer's gradient
-    True: (
-        {"_allgather_base_": 1, "_reduce_scatter_base_": 1},
-        {"_allgather_base_": 2, "_reduce_scatter_base_": 1},
-    ),
-}
-
-
-@pytest.mark.parametrize("sequence_parallel", SENT)
-def test_a_pair_of_layers_sends_the_hidden_states_once_each_way(sequence_parallel):
-    def work(rank, world_size):
-        with tp_context(2, sequence_parallel=sequence_parallel) as (_, context):
-            column = ColumnParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.0, context=context)
-            row = RowParallelLinear(OUTPUT, INPUT, bias=True, init_std=0.0, context=context)
-            x = torch.ones(
-                S // 2 if sequence_parallel else S,
-                B,
-                INPUT,
-                dtype=torch.float64,
-                requires_grad=True,
-            )
-            with recorded_collectives() as forward:
-                total = row(column(x)).sum()
-            with recorded_collectives() as backward:
-                total.backward()
-            return forward, backward
-
-    for of_rank in run_ranks(work, 2):
-        for sent, expected in zip(of_rank, SENT[sequence_parallel], strict=True):
-            assert Counter(one.name for one in sent) == expected
-            assert {one.shape for one in sent} == {(S, B, INPUT)}
-
-
 ROWS, WIDTH = 11, 6
 BATCHES = (torch.tensor([[3, 0, 3], [10, 3, 1]]), torch.tensor([[0, 0, 9], [2, 3, 2]]))
 
@@ -268,14 +231,3 @@ def test_gradients_of_lookups_are_added_to_the_sum_of_a_step(dtype: torch.dtype)
     assert weight.grad is total
     # sums of at most seven float32 numbers near 1
     assert torch.allclose(total.double(), expected, rtol=0, atol=1e-6)
-
-
-@NEEDS_GRAD_DTYPE
-def test_a_frozen_table_and_a_float32_table_on_a_gpu_have_no_sum() -> None:
-    weight = table(torch.float32).requires_grad_(False)
-    accumulate_lookups_([(weight, torch.zeros(ROWS, WIDTH))])
-    (token_rows(BATCHES[0], weight) * nn.Parameter(torch.ones(WIDTH))).sum().backward()
-    assert weight.grad is None
-    # A sum of rows has another order each time on CUDA.
-    assert lookup_adds(table(torch.float32)) and lookup_adds(table(torch.bfloat16))
-    assert not lookup_adds(nn.Parameter(torch.empty(2, 2, device="meta")))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import gradcheck
 
 from megatron_lite.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
@@ -88,52 +87,6 @@ def test_values_and_gradients_are_those_of_the_table(mapping):
 # Each mapping inside a function of a replicated tensor to a replicated tensor. All ranks perturb
 # the same element at once, so that gradcheck's numbers are true derivatives. `scale` differs per
 # rank, which makes partial results really partial.
-def copy_then_reduce(x, scale, group, rank):
-    return reduce_from_tensor_parallel_region(
-        copy_to_tensor_parallel_region(x, group).sin() * scale, group
-    )
-
-
-def slice_then_gather_sequence(x, scale, group, rank):
-    mine = copy_to_tensor_parallel_region(x, group).chunk(2)[rank].sin()
-    return reduce_from_tensor_parallel_region(
-        gather_from_sequence_parallel_region(mine, group) * scale, group
-    )
-
-
-def reduce_scatter_then_gather_sequence(x, scale, group, rank):
-    mine = reduce_scatter_to_sequence_parallel_region(
-        copy_to_tensor_parallel_region(x, group) * scale, group
-    )
-    return reduce_from_tensor_parallel_region(
-        gather_from_sequence_parallel_region(mine.sin(), group) * scale, group
-    )
-
-
-def slice_then_gather_columns(x, scale, group, rank):
-    mine = copy_to_tensor_parallel_region(x, group).chunk(2, dim=-1)[rank]
-    return gather_from_tensor_parallel_region(mine.sin(), group).square()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        copy_then_reduce,
-        slice_then_gather_sequence,
-        reduce_scatter_then_gather_sequence,
-        slice_then_gather_columns,
-    ],
-    ids=lambda function: function.__name__,
-)
-def test_gradcheck_in_float64(function):
-    def work(rank, world_size):
-        with tp_state(2) as parallel:
-            x = torch.randn(
-                4, 1, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-            ).requires_grad_()
-            return gradcheck(lambda x: function(x, 0.7 + rank, parallel.tp_group, rank), (x,))
-
-    assert run_ranks(work, 2) == [True, True]
 
 
 def test_inputs_may_be_views_and_are_never_written():

@@ -1,0 +1,275 @@
+"""Mistakes of the model, of the layouts over ranks and of the optimizer, each put back: a named
+test must fail."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_lite.context_parallel import sharded_attention as attention
+from megatron_lite.context_parallel.attention_kernels import attend
+from megatron_lite.model import core_attention, layer, norm
+from megatron_lite.optim import adam_update, grad_buffer, layouts
+from megatron_lite.optim.muon_update import MOMENTUM, Muon
+from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
+from megatron_lite.pipeline import order
+from megatron_lite.pipeline.order import Action
+from megatron_lite.training.step import MicroBatchLoss
+from tests.context_parallel import test_attention, test_equality
+from tests.model import test_layer_variants, test_layers_differ, test_window
+from tests.optim import test_adam_update, test_muon, test_muon_layouts, test_zero1
+from tests.parallel import test_fsdp, test_weight_gradient
+from tests.pipeline import test_order, test_pipeline
+from tests.recompute import test_layer_variants as test_recompute
+from tests.support import apex
+from tests.support.changes import with_fields
+from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.support.pipelines import Layout
+from tests.tensor_parallel import test_layers
+from tests.training import test_loss_in_one_pass
+
+Patch = pytest.MonkeyPatch
+
+
+@replaces("__init__", layer.TransformerBlock)
+def layers_count_from_the_start_of_their_stage(
+    real: Any, self: Any, model: Any, context: Any, plan: Any, stage: Any
+) -> None:
+    @replaces("TransformerLayer", layer)
+    def shifted(one: Any, model: Any, context: Any, number: int) -> Any:
+        return one(model, context, number - stage.first_layer)
+
+    with pytest.MonkeyPatch.context() as inner:
+        shifted(inner)
+        real(self, model, context, plan, stage)
+
+
+@replaces("attend_backward", core_attention)
+def backward_forgets_the_mask(real, *args, mask, **kwargs):
+    return real(*args, **kwargs)
+
+
+@replaces("all_reduce", norm)
+def each_rank_normalises_its_own_heads(real: Any, tensor: Any, group: Any) -> Any:
+    return real(tensor, group) / (1 if group is None else group.size())
+
+
+@replaces("_mlp", layer.TransformerLayer)
+def a_replay_leaves_out_the_matmul_before_a_norm(
+    real: Any, self: layer.TransformerLayer, hidden_states: Any, regions: Any, skip_tail: bool
+) -> Any:
+    if self.post_mlp_layernorm is None:
+        return real(self, hidden_states, regions, skip_tail)
+    return self.post_mlp_layernorm(self.mlp(hidden_states, regions, skip_tail))
+
+
+@replaces("gradient", MicroBatchLoss)
+def the_loss_mask_is_forgotten(
+    gradient: Any, self: MicroBatchLoss, labels: Tensor, mask: Tensor | None, number: int
+) -> Any:
+    return gradient(self, labels, torch.ones_like(mask) if mask is not None else None, number)
+
+
+@replaces("attend_backward", attention)
+def backward_with_the_log_sum_exp_of_each_part(
+    real, grad_output, query, key, value, attended, **facts
+):
+    part = attend(query, key, value, **facts)
+    return real(grad_output, query, key, value, part, **facts)
+
+
+@replaces("positions_by_rank", sequence_spans.ContextParallel)
+def unfused_masks_as_if_keys_were_gathered_in_order(real, self, num_tokens, device):
+    return real(self, num_tokens, device).flatten().sort().values.view(self.size, num_tokens)
+
+
+@replaces("_embedding_group", state)
+def each_end_keeps_its_own_gradient_of_a_tied_embedding(_, pipelines, pp_group):
+    return None
+
+
+@replaces("_sequences", order)
+def stages_go_backward_in_the_order_of_forward(
+    sequences: Any, size: int, num_microbatches: int, num_chunks: int
+) -> tuple[list[Action], list[Action]]:
+    forwards, _ = sequences(size, num_microbatches, num_chunks)
+    return forwards, [with_fields(action, kind="backward") for action in forwards]
+
+
+@replaces("add_rows_", weight_gradient)
+def a_lookup_adds_to_the_sum_of_an_earlier_step(add, total, ids, rows, *, first):
+    add(total, ids, rows, first=False)
+
+
+def the_kernel_writes_after_the_hook(patch: Patch) -> None:
+    """When all buckets have been sent: right without overlap."""
+    waiting: list[Callable[[], None]] = []
+
+    @replaces("_add", weight_gradient)
+    def later(add: Any, kernel: Any, total: Tensor, parameter: Any, *operands: Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = total.zero_()
+        waiting.append(partial(add, kernel, total, parameter, *operands))
+
+    @replaces("reduce_", grad_buffer.GradBuffer)
+    def reduced(reduce_: Any, self: grad_buffer.GradBuffer) -> None:
+        with torch.no_grad():
+            while waiting:
+                waiting.pop(0)()
+        reduce_(self)
+
+    for part in (later, reduced):
+        part(patch)
+
+
+@replaces("_check_inf_per_device", adam_update._Skipping)
+def fused_adam_is_not_told_to_skip(_, self, optimizer):
+    return {self._skipped.device: torch.zeros_like(self._skipped)}
+
+
+@replaces("_update", Muon)
+def query_key_and_value_are_cut_as_three_blocks(
+    real: Any, self: Muon, direction: Tensor, spec: Any
+) -> Tensor:
+    """The first rows as queries: right for one query group alone."""
+    if len(spec.matrices) < 3 or not self._config.muon_split_qkv:
+        return real(self, direction, spec)
+    groups = direction.shape[0] // sum(spec.matrices)
+    blocks = direction.split([groups * rows for rows in spec.matrices])
+    return torch.cat([self._scaled(block, spec.tp_dim) for block in blocks])
+
+
+@replaces("whole_states", Optimizer)
+def the_momentum_is_not_saved(real: Any, self: Optimizer, name: str) -> dict[str, Tensor]:
+    return {
+        key: value if key != MOMENTUM else torch.zeros_like(value)
+        for key, value in real(self, name).items()
+    }
+
+
+def gradients_are_freed_whoever_reads_them(patch: Patch) -> None:
+    for fault in (
+        replaces("FREE_TO_DROP", fsdp)(lambda _: 100),
+        replaces("_owns_storage_alone", fsdp)(lambda _, tensor: True),
+    ):
+        fault(patch)
+
+
+@replaces("__init__", grad_buffer.Bucket)
+def tied_gradients_are_not_added(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    init(self, *args, **kwargs)
+    self.tied = False
+
+
+@replaces("_wait_before_use", layouts.Zero1)
+def nobody_waits_for_weights(_, self, model):
+    pass
+
+
+ONE_PASS = dict(layout="one", model=test_loss_in_one_pass.TIED, policy="*:none", chunk_size=5)
+MUTANTS = [
+    Mutant(
+        layers_count_from_the_start_of_their_stage,
+        test_layers_differ.test_a_pipeline_trains_as_one_process_does,
+        dict(layout=Layout(pp=2, num_chunks=2)),
+    ),
+    Mutant(
+        backward_forgets_the_mask,
+        test_window.test_the_bits_are_those_of_torchs_attention_with_a_mask,
+        dict(dtype=torch.float32, s=70, reach=5),
+    ),
+    Mutant(
+        each_rank_normalises_its_own_heads,
+        test_layer_variants.test_a_norm_over_all_heads_is_the_formula_on_any_number_of_ranks,
+        dict(world_size=2),
+    ),
+    Mutant(
+        a_replay_leaves_out_the_matmul_before_a_norm,
+        test_recompute.test_gradients_are_unchanged_to_the_bit,
+        dict(tp_size=1, sequence_parallel=False, precision=torch.bfloat16, every=False),
+        long=True,
+    ),
+    Mutant(
+        the_loss_mask_is_forgotten,
+        test_loss_in_one_pass.test_one_pass_has_the_bits_of_two,
+        dict(ONE_PASS, mask="--eod-mask-loss"),
+    ),
+    Mutant(
+        backward_with_the_log_sum_exp_of_each_part,
+        test_attention.test_output_and_gradients_are_those_of_the_formula,
+        dict(cp_size=3),
+    ),
+    Mutant(
+        unfused_masks_as_if_keys_were_gathered_in_order,
+        test_equality.test_loss_and_every_gradient_equal_those_of_one_rank,
+        dict(layout=test_equality.Layout(2, 1, 2)),
+    ),
+    Mutant(
+        each_end_keeps_its_own_gradient_of_a_tied_embedding,
+        test_pipeline.test_a_pipeline_trains_as_one_process_does,
+        dict(layout=Layout(pp=2), variant="gpt2"),
+    ),
+    Mutant(
+        stages_go_backward_in_the_order_of_forward,
+        test_order.test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever,
+        dict(num_chunks=2),
+    ),
+    Mutant(
+        a_lookup_adds_to_the_sum_of_an_earlier_step,
+        test_layers.test_gradients_of_lookups_are_added_to_the_sum_of_a_step,
+        dict(dtype=torch.bfloat16),
+    ),
+    Mutant(
+        the_kernel_writes_after_the_hook,
+        test_weight_gradient.test_overlap_sends_what_the_kernel_has_written,
+        dict(name="gpt2", policy="*:none"),
+    ),
+    Mutant(
+        fused_adam_is_not_told_to_skip,
+        test_adam_update.test_skipped_steps_change_nothing_and_do_not_count,
+        dict(impl="apex", fault=float("inf"), bad_steps=(1, 2)),
+    ),
+    Mutant(
+        query_key_and_value_are_cut_as_three_blocks,
+        test_muon.test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise,
+        dict(split=True),
+    ),
+    Mutant(
+        the_momentum_is_not_saved,
+        test_muon_layouts.test_a_resumed_run_goes_on_bit_for_bit,
+        dict(
+            ranks=1, sizes={}, data_parallel=test_muon_layouts.REPLICATED, training=dict(bf16=True)
+        ),
+    ),
+    Mutant(
+        gradients_are_freed_whoever_reads_them,
+        test_fsdp.test_a_gradient_that_someone_else_can_read_is_not_freed,
+    ),
+    Mutant(
+        tied_gradients_are_not_added,
+        test_pipeline.test_data_parallel_layouts_train_a_pipeline_alike,
+        dict(layout=Layout(pp=2, dp=2, num_chunks=2)),
+    ),
+    Mutant(
+        nobody_waits_for_weights,
+        test_zero1.test_every_weight_is_waited_for_before_it_is_used,
+        dict(name="gpt2", chunk_size=None),
+    ),
+]
+
+
+@pytest.mark.parametrize("mutant", parameters(MUTANTS))
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+def test_is_seen(mutant: Mutant, monkeypatch: Patch, tmp_path: Path) -> None:
+    fixtures: dict[str, Any] = dict(tmp_path=tmp_path)
+    if "calls" in inspect.signature(mutant.test).parameters:
+        fixtures["calls"] = apex.install(monkeypatch)
+    assert_seen(mutant, monkeypatch, **fixtures)
