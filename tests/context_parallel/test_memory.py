@@ -13,7 +13,6 @@ import torch
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.operations import Collective
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from tests.memory.test_activations import figures, models
 from tests.memory.test_activations import policies as all_policies
@@ -99,27 +98,6 @@ def test_predicted_bytes_are_the_measured_ones(layout: Layout, every: int) -> No
         wrong_bytes, layout.tp_size * layout.cp_size, layout, every, detail=False
     ):
         assert wrong == [] and count > 10
-
-
-def living(rank: int, world_size: int) -> list[bool]:
-    found = []
-    with tp_state(1, cp_size=world_size) as parallel:
-        for name, comm_type, recompute in itertools.product(
-            ("gpt2", "llama", "qwen"),
-            ("p2p", "allgather"),
-            sampled(list(all_policies(can_split=False))[::7], every=3, at_most=2),
-        ):
-            each = figures(
-                variant_config(name, hidden_dropout=0.1),
-                recompute,
-                parallel,
-                sequence_parallel=False,
-                dtype=torch.bfloat16,
-                live=LiveStorages(),
-                cp_comm_type=comm_type,
-            )
-            found.append(each.agree and each.unaccounted == 0)
-    return found
 
 
 def plans_of(layout: Layout) -> dict[str, RecomputePlan]:

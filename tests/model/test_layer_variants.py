@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -17,22 +16,13 @@ from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.equality import difference, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
-from tests.support.pipelines import Layout, Trained, train
 from tests.support.ranks import run_ranks
 
 STEPS, MICRO_BATCHES = 2, 4
-LAYOUTS = [Layout(pp=2, num_chunks=2), Layout(tp=2, pp=2, sequence_parallel=True)]
 
 
 def config_of(name: str) -> ModelConfig:
     return variant_config(name, num_layers=4)
-
-
-@cache
-def single_process(name: str) -> Trained:
-    return train(
-        Layout(), config_of(name), steps=STEPS, micro_batches=MICRO_BATCHES, dtype=torch.float64
-    )
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])

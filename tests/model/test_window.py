@@ -160,18 +160,6 @@ def test_a_window_adds_nothing_to_what_attention_keeps(backend: str, dtype: torc
 # --- the model ---
 
 
-def differing(**overrides: Any) -> dict[str, Any]:
-    """Five layers: windows on some, rotary embedding on others."""
-    return {
-        **ROPE,
-        "num_layers": 5,
-        "window_size": (3, 0),
-        "window_attn_skip_freq": (1, 0, 1, 1, 0),
-        "no_rope_freq": (0, 1, 1, 0, 0),
-        **overrides,
-    }
-
-
 def test_a_layer_without_rotary_embedding_is_that_of_a_model_without_positions() -> None:
     hidden_states = draw(SEQ_LENGTH, B, 32, seed=9)
 

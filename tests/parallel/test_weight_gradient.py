@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -121,24 +120,6 @@ def is_by_kernel(key: str, name: str) -> bool:
     return key.endswith("weight") and (
         "linear" in key or "output_layer" in key or (name == "gpt2" and "word_embed" in key)
     )
-
-
-def grid() -> list[Any]:
-    """Layouts x dtypes x tied and untied output weights; most are left to CI."""
-    cases = []
-    for (tp_size, sequence_parallel), dtype, name in itertools.product(
-        ((1, False), (2, False), (2, True)),
-        (torch.bfloat16, torch.float16, torch.float32),
-        ("gpt2", "llama"),
-    ):
-        quick = (dtype == torch.bfloat16 and (tp_size == 1 or sequence_parallel)) or (
-            tp_size,
-            dtype,
-        ) == (1, torch.float32)
-        marks = [] if quick else [pytest.mark.long]
-        marks += [] if dtype == torch.float32 else [NEEDS_GRAD_DTYPE]
-        cases.append(pytest.param(tp_size, sequence_parallel, dtype, name, marks=marks))
-    return cases
 
 
 @NEEDS_GRAD_DTYPE

@@ -23,8 +23,6 @@ from tests.support.models import whole_tensors
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 
-NO_DROPOUT = dict(num_layers=4, hidden_dropout=0.0, attention_dropout=0.0)
-
 
 def in_layout(config: RunConfig, **sizes: object) -> RunConfig:
     return replace(config, parallel=ParallelConfig(distributed_backend="gloo", **sizes))
@@ -34,23 +32,7 @@ PIPELINE = dict(pipeline_model_parallel_size=2)
 INTERLEAVED = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
 
 
-def _run(rank: int, world_size: int, config: RunConfig) -> None:
-    run_to_end(config)
-
-
 FSDP = dict(use_torch_fsdp2=True)
-WAYS = {
-    "fsdp": (PIPELINE, FSDP, "*:none"),
-    "fsdp, interleaved": (INTERLEAVED, FSDP, "*:none"),
-    "fsdp, full": (INTERLEAVED, FSDP, "*:full"),
-    "fsdp, pointwise": (INTERLEAVED, FSDP, "*:pointwise+mlp"),
-    "fsdp, no reshard": (PIPELINE, dict(FSDP, torch_fsdp2_reshard_after_forward=False), "*:none"),
-    "fsdp, memory-efficient": (
-        INTERLEAVED,
-        dict(FSDP, fsdp_memory_efficient_wrapping=True),
-        "*:none",
-    ),
-}
 
 
 def _state(rank: int, world_size: int, config: RunConfig, train: bool) -> dict[str, Tensor]:
