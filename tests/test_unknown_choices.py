@@ -12,7 +12,7 @@ import pytest
 from megatron_lite.config import data_settings, optimizer_settings
 from megatron_lite.config import model as model_config
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.context_parallel.exchange import EXCHANGES
+from megatron_lite.context_parallel.sharded_attention import EXCHANGES
 from megatron_lite.data.tokenizers import TOKENIZERS
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
 from megatron_lite.memory.explain.recompute_report import likely_device

@@ -39,7 +39,7 @@ def product_rows(width: int) -> int:
 def has_gradient_tensor(device: str) -> bool:
     """Returns whether a 16-bit weight's gradient is a tensor before it is added to a float32 sum.
 
-    On CUDA the product adds to the sum (parallel/products.py), so no such tensor exists.
+    On CUDA the product adds to the sum (parallel/weight_gradient.py), so no such tensor exists.
     """
     return device != "cuda"
 

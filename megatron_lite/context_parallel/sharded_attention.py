@@ -13,11 +13,23 @@ With the log-sum-exps l1 and l2 of two parts,
     y = y1 + sigmoid(l2 - l1) (y2 - y1)        l = log(e^l1 + e^l2)
 
 Ring Attention is 2310.01889. The form with an all-gather is Llama 3's, 2407.21783 sec. 3.3.2.
-exchange.py has the collectives.
+
+A part is the keys and values of one rank, [2, n, b, g, d] with n = s/c.
+
+    p2p         The parts travel around a ring (2310.01889). A rank computes with a part while it
+                sends the part on. In backward the gradients travel one step behind the parts, and
+                each rank adds its own. A rank holds two parts at a time.
+    allgather   One all-gather of all parts (2407.21783 sec. 3.3.2), and one reduce-scatter of the
+                gradients. A rank holds c parts.
+
+    received per rank        forward            backward
+    p2p                      c - 1 parts        2c - 1 parts
+    allgather                c - 1 parts        2 (c - 1) parts
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +43,16 @@ from megatron_lite.context_parallel.attention_kernels import (
     heads_first,
     heads_last,
 )
-from megatron_lite.context_parallel.exchange import EXCHANGES
-from megatron_lite.parallel.collectives import results_may_be_kept
-from megatron_lite.parallel.products import in_autocast_dtype
+from megatron_lite.parallel.collectives import (
+    Started,
+    reduce_scatter_first_dim,
+    results_may_be_kept,
+    start_all_gather_first_dim,
+    start_shift,
+)
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.torch_internals import group_of_name
+from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 
 
 def context_parallel_attention(
@@ -46,7 +63,7 @@ def context_parallel_attention(
     query: [s/c, b, a/t, d]. key, value: [s/c, b, g/t, d]. cp.group must not be None.
     Keeps its inputs, its output and one float32 (float64) per row. The merged output and the
     query's gradient are summed in float32 (float64). The gradients of keys and values are summed in
-    their own dtype, with one addition per rank. Issues the collectives of exchange.py on cp.group.
+    their own dtype, with one addition per rank. Issues the collectives of the table on cp.group.
     """
     if torch.is_autocast_enabled(query.device.type):
         query, key, value = in_autocast_dtype(query, key, value)
@@ -152,6 +169,103 @@ def _attend_in_named_group(
     query: Tensor, key: Tensor, value: Tensor, group: str, comm_type: str, scale: float
 ) -> tuple[Tensor, Tensor]:
     return _attend(query, key, value, group_of_name(group), comm_type, scale)
+
+
+class KeysValuesOf(NamedTuple):
+    """One part: the keys and values [2, n, b, g, d] of the rank `source`."""
+
+    source: int
+    keys_values: Tensor
+
+
+class Exchange(NamedTuple):
+    """The two functions of one way to exchange parts.
+
+    parts: yields all parts: this rank's own first, and then those of the ranks before it.
+    sum: returns the sum of the gradients of every rank's part, over all ranks, for tensors like the
+        given part.
+    """
+
+    parts: Callable[[Tensor, ProcessGroup], Iterator[KeysValuesOf]]
+    sum: Callable[[Tensor, ProcessGroup], RingSum | ScatteredSum]
+
+
+def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[KeysValuesOf]:
+    """Yields all parts as they arrive around the ring.
+
+    `own` must not be written to before all parts have arrived.
+    """
+    rank, size = group.rank(), group.size()
+    current = own
+    # Each part is sent on before it is yielded, so the transfer runs beside the caller's work.
+    for step in range(size):
+        onwards = start_shift(current, group) if step < size - 1 else None
+        yield KeysValuesOf((rank - step) % size, current)
+        current = own if onwards is None else onwards.wait()
+
+
+class RingSum:
+    """A sum that travels around the ring, in the tensors' dtype like a reduce-scatter.
+
+    Parts come in ring order. The running sum of a part follows the part by one step: each rank
+    receives it, adds its own gradients and sends it on. After the last rank the sum arrives at the
+    part's owner.
+    """
+
+    def __init__(self, like: Tensor, group: ProcessGroup) -> None:
+        self._like, self._group = like, group
+        self._travelling: Started | None = None
+
+    def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
+        """Adds this rank's gradients for some tokens of the rank `source`.
+
+        key, value: [m, b, g, d]. Call it once for each part, in the order in which the parts come.
+        """
+        total = (
+            torch.zeros_like(self._like) if self._travelling is None else self._travelling.wait()
+        )
+        total[0, tokens] += key
+        total[1, tokens] += value
+        self._travelling = start_shift(total, self._group)
+
+    def result(self) -> Tensor:
+        """Returns the gradients of this rank's own part, summed over all ranks: [2, n, b, g, d]."""
+        assert self._travelling is not None
+        return self._travelling.wait()
+
+
+def gathered(own: Tensor, group: ProcessGroup) -> Iterator[KeysValuesOf]:
+    """Yields all parts from one all-gather, which runs beside the work on this rank's own part."""
+    rank, size = group.rank(), group.size()
+    gather = start_all_gather_first_dim(own, group)
+    yield KeysValuesOf(rank, own)
+    whole = gather.wait().view(size, *own.shape)
+    for step in range(1, size):
+        yield KeysValuesOf((rank - step) % size, whole[(rank - step) % size])
+
+
+class ScatteredSum:
+    """A sum that holds the gradients of all c parts and issues one reduce-scatter at the end."""
+
+    def __init__(self, like: Tensor, group: ProcessGroup) -> None:
+        self._group = group
+        self._whole = like.new_zeros((group.size(), *like.shape))
+
+    def add(self, source: int, tokens: slice, key: Tensor, value: Tensor) -> None:
+        """Sets this rank's gradients for some tokens of the rank `source`, as RingSum.add."""
+        # Each part comes once, so nothing is added. Tokens that no query here reads stay 0.
+        self._whole[source, 0, tokens] = key
+        self._whole[source, 1, tokens] = value
+
+    def result(self) -> Tensor:
+        """Returns what RingSum.result returns."""
+        return reduce_scatter_first_dim(self._whole.flatten(0, 1), self._group)
+
+
+EXCHANGES = {
+    "p2p": Exchange(around_the_ring, RingSum),
+    "allgather": Exchange(gathered, ScatteredSum),
+}
 
 
 # As one operator, a selective checkpoint can keep the result like that of a kernel. The replay then

@@ -34,13 +34,12 @@ from megatron_lite.context_parallel.attention_kernels import (
     heads_last,
     takes_groups,
 )
-from megatron_lite.context_parallel.exchange import EXCHANGES
-from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
+from megatron_lite.context_parallel.sharded_attention import EXCHANGES, context_parallel_attention
 from megatron_lite.model.dropout import dropout
 from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
-from megatron_lite.parallel.products import in_autocast_dtype
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
+from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 
@@ -89,7 +88,8 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = config.layer_window(layer)
-        self.always_unfused, self.builds_scores = config.always_unfused, config.builds_scores
+        self.always_unfused = config.always_unfused
+        self.unfused_with_dropout = config.builds_scores(rng.device.type)
         self.dropout = config.attention_dropout
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.head_dim**-0.5
@@ -122,7 +122,7 @@ class CoreAttention(nn.Module):
         ours = dropout_p == 0.0 and has_kernel(query)  # our own Functions of torch's kernels
         if (
             self.always_unfused
-            or (dropout_p > 0.0 and self.builds_scores(query.device.type))
+            or (dropout_p > 0.0 and self.unfused_with_dropout)
             or (sharded and not (ours and readable.is_plain))
         ):
             return self._unfused(query, key, value, readable, dropout_p, skip_tail)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 
 from megatron_lite.config import plain
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import (
     LR_DECAY_STYLES,
     WSD_DECAY_STYLES,
@@ -170,8 +169,7 @@ class LrSchedule:
             start, length = self.decay_samples - self.wsd_samples, self.wsd_samples
             style = self.wsd_style
         progress = max(consumed_samples - start, 0.0) / length if length else 0.0
-        left = chosen("the decay style", style, DECAYS)(progress)
-        return self.min_lr + left * (self.max_lr - self.min_lr)
+        return self.min_lr + DECAYS[style](progress) * (self.max_lr - self.min_lr)
 
 
 def _shown(value: object) -> str:

@@ -101,6 +101,12 @@ class Optimizer:
             layout = Zero1
         self.layout = layout(model, parallel, data_parallel)
         self._pieces = self.layout.pieces
+        # Whether a piece adds to the figures on this rank. A sharded parameter counts on every TP
+        # rank, a replicated one on TP rank 0 only, the last stage's copy of a tied weight never.
+        self._counts_here = [
+            not piece.spec.is_copy and (parallel.tp_rank == 0 or piece.spec.tp_dim is not None)
+            for piece in self._pieces
+        ]
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
         new_rule = chosen("--optimizer", config.optimizer, RULES)
         self._rule = new_rule(self.layout, specs, config, parallel)
@@ -186,8 +192,8 @@ class Optimizer:
         It covers the whole model without padding. Issues the same all-reduces as a norm.
         """
         zeros = torch.zeros((), dtype=torch.int64, device=self._parallel.device)
-        for piece in self._pieces:
-            if self._counts_here(piece):
+        for piece, counts in zip(self._pieces, self._counts_here, strict=True):
+            if counts:
                 true = piece.grad.reshape(-1)[: self._true_elements(piece)]
                 zeros += true.numel() - true.count_nonzero()
         return self._sum_over_model(zeros)
@@ -234,8 +240,8 @@ class Optimizer:
         norms = foreach_norm(list(values)) if values else ()
         counted: list[Tensor] = []
         others: list[Tensor] = []
-        for piece, norm in zip(self._pieces, norms, strict=True):
-            (counted if self._counts_here(piece) else others).append(norm)
+        for counts, norm in zip(self._counts_here, norms, strict=bool(norms)):
+            (counted if counts else others).append(norm)
         empty = torch.zeros(1, device=self._parallel.device)
         total = (torch.stack(counted) if counted else empty).square().sum()
         if others:
@@ -259,12 +265,3 @@ class Optimizer:
             rows = sum(span.length for span in spans)
             stop = min(stop, rows * math.prod(spec.global_shape[1:]))
         return max(0, stop - piece.start)
-
-    def _counts_here(self, piece: Piece) -> bool:
-        """Returns whether a parameter adds to the figures on this rank.
-
-        A sharded parameter counts on every TP rank. A replicated one counts on TP rank 0 only. The
-        last stage's copy of a tied weight never counts.
-        """
-        spec = piece.spec
-        return not spec.is_copy and (self._parallel.tp_rank == 0 or spec.tp_dim is not None)

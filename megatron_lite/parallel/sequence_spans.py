@@ -40,12 +40,11 @@ class ContextParallel:
 
     def positions_by_rank(self, num_tokens: int, device: torch.device) -> Tensor:
         """Returns the position of every token of every rank, [c, num_tokens] int64."""
-        places = torch.arange(self.size * num_tokens, device=device)
-        return torch.stack(
-            [
-                select(places, spans_of(self.size * num_tokens, rank=rank, size=self.size), 0)
-                for rank in range(self.size)
-            ]
+        whole = self.size * num_tokens
+        places = torch.arange(whole, device=device)
+        spans = [spans_of(whole, rank=rank, size=self.size) for rank in range(self.size)]
+        return torch.cat([places[span] for of_rank in spans for span in of_rank]).view(
+            self.size, num_tokens
         )
 
 

@@ -45,9 +45,14 @@ from megatron_lite.parallel.collectives import (
     start_reduce_scatter_first_dim,
 )
 from megatron_lite.parallel.compiled import CompiledKernels
-from megatron_lite.parallel.products import add_weight_product_, in_autocast_dtype
 from megatron_lite.parallel.torch_internals import backward_keeps_graph
-from megatron_lite.parallel.weight_gradient import OwnSum, own_sum, weight_gradient
+from megatron_lite.parallel.weight_gradient import (
+    OwnSum,
+    add_weight_product_,
+    in_autocast_dtype,
+    own_sum,
+    weight_gradient,
+)
 
 
 class Columns(NamedTuple):
@@ -123,10 +128,10 @@ def vocab_parallel_linear_cross_entropy(
     one byte per label and this rank's share of each softmax.
 
     dA is summed over the chunks in float32 (float64). On a CPU a bf16 weight has each chunk's part
-    rounded to bf16 before the sum; CUDA adds it unrounded (parallel/products.py). The sum is a
-    [V/t, h] float32 tensor that lives until autograd has added it to the weight's gradient. If the
-    weight has a float32 sum (parallel/weight_gradient.py), each chunk's part is added to it at
-    once, and that tensor does not exist.
+    rounded to bf16 before the sum; CUDA adds it unrounded. The sum is a [V/t, h] float32 tensor
+    that lives until autograd has added it to the weight's gradient. If the weight has a float32 sum
+    (parallel/weight_gradient.py), each chunk's part is added to it at once, and that tensor does
+    not exist.
 
     A product of fewer rows may sum in another order, so chunks can change low bits. In bf16 the
     losses and the gradient of hidden_states are as exact as without chunks. Where the parts are

@@ -37,8 +37,12 @@ from megatron_lite.parallel.collectives import (
     start_all_reduce_,
     start_reduce_scatter_first_dim,
 )
-from megatron_lite.parallel.products import in_autocast_dtype
-from megatron_lite.parallel.weight_gradient import OwnSum, own_sum, weight_gradient
+from megatron_lite.parallel.weight_gradient import (
+    OwnSum,
+    in_autocast_dtype,
+    own_sum,
+    weight_gradient,
+)
 
 
 def column_parallel_linear(

@@ -16,11 +16,11 @@ from megatron_lite.model.norm import APEX_NORMS
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import apex
-from megatron_lite.parallel.products import adds_unrounded
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.weight_gradient import (
     accumulate_lookups_,
     accumulate_with_,
+    adds_unrounded,
     can_be_summed,
     lookup_adds,
 )

@@ -15,8 +15,12 @@ import torch
 from torch import Tensor
 
 from megatron_lite.context_parallel.attention_kernels import has_kernel
-from megatron_lite.context_parallel.exchange import EXCHANGES, Exchange, KeysValuesOf
-from megatron_lite.context_parallel.sharded_attention import context_parallel_attention
+from megatron_lite.context_parallel.sharded_attention import (
+    EXCHANGES,
+    Exchange,
+    KeysValuesOf,
+    context_parallel_attention,
+)
 from megatron_lite.parallel.sequence_spans import ContextParallel, select
 
 S, B, HEADS, D, SIZE, SCALE = 96, 2, 4, 64, 3, 0.125

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.norm import Norm
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -19,10 +18,6 @@ from tests.support.models import build_tiny_model, sample_tokens, tiny_config, t
 from tests.support.ranks import run_ranks
 
 STEPS, MICRO_BATCHES = 2, 4
-
-
-def config_of(name: str) -> ModelConfig:
-    return variant_config(name, num_layers=4)
 
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])

@@ -21,7 +21,6 @@ from tests.support.models import SEQ_LENGTH, build_tiny_model, tiny_config, tp_s
 
 S, B, A, D = 9, 2, 6, 4
 SCALE = D**-0.5
-ROPE = dict(LLAMA, attention_backend="flash")
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel import products
+from megatron_lite.parallel import weight_gradient
 from megatron_lite.tensor_parallel.linear import row_parallel_linear
 from tests.support import cuda_addmm
 
@@ -31,7 +31,7 @@ def test_a_product_is_added_to_the_sum_and_the_first_one_overwrites_it(n: int, k
         total = torch.full((n, k), torch.nan) if first else torch.randn(n, k)
         start = 0.0 if first else total.double()
         version = total._version
-        products.add_weight_product_(total, rows, grad_rows, first=first)
+        weight_gradient.add_weight_product_(total, rows, grad_rows, first=first)
         assert close(total, grad_rows.t(), rows.t(), start)
         assert total._version > version  # autograd sees the write
 
@@ -42,7 +42,7 @@ def test_a_16_bit_product_is_rounded_once_and_added_to_the_float32_sum(first: bo
     x, dy = torch.randn(7, 20).bfloat16(), torch.randn(7, 33).bfloat16()
     start = torch.randn(33, 20)
     total = torch.full_like(start, torch.nan) if first else start.clone()
-    products.add_weight_product_(total, x, dy, first=first)
+    weight_gradient.add_weight_product_(total, x, dy, first=first)
     rounded = (dy.t() @ x).float()
     assert torch.equal(total, rounded if first else start + rounded)
 
@@ -57,7 +57,7 @@ def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(
     x, dy = torch.randn(7, 20).to(dtype), torch.randn(7, 33).to(dtype)
     total = torch.full((33, 20), torch.nan) if first else torch.randn(33, 20)
     start = 0.0 if first else total.double()
-    products.add_weight_product_(total, x, dy, first=first)
+    weight_gradient.add_weight_product_(total, x, dy, first=first)
     assert close(total, dy.t(), x.t(), start)
     assert calls == {"first" if first else "later": 1}
 
@@ -67,12 +67,12 @@ def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(
 def test_a_large_16_bit_product_is_computed_in_parts(
     first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(products, "product_rows", lambda width: 10)
+    monkeypatch.setattr(weight_gradient, "product_rows", lambda width: 10)
     # whole numbers, whose sums are exact in any order
     x, dy = (torch.randint(-3, 4, (7, size)).bfloat16() for size in (20, 33))
     start = torch.randn(33, 20)
     total = torch.full_like(start, torch.nan) if first else start.clone()
-    products.add_weight_product_(total, x, dy, first=first)
+    weight_gradient.add_weight_product_(total, x, dy, first=first)
     whole = (dy.double().t() @ x.double()).float()
     assert torch.equal(total, whole if first else start + whole)
 
@@ -84,7 +84,7 @@ def test_rows_are_added_one_after_the_other(dtype: torch.dtype, first: bool) -> 
     ids, rows = torch.tensor([2, 0, 2, 2, 5, 0, 2]), torch.randn(7, 4).to(dtype)
     start = torch.randn(6, 4)
     total = torch.full_like(start, torch.nan) if first else start.clone()
-    products.add_rows_(total, ids, rows, first=first)
+    weight_gradient.add_rows_(total, ids, rows, first=first)
     expected = torch.zeros_like(start) if first else start.clone()
     for number, row in zip(ids.tolist(), rows.float(), strict=True):
         expected[number] += row

@@ -8,8 +8,6 @@ import torch
 
 from megatron_lite.parallel.sequence_spans import ContextParallel, part_of, spans_of
 
-SIZES = (1, 2, 3, 4, 8)
-
 
 def positions(size: int, rank: int, length: int) -> list[int]:
     return [

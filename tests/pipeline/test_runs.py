@@ -32,9 +32,6 @@ PIPELINE = dict(pipeline_model_parallel_size=2)
 INTERLEAVED = dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
 
 
-FSDP = dict(use_torch_fsdp2=True)
-
-
 def _state(rank: int, world_size: int, config: RunConfig, train: bool) -> dict[str, Tensor]:
     """Whole weights and optimizer states of this rank's stages, but for what it holds a copy of."""
     with parallel_state(config.parallel, seed=1) as parallel:
