@@ -28,7 +28,6 @@ from typing import Any, Literal
 from megatron_lite.config.checks import InputError
 
 DEVICE_TYPE = "cuda"  # the only device type that apex has kernels for
-NORMS = ("fused_layer_norm_cuda", "apex.normalization.fused_layer_norm")
 INSTALL = (
     "install NVIDIA's apex (in a clone of https://github.com/NVIDIA/apex: APEX_CPP_EXT=1 "
     "APEX_CUDA_EXT=1 pip install -v --no-build-isolation . ; the apex on PyPI is another package; "
@@ -58,24 +57,31 @@ class Package:
     place: str = ""
 
 
+class _Unusable(Exception):
+    """Why a kernel of apex cannot be used."""
+
+
 def weight_gradient_kernel(device_type: str) -> Kernel:
     """Finds `wgrad_gemm_accum_fp32(input, grad_output, main_grad)`.
 
     The kernel adds grad_output^T input to main_grad [out, in], float32.
     """
-    return _extension(device_type, "fused_weight_gradient_mlp_cuda", ("wgrad_gemm_accum_fp32",))
+    return _kernel(device_type, "fused_weight_gradient_mlp_cuda", ("wgrad_gemm_accum_fp32",))
 
 
 def layer_norm(device_type: str) -> Kernel:
     """Finds the autograd Function of (input, weight, bias, normalized_shape, eps)."""
-    symbols = ("forward_affine", "backward_affine")
-    return _python(device_type, *NORMS, symbols, "FusedLayerNormAffineFunction")
+    return _norm(device_type, ("forward_affine", "backward_affine"), "LayerNorm")
 
 
 def rms_norm(device_type: str) -> Kernel:
     """Finds the autograd Function of (input, weight, normalized_shape, eps)."""
-    symbols = ("rms_forward_affine", "rms_backward_affine")
-    return _python(device_type, *NORMS, symbols, "FusedRMSNormAffineFunction")
+    return _norm(device_type, ("rms_forward_affine", "rms_backward_affine"), "RMSNorm")
+
+
+def _norm(device_type: str, symbols: Sequence[str], norm: str) -> Kernel:
+    user = "apex.normalization.fused_layer_norm", f"Fused{norm}AffineFunction"
+    return _kernel(device_type, "fused_layer_norm_cuda", symbols, user)
 
 
 def fused_adam(device_type: str) -> Kernel:
@@ -85,12 +91,11 @@ def fused_adam(device_type: str) -> Kernel:
     the device.
     """
     symbols = ("multi_tensor_adam", "multi_tensor_adam_capturable")
-    kernel = _python(device_type, "amp_C", "apex.optimizers", symbols, "FusedAdam")
+    kernel = _kernel(device_type, "amp_C", symbols, ("apex.optimizers", "FusedAdam"))
     if kernel.value is not None and "capturable" not in inspect.signature(kernel.value).parameters:
         return Kernel(
             reason="this release of apex is too old: its FusedAdam has no capturable mode, "
-            "without which a step cannot "
-            "be skipped on the device"
+            "without which a step cannot be skipped on the device"
         )
     return kernel
 
@@ -138,63 +143,65 @@ def notice() -> str | None:
     )
 
 
-def _python(
-    device_type: str, extension: str, module: str, symbols: Sequence[str], symbol: str
+def _kernel(
+    device_type: str, extension: str, symbols: Sequence[str], user: tuple[str, str] | None = None
 ) -> Kernel:
-    """Finds a symbol of one of apex's Python modules.
-
-    The symbol works only if the extension module has all of `symbols` too.
-    """
-    kernel = _extension(device_type, extension, symbols)
-    if kernel.value is None:
-        return kernel
-    if installed_package().kind != "nvidia":
-        return Kernel(reason=f"{_reason_without(module)}, only its extension {extension}")
-    return _symbol(module, (symbol,))
-
-
-def _extension(device_type: str, extension: str, symbols: Sequence[str]) -> Kernel:
     """Finds the first of `symbols` in an extension module that has all of them.
 
-    Releases of apex have put their extension modules at the top level or inside the package.
+    user: the module and the name in it that use the symbols. That name is found instead.
     """
     if device_type != DEVICE_TYPE:
         return Kernel(
             reason=f"NVIDIA apex has kernels for {DEVICE_TYPE} and this run is on {device_type}",
             remedy="run it on a GPU",
         )
-    kernel = _symbol(extension, symbols)
-    if kernel.value is None and installed_package().kind == "nvidia":
-        inside = _symbol(f"apex._extensions.{extension}", symbols)
-        return kernel if inside.value is None else inside
-    return kernel
+    is_nvidia = installed_package().kind == "nvidia"
+    try:
+        try:
+            value = _symbol(extension, symbols)
+        except _Unusable as error:
+            # Releases of apex have put their extensions at the top level or inside the package.
+            try:
+                value = _symbol(f"apex._extensions.{extension}", symbols) if is_nvidia else None
+            except _Unusable:
+                value = None
+            if value is None:
+                raise error
+        if user is not None:
+            if not is_nvidia:
+                raise _Unusable(f"{_reason_without(user[0])}, only its extension {extension}")
+            value = _symbol(user[0], user[1:])
+    except _Unusable as error:
+        return Kernel(reason=str(error))
+    return Kernel(value)
 
 
-def _symbol(module_name: str, symbols: Sequence[str]) -> Kernel:
+def _symbol(module_name: str, symbols: Sequence[str]) -> Any:
+    """Returns the first of the symbols of a module that has all of them."""
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # an extension built for another torch may raise any
         if isinstance(error, ModuleNotFoundError) and error.name == module_name:
-            return Kernel(reason=_reason_without(module_name))
+            raise _Unusable(_reason_without(module_name)) from None
         text = " ".join(str(error).split()) or "no message"
-        return Kernel(
-            reason=f"importing {module_name} fails ({type(error).__name__}: {text[:200]})"
-        )
+        raise _Unusable(
+            f"importing {module_name} fails ({type(error).__name__}: {text[:200]})"
+        ) from None
     lacking = [symbol for symbol in symbols if getattr(module, symbol, None) is None]
     if lacking:
         place = getattr(module, "__file__", None) or "this environment"
-        return Kernel(
-            reason=f"{module_name} in {place} has no {' and no '.join(lacking)}: it is of another "
+        raise _Unusable(
+            f"{module_name} in {place} has no {' and no '.join(lacking)}: it is of another "
             "release of apex"
         )
-    return Kernel(getattr(module, symbols[0]))
+    return getattr(module, symbols[0])
 
 
 def _reason_without(module_name: str) -> str:
     """Returns why this environment has no such module of apex."""
     package = installed_package()
-    if package.kind == "nvidia":
-        return f"apex is installed without {module_name}, as it is without its CUDA extensions"
-    if package.kind == "other":
-        return f"the package apex in {package.place} is not NVIDIA's"
-    return "NVIDIA apex is not installed"
+    return {
+        "nvidia": f"apex is installed without {module_name}, as it is without its CUDA extensions",
+        "other": f"the package apex in {package.place} is not NVIDIA's",
+        "absent": "NVIDIA apex is not installed",
+    }[package.kind]

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_lite.config.checks import InputError, PeerError, chosen
+from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
@@ -179,8 +179,19 @@ def parallel_state(
     except ValueError as error:
         raise InputError(str(error)) from error
     device = choose_device(config, launch)
+    on_gpu = device.type == "cuda"
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     if world_size > 1 and not joined:
-        _join(config, launch, device, run)
+        settings = settings_of(run, launch.world_size)
+        tp_size = config.tensor_model_parallel_size
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=meet(launch, settings, tp_size=tp_size, timeout=timeout),
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
     try:
         yield _build(config, device, dp_size=dp_size, world_size=world_size, seed=seed)
     finally:
@@ -193,13 +204,9 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
 
     Raises InputError if the backend is nccl without a GPU, or if this local rank has no own GPU.
     """
-    wants_gpu = chosen(
-        "--distributed-backend",
-        config.distributed_backend,
-        {"auto": None, "gloo": False, "nccl": True},
-    )
-    if wants_gpu is False or not torch.cuda.is_available():
-        if wants_gpu:
+    backend = config.distributed_backend
+    if backend == "gloo" or not torch.cuda.is_available():
+        if backend == "nccl":
             raise InputError(
                 "--distributed-backend nccl needs CUDA devices, and torch sees none: use gloo "
                 "(or auto)"
@@ -216,26 +223,6 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
     device = torch.device("cuda", launch.local_rank if launch.local_rank < count else 0)
     torch.cuda.set_device(device)
     return device
-
-
-def _join(
-    config: ParallelConfig, launch: Launch, device: torch.device, run: RunConfig | None
-) -> None:
-    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
-    store = meet(
-        launch,
-        settings_of(run, launch.world_size),
-        tp_size=config.tensor_model_parallel_size,
-        timeout=timeout,
-    )
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
 
 
 def _build(
@@ -276,7 +263,9 @@ def _build(
         mesh=mesh,
         dp_cp_mesh=dp_cp_mesh,
         dp_cp_group=None if dp_cp_mesh is None else dp_cp_mesh.get_group(),
-        pp_direction_groups=tuple(_group_among(pipelines) for _ in range(directions)),
+        pp_direction_groups=tuple(
+            dist.new_subgroups_by_enumeration(pipelines)[0] for _ in range(directions)
+        ),
         embedding_group=_embedding_group(pipelines, places["pp_group"]),
         saver_group=dist.new_group(
             backend="gloo" if device.type == "cuda" else None,
@@ -287,14 +276,11 @@ def _build(
     )
 
 
-def _group_among(ranks: list[list[int]]) -> ProcessGroup:
-    return dist.new_subgroups_by_enumeration(ranks)[0]
-
-
 def _embedding_group(
     pipelines: list[list[int]], pp_group: ProcessGroup | None
 ) -> ProcessGroup | None:
     if pp_group is None or pp_group.size() == 2:  # two stages are the first and the last one
         return pp_group
-    group = _group_among([[pipeline[0], pipeline[-1]] for pipeline in pipelines])
+    ends = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
+    group = dist.new_subgroups_by_enumeration(ends)[0]
     return group if pp_group.rank() in (0, pp_group.size() - 1) else None
