@@ -10,7 +10,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.explain.difference import Difference, Saved, difference
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.model import mlp
+from megatron_lite.model.layer import MLP
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import (
@@ -56,7 +56,7 @@ def test_every_saved_tensor_is_paired_with_a_predicted_one(name: str, policy: st
     assert found == Difference((), ()), str(found)
 
 
-@replaces("_activate", mlp.MLP)
+@replaces("_activate", MLP)
 def activations_are_scaled(activate, self, intermediate):
     return activate(self, intermediate) * (torch.ones(SEQ_LENGTH, BATCH, 1) + 0.0)
 
@@ -77,7 +77,7 @@ def test_one_more_saved_tensor_is_named_with_layer_module_shape_and_dtype(
 def test_a_predicted_tensor_that_is_not_saved_is_named_with_its_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mlp.MLP, "_activate", lambda self, intermediate: intermediate * 2.0)
+    monkeypatch.setattr(MLP, "_activate", lambda self, intermediate: intermediate * 2.0)
     found = differing("gpt2")
     assert found.saved == () and {term.tensor.name for term in found.missing} == {"fc1 output"}
     assert "predicted but not saved: layer 0, operation " in str(found)

@@ -14,7 +14,7 @@ import pretrain_gpt
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.timeline import compared, read_timeline
-from megatron_lite.model import mlp
+from megatron_lite.model.layer import MLP
 from megatron_lite.training.step import TrainingError
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.mutants import replaces
@@ -101,8 +101,8 @@ def _keep_a_tensor(
     """The MLP's activation keeps 4 bytes per element of its output more than it did: for backward,
     or just so."""
 
-    @replaces("_activate", mlp.MLP)
-    def wasteful(activate: Any, self: mlp.MLP, intermediate: torch.Tensor) -> torch.Tensor:
+    @replaces("_activate", MLP)
+    def wasteful(activate: Any, self: MLP, intermediate: torch.Tensor) -> torch.Tensor:
         output = activate(self, intermediate)
         if by_the_graph:
             return output * torch.ones_like(output)
@@ -211,8 +211,8 @@ def test_a_replay_that_differs_ends_the_program_with_one_line_that_names_it(
 ) -> None:
     calls = iter(range(10**6))
 
-    @replaces("_activate", mlp.MLP)
-    def counting(activate: Any, self: mlp.MLP, intermediate: torch.Tensor) -> torch.Tensor:
+    @replaces("_activate", MLP)
+    def counting(activate: Any, self: MLP, intermediate: torch.Tensor) -> torch.Tensor:
         return activate(self, intermediate) * (1.0 + next(calls))
 
     counting(monkeypatch)
