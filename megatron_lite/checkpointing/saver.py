@@ -54,7 +54,7 @@ class Saver:
         self.failure: SaveFailed | None = None  # of the last save; None if it is durable
 
     @property
-    def notices(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Lines for the log: a warning if the file system keeps no locks."""
         directory = self._claim.directory
         if directory is None or directory.lock.is_kept_by_system:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +16,14 @@ from typing import Any
 
 from megatron_lite.cli.help import print_help
 from megatron_lite.config import megatron_flags
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import ContradictionError, InputError, flag
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_values import translate_values
 from megatron_lite.config.notices import notices as notices_of
-from megatron_lite.config.parser import Faults, Parser
+from megatron_lite.config.parser import Parser
 from megatron_lite.config.plain import LARGEST_TEXT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import (
@@ -42,7 +41,6 @@ Values = dict[str, dict[str, Any]]  # by topic and field
 # are derived, and they must be derived again.
 DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size")
 SOURCES = ("config_json", "hf_config", "model")
-STAND_IN = 1  # for a required value that is missing or wrong
 CONTRADICTIONS = {
     "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_bf16", True),
     "--ddp-reduce-scatter-with-fp32-accumulation": ("grad_reduce_in_bf16", True),
@@ -79,9 +77,7 @@ def build_parser(program: str = SCRIPT) -> Parser:
 
     Abbreviated flags are refused: a new flag must not change the meaning of an old command.
     """
-    parser = Parser(
-        prog=program, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
-    )
+    parser = Parser(prog=program, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.call_options("general")
     add = parser.add_argument
     add("--dump-config", action="store_true", help="print the run as JSON and stop")
@@ -149,149 +145,88 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     program: its name in messages, and in the text of --help, which is printed if the words ask for
         it.
 
-    Faults in the command line are printed on stderr, all of them at once, and the program exits
-    with status 2.
+    A fault in the command line is printed on stderr, and the program exits with status 2.
     """
     parser = build_parser(program)
     print_help(parser, argv, program)
+    try:
+        return _parsed(parser, argv)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _parsed(parser: Parser, argv: Sequence[str]) -> ParsedArguments:
+    """Returns the result of parsing a command line. Raises ValueError for its first fault; all
+    flags that are unknown or refused are one fault."""
     argv, notices = megatron_flags.renamed_words(argv, parser._option_string_actions)
-    read = parser.read(argv)
-    unknown, meant = megatron_flags.unread_faults(read.unread, supported_flags(parser))
-    fields = {name.removeprefix("--").replace("-", "_") for name in meant}
-    faults = Faults([*read.faults, *unknown], {*read.failed, *fields})
-    given = vars(read.namespace)
+    namespace, unread = parser.parse_known_args(argv)
+    megatron_flags.check_unread(unread, supported_flags(parser))
+    given = vars(namespace)
     stopping = [flag(name) for name in PRINTING if name in given]
     if len(stopping) > 1:
-        faults.texts.append(
+        raise ValueError(
             f"{stopping[0]} and {stopping[1]} each print something else and stop: leave one of "
             "them out"
         )
     dump_config, explain = given.pop("dump_config", False), given.pop("explain_recompute", False)
     local_rank = given.pop("local_rank", None)
     sources = {flag(name): given.pop(name) for name in SOURCES if name in given}
-    dry_run = None
-    with faults.of():
-        dry_run = take_dry_run(given)
+    dry_run = take_dry_run(given)
     for name, (field, value) in CONTRADICTIONS.items():
         if name in given and given.get(field) is value:
-            faults.texts.append(f"{name} contradicts {flag_of(field)}: leave one of them out")
-    faults.texts += megatron_flags.only_value_faults(given)
+            raise ValueError(f"{name} contradicts {flag_of(field)}: leave one of them out")
+    megatron_flags.check_only_values(given)
     notices += megatron_flags.take_ignored(given)
-    notices += translate_values(given, faults, has_file=bool(sources))
-    stored = Values()
-    try:
-        if len(sources) > 1:
-            raise ValueError(f"{' and '.join(sources)} each describe the model: give one")
-        for name, source in sources.items():
-            stored = _values_of(name, source, given, notices)
-    except ValueError as error:
-        faults.texts.append(str(error))
-        faults.fields |= run_fields().keys() - given.keys()
-    said = " ".join(f"{name} {source}" for name, source in sources.items())
-    config = _Builder(given, stored, said, faults, notices).config()
-    if faults.texts or config is None:
-        parser.stop(faults.texts)
+    notices += translate_values(given, has_file=bool(sources))
+    if len(sources) > 1:
+        raise ValueError(f"{' and '.join(sources)} each describe the model: give one")
+    stored, said = Values(), ""
+    for name, source in sources.items():
+        stored, said = _values_of(name, source, given, notices), f"{name} {source}"
+    config = _run_of(given, stored, said, notices)
     # A flag that turns its field off stores False. The notices ask only for fields that are set.
     set_fields = [name for name, value in given.items() if value is not False]
     notices += notices_of(config, "settings", given=set_fields)
     return ParsedArguments(config, dump_config, explain, dry_run, tuple(notices), local_rank)
 
 
-class _Builder:
-    """Makes the run of the given fields, and of a stored run or model for all other fields.
+def _run_of(given: Mapping[str, Any], stored: Values, said: str, notices: list[str]) -> RunConfig:
+    """Returns the run of the given fields, and of a stored run or model for all other fields.
 
     If a rule refuses a stored choice beside the flags, such as a stored --recompute-granularity
-    beside a given --recompute-policy, the choice is left out, with a notice. After any other broken
-    rule the values that it names are taken out, so that the other rules are checked too.
+    beside a given --recompute-policy, the choice is left out, with a notice.
 
     said: the flag and the file that supply the stored values, for notices.
     """
-
-    def __init__(
-        self,
-        given: Mapping[str, Any],
-        stored: Values,
-        said: str,
-        faults: Faults,
-        notices: list[str],
-    ) -> None:
-        self.given, self.said, self.faults, self.notices = given, said, faults, notices
-        self.values: Values = {topic: {**stored.get(topic, {})} for topic in topics()}
-        for name, one in run_fields().items():
-            if name in given:
-                self.values[one.topic][name] = given[name]
-        # A rule may ask for it: then it is taken out as a wrong value is.
-        self.values["tokenizer"].setdefault("vocab_size", None)
-
-    def config(self) -> RunConfig | None:
-        """Returns the run; None if a fault hides the other rules. It is of no use after a fault."""
-        unset = [
-            name
-            for name, one in run_fields().items()
-            if one.is_required and name not in self.values[one.topic]
-        ]
-        missing = [flag(name) for name in unset if name not in self.faults.fields]
-        for name in unset:
-            self.values[run_fields()[name].topic][name] = STAND_IN
-        self.faults.fields.update(unset)
-        if missing:
-            self.faults.texts.append(
-                f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
-                "flags, or a whole run with --config-json FILE"
-            )
-        while True:
-            made = {name: self._topic(kind, name) for name, kind in topics().items()}
-            if None in made.values():
-                return None
-            try:
-                return RunConfig(**made)
-            except ValueError as error:
-                if not self._take_out_named(error, *topics()):
-                    return None
-
-    def _topic(self, kind: type, topic: str) -> Any:
-        while True:
-            try:
-                return kind(**self.values[topic])
-            except ValueError as error:
-                if not self._take_out_named(error, topic):
-                    return None
-
-    def _take_out_named(self, error: ValueError, *names: str) -> bool:
-        """Takes values of these topics that a broken rule names out. Returns whether one changed.
-
-        The rule is a fault unless it lets the flags replace a stored choice, or names a
-        field that has no usable value because of another fault.
-        """
-        for field in getattr(error, "fields", ()):
-            one = run_fields()[field]
-            own = self.values[one.topic]
-            if field not in self.given and own.get(field, one.default) != one.default:
-                del own[field]
-                self.notices.append(f"{self.said} gives {flag_of(field)}, which the flags replace")
-                return True
-        text = str(error)
-        named = [
-            (topic, field)
-            for topic in names
-            for field in self.values[topic]
-            if _is_named(field, text)
-        ]
-        if not any(_is_named(field, text) for field in self.faults.fields):
-            self.faults.texts.append(text)
-        changed = False
-        for topic, field in named:
-            self.faults.fields.add(field)
-            own = self.values[topic]
-            value = own.pop(field)
-            if run_fields()[field].is_required or field == "vocab_size":
-                own[field] = STAND_IN
-            changed |= own.get(field) != value
-        return changed
-
-
-def _is_named(field: str, text: str) -> bool:
-    return re.search(rf"{flag_of(field)}(?![\w-])", text) is not None
+    fields = run_fields()
+    values: Values = {topic: {**stored.get(topic, {})} for topic in topics()}
+    for name in fields.keys() & given.keys():
+        values[fields[name].topic][name] = given[name]
+    missing = [
+        flag(name)
+        for name, one in fields.items()
+        if one.is_required and name not in values[one.topic]
+    ]
+    if missing:
+        raise ValueError(
+            f"missing {', '.join(missing)}: give {'it' if len(missing) == 1 else 'them'} as "
+            "flags, or a whole run with --config-json FILE"
+        )
+    while True:
+        try:
+            return RunConfig(**{name: kind(**values[name]) for name, kind in topics().items()})
+        except ContradictionError as error:
+            stored_ones = [
+                name
+                for name in error.fields
+                if name not in given
+                and values[fields[name].topic].get(name, fields[name].default)
+                != fields[name].default
+            ]
+            if not stored_ones:
+                raise
+            del values[fields[stored_ones[0]].topic][stored_ones[0]]
+            notices.append(f"{said} gives {flag_of(stored_ones[0])}, which the flags replace")
 
 
 def _values_of(name: str, source: str, given: Mapping[str, Any], notices: list[str]) -> Values:

@@ -37,7 +37,7 @@ from megatron_lite.supervision.verdict import Verdict, stopped_by
 from megatron_lite.supervision.watch import Pulse, Watch
 from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.capacity import memory_bytes
-from megatron_lite.training.run_notices import run_notices
+from megatron_lite.training.run_notices import RunNotices
 from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.terminal import print_lines
@@ -118,7 +118,7 @@ class Supervision:
         self.exits.listen()
         if self.parallel.rank != 0:
             return ()
-        found = run_notices(
+        found = RunNotices.of(
             self.config,
             device=self.parallel.device.type,
             world_size=self.parallel.world_size,

@@ -36,24 +36,24 @@ class CheckpointConfig:
     save_keep_last: int | None = setting(
         "keep the last so many checkpoints; default: all, with --save-retain-interval 1",
         least=1,
-        needs="save",
+        needs=("save",),
     )
     async_save: bool = switch(
         "train on while a checkpoint is written, once its tensors are copied", without="save"
     )
     load: str | None = setting("directory to read the newest checkpoint from", is_path=True)
     allow_fresh_start: bool = switch(
-        "start from scratch where --load finds no checkpoint", needs="load"
+        "start from scratch where --load finds no checkpoint", needs=("load",)
     )
     finetune: bool = switch("take the weights only, and start at iteration 0", without="load")
     no_load_optim: bool = switch("do not read the optimizer's state", without="load")
     no_load_rng: bool = switch("do not read the states of the random streams", without="load")
     no_load_fallback: bool = switch(
         "stop where the newest checkpoint is damaged, instead of using the one before it",
-        needs="load",
+        needs=("load",),
     )
     allow_changed_data: bool = switch(
-        "go on with other data than the checkpoint's run has read", needs="load"
+        "go on with other data than the checkpoint's run has read", needs=("load",)
     )
 
     def __post_init__(self) -> None:

@@ -41,11 +41,11 @@ def flag(field: str) -> str:
 
 
 def require_at_least(config: Any, minimum: float, *fields: str) -> None:
-    """Raises ValueError if a field of `config` is below `minimum`, infinite or NaN. None passes."""
+    """Raises ValueError if a field of `config` is below `minimum`. None passes."""
     for field in fields:
         value = getattr(config, field)
-        if value is not None and not minimum <= value < float("inf"):
-            raise ValueError(f"{flag(field)} must be at least {minimum} and finite (got {value})")
+        if value is not None and not value >= minimum:
+            raise ValueError(f"{flag(field)} must be at least {minimum} (got {value})")
 
 
 def chosen(what: str, name: str, table: Mapping[str, Entry]) -> Entry:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from megatron_lite.config.checks import ContradictionError, flag, resolve
-from megatron_lite.config.setting import check_settings, required, setting, switch
+from megatron_lite.config.checks import resolve
+from megatron_lite.config.setting import check_settings, condition, required, setting, switch
 
+# One of them names the data of a run. The last two give each split its own.
+SOURCES = (
+    *("data_path", "mock_data", "data_args_path"),
+    *("train_data_path", "per_split_data_args_path"),
+)
+ONE_SOURCE = "a run has one source of data"
 PER_SPLIT_PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 # Three names of Megatron's for a tokenizer of a SentencePiece model.
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
@@ -20,9 +26,10 @@ MODEL_FILES = {
     **dict.fromkeys(SENTENCEPIECE_TYPES, "a SentencePiece model"),
     "TikTokenizer": "a JSON list of tokens",
 }
+NEEDED_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 ONE_SPLIT = "the same as --data-path for the {} split alone, without --split"
 TIKTOKEN_PATTERNS = ("v1", "v2")
-TIKTOKEN_FIELDS = ("tiktoken_pattern", "tiktoken_num_special_tokens", "tokenizer_special_tokens")
+OF_BPE, OF_TIKTOKEN = "tokenizer_type=GPT2BPETokenizer", "tokenizer_type=TikTokenizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,23 +50,42 @@ class DataConfig:
         (),
         nargs="*",
     )
-    mock_data: bool = switch("made-up token ids instead of a dataset")
-    split: str = setting("shares of the documents for training, validation and test", "969, 30, 1")
+    mock_data: bool = switch(
+        "made-up token ids instead of a dataset", excludes=SOURCES[:1], why=ONE_SOURCE
+    )
+    split: str = setting(
+        "shares of the documents for training, validation and test",
+        "969, 30, 1",
+        excludes=SOURCES[3:],
+        why="each split has data of its own",
+    )
     data_cache_path: str | None = setting("directory of the sample and blend indices")
     eod_mask_loss: bool = switch("leave tokens that end a document out of the loss")
     reset_position_ids: bool = switch(
-        "let learned positions begin at 0 after the end of a document"
+        "let learned positions begin at 0 after the end of a document",
+        without="position_embedding_type=learned_absolute",
     )
     reset_attention_mask: bool = switch("let no token read an earlier document")
     data_args_path: str | None = setting(
-        "file with the words of --data-path, for lists that are too long", is_path=True
+        "file with the words of --data-path, for lists that are too long",
+        is_path=True,
+        excludes=SOURCES[:2],
+        why=ONE_SOURCE,
     )
-    train_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("train"), (), nargs="*")
-    valid_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("valid"), (), nargs="*")
-    test_data_path: tuple[str, ...] = setting(ONE_SPLIT.format("test"), (), nargs="*")
+    train_data_path: tuple[str, ...] = setting(
+        ONE_SPLIT.format("train"), (), nargs="*", excludes=SOURCES[:3], why=ONE_SOURCE
+    )
+    valid_data_path: tuple[str, ...] = setting(
+        ONE_SPLIT.format("valid"), (), nargs="*", needs=SOURCES[3:4]
+    )
+    test_data_path: tuple[str, ...] = setting(
+        ONE_SPLIT.format("test"), (), nargs="*", needs=SOURCES[3:4]
+    )
     per_split_data_args_path: str | None = setting(
         'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',
         is_path=True,
+        excludes=SOURCES[:4],
+        why=ONE_SOURCE,
     )
     dataloader_type: str = setting(
         "order of the samples: in the order of the index, or (cyclic) shuffled anew in each pass",
@@ -71,36 +97,11 @@ class DataConfig:
         "data-parallel rank",
         True,
         name="--no-data-sharding",
-        needs="dataloader_type=cyclic",
+        needs=("dataloader_type=cyclic",),
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        per_split = [name for name in PER_SPLIT_PATHS if getattr(self, name)]
-        one_of_each = (
-            ("data_path", self.data_path),
-            ("mock_data", self.mock_data),
-            ("data_args_path", self.data_args_path),
-            (per_split[0] if per_split else "train_data_path", per_split),
-            ("per_split_data_args_path", self.per_split_data_args_path),
-        )
-        first, *others = [name for name, is_given in one_of_each if is_given] or [""]
-        if others:
-            raise ContradictionError(
-                f"{flag(first)} and {flag(others[0])} are two sources of data: set one",
-                *(name for name, _ in one_of_each),
-                *PER_SPLIT_PATHS,
-            )
-        if per_split and not self.train_data_path:
-            raise ValueError(
-                f"{flag(per_split[0])} needs --train-data-path: the splits are given one by one"
-            )
-        if self.is_per_split and self.split != type(self).split:
-            raise ContradictionError(
-                f"--split {self.split!r} cuts what --data-path names, but {flag(first)} gives each "
-                "split its own data: leave --split out",
-                "split",
-            )
 
     @property
     def is_per_split(self) -> bool:
@@ -132,10 +133,11 @@ class TokenizerConfig:
     tokenizer_model: str | None = setting(
         "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
         "Llama2Tokenizer and the like; a JSON list of tokens, for TikTokenizer",
-        needs="tokenizer_type",
+        needs=("tokenizer_type",),
+        without="tokenizer_type=" + "/".join(MODEL_FILES),
     )
-    vocab_file: str | None = setting("vocab.json, for GPT2BPETokenizer")
-    merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer")
+    vocab_file: str | None = setting("vocab.json, for GPT2BPETokenizer", without=OF_BPE)
+    merge_file: str | None = setting("merges.txt, for GPT2BPETokenizer", without=OF_BPE)
     vocab_size: int | None = setting(
         "token ids before padding; derived from the tokenizer's files", least=1
     )
@@ -143,11 +145,18 @@ class TokenizerConfig:
         "each rank's rows of the embedding are padded to a multiple of it", 128, least=1
     )
     tiktoken_pattern: str | None = setting(
-        "how TikTokenizer splits a text (v2 if omitted)", choices=TIKTOKEN_PATTERNS
+        "how TikTokenizer splits a text (v2 if omitted)",
+        choices=TIKTOKEN_PATTERNS,
+        without=OF_TIKTOKEN,
     )
-    tiktoken_num_special_tokens: int = setting("special tokens of TikTokenizer", 1000, least=1)
+    tiktoken_num_special_tokens: int = setting(
+        "special tokens of TikTokenizer", 1000, least=1, without=OF_TIKTOKEN
+    )
     tokenizer_special_tokens: tuple[str, ...] = setting(
-        "names of its first special tokens, if they are not the usual ones", (), nargs="+"
+        "names of its first special tokens, if they are not the usual ones",
+        (),
+        nargs="+",
+        without=OF_TIKTOKEN,
     )
 
     def __post_init__(self) -> None:
@@ -170,28 +179,17 @@ class TokenizerConfig:
             raise ValueError(
                 "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
             )
-        # Nothing reads these fields, and notices.py says so. The path may be of another machine.
-        for field in self.unread_fields():
-            object.__setattr__(self, field, () if field == "tokenizer_special_tokens" else None)
-        if self.tokenizer_special_tokens:
-            self._check_special_tokens()
-
-    def unread_fields(self) -> tuple[str, ...]:
-        """Returns the fields of files and names that this tokenizer does not read."""
-        kind = str(self.tokenizer_type)
-        reads = {
-            "tokenizer_model": kind in MODEL_FILES,
-            "vocab_file": kind == "GPT2BPETokenizer",
-            "merge_file": kind == "GPT2BPETokenizer",
-            "tokenizer_special_tokens": kind == "TikTokenizer",
-        }
-        return tuple(field for field, is_read in reads.items() if not is_read)
-
-    def _check_special_tokens(self) -> None:
-        names = " ".join(self.tokenizer_special_tokens)
-        for name in ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>"):
-            if name not in self.tokenizer_special_tokens:
-                raise ValueError(f"--tokenizer-special-tokens {names}: {name} is missing; name it")
+        # Nothing reads these fields, as a notice says. The path may be of another machine.
+        for one in fields(self):
+            unread = one.metadata["setting"].without
+            if unread and not condition(unread, [self]).holds:
+                object.__setattr__(self, one.name, one.default)
+        names = self.tokenizer_special_tokens
+        missing = [name for name in NEEDED_TOKENS if name not in names]
+        if names and missing:
+            raise ValueError(
+                f"--tokenizer-special-tokens {' '.join(names)}: {missing[0]} is missing; name it"
+            )
 
     @property
     def true_vocab_size(self) -> int:

@@ -37,6 +37,7 @@ class DryRunConfig:
         "global ranks of --dry-run-memory (default: one of each kind of pipeline rank)",
         (),
         parse=_parse_ranks,
+        least=0,
     )
     dry_run_world_size: int | None = setting(
         "number of ranks of the run of --dry-run-memory (default: those that the launcher "

@@ -60,6 +60,8 @@ class LoggingConfig:
         "file for the memory of one micro-batch, operator by operator, as JSON; "
         "python -m megatron_lite.tools.plot_memory draws it",
         is_path=True,
+        excludes=("pipeline_model_parallel_size>1",),
+        why="a pipeline mixes one micro-batch with others",
     )
     log_throughput: bool = switch("TFLOP/s per GPU in Megatron's iteration line")
     log_peak_memory: bool = switch(
@@ -141,7 +143,7 @@ class ProfilingConfig:
     )
     profile_step_end: int = setting("the last iteration that is profiled", 12, without="profile")
     profile_ranks: tuple[int, ...] = setting(
-        "global ranks to profile; all if omitted", (), nargs="+"
+        "global ranks to profile; all if omitted", (), nargs="+", least=0
     )
     use_pytorch_profiler: bool = switch(
         "write a Chrome trace of each rank to torch_profile/ under --tensorboard-dir, else --save",
@@ -164,11 +166,6 @@ class ProfilingConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if any(rank < 0 for rank in self.profile_ranks):
-            raise ValueError(
-                f"--profile-ranks {' '.join(map(str, self.profile_ranks))}: give numbers of ranks, "
-                "from 0 on"
-            )
         if self.profile and self.profile_step_end <= self.profile_step_start:
             raise ValueError(
                 f"--profile-step-end {self.profile_step_end} must be above --profile-step-start "

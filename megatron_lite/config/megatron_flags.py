@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.plain import parse_json
 
 DATA = parse_json(Path(__file__).with_name("megatron_flags.json").read_text())
@@ -69,17 +70,14 @@ def renamed_words(argv: Sequence[str], parsed: Iterable[str]) -> tuple[list[str]
     return renamed, notices
 
 
-def only_value_faults(given: dict[str, Any]) -> list[str]:
-    """Removes the flags that allow only one value, and returns a fault for each other value.
-
-    1.0 is 1.
-    """
-
-    return [
-        f"Megatron's {flag} {value} is not supported here, only {only}: {REFUSED[flag]}"
-        for flag, only in ONLY_VALUE.items()
-        if (value := given.pop(flag, None) or only) not in (only, f"{only}.0")
-    ]
+def check_only_values(given: dict[str, Any]) -> None:
+    """Removes the flags that allow only one value. Raises InputError for another; 1.0 is 1."""
+    for flag, only in ONLY_VALUE.items():
+        value = given.pop(flag, None) or only
+        if value not in (only, f"{only}.0"):
+            raise InputError(
+                f"Megatron's {flag} {value} is not supported here, only {only}: {REFUSED[flag]}"
+            )
 
 
 def take_ignored(given: dict[str, Any]) -> list[str]:
@@ -94,31 +92,30 @@ def take_ignored(given: dict[str, Any]) -> list[str]:
     return [f"{flag} has no effect {NO_EFFECT[flag]}" for flag in found]
 
 
-def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the faults of the words that no flag of the parser takes.
+def check_unread(unread: Sequence[str], supported: Sequence[str]) -> None:
+    """Raises ValueError for the words that no flag of the parser takes, all of them at once.
 
-    Also returns the supported flags that the unknown ones were probably meant to be.
-
-    Refused flags with one reason share a fault. The values of an unknown flag are no faults.
+    Refused flags with one reason share a line. The values of an unknown flag are no faults.
     """
     names = dict.fromkeys(word.partition("=")[0] for word in unread if word.startswith("--"))
     refused: dict[str, list[str]] = {}
-    faults, meant = [], []
+    faults = []
     for name in names:
         if name in REFUSED:
             refused.setdefault(REFUSED[name], []).append(name)
-            continue
-        closest = closest_flag(name, supported, NO_EFFECT)
-        meant += [closest] if closest is not None else []
-        advice = f"did you mean {closest}?" if closest else "--help lists the flags"
-        faults.append(f"unknown flag {name}: {advice}")
-    if unread and not names:
-        faults.append(f"{unread[0]!r} follows no flag that takes it")
+        else:
+            closest = closest_flag(name, supported, NO_EFFECT)
+            advice = f"did you mean {closest}?" if closest else "--help lists the flags"
+            faults.append(f"unknown flag {name}: {advice}")
     for reason, flags in refused.items():
-        several = f"{', '.join(flags[:-1])} and {flags[-1]} are"
-        subject = several if len(flags) > 1 else f"{flags[0]} is"
-        faults.append(f"Megatron's {subject} not supported here: {reason}")
-    return faults, meant
+        are = "is" if len(flags) == 1 else "are"
+        faults.append(f"Megatron's {', '.join(flags)} {are} not supported here: {reason}")
+    if unread and not names:
+        faults = [f"{unread[0]!r} follows no flag that takes it"]
+    if len(faults) > 1:
+        faults.insert(0, f"{len(faults)} faults in the command line:")
+    if faults:
+        raise ValueError("\n  - ".join(faults))
 
 
 def fate_of(word: str) -> str | None:

@@ -8,13 +8,11 @@ what has no field, and returns notices for the user. Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from megatron_lite.config.checks import flag
+from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.model import NORM_VECTORS, ModelConfig
 from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
-from megatron_lite.config.parser import Faults
 from megatron_lite.config.setting import Setting, settings_of
 
 Given = dict[str, Any]
@@ -55,24 +53,15 @@ OTHER_WAYS = {
 }
 
 
-def translate_values(given: Given, faults: Faults, *, has_file: bool) -> list[str]:
+def translate_values(given: Given, *, has_file: bool) -> list[str]:
     """Replaces Megatron's other ways to say a setting in `given`. Returns notices about them.
 
-    Adds a fault for flags that contradict each other.
-
     has_file: whether a file supplies the values of flags that are not given.
+    Raises ValueError for flags that contradict each other.
     """
-    notices: list[str] = []
-    for field, step in (
-        ("cp_comm_type", _cp_comm_type),
-        ("normalization", _other_values),
-        ("position_embedding_type", _position_embedding),
-        ("bf16", _no_bf16),
-        ("use_torch_fsdp2", _megatron_fsdp),
-        ("decoder_first_pipeline_num_layers", partial(_accounted_layers, has_file=has_file)),
-    ):
-        with faults.of(field):
-            notices += step(given)
+    steps = (_cp_comm_type, _other_values, _position_embedding, _no_bf16, _megatron_fsdp)
+    notices = [notice for step in steps for notice in step(given)]
+    notices += _accounted_layers(given, has_file=has_file)
     return notices + ([] if has_file else _context_parallel_attention(given))
 
 
@@ -98,7 +87,7 @@ def _other_values(given: Given) -> Iterator[str]:
 def _cp_comm_type(given: Given) -> Iterator[str]:
     kinds = given.pop("cp_comm_type", [])
     if len({*kinds}) > 1:
-        raise ValueError(
+        raise InputError(
             f"--cp-comm-type {' '.join(kinds)}: all layers exchange keys and values in one way "
             "here, give one"
         )
@@ -124,7 +113,7 @@ def _position_embedding(given: Given) -> Iterator[str]:
         if given.pop(switch, False):
             kind = given.setdefault("position_embedding_type", kinds[0])
             if kind not in kinds:
-                raise ValueError(
+                raise InputError(
                     f"{flag(switch)} contradicts --position-embedding-type {kind}: leave one out"
                 )
             if switch == "no_position_embedding":
@@ -134,7 +123,7 @@ def _position_embedding(given: Given) -> Iterator[str]:
 def _no_bf16(given: Given) -> tuple[str, ...]:
     """Replaces --no-bf16 by the field, which a known model would turn on."""
     if given.pop("no_bf16", False) and given.setdefault("bf16", False):
-        raise ValueError("--no-bf16 contradicts --bf16: leave one out")
+        raise InputError("--no-bf16 contradicts --bf16: leave one out")
     return ()
 
 
@@ -149,7 +138,7 @@ def _megatron_fsdp(given: Given) -> Iterator[str]:
     said = f"--use-megatron-fsdp with {strategy or 'no_shard'}"
     fault = STRATEGY.fault(flag("data_parallel_sharding_strategy"), strategy or "no_shard")
     if fault is not None:
-        raise ValueError(fault)
+        raise InputError(fault)
     field = SHARDING_STRATEGIES[strategy or "no_shard"]
     if field is None:
         yield f"{said} has no effect: it shares out nothing"
@@ -171,7 +160,7 @@ def _accounted_layers(given: Given, *, has_file: bool) -> Iterator[str]:
     size, layers = given.get("pipeline_model_parallel_size", 1), given.get("num_layers")
     said = " and ".join(map(flag, counted))
     if counted and has_file and not {"num_layers", "pipeline_model_parallel_size"} <= given.keys():
-        raise ValueError(
+        raise InputError(
             f"{said} needs --num-layers and --pipeline-model-parallel-size on the command line, "
             "not in a file: give both, or --decoder-first-pipeline-num-layers and "
             "--decoder-last-pipeline-num-layers instead"
@@ -182,13 +171,13 @@ def _accounted_layers(given: Given, *, has_file: bool) -> Iterator[str]:
         yield f"{said}: no effect at --pipeline-model-parallel-size 1"
         return
     if (layers + len(counted)) % size:
-        raise ValueError(
+        raise InputError(
             f"{said}: --num-layers {layers} and {len(counted)} more are not divisible by "
             f"--pipeline-model-parallel-size {size}"
         )
     virtual = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
     if any((given.get(name) or 1) > 1 for name in virtual):
-        raise ValueError(
+        raise InputError(
             f"{said}: with virtual stages all of a rank's stages have the same number of layers "
             "here; leave the flag out, or the virtual stages"
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from megatron_lite.config.checks import ContradictionError, chosen, flag, resolve
+from megatron_lite.config.checks import chosen, resolve
 from megatron_lite.config.layer_pattern import (
     check_layers,
     marks,
@@ -25,6 +25,7 @@ from megatron_lite.config.layer_pattern import (
     parse_window,
     reach,
 )
+from megatron_lite.config.plain import MOST_LAYERS
 from megatron_lite.config.setting import check_settings, required, setting, switch
 
 # The constants of Llama 3.1, which Megatron has as well. A frequency whose wave is longer than the
@@ -118,7 +119,7 @@ class ModelConfig:
     config/layer_pattern.py defines window_attn_skip_freq and no_rope_freq.
     """
 
-    num_layers: int = required("transformer layers", least=1)
+    num_layers: int = required("transformer layers", least=1, most=MOST_LAYERS)
     hidden_size: int = required("channels of the residual stream", least=1)
     num_attention_heads: int = required("attention heads", least=1)
     max_position_embeddings: int = required("longest sequence that the model can read", least=1)
@@ -128,19 +129,23 @@ class ModelConfig:
     kv_channels: int | None = setting("channels of one head; derived: hidden / heads", least=1)
     group_query_attention: bool = switch("share keys and values among groups of heads")
     num_query_groups: int = setting(
-        "groups of --group-query-attention", 1, least=1, needs="group_query_attention"
+        "groups of --group-query-attention", 1, least=1, needs=("group_query_attention",)
     )
     position_embedding_type: str = setting(
         "position embedding", "learned_absolute", choices=tuple(POSITIONS)
     )
     rotary_base: int = setting("base of the rotary frequencies", 10000, least=1)
     rotary_percent: float = setting("share of a head's channels that is rotated", 1.0)
-    use_rope_scaling: bool = switch("scale the rotary frequencies by Llama 3.1's rule")
+    use_rope_scaling: bool = switch(
+        "scale the rotary frequencies by Llama 3.1's rule", without="position_embedding_type=rope"
+    )
     rope_scaling_factor: float = setting(
         "factor of --use-rope-scaling", 8.0, least=1.0, without="use_rope_scaling"
     )
     rotary_seq_len_interpolation_factor: int | None = setting(
-        "divide the positions of the rotary embedding by N, for sequences N times as long", least=1
+        "divide the positions of the rotary embedding by N, for sequences N times as long",
+        least=1,
+        without="position_embedding_type=rope",
     )
     no_rope_freq: int | tuple[int, ...] | None = setting(
         "every N-th layer does not rotate queries and keys; or a list with 1 for each layer that "
@@ -149,7 +154,7 @@ class ModelConfig:
     )
     parallel_residual: bool = switch(
         "attention and the MLP read the same input, and the layer adds both to it, as in GPT-NeoX",
-        needs="norm_position=before",
+        needs=("norm_position=before",),
     )
     norm_position: str = setting(
         "norms before attention and the MLP, or after each and before the residual is added, as in "
@@ -172,10 +177,15 @@ class ModelConfig:
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
         choices=tuple(NORMS_ALL_HEADS),
-        needs="qk_layernorm",
+        # RMSNorm needs one sum over the ranks instead of two, and apex sees the heads of one rank.
+        needs=("qk_layernorm", "normalization=RMSNorm", "norm_impl=torch"),
     )
     swiglu: bool = switch("gated linear unit with SiLU in the MLP, instead of GELU")
-    squared_relu: bool = switch("squared ReLU in the MLP, instead of GELU")
+    squared_relu: bool = switch(
+        "squared ReLU in the MLP, instead of GELU",
+        excludes=("swiglu",),
+        why="an MLP has one activation",
+    )
     bias_gelu_fusion: bool = setting(
         "exact (erf) GELU instead of its tanh form", True, name="--no-bias-gelu-fusion"
     )
@@ -192,7 +202,9 @@ class ModelConfig:
         choices=ATTENTION_BACKENDS,
         megatron={"fused": "auto", "local": "unfused"},
     )
-    attention_softmax_in_fp32: bool = switch("softmax of unfused attention in float32")
+    attention_softmax_in_fp32: bool = switch(
+        "softmax of unfused attention in float32", without="attention_backend=unfused"
+    )
     window_size: tuple[int, int] | None = setting(
         "LEFT,0: a query reads the LEFT tokens before its own, and its own; else all before",
         parse=parse_window,
@@ -201,10 +213,10 @@ class ModelConfig:
         "every N-th layer has no window; or a list with 1 for each layer that has it, "
         "such as ([1]*3+[0])*2",
         parse=partial(parse_pattern, "--window-attn-skip-freq"),
-        needs="window_size",
+        needs=("window_size",),
     )
     fp32_residual_connection: bool = switch(
-        "residual stream in float32 under --bf16 and --fp16", needs="norm_position=before"
+        "residual stream in float32 under --bf16 and --fp16", needs=("norm_position=before",)
     )
     hidden_dropout: float = setting(
         "dropout of embeddings and of what each layer adds", 0.1, least=0.0, below=1.0
@@ -227,11 +239,6 @@ class ModelConfig:
                 f"--num-query-groups {self.num_query_groups}: each group needs the same number "
                 "of heads"
             )
-        switched = [flag(name) for name in SWITCHED_ACTIVATIONS if getattr(self, name)]
-        if len(switched) > 1:
-            raise ContradictionError(
-                f"{' and '.join(switched)} are two activations: choose one", *SWITCHED_ACTIVATIONS
-            )
         resolve(self, "kv_channels", self.hidden_size // self.num_attention_heads)
         # Megatron's rule. A gated MLP has three matrices instead of two: at 2/3 of the width it has
         # about as many parameters.
@@ -242,7 +249,7 @@ class ModelConfig:
         )
         if self.ffn_hidden_size is None and default_ffn == 0:
             raise ValueError(
-                f"{switched[0]} rounds the default ffn size down to a multiple of 64, which is 0 "
+                f"--{self.activation} rounds the default ffn size down to a multiple of 64: to 0 "
                 f"at --hidden-size {self.hidden_size}: set --ffn-hidden-size"
             )
         resolve(self, "ffn_hidden_size", default_ffn)
@@ -255,12 +262,6 @@ class ModelConfig:
                 "(0, 1]"
             )
         check_layers(self)
-        # RMSNorm needs one sum over the ranks instead of two, and apex sees the heads of one rank.
-        is_usual = self.normalization == "RMSNorm" and self.norm_impl == "torch"
-        if self.qk_layernorm_scope == "all-heads" and not is_usual:
-            raise ValueError(
-                "--qk-layernorm-scope all-heads needs --normalization RMSNorm and --norm-impl torch"
-            )
 
     @property
     def head_dim(self) -> int:

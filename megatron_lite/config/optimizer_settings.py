@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.setting import check_settings, setting, switch
 
 
@@ -67,7 +66,7 @@ class OptimizerConfig:
         1e-8,
         above=0,
         below=1,
-        why=": at 0 a weight without gradient becomes NaN",
+        why="at 0 a weight without gradient becomes NaN",
     )
     weight_decay: float = setting("decoupled weight decay of matrices", 0.01, least=0.0)
     clip_grad: float = setting("largest global gradient norm; 0 for no clipping", 1.0, least=0.0)
@@ -76,57 +75,58 @@ class OptimizerConfig:
         0.9,
         least=0.0,
         below=1.0,
-        needs="optimizer=muon",
+        needs=("optimizer=muon",),
     )
     muon_nesterov: bool = switch(
         "orthogonalize the mean as it would be after the same gradient once more",
-        needs="optimizer=muon",
+        needs=("optimizer=muon",),
     )
     muon_num_ns_steps: int = setting(
-        "Newton-Schulz iterations", 5, least=1, below=100, needs="optimizer=muon"
+        "Newton-Schulz iterations", 5, least=1, below=100, needs=("optimizer=muon",)
     )
     muon_scale_mode: str = setting(
         "by what the orthogonal matrix of m rows and n columns is multiplied: "
         "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
         "spectral",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        needs="optimizer=muon",
+        needs=("optimizer=muon",),
     )
     muon_extra_scale_factor: float = setting(
         "a further factor; with spectral, 0.2 gives updates the size of AdamW's",
         1.0,
         above=0,
-        needs="optimizer=muon",
+        needs=("optimizer=muon",),
     )
     muon_coefficient_type: str = setting(
         "polynomials of the Newton-Schulz iterations",
         "quintic",
         choices=("simple", "quintic", "polar_express"),
-        needs="optimizer=muon",
+        needs=("optimizer=muon",),
     )
     muon_split_qkv: bool = setting(
         "orthogonalize linear_qkv as one matrix, not as three",
         True,
         name="--muon-no-split-qkv",
-        needs="optimizer=muon",
+        needs=("optimizer=muon",),
     )
     muon_tp_mode: str = setting(
         "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
         "each of them, or each orthogonalizes its own block",
         "duplicated",
+        without="tensor_model_parallel_size>1",
         choices=("duplicated", "blockwise"),
         refused={
             "distributed": "is not built: give duplicated, which returns the same matrix on every "
             "rank, or blockwise, which sends nothing"
         },
-        needs="optimizer=muon",
+        needs=("optimizer=muon",),
     )
     muon_fp32_matmul_prec: str = setting(
         "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
         "medium",
         choices=("medium", "high"),
         refused={"low": "is not built: give medium (bfloat16) or high (float32)"},
-        needs="optimizer=muon",
+        needs=("optimizer=muon",),
     )
 
     def __post_init__(self) -> None:
@@ -134,6 +134,8 @@ class OptimizerConfig:
 
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+OF_SAMPLES = ("train_samples",)
+ALIKE = "the length of the run and its learning rate count alike"
 WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
@@ -156,23 +158,39 @@ class LrScheduleConfig:
     min_lr: float = setting("smallest learning rate, at the end of the decay", 0.0, least=0.0)
     lr_decay_style: str = setting("shape of the decay", "linear", choices=LR_DECAY_STYLES)
     lr_decay_iters: int | None = setting(
-        "iterations until --min-lr; derived: the whole run", least=1
+        "iterations until --min-lr; derived: the whole run", least=1, excludes=OF_SAMPLES, why=ALIKE
     )
-    lr_decay_samples: int | None = setting("the same in samples, with --train-samples", least=1)
-    lr_warmup_iters: int = setting("iterations of linear warm-up", 0, least=0.0)
-    lr_warmup_samples: int = setting("the same in samples, with --train-samples", 0, least=0.0)
+    lr_decay_samples: int | None = setting(
+        "the same in samples, with --train-samples", least=1, needs=OF_SAMPLES, why=ALIKE
+    )
+    lr_warmup_iters: int = setting(
+        "iterations of linear warm-up", 0, least=0, excludes=OF_SAMPLES, why=ALIKE
+    )
+    lr_warmup_samples: int = setting(
+        "the same in samples, with --train-samples", 0, least=0, needs=OF_SAMPLES, why=ALIKE
+    )
     lr_warmup_fraction: float | None = setting(
-        "warm-up as a share of the decay's length", least=0.0, below=1.0
+        "warm-up as a share of the decay's length",
+        least=0.0,
+        below=1.0,
+        excludes=("lr_warmup_iters", "lr_warmup_samples"),
     )
     lr_warmup_init: float = setting("learning rate at the start of the warm-up", 0.0, least=0.0)
     lr_wsd_decay_style: str = setting(
         "how WSD (warm-up, stable, decay) falls at its end", "exponential", choices=WSD_DECAY_STYLES
     )
     lr_wsd_decay_iters: int | None = setting(
-        "iterations of WSD's decay, at the end", least=1, needs="lr_decay_style=WSD"
+        "iterations of WSD's decay, at the end",
+        least=1,
+        needs=("lr_decay_style=WSD",),
+        excludes=OF_SAMPLES,
+        why=ALIKE,
     )
     lr_wsd_decay_samples: int | None = setting(
-        "the same in samples, with --train-samples", least=1, needs="lr_decay_style=WSD"
+        "the same in samples, with --train-samples",
+        least=1,
+        needs=("lr_decay_style=WSD", *OF_SAMPLES),
+        why=ALIKE,
     )
     decoupled_lr: float | None = setting(
         "--lr of the word embedding and the output layer, if it differs", least=0.0
@@ -190,6 +208,7 @@ class LrScheduleConfig:
         "not list the differences",
         alias="--override-opt-param-scheduler",
         name="--override-opt_param-scheduler",
+        excludes=("use_checkpoint_opt_param_scheduler",),
     )
 
     def __post_init__(self) -> None:
@@ -202,18 +221,6 @@ class LrScheduleConfig:
             raise ValueError(
                 f"--decoupled-min-lr {self.decoupled_min_lr} is above --decoupled-lr "
                 f"{self.decoupled_lr}"
-            )
-        if self.use_checkpoint_opt_param_scheduler and self.override_opt_param_scheduler:
-            raise ValueError(
-                "--use-checkpoint-opt_param-scheduler takes the checkpoint's schedule, and "
-                "--override-opt_param-scheduler that of the flags: set one"
-            )
-        if self.lr_warmup_fraction is not None and (self.lr_warmup_iters or self.lr_warmup_samples):
-            raise ContradictionError(
-                "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples: set one",
-                "lr_warmup_fraction",
-                "lr_warmup_iters",
-                "lr_warmup_samples",
             )
         if (
             self.lr_decay_style == "WSD"

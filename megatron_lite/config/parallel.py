@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.setting import check_settings, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
+PIPELINE = ("pipeline_model_parallel_size>1",)
 CP_COMM_TYPES = ("p2p", "allgather")
 
 
@@ -34,7 +34,8 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = setting("ranks that share each layer", 1, least=1)
     sequence_parallel: bool = switch(
-        "split norms and dropout over the tensor-parallel ranks, along the sequence"
+        "split norms and dropout over the tensor-parallel ranks, along the sequence",
+        without="tensor_model_parallel_size>1",
     )
     pipeline_model_parallel_size: int = setting(
         "ranks that share the layers, one behind the other", 1, least=1
@@ -42,23 +43,29 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int | None = setting(
         "several stages of so many layers on each pipeline rank",
         least=1,
-        needs="pipeline_model_parallel_size>1",
+        needs=PIPELINE,
+        why="only a pipeline has stages",
     )
     num_virtual_stages_per_pipeline_rank: int | None = setting(
-        "the same, by their number", least=1, needs="pipeline_model_parallel_size>1"
+        "the same, by their number",
+        least=1,
+        needs=PIPELINE,
+        excludes=("num_layers_per_virtual_pipeline_stage",),
+        why="both give the number of virtual stages",
     )
     decoder_first_pipeline_num_layers: int | None = setting(
         "layers of the first pipeline rank, if not as many as of the others",
         least=1,
-        needs="pipeline_model_parallel_size>1",
+        needs=PIPELINE,
     )
     decoder_last_pipeline_num_layers: int | None = setting(
-        "layers of the last pipeline rank", least=1, needs="pipeline_model_parallel_size>1"
+        "layers of the last pipeline rank", least=1, needs=PIPELINE
     )
     overlap_p2p_comm: bool = setting(
         "receive what a stage needs only when it needs it",
         True,
         name="--no-overlap-p2p-communication",
+        without=PIPELINE[0],
     )
     context_parallel_size: int = setting("ranks that share each sequence", 1, least=1)
     cp_comm_type: str = setting(
@@ -67,7 +74,7 @@ class ParallelConfig:
         nargs="+",
         choices=CP_COMM_TYPES,
         megatron={"a2a": "p2p", "a2a+p2p": "p2p"},
-        needs="context_parallel_size>1",
+        needs=("context_parallel_size>1",),
     )
     distributed_backend: str = setting(
         "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
@@ -90,17 +97,6 @@ class ParallelConfig:
         check_settings(self)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
-        if (
-            self.num_layers_per_virtual_pipeline_stage is not None
-            and self.num_virtual_stages_per_pipeline_rank is not None
-        ):
-            raise ContradictionError(
-                "--num-layers-per-virtual-pipeline-stage and "
-                "--num-virtual-stages-per-pipeline-rank both give the number of virtual stages: "
-                "set one",
-                "num_layers_per_virtual_pipeline_stage",
-                "num_virtual_stages_per_pipeline_rank",
-            )
 
     @property
     def timeout_seconds(self) -> float:
@@ -186,49 +182,41 @@ class DataParallelConfig:
         "sum gradients over the data-parallel ranks bucket by bucket, beside backward"
     )
     ddp_bucket_size: int | None = setting(
-        "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank", least=1
+        "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank",
+        least=1,
+        without="overlap_grad_reduce",
     )
     grad_reduce_in_bf16: bool = switch(
-        "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)"
+        "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)",
+        needs=("bf16",),
+        why="gradients of float32 weights are exchanged in float32",
     )
     use_distributed_optimizer: bool = switch(
         "optimizer states and master weights over the data-parallel ranks (ZeRO-1)"
     )
-    overlap_param_gather: bool = switch("gather the updated weights beside the next forward")
+    overlap_param_gather: bool = switch(
+        "gather the updated weights beside the next forward",
+        needs=("use_distributed_optimizer", "overlap_grad_reduce"),
+        why="it gathers what ZeRO-1 shares out, in the buckets of the reduction",
+    )
     use_torch_fsdp2: bool = switch(
-        "weights, gradients and optimizer states over the data-parallel ranks, layer by layer"
+        "weights, gradients and optimizer states over the data-parallel ranks, layer by layer",
+        excludes=("use_distributed_optimizer",),
+        why="FSDP2 shares out the optimizer states too",
     )
     torch_fsdp2_reshard_after_forward: bool = setting(
         "keep a layer's weights from its forward until its backward",
         True,
         name="--torch-fsdp2-no-reshard-after-forward",
-        needs="use_torch_fsdp2",
+        needs=("use_torch_fsdp2",),
     )
     fsdp_memory_efficient_wrapping: bool = switch(
         "gather token embedding and output projection by themselves, when needed",
-        needs="use_torch_fsdp2",
+        needs=("use_torch_fsdp2",),
     )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.use_torch_fsdp2 and self.use_distributed_optimizer:
-            raise ContradictionError(
-                "--use-torch-fsdp2 shares out the optimizer states too: leave "
-                "--use-distributed-optimizer out",
-                "use_torch_fsdp2",
-                "use_distributed_optimizer",
-            )
-        if self.overlap_param_gather and not self.use_distributed_optimizer:
-            anyway = " (--use-torch-fsdp2 gathers each layer beside the one before it anyway)"
-            raise ContradictionError(
-                "--overlap-param-gather needs --use-distributed-optimizer: otherwise no weights "
-                f"are gathered after a step{anyway if self.use_torch_fsdp2 else ''}",
-                "overlap_param_gather",
-            )
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            raise ValueError(
-                "--overlap-param-gather needs --overlap-grad-reduce: both work on the same buckets"
-            )
 
     def bucket_size(self, dp_cp_size: int) -> int | None:
         """Returns the number of parameters of a bucket that is reduced over `dp_cp_size` ranks.

@@ -174,20 +174,6 @@ def as_line(value: object, name: str) -> str:
     return value
 
 
-def check_sizes(values: object) -> None:
-    """Raises ValueError if a run's JSON has a size larger than that of any model or machine.
-
-    The rules of RunConfig loop over layers and stages, so such a size could keep them busy for very
-    long.
-    """
-    topics = values if isinstance(values, dict) else {}
-    for topic, most in (("model", MOST_SIZE), ("parallel", MOST_RANKS)):
-        found = topics.get(topic)
-        for name, value in found.items() if isinstance(found, dict) else ():
-            if type(value) is int and value > 0:
-                as_whole(value, name, 1, MOST_LAYERS if name == "num_layers" else most)
-
-
 def quoted(value: object) -> str:
     """Returns the value for an error message: only its beginning if it is long."""
     try:

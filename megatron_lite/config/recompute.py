@@ -25,8 +25,7 @@ from megatron_lite.config.units import parse_bytes
 
 METHODS = ("uniform", "block")
 AUTO = "auto"
-# Each of them says what is recomputed, or kept in host memory.
-WAYS = ("recompute_policy", "cpu_offloading_num_layers", "fine_grained_activation_offloading")
+ELSEWHERE = ("recompute_policy", "recompute_activations", "recompute_granularity")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,11 @@ class RecomputeConfig:
         there in every layer: the policy *:none@host(..).
     """
 
-    recompute_activations: bool = switch("the same as --recompute-granularity selective")
+    recompute_activations: bool = switch(
+        "the same as --recompute-granularity selective",
+        excludes=("recompute_granularity=full",),
+        why="it means selective",
+    )
     recompute_granularity: str | None = setting(
         "rebuild whole layers in backward, or --recompute-modules of each layer",
         choices=("full", "selective"),
@@ -73,35 +76,57 @@ class RecomputeConfig:
     recompute_method: str | None = setting(
         "full: units of --recompute-num-layers layers, or the first of them in a stage",
         choices=METHODS,
+        without="recompute_granularity",
     )
     recompute_num_layers: int | None = setting(
-        "uniform: layers of a unit; block: layers of each stage (1 if omitted)", least=1
+        "uniform: layers of a unit; block: layers of each stage (1 if omitted)",
+        least=1,
+        without="recompute_granularity",
     )
     distribute_saved_activations: bool = switch(
-        "keep 1/t of a unit's input on each tensor-parallel rank"
+        "keep 1/t of a unit's input on each tensor-parallel rank",
+        needs=("recompute_granularity=full",),
+        why="only the input of a whole layer is split",
     )
     recompute_modules: tuple[str, ...] = setting(
         f"regions of selective ({CORE_ATTENTION} if omitted): {regions_help()}",
         (),
         nargs="+",
         choices=(*MODULES, ALIAS),
+        without="recompute_granularity=selective",
     )
     recompute_policy: str | None = setting(
         "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
         "every-2:core_attn+layernorm; *:none' instead of --recompute-granularity and its modules; "
-        "auto chooses the fastest one that fits --memory-budget"
+        "auto chooses the fastest one that fits --memory-budget",
+        excludes=(
+            *("recompute_activations", "recompute_granularity", "recompute_method"),
+            *("recompute_num_layers", "distribute_saved_activations", "recompute_modules"),
+        ),
+        why="both say what is recomputed",
     )
     memory_budget: str | None = setting(
         "for --recompute-policy auto: the memory of one rank for everything that it allocates, "
         "such as 80GiB; derived on a GPU: its memory less a reserve",
-        needs="recompute_policy=auto",
+        needs=("recompute_policy=auto",),
+        why="auto chooses a policy that fits it",
     )
     activation_memory_budget: float | None = setting(
         "under --torch-compile: compile each layer as a whole, and let the compiler choose what "
-        "it keeps for backward: at most this share of its activations, 0 to 1"
+        "it keeps for backward: at most this share of its activations, 0 to 1",
+        least=0.0,
+        most=1.0,
+        needs=("torch_compile",),
+        # What a compiled layer keeps is not known, and every collective would end its graph.
+        excludes=(
+            *("recompute_verify", "overlap_param_gather"),
+            *("tensor_model_parallel_size>1", "context_parallel_size>1"),
+        ),
+        why="it is the share, 0 to 1, that the compiler keeps of each layer, which is one graph",
     )
     contiguous_saved_activations: bool = switch(
-        "keep the inputs of recomputed layers in one allocation, made once"
+        "keep the inputs of recomputed layers in one allocation, made once",
+        excludes=("recompute_policy=auto",),
     )
     recompute_tail_skip: bool = setting(
         "replays also do their last matmul, whose result nothing reads",
@@ -114,16 +139,22 @@ class RecomputeConfig:
     num_microbatches_with_partial_activation_checkpoints: int | None = setting(
         "in a pipeline: of as many micro-batches as are in flight at once, so many keep everything",
         least=1,
+        needs=("pipeline_model_parallel_size>1",),
+        excludes=("recompute_policy=auto",),
     )
     cpu_offloading_num_layers: int = setting(
         "keep what so many first layers of each stage save in host memory: the policy "
         "'0-N:none@host'",
         0,
         least=0,
+        excludes=("fine_grained_activation_offloading", *ELSEWHERE),
+        why="one --recompute-policy with @host says both",
     )
     fine_grained_activation_offloading: bool = switch(
         "keep what --offload-modules of every layer save in host memory: the policy "
-        "'*:none@host(..)'"
+        "'*:none@host(..)'",
+        excludes=ELSEWHERE,
+        why="one --recompute-policy with @host says both",
     )
     offload_modules: tuple[str, ...] = setting(
         "the modules",
@@ -142,22 +173,24 @@ class RecomputeConfig:
         for name, names in given.items():
             object.__setattr__(self, name, tuple(dict.fromkeys(names)))
         check_settings(self)
-        budget = self.activation_memory_budget
-        if budget is not None and not 0.0 <= budget <= 1.0:
-            raise ValueError(
-                "--activation-memory-budget is a ratio between 0 (keep least) and 1 (recompute "
-                f"nothing), not a number of bytes (got {budget})"
-            )
-        unknown = [module for module in self.recompute_modules if module not in MODULES]
-        if unknown:
-            raise ValueError(
-                f"--recompute-modules must be among {', '.join(MODULES)}, {ALIAS} (got "
-                f"{' '.join(unknown)})"
-            )
         if self.memory_budget is not None:
             parse_bytes("--memory-budget", self.memory_budget, least=1)
-        self._check_offloading()
-        self._check_given_policy()
+        fine, names = self.fine_grained_activation_offloading, self.offload_modules
+        if fine and not names:
+            raise ValueError(
+                "--fine-grained-activation-offloading needs --offload-modules among "
+                f"{', '.join(MEGATRON_PARTS)}: --recompute-policy '*:none@host(linear_fc1)' names "
+                "the MLP's"
+            )
+        for part, first in SAVED_WITH.items() if fine else ():
+            if part in names and first not in names:
+                raise ValueError(
+                    f"--offload-modules {part} needs {first}, which keeps the same tensor: add it"
+                )
+        if self.recompute_policy not in (None, AUTO):
+            # The normal spelling: two runs with the same policy then compare equal.
+            normal = str(parse_policy(self.recompute_policy))
+            object.__setattr__(self, "recompute_policy", normal)
         self._resolve_granularity()
         if self.contiguous_saved_activations and not any(
             rule.action.unit for rule in self.policy.rules
@@ -169,56 +202,29 @@ class RecomputeConfig:
                 "contiguous_saved_activations",
             )
 
-    def _check_given_policy(self) -> None:
-        if self.recompute_policy is None:
-            return
-        self._refuse(
-            "and --recompute-policy are two ways to say what is recomputed: leave one of them out",
-            *("recompute_activations", "recompute_granularity", "recompute_method"),
-            *("recompute_num_layers", "distribute_saved_activations", "recompute_modules"),
-        )
-        if self.is_to_be_chosen:
-            self._refuse(
-                "cannot go with --recompute-policy auto, which chooses a policy without it: leave "
-                "one of them out",
-                "contiguous_saved_activations",
-                "num_microbatches_with_partial_activation_checkpoints",
-            )
-        else:
-            # The normal spelling: two runs with the same policy then compare equal.
-            object.__setattr__(self, "recompute_policy", str(parse_policy(self.recompute_policy)))
-
     def _resolve_granularity(self) -> None:
         """A setting that the granularity never reads is refused where Megatron refuses it, and else
         taken out: two runs that recompute the same then compare equal. A notice says it."""
-        if self.recompute_activations:
-            if self.recompute_granularity == "full":
-                raise ContradictionError(
-                    "--recompute-activations means --recompute-granularity selective, but full is "
-                    "given too: leave one of them out",
-                    "recompute_granularity",
-                    "recompute_activations",
-                )
-            object.__setattr__(self, "recompute_granularity", "selective")
-        granularity, modules = self.recompute_granularity, self.recompute_modules
-        if granularity == "selective":
-            self._refuse(
-                "belongs to --recompute-granularity full (got selective)",
-                *("recompute_method", "recompute_num_layers", "distribute_saved_activations"),
+        granularity = "selective" if self.recompute_activations else self.recompute_granularity
+        method, count = self.recompute_method, self.recompute_num_layers
+        if granularity == "selective" and (method or count):
+            names = ("recompute_method", "recompute_num_layers")
+            given = [f"{flag(name)} {value}" for name in names if (value := getattr(self, name))]
+            raise ContradictionError(
+                f"{given[0]} belongs to --recompute-granularity full (got selective)", *names
             )
-            modules = modules or (CORE_ATTENTION,)
-        elif granularity is None:
-            self._refuse("needs --recompute-granularity", "distribute_saved_activations")
-            object.__setattr__(self, "recompute_method", None)
-            object.__setattr__(self, "recompute_num_layers", None)
-        elif self.recompute_method is None:
+        if granularity == "full" and method is None:
             raise ValueError(
                 f"--recompute-granularity full needs --recompute-method ({' or '.join(METHODS)})"
             )
-        else:
-            object.__setattr__(self, "recompute_num_layers", self.recompute_num_layers or 1)
-        modules = modules if granularity == "selective" else ()
-        object.__setattr__(self, "recompute_modules", modules)
+        is_full, modules = granularity == "full", self.recompute_modules or (CORE_ATTENTION,)
+        for name, value in {
+            "recompute_granularity": granularity,
+            "recompute_method": method if is_full else None,
+            "recompute_num_layers": (count or 1) if is_full else None,
+            "recompute_modules": modules if granularity == "selective" else (),
+        }.items():
+            object.__setattr__(self, name, value)
 
     @cached_property
     def policy(self) -> Policy:
@@ -247,39 +253,3 @@ class RecomputeConfig:
         }
         way = "selective" if self.recompute_granularity == "selective" else self.recompute_method
         return chosen("--recompute-method", str(way), policies)
-
-    def _check_offloading(self) -> None:
-        fine, names = self.fine_grained_activation_offloading, self.offload_modules
-        if fine and self.cpu_offloading_num_layers:
-            raise ContradictionError(
-                "--cpu-offloading-num-layers and --fine-grained-activation-offloading are two ways "
-                "to say what goes to host memory: leave one of them out",
-                "cpu_offloading_num_layers",
-                "fine_grained_activation_offloading",
-            )
-        if fine or self.cpu_offloading_num_layers:
-            way = "--fine-grained-activation-offloading" if fine else "--cpu-offloading-num-layers"
-            self._refuse(
-                f"cannot go with {way}: give one --recompute-policy with @host instead, which can "
-                "say both",
-                *("recompute_policy", "recompute_activations", "recompute_granularity"),
-            )
-        if fine and (not names or not {*names} <= {*MEGATRON_PARTS}):
-            raise ValueError(
-                f"--fine-grained-activation-offloading needs --offload-modules among "
-                f"{', '.join(MEGATRON_PARTS)} (got {' '.join(names) or 'none'}): "
-                "--recompute-policy '*:none@host(linear_fc1)' names the MLP's"
-            )
-        for part, first in SAVED_WITH.items() if fine else ():
-            if part in names and first not in names:
-                raise ValueError(
-                    f"--offload-modules {part} needs {first}, which keeps the same tensor: add it"
-                )
-
-    def _refuse(self, rule: str, *fields: str) -> None:
-        """Raises ValueError with `rule` for the first of the fields that is set."""
-        for field in fields:
-            if value := getattr(self, field):
-                words = value if isinstance(value, tuple) else () if value is True else (value,)
-                text = f"{' '.join(map(str, (flag(field), *words)))} {rule}"
-                raise ContradictionError(text, field, *WAYS)

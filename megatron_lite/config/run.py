@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import ContradictionError, flag
+from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
 from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.logging_settings import LoggingConfig, ProfilingConfig
@@ -25,9 +25,10 @@ from megatron_lite.config.optimizer_settings import (
     OptimizerConfig,
 )
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig, no_flash_across_ranks
-from megatron_lite.config.plain import check_sizes, from_plain, parse_json
+from megatron_lite.config.plain import from_plain, parse_json
 from megatron_lite.config.policy import LayerAction, check_policy_reaches
-from megatron_lite.config.recompute import WAYS, RecomputeConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.setting import check_relations
 from megatron_lite.config.stages import most_in_flight, stages
 from megatron_lite.config.training import TrainingConfig
 
@@ -64,6 +65,7 @@ class RunConfig:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
 
     def __post_init__(self) -> None:
+        check_relations([getattr(self, one.name) for one in dataclasses.fields(self)])
         parallel, seq_length = self.parallel, self.data.seq_length
         tp_size = parallel.tensor_model_parallel_size
         # Each tensor-parallel rank holds whole heads and groups, and an equal part of the MLP.
@@ -92,26 +94,12 @@ class RunConfig:
                 f"--seq-length {seq_length} is above --max-position-embeddings "
                 f"{self.model.max_position_embeddings}"
             )
-        if self.data_parallel.grad_reduce_in_bf16 and not self.training.bf16:
-            raise ContradictionError(
-                "--grad-reduce-in-bf16 needs --bf16: gradients of float32 weights are "
-                "exchanged in float32",
-                "grad_reduce_in_bf16",
-            )
         self.training.batch_steps(seq_length)
         self._check_context_parallel()
         self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
         self._check_folders()
-        counted, other = ("iters", "samples")[:: 1 if self.training.train_samples is None else -1]
-        for name in ("decay", "warmup", "wsd_decay"):
-            if getattr(self.lr_schedule, f"lr_{name}_{other}"):
-                raise ContradictionError(
-                    f"{flag(f'lr_{name}_{other}')} needs --train-{other}: the length of this run "
-                    f"counts {counted}, and so does its learning rate",
-                    f"lr_{name}_{other}",
-                )
 
     def _check_folders(self) -> None:
         """Raises ValueError if a log has no folder to go to."""
@@ -189,8 +177,6 @@ class RunConfig:
         # 2p micro-batches reach the largest number in flight, at any number of virtual stages.
         most = self.most_in_flight(2 * size)
         name = "--num-microbatches-with-partial-activation-checkpoints"
-        if num_kept is not None and size == 1:
-            raise ValueError(f"{name} needs --pipeline-model-parallel-size > 1 (got 1)")
         if num_kept is not None and not self.recomputes:
             raise ContradictionError(
                 f"{name} says which micro-batches keep what the others recompute, and nothing is "
@@ -201,11 +187,6 @@ class RunConfig:
             raise ValueError(
                 f"{name} {num_kept}: at most {most} forwards are in flight at once, so nothing "
                 f"would be recomputed: give at most {most - 1}, or leave the recomputation out"
-            )
-        if size > 1 and self.logging.memory_timeline is not None:
-            raise ValueError(
-                "--memory-timeline records the forward and backward of one micro-batch, which a "
-                "pipeline mixes with those of others: give --pipeline-model-parallel-size 1"
             )
 
     @property
@@ -234,49 +215,18 @@ class RunConfig:
         the recompute policy decides what is kept. With --activation-memory-budget, it compiles each
         layer as a whole, and the compiler decides.
         """
-        budget, compiles = "--activation-memory-budget", self.training.torch_compile
-        if self.compiles_layers and not compiles:
-            raise ValueError(f"{budget} is a setting of torch's compiler: give --torch-compile too")
-        hindrances = {}
-        if compiles:
-            hindrances = {
-                "--norm-impl apex": self.model.norm_impl == "apex",
-                "--log-peak-memory": self.logging.log_peak_memory,
-            }
-        for name, is_given in hindrances.items():
-            if is_given:
-                raise ValueError(
-                    f"{name} cannot go with --torch-compile, which compiles norms of its own, and "
-                    "whose temporaries are not known. Leave one of them out"
-                )
-        if not self.compiles_layers:
-            return
-        recompute, parallel = self.recompute, self.parallel
+        recompute = self.recompute
         is_on_device = all(rule.store == "device" for rule in recompute.policy.rules)
-        if recompute.is_to_be_chosen or self.recomputes or not is_on_device:
+        if self.compiles_layers and (
+            recompute.is_to_be_chosen or self.recomputes or not is_on_device
+        ):
             raise ContradictionError(
-                f"{budget} lets the compiler decide what layers recompute: give it instead of "
-                "--recompute-policy or --recompute-granularity. --torch-compile without it goes "
-                "with every policy",
-                "activation_memory_budget",
-                *WAYS,
-                "recompute_granularity",
+                "--activation-memory-budget lets the compiler decide what layers recompute: give "
+                "it instead of --recompute-policy or --recompute-granularity. --torch-compile "
+                "without it goes with every policy",
+                *("activation_memory_budget", "recompute_policy", "recompute_granularity"),
+                *("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
             )
-        # What a compiled layer keeps is not known, and every collective would end its graph.
-        for name, is_given in {
-            "--recompute-verify": recompute.recompute_verify,
-            "--tensor-model-parallel-size above 1": parallel.tensor_model_parallel_size > 1,
-            "--context-parallel-size above 1": parallel.context_parallel_size > 1,
-            "--overlap-param-gather": self.data_parallel.overlap_param_gather,
-        }.items():
-            if is_given:
-                raise ContradictionError(
-                    f"{name} cannot go with {budget}, under which each layer is one compiled "
-                    "graph. Leave one of them out: --torch-compile alone goes with every layout",
-                    "activation_memory_budget",
-                    "overlap_param_gather",
-                    "recompute_verify",
-                )
 
     @property
     def compiles_kernels(self) -> bool:
@@ -376,5 +326,4 @@ class RunConfig:
         the wrong type, or if a rule is broken.
         """
         values = parse_json(text)
-        check_sizes(values)
         return typing.cast(RunConfig, from_plain(cls, values, "run", RETIRED_FIELDS))

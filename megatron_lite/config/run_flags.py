@@ -188,10 +188,13 @@ def fixed_value(text: str) -> tuple[str, Any]:
     parser = Parser(add_help=False, exit_on_error=False)
     add_flag(parser, field)
     words = word.split() if field.facts.nargs else [word]
-    read = parser.read([f"{spelled}={words[0]}" if len(words) == 1 else spelled, *words[1:]])
-    if read.faults:
-        raise InputError(read.faults[0])
-    return field.name, getattr(read.namespace, field.name)
+    try:
+        read = parser.parse_args(
+            [f"{spelled}={words[0]}" if len(words) == 1 else spelled, *words[1:]]
+        )
+    except argparse.ArgumentError as error:
+        raise InputError(str(error)) from None
+    return field.name, getattr(read, field.name)
 
 
 def build_run(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import ContradictionError, flag
+from megatron_lite.config.plain import MOST_SIZE, shown
 
 
 class Setting(NamedTuple):
@@ -30,12 +30,14 @@ class Setting(NamedTuple):
     nargs: the number of values on the command line, as argparse has it.
     parse: reads the text of the flag. None: the type of the field does.
     refused: other values that Megatron has, with the rest of the sentence that refuses each.
-    least, above, below: the bounds of the value, which must be finite.
-    why: the end of the sentence about a value beyond them.
+    least, most, above, below: the bounds of the value, which must be finite.
+    why: the reason for the bounds, the needs or the exclusions.
     is_path: whether an empty text is a fault, as an unset shell variable makes it.
-    needs: the setting of the same topic without which the default alone is legal: "load",
-        "optimizer=muon" or "pipeline_model_parallel_size>1".
-    without: the setting of any topic without which the flag has no effect, as a notice says.
+    needs, excludes: conditions that must hold, or must not, unless the field has its default.
+    without: the condition without which the flag has no effect, as a notice says.
+
+    A condition names a field of any topic: "load", "optimizer=muon", "tokenizer_type=A/B" for one
+    of two values, or "pipeline_model_parallel_size>1".
     """
 
     help: str
@@ -47,12 +49,19 @@ class Setting(NamedTuple):
     nargs: str | int | None = None
     parse: Callable[[str], Any] | None = None
     least: float | None = None
+    most: float | None = None
     above: float | None = None
     below: float | None = None
     why: str = ""
     is_path: bool = False
-    needs: str = ""
+    needs: Sequence[str] = ()
+    excludes: Sequence[str] = ()
     without: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The end of a sentence: `why` behind a colon."""
+        return self.why and f": {self.why}"
 
     def fault(self, flag: str, value: Any) -> str | None:
         """Returns why the field may not have the value, or None."""
@@ -62,17 +71,20 @@ class Setting(NamedTuple):
             return f"{flag} must be one of {', '.join(map(str, self.choices))} (got {value!r})"
         if self.is_path and value == "":
             return f"{flag} is empty: give a path, or leave the flag out"
+        if self.most is None and type(value) is int and value > MOST_SIZE:
+            return f"{flag} must be at most {MOST_SIZE} (got {value})"
         rules = {
             f"at least {self.least}": self.least is None or value >= self.least,
             f"above {self.above}": self.above is None or value > self.above,
             f"below {self.below}": self.below is None or value < self.below,
+            f"at most {self.most}": self.most is None or value <= self.most,
         }
         if isinstance(value, float) and not math.isfinite(value):
             rules["finite"] = False
         if all(rules.values()):
             return None
         broken = " and ".join(rule for rule in rules if "None" not in rule)
-        return f"{flag} must be {broken} (got {value}){self.why}"
+        return f"{flag} must be {broken} (got {value}){self.reason}"
 
 
 def setting(help: str, default: Any = None, **facts: Any) -> Any:
@@ -100,13 +112,30 @@ def spelling(field: str, facts: Setting) -> str:
     return facts.name or flag(field)
 
 
-def unmet(need: str, config: Any) -> str | None:
-    """Returns the flag that another setting needs, with its value; None if the config has it."""
-    name, sign, value = re.split("([=>]|$)", need, maxsplit=1)
-    found = getattr(config, name)
-    if found > int(value) if sign == ">" else found == value if sign else found:
-        return None
-    return " ".join(filter(None, (flag(name), sign.replace("=", ""), value)))
+def typed(field: str, facts: Setting, value: Any) -> str:
+    """Returns the flag of a field with its value, for a message."""
+    words = value if isinstance(value, tuple) else () if isinstance(value, bool) else (value,)
+    return shown(" ".join(map(str, (spelling(field, facts), *words))))
+
+
+class Condition(NamedTuple):
+    """Whether a condition holds; None if none of the configs has its field. text: its flags."""
+
+    field: str
+    holds: bool | None
+    text: str
+
+
+def condition(text: str, configs: Sequence[Any]) -> Condition:
+    """Returns what a condition of `Setting` says about the configs."""
+    field, sign, value = re.split("([=>]|$)", text, maxsplit=1)
+    said = " ".join(filter(None, (flag(field), sign.replace("=", ""), value.replace("/", " or "))))
+    for config in configs:
+        if hasattr(config, field):
+            found = getattr(config, field)
+            holds = found > int(value) if sign == ">" else str(found) in value.split("/")
+            return Condition(field, holds if sign else bool(found), said)
+    return Condition(field, None, said)
 
 
 def check_settings(config: Any) -> None:
@@ -117,11 +146,32 @@ def check_settings(config: Any) -> None:
     """
     for one in dataclasses.fields(config):
         facts, value = one.metadata["setting"], getattr(config, one.name)
-        name = spelling(one.name, facts)
         if isinstance(value, list):
             object.__setattr__(config, one.name, tuple(value))
-        elif not isinstance(value, tuple | types.NoneType) and (fault := facts.fault(name, value)):
-            raise ValueError(fault)
-        if facts.needs and value != one.default and (missing := unmet(facts.needs, config)):
-            shown = "" if isinstance(value, bool) else f" {value}"
-            raise ContradictionError(f"{name}{shown} needs {missing}", one.name)
+        for each in value if isinstance(value, (list, tuple)) else () if value is None else [value]:
+            if fault := facts.fault(spelling(one.name, facts), each):
+                raise ValueError(fault)
+    check_relations([config])
+
+
+def check_relations(configs: Sequence[Any]) -> None:
+    """Raises ContradictionError for a field that lacks what it needs, or is beside what it
+    excludes. A condition on a field that no config has is left to the caller with all of them."""
+    for config in configs:
+        for one in dataclasses.fields(config):
+            facts, value = one.metadata["setting"], getattr(config, one.name)
+            if value == one.default:
+                continue
+            said = typed(one.name, facts, value)
+            for need in facts.needs:
+                found = condition(need, configs)
+                if found.holds is False:
+                    raise ContradictionError(f"{said} needs {found.text}{facts.reason}", one.name)
+            for other in facts.excludes:
+                found = condition(other, configs)
+                if found.holds:
+                    raise ContradictionError(
+                        f"{said} excludes {found.text}{facts.reason}. Leave one of them out",
+                        one.name,
+                        *([] if ">" in other else [found.field]),  # a size is no alternative
+                    )

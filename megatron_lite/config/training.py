@@ -49,20 +49,28 @@ class TrainingConfig:
         "INCREMENT at a time, while SAMPLES are consumed",
         (),
         nargs=3,
+        least=1,
+        needs=("global_batch_size",),
     )
     step_batch_size_schedule: str | None = setting(
         "TOKENS:SAMPLES ..: the batch size from each number of consumed tokens on, such as "
-        "'0:768 250B:1536'; the last one is --global-batch-size"
+        "'0:768 250B:1536'; the last one is --global-batch-size",
+        excludes=("rampup_batch_size",),
     )
     train_iters: int | None = setting(
-        "length of the run in iterations; or --train-samples", least=0
+        "length of the run in iterations; or --train-samples",
+        least=0,
+        excludes=("train_samples",),
+        why="both give the length of the run",
     )
     train_samples: int | None = setting("length of the run in samples", least=1)
     seed: int = setting(
         "seed of initial weights, data order and dropout", LANGUAGE_MODEL_SEED, least=0, below=2**32
     )
     bf16: bool = switch(
-        "weights and activations in bfloat16, master weights in float32; --model assumes it"
+        "weights and activations in bfloat16, master weights in float32; --model assumes it",
+        excludes=("fp16",),
+        why="weights have one precision",
     )
     fp16: bool = switch(
         "weights and activations in float16, master weights in float32, and the loss scaled"
@@ -110,7 +118,7 @@ class TrainingConfig:
         "another signal that --exit-signal-handler waits for",
         "SIGTERM",
         choices=("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"),
-        needs="exit_signal_handler",
+        needs=("exit_signal_handler",),
     )
     check_for_nan_in_loss_and_grad: bool = setting(
         "go on after a NaN", True, name="--no-check-for-nan-in-loss-and-grad"
@@ -123,7 +131,7 @@ class TrainingConfig:
     skip_update_on_spike: float | None = setting(
         "skip the update where the loss is above so many times its running mean",
         above=1,
-        why=": a spike is a loss above so many times its running mean",
+        why="a spike is a loss above so many times its running mean",
     )
     check_weight_hash_across_dp_replicas_interval: int | None = setting(
         "iterations between comparisons of the weights that several ranks hold alike; also before "
@@ -132,7 +140,9 @@ class TrainingConfig:
     )
     torch_compile: bool = switch(
         "compile norms, activations, rotary embedding and dropout with torch's compiler; with "
-        "--activation-memory-budget each layer as a whole, at one rank per layer"
+        "--activation-memory-budget each layer as a whole, at one rank per layer",
+        excludes=("norm_impl=apex", "log_peak_memory"),
+        why="the compiler has norms of its own, and temporaries that are not known",
     )
     deterministic_mode: bool = switch("only algorithms that give the same bits every time")
 
@@ -141,16 +151,6 @@ class TrainingConfig:
         check_settings(self)
         if self.memory_limit is not None:
             parse_bytes("--memory-limit", self.memory_limit, least=1)
-        if self.fp16 and self.bf16:
-            raise ContradictionError(
-                "--fp16 and --bf16 are two precisions: set one", "fp16", "bf16"
-            )
-        if self.train_iters is not None and self.train_samples is not None:
-            raise ContradictionError(
-                "--train-iters and --train-samples both give the length of the run: set one",
-                "train_iters",
-                "train_samples",
-            )
         if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
             raise ValueError(
                 f"--global-batch-size {self.global_batch_size} is not divisible by "
@@ -172,19 +172,12 @@ class TrainingConfig:
                 "global_batch_size",
                 "step_batch_size_schedule",
             )
-        if self.rampup_batch_size:
-            raise ContradictionError(
-                f"{name} and --rampup-batch-size are two schedules: set one",
-                "rampup_batch_size",
-                "step_batch_size_schedule",
-            )
 
     def _check_rampup(self) -> None:
         name = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
-        if len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) < 1:
-            raise ValueError(f"{name}: give START INCREMENT SAMPLES, three numbers of at least 1")
-        if self.global_batch_size is None:
-            raise ValueError(f"{name} needs --global-batch-size, the batch at the end of the ramp")
+        if len(self.rampup_batch_size) != 3:
+            raise ValueError(f"{name}: give START INCREMENT SAMPLES, three numbers")
+        assert self.global_batch_size is not None
         start, increment, _ = self.rampup_batch_size
         missing = self.global_batch_size - start
         if missing <= 0:

@@ -58,12 +58,6 @@ class Missing:
         return (type("MissingBase", (), {"__init__": self.__call__}),)
 
 
-def missing_notices() -> tuple[str, ...]:
-    """Returns one line about the names that this torch lacks, if there are any."""
-    line = f"torch {torch.__version__} lacks {', '.join(MISSING)}: what needs them raises an error"
-    return (line,) * bool(MISSING)
-
-
 def private(path: str, *, instead: str | None = None) -> Any:
     """Returns the object at a dotted path, or a Missing.
 

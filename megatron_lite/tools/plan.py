@@ -24,12 +24,12 @@ from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.megatron_flags import (
     add_flags_without_effect,
-    only_value_faults,
+    check_only_values,
     renamed_words,
     take_ignored,
 )
 from megatron_lite.config.megatron_values import translate_values
-from megatron_lite.config.parser import Faults, Parser, paragraph
+from megatron_lite.config.parser import Parser, paragraph
 from megatron_lite.config.plain import LARGEST_TEXT, parse_whole_number, shown
 from megatron_lite.config.recompute import AUTO
 from megatron_lite.config.run import RunConfig
@@ -123,8 +123,7 @@ def _plan(
     """
     if own["html"] is not None and not own["html"].endswith((".html", ".htm")):
         raise InputError(f"--html {shown(own['html'])}: give a file that ends in .html")
-    if faults := only_value_faults(flags):
-        raise InputError("; ".join(faults))
+    check_only_values(flags)
     notes += take_ignored(flags)
     problem, budget = _problem(own, flags, notes)
     verdicts = list(_verdicts(problem, budget, own["gpus"]))
@@ -247,10 +246,8 @@ def _chosen(fixes: Sequence[str], flags: Mapping[str, Any], notes: list[str]) ->
     Other values of Megatron are translated, with notes. The policy `auto` is what the tool
     searches, so it fixes nothing.
     """
-    chosen, faults = dict(flags), Faults()
-    notes += translate_values(chosen, faults, has_file=True)
-    if faults.texts:
-        raise InputError("; ".join(faults.texts))
+    chosen = dict(flags)
+    notes += translate_values(chosen, has_file=True)
     for text in fixes:
         name, value = fixed_value(text)
         if name in chosen and chosen[name] != value:

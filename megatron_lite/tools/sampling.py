@@ -20,12 +20,16 @@ class Sampling:
         "below 1: sharper, above 1: flatter",
         1.0,
         above=0,
-        why=": use --greedy for the likeliest token",
+        why="use --greedy for the likeliest token",
     )
     top_k: int = setting("draw from the K likeliest tokens; 0: all", 0, least=0)
-    top_p: float = setting("draw from the likeliest tokens that together reach P", 0.9, above=0)
+    top_p: float = setting(
+        "draw from the likeliest tokens that together reach P",
+        0.9,
+        above=0,
+        most=1,
+        why="1 keeps every token",
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.top_p > 1.0:
-            raise ValueError(f"--top-p must be at most 1 (got {self.top_p}): 1 keeps every token")

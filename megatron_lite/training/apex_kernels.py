@@ -37,23 +37,21 @@ def check_kernels(config: RunConfig, device_type: str) -> None:
             apex.require(kernel(device_type), flag)
 
 
-def kernel_notices(config: RunConfig, device_type: str) -> list[str]:
-    """Returns at most one line for the log.
+def apex_line(config: RunConfig, device_type: str) -> str | None:
+    """Returns a line for the log, or None.
 
     The line is about an installed package called apex that is not NVIDIA's, or about kernels of
     NVIDIA apex that are available here and that no flag asks for.
     """
     if (other := apex.notice()) is not None:
-        return [other]
+        return other
     unused = [f"{flag} apex" for flag, chosen, _ in _choices(config) if chosen != "apex"]
     if device_type != apex.DEVICE_TYPE or not unused or apex.installed_package().kind != "nvidia":
-        return []
-    return [
-        (
-            f"NVIDIA apex is installed: {' and '.join(unused)} would use its kernels, which round "
-            "differently (docs/performance.md)"
-        )
-    ]
+        return None
+    return (
+        f"NVIDIA apex is installed: {' and '.join(unused)} would use its kernels, which round "
+        "differently (docs/performance.md)"
+    )
 
 
 def _choices(config: RunConfig) -> list[tuple[str, str, Callable[[str], apex.Kernel]]]:

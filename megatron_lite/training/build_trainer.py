@@ -44,11 +44,11 @@ from megatron_lite.training.deterministic import choose_attention_, use_determin
 from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import (
+    above_limit,
     check_peak_fits,
-    limit_notices,
     told_where_memory_runs_out,
 )
-from megatron_lite.training.run_notices import run_notices
+from megatron_lite.training.run_notices import RunNotices
 from megatron_lite.training.saved_schedule import followed_schedule
 from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.step import StageRunner
@@ -205,7 +205,7 @@ def _build(
     if (timers := optional.get("timers")) is not None:
         optimizer.timed = runner.timed = timers
     order = sample_order(config.data, len(datasets.train))
-    notices = run_notices(config, device=parallel.device.type, world_size=parallel.world_size)
+    notices = RunNotices.of(config, device=parallel.device.type, world_size=parallel.world_size)
     return Trainer(
         config=config,
         parallel=parallel,
@@ -304,7 +304,7 @@ def _predicted_peak(
             f"{size(most)}, which is more than a step alone; {size(save.terms[-1].num_bytes)} of "
             "it are the copy that is written"
         )
-    return (*lines, *limit_notices(config, most, parallel.device))
+    return (*lines, *above_limit(config, most, parallel.device))
 
 
 def _check_batches(

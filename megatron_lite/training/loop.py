@@ -44,7 +44,7 @@ from megatron_lite.training.peak_memory import (
     own_step_peak,
     peak_of_all_ranks,
 )
-from megatron_lite.training.run_notices import described, moved_notices
+from megatron_lite.training.run_notices import described, moved_from
 from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
 from megatron_lite.training.summary import summary_of
@@ -131,7 +131,7 @@ class Trainer:
             with Exits(self.config.training, self.parallel).listening() as own:
                 return self.run(own)
         with self.saver:
-            notices = [*self.saver.notices, *self.parallel.together("--load", self._load)]
+            notices = [*self.saver.warnings, *self.parallel.together("--load", self._load)]
             with self.parallel.together("the log", self._open_log) as log:
                 for notice in (*notices, *self.notices):
                     log.line(notice)
@@ -450,7 +450,7 @@ class Trainer:
         if not self.config.checkpoint.continues:
             return list(loaded.notices)
         self._saved_at = loaded.progress.iteration
-        moved = moved_notices(loaded.computed_on, described(self.parallel.device))
+        moved = moved_from(loaded.computed_on, described(self.parallel.device))
         return [*loaded.notices, *moved]
 
     def _save(self, log: RunLog) -> None:

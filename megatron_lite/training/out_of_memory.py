@@ -117,7 +117,7 @@ def memory_limited(config: RunConfig, device: torch.device) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-def limit_notices(config: RunConfig, peak_bytes: int, device: torch.device) -> tuple[str, ...]:
+def above_limit(config: RunConfig, peak_bytes: int, device: torch.device) -> tuple[str, ...]:
     """Returns a line if the predicted peak of a step is above --memory-limit, else nothing."""
     limit = config.training.memory_limit
     if limit is None or peak_bytes <= parse_bytes("--memory-limit", limit):

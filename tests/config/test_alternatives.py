@@ -69,7 +69,7 @@ def test_alternatives_on_the_command_line_itself_are_still_refused(
     for flags, message in (
         (
             "--recompute-policy *:mlp --recompute-activations",
-            "are two ways to say what is recomputed",
+            "excludes --recompute-activations: both say",
         ),
         ("--train-iters 4 --train-samples 8", "both give the length of the run"),
         ("--recompute-policy *:ful", "--recompute-policy: expected an action"),

@@ -17,7 +17,7 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import apex
-from megatron_lite.training.run_notices import run_notices
+from megatron_lite.training.run_notices import RunNotices
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
 
@@ -75,14 +75,14 @@ def test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_lin
         ),
         model=replace(config.model, attention_dropout=0.1, attention_backend="auto"),
     )
-    found = run_notices(config, device="cuda", world_size=1)
+    found = RunNotices.of(config, device="cuda", world_size=1)
     assert [line.partition(":")[0].partition(" has no")[0] for line in found.at_start] == [
         "--ddp-bucket-size",
         "--recompute-modules core_attn saves next to nothing on cuda",
         "--use-distributed-optimizer",
     ]
     assert found.in_log[0] == "another apex" and found.in_log[1].startswith(HASH)
-    assert run_notices(config, device="cpu", world_size=2).at_start == found.at_start[:1]
+    assert RunNotices.of(config, device="cpu", world_size=2).at_start == found.at_start[:1]
 
 
 def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
@@ -93,7 +93,7 @@ def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
         ("cpu", config, 0),
         ("cuda", replace(repeats, recompute=config.recompute), 0),
     ):
-        said = run_notices(each, device=device, world_size=1).in_log
+        said = RunNotices.of(each, device=device, world_size=1).in_log
         assert sum("cannot compare gradients" in line for line in said) == count
 
 
@@ -110,7 +110,7 @@ def test_a_number_of_ranks_that_holds_no_model_is_an_error() -> None:
     with pytest.raises(
         ValueError, match="world size 3 is not a multiple of --tensor-model-parallel-size 2"
     ):
-        run_notices(_run(dict(tp=2)), device="cpu", world_size=3)
+        RunNotices.of(_run(dict(tp=2)), device="cpu", world_size=3)
 
 
 def _run(sizes: dict[str, int], **options: Any) -> RunConfig:

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from arguments import parse_args
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.plain import MOST_SIZE
+from megatron_lite.config.run_flags import fields_of, run_fields, topics
+from megatron_lite.config.setting import spelling
 from megatron_lite.config.training import TrainingConfig
 from tests.support.pairs import in_one_test
 
@@ -40,6 +44,42 @@ def test_a_broken_rule_is_one_line_with_flag_value_and_fix(
     flags = [word.partition("=")[0] for word in shlex.split(broken) if word.startswith("--")]
     assert any(flag in fault for flag in flags) or "follows no flag" in fault
     parse_args([*RUN.split(), *shlex.split(kept)])
+
+
+def wrong_values() -> Iterator[tuple[str, str, Any, str]]:
+    """Of each field with a rule about its value: a value that breaks it, and the rule."""
+    for name, one in run_fields().items():
+        facts, bounds = one.facts, {}
+        if facts.choices:
+            bounds["none of them"] = f"must be one of {', '.join(map(str, facts.choices))}"
+        if facts.least is not None:
+            bounds[facts.least - 1] = f"at least {facts.least}"
+        if facts.above is not None:
+            bounds[facts.above] = f"above {facts.above}"
+        if facts.below is not None:
+            bounds[facts.below] = f"below {facts.below}"
+        if facts.most is not None:
+            bounds[facts.most + 1] = f"at most {facts.most}"
+        if one.kind is float:
+            bounds |= {float("nan"): "", float("inf"): "finite"}
+        if one.kind is int and facts.below is None and not facts.choices:
+            bounds[2**62] = f"at most {facts.most or MOST_SIZE}"
+        for value, rule in bounds.items():
+            yield name, spelling(name, facts), value, rule
+
+
+@in_one_test("name, flag, value, rule", wrong_values())
+def test_a_value_beyond_its_rule_is_told_with_flag_rule_and_value(
+    name: str, flag: str, value: Any, rule: str
+) -> None:
+    one = run_fields()[name]
+    several = one.facts.nargs not in (None, "?") or isinstance(one.default, tuple)
+    kind = topics()[one.topic]
+    required = {each.name: 1 for each in fields_of(kind) if each.is_required}
+    with pytest.raises(ValueError) as fault:
+        kind(**{**required, name: (value,) if several else value})
+    said = str(fault.value)
+    assert said.startswith(f"{flag} must be ") and rule in said and f"(got {value!r})" in said
 
 
 def test_a_library_user_gets_the_same_errors() -> None:

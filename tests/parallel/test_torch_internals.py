@@ -17,7 +17,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel import torch_internals
-from megatron_lite.training.run_notices import run_notices
+from megatron_lite.training.run_notices import RunNotices
 from tests.support.runs import tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_this_torch_has_every_name() -> None:
     for one in vars(torch_internals).values():
         if isinstance(one, partial):
             assert not isinstance(one(), torch_internals.Missing)
-    assert torch_internals.MISSING == [] and torch_internals.missing_notices() == ()
+    assert torch_internals.MISSING == []
 
 
 def test_a_use_of_a_missing_name_names_the_version_the_name_and_the_range(monkeypatch) -> None:
@@ -106,7 +106,7 @@ def test_a_use_of_a_missing_name_names_the_version_the_name_and_the_range(monkey
         with pytest.raises(InputError, match=expected):
             use()
     assert not isinstance(taken, Derived) and not isinstance(3, (str, taken))
-    notices = run_notices(tiny_run(), device="cpu", world_size=1).in_log
+    notices = RunNotices.of(tiny_run(), device="cpu", world_size=1).in_log
     assert [text for text in notices if "lacks torch._C._current_graph_task_id" in text]
 
 
