@@ -122,11 +122,11 @@ class Metadata:
                 del values[name]
         return json.dumps(values, indent=1)
 
-    def parameters_to_json(self) -> str:
-        """Returns the text of this pipeline rank's parameters_pp*.json."""
-        return json.dumps(
-            {name: layout.to_plain() for name, layout in self.parameters.items()}, indent=1
-        )
+    def parameters_to_json(self, pp_rank: int) -> str:
+        """Returns the text of a pipeline rank's parameters_pp*.json."""
+        layouts = self.parameters.items()
+        own = {name: one.to_plain() for name, one in layouts if one.pp_rank == pp_rank}
+        return json.dumps(own, indent=1)
 
     @property
     def world_size(self) -> int:

@@ -103,10 +103,10 @@ def _optional(values: dict[str, Any], name: str, high: int) -> int | None:
     return None if plain.field(values, name) is None else plain.whole(values, name, 0, high)
 
 
-def layouts_of(model: nn.Module) -> dict[str, SavedLayout]:
+def layouts_of(model: nn.Module, pp_rank: int) -> dict[str, SavedLayout]:
     """Returns the layout of every parameter that this pipeline rank saves, by name."""
     return {
-        name: SavedLayout(spec_of(parameter))
+        name: SavedLayout(spec_of(parameter), pp_rank)
         for name, parameter in model.named_parameters()
         if not spec_of(parameter).is_copy
     }
@@ -214,7 +214,7 @@ class ShardReader:
         dtypes = set()
         for tp_rank in range(1 if saved.spec.tp_dim is None else self._saved_tp_size):
             path = self._path(saved, tp_rank)
-            with _naming(path, key):
+            with naming(path, key):
                 part = self._file(path).get_slice(key)
             expected = saved.file_shape(tp_rank, self._saved_tp_size)
             found, dtype = tuple(part.get_shape()), part.get_dtype()
@@ -235,23 +235,24 @@ class ShardReader:
         return self._step / shard_file(self._kind, saved.pp_rank, tp_rank, self._saved_tp_size)
 
     def _slice(self, path: Path, key: str, index: tuple[slice, ...]) -> Tensor:
-        with _naming(path, key):
+        with naming(path, key):
             file = self._file(path)
             return file.get_slice(key)[index] if index else file.get_tensor(key)
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
-            with _naming(path, "it"):
+            with naming(path):
                 self._files[path] = self._stack.enter_context(open_tensors(path))
         return self._files[path]
 
 
 @contextmanager
-def _naming(path: Path, key: str) -> Iterator[None]:
+def naming(path: Path, key: str = "its header") -> Iterator[None]:
     """Makes an InputError of an error of the library about a tensor of the file."""
     try:
         yield
     except SafetensorError as error:
         raise InputError(
-            f"{path}: cannot read {key} ({error}): the checkpoint is damaged"
+            f"{path}: cannot read {key} ({error}): it is missing, truncated or damaged, or no "
+            "safetensors file"
         ) from error

@@ -66,7 +66,7 @@ def take_snapshot(
         pp_size=parallel.pp_size,
         cp_size=parallel.cp_size,
         num_updates=optimizer.num_updates,
-        parameters=layouts_of(model),
+        parameters=layouts_of(model, parallel.pp_rank),
         data=data,
         schedule=schedule,
         computed_on=computed_on,
@@ -88,7 +88,9 @@ def take_snapshot(
         for kind, held in (("model", weights), ("optimizer", states)):
             tensors[shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)] = held
         if parallel.tp_rank == 0:
-            texts[parameters_file(parallel.pp_rank)] = metadata.parameters_to_json().encode()
+            texts[parameters_file(parallel.pp_rank)] = metadata.parameters_to_json(
+                parallel.pp_rank
+            ).encode()
     tensors[rng_file(parallel.rank)] = parallel.rng.snapshot().states
     if parallel.rank == 0:
         texts |= {CONFIG: config.to_json().encode(), METADATA: metadata.to_json().encode()}

@@ -24,7 +24,7 @@ from megatron_lite.checkpointing.other_systems import check_ours, load_advice
 from megatron_lite.checkpointing.step_files import (
     LATEST,
     METADATA,
-    read_pointer,
+    pointed_step,
     saved_steps,
     step_directory,
 )
@@ -145,7 +145,7 @@ def candidates(root: Path, program: str = SCRIPT) -> Candidates:
     """
     check_ours(root, program)
     try:  # before the steps are listed, so that a step that a run saves meanwhile is among them
-        newest, fault = read_pointer(root), None
+        newest, fault = int(pointed_step(root).name.removeprefix("iter_")), None
     except InputError as error:
         newest, fault = 0, str(error)
     steps = saved_steps(root)[::-1]

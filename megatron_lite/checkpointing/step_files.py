@@ -77,16 +77,18 @@ def saved_steps(root: Path) -> list[int]:
     return sorted({int(name[1]) for name in names if name is not None})
 
 
-def read_pointer(root: Path) -> int:
-    """Returns the iteration that the pointer names.
+def pointed_step(root: Path, *others: str) -> Path:
+    """Returns the folder that the pointer names: that of an iteration, or one of the `others`.
 
-    Raises InputError if the pointer is missing or names no step.
+    Raises InputError if the pointer is missing or names no folder.
     """
     pointer = root / LATEST
     text = read_input(pointer, 32).decode(errors="replace").strip()
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise InputError(f"{pointer}: expected an iteration number, found {text!r}")
-    step = step_directory(root, int(text))
+    if text not in others and not re.fullmatch(r"\d{1,9}", text):
+        raise InputError(
+            f"{pointer}: expected {' or '.join(('an iteration number', *others))}, found {text!r}"
+        )
+    step = root / text if text in others else step_directory(root, int(text))
     if not step.is_dir():
-        raise InputError(f"{pointer}: names iteration {text}, but {step.name} does not exist")
-    return int(text)
+        raise InputError(f"{pointer}: names {text}, but {step.name} does not exist")
+    return step

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_lite.convert.hf import HfSource, write_hf
+from megatron_lite.convert.hf import hf_source, write_hf
 from megatron_lite.convert.megatron.dist import dist_source, write_dist
 from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
-from megatron_lite.convert.native import NativeSource, write_native
+from megatron_lite.convert.native import native_source, write_native
 from megatron_lite.convert.weights import WeightSource
 
 
@@ -28,8 +28,8 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "hf": Format(HfSource, write_hf, ("family",)),
-    "megatron-lite": Format(NativeSource, write_native, ("tp_size", "pp_size")),
+    "hf": Format(hf_source, write_hf, ("family",)),
+    "megatron-lite": Format(native_source, write_native, ("tp_size", "pp_size")),
     "megatron": Format(legacy_source, write_legacy, ("tp_size", "pp_size")),
     "megatron-dist": Format(dist_source, write_dist),
 }

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from megatron_lite.checkpointing.shards import FLOATS, open_tensors
+from megatron_lite.checkpointing.shards import FLOATS, naming, open_tensors
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_config import CONFIG, exact_fields, read_hf_file, to_hf
 from megatron_lite.config.hf_families import FAMILIES
@@ -47,6 +45,7 @@ from megatron_lite.convert.weights import (
     check_layers,
     copy_tensors,
     parameter_specs,
+    refused,
 )
 from megatron_lite.data.tokenizer_files import in_folder
 
@@ -58,109 +57,115 @@ SHARD_BYTES = 5 * 10**9
 
 
 class TensorInFile(NamedTuple):
-    """A tensor in a file: its name there, and the library's object that reads it."""
+    """A tensor in a file, as the library's object that reads it."""
 
     file: Path
     name: str
     values: Any
 
     def read(self) -> Tensor:
-        with _reading(self.file):
+        with naming(self.file, self.name):
             return self.values[:]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.get_shape())
 
-class HfSource:
-    """A folder as `save_pretrained` writes it.
+    @property
+    def dtype(self) -> str:
+        return str(self.values.get_dtype())
+
+
+def hf_source(path: Path) -> WeightSource:
+    """Opens a folder as `save_pretrained` writes it.
 
     Raises InputError for a family or a value that does not map, with the reason, and for files that
     are missing, truncated or of another model.
     """
-
-    def __init__(self, path: Path) -> None:
-        if not path.is_dir():
-            raise InputError(
-                f"--load {path}: no such directory (the format hf is a folder with {CONFIG} and "
-                "safetensors files; nothing is downloaded)"
-            )
-        self._folder = path
-        mapped = read_hf_file(path)
-        self._family, fields = mapped.family, exact_fields(mapped, path / CONFIG)
-        try:
-            model = ModelConfig(**fields)
-        except ValueError as error:
-            raise InputError(f"{path / CONFIG}: {error}") from error
-        self._places = self._find()
-        check_layers(model.num_layers, len(self._places), path / CONFIG)
-        specs = parameter_specs(model, mapped.vocab_size)
-        self._shapes = their_shapes(
-            self._family, {name: spec.global_shape for name, spec in specs.items()}, model
+    if not path.is_dir():
+        raise InputError(
+            f"--load {path}: no such directory (the format hf is a folder with {CONFIG} and "
+            "safetensors files; nothing is downloaded)"
         )
-        self._check(is_tied=OUTPUT not in specs)
-        places = {name: self._places[next(iter(parts))] for name, parts in self._shapes.items()}
-        self.described = Described(
-            model=model,
-            true_vocab_size=mapped.vocab_size,
-            dtypes={name: FLOATS[place.values.get_dtype()] for name, place in places.items()},
-            tokenizer=in_folder(path),
-            token_ids=mapped.token_ids,
-            notes=mapped.notes,
-        )
+    mapped = read_hf_file(path)
+    family = mapped.family
+    with refused(str(path / CONFIG)):
+        model = ModelConfig(**exact_fields(mapped, path / CONFIG))
+    places = _places(path, family)
+    check_layers(model.num_layers, len(places), path / CONFIG)
+    specs = parameter_specs(model, mapped.vocab_size)
+    shapes = their_shapes(family, {name: spec.global_shape for name, spec in specs.items()}, model)
+    head, is_tied = head_of(family), OUTPUT not in specs
+    # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
+    held = places.keys() - ({head} if is_tied else set())
+    _check_names(path, family, held, {part for parts in shapes.values() for part in parts})
+    for parts in shapes.values():
+        _check_parts([(places[part], shape) for part, shape in parts.items()])
 
-    def read(self, name: str, key: str = WEIGHT) -> Tensor:
-        """Returns one parameter, in the dtype of the file. There are no states."""
-        row = row_of(self._family, name)
-        parts = [self._places[part].read() for part in row.theirs]
-        head = head_of(self._family)
-        has_copy = name == WORDS and OUTPUT not in self._shapes and head in self._places
-        if has_copy and not torch.equal(parts[0], self._places[head].read()):
+    def read(name: str, key: str = WEIGHT) -> Tensor:
+        row = row_of(family, name)
+        parts = [places[part].read() for part in row.theirs]
+        has_copy = name == WORDS and is_tied and head in places
+        if has_copy and not torch.equal(parts[0], places[head].read()):
             raise InputError(
                 f"{CONFIG} says tie_word_embeddings true, but {head} differs from the embedding: "
                 "correct one of them"
             )
-        return LAYOUTS[row.layout].join(parts, self.described.model)
+        return LAYOUTS[row.layout].join(parts, model)
 
-    def _find(self) -> dict[str, TensorInFile]:
-        """Returns where each tensor lies, by the name under which it is known here."""
-        found: dict[str, TensorInFile] = {}
-        for file in _weight_files(self._folder):
-            with _reading(file):
-                opened = open_tensors(file).__enter__()
-                for name in opened.keys():  # noqa: SIM118, no mapping
-                    found[name] = TensorInFile(file, name, opened.get_slice(name))
-        base = f"{FAMILIES[self._family].tensors.base}."
-        has_base = any(name.startswith(base) for name in found)
-        return {
-            known_name(self._family, name, has_base=has_base): place
-            for name, place in found.items()
-        }
+    described = Described(
+        model=model,
+        true_vocab_size=mapped.vocab_size,
+        dtypes={name: FLOATS[places[min(parts)].dtype] for name, parts in shapes.items()},
+        tokenizer=in_folder(path),
+        token_ids=mapped.token_ids,
+        notes=mapped.notes,
+    )
+    return WeightSource(described, read)
 
-    def _check(self, *, is_tied: bool) -> None:
-        """Raises InputError for tensors that are missing, not expected, or do not map."""
-        expected = {part for parts in self._shapes.values() for part in parts}
-        _refuse(f"{self._folder}: tensors missing from the files", expected - self._places.keys())
-        # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
-        allowed = expected | ({head_of(self._family)} if is_tied else set())
-        _refuse(
-            f"{self._folder}: tensors in the files, and a {self._family} of this {CONFIG} has none "
-            "of that name",
-            {name for name in self._places.keys() - allowed if not BUFFERS.search(name)},
-        )
-        for parts in self._shapes.values():
-            dtypes = {self._places[part].values.get_dtype() for part in parts}
-            for part, shape in parts.items():
-                file, name, values = self._places[part]
-                found = tuple(values.get_shape())
-                if found != shape:
-                    raise InputError(
-                        f"{file}: {name} has the shape {found}, but {CONFIG} describes {shape}: "
-                        "they belong to different models"
-                    )
-                if not dtypes <= FLOATS.keys() or len(dtypes) > 1:
-                    raise InputError(
-                        f"{file}: {name} has the dtype {values.get_dtype()}, only "
-                        f"{', '.join(FLOATS)} are read, and one for all parts of a matrix: convert "
-                        "quantised weights to one of them first"
-                    )
+
+def _places(folder: Path, family: str) -> dict[str, TensorInFile]:
+    """Returns where each tensor lies, by the name under which it is known here."""
+    found: dict[str, TensorInFile] = {}
+    for file in _weight_files(folder):
+        with naming(file):
+            opened = open_tensors(file).__enter__()
+            for name in opened.keys():  # noqa: SIM118, no mapping
+                found[name] = TensorInFile(file, name, opened.get_slice(name))
+    has_base = any(name.startswith(f"{FAMILIES[family].tensors.base}.") for name in found)
+    return {known_name(family, name, has_base=has_base): one for name, one in found.items()}
+
+
+def _check_names(folder: Path, family: str, held: Set[str], needed: Set[str]) -> None:
+    """Raises InputError for tensors that are missing, or not expected."""
+    for what, names in (
+        ("tensors missing from the files", needed - held),
+        (
+            f"tensors in the files, and a {family} of this {CONFIG} has none of that name",
+            {name for name in held - needed if not BUFFERS.search(name)},
+        ),
+    ):
+        if names:
+            faults = sorted(names)
+            more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
+            raise InputError(f"{folder}: {what}: {shown(', '.join(faults[:MOST_NAMED]))}{more}")
+
+
+def _check_parts(parts: Sequence[tuple[TensorInFile, tuple[int, ...]]]) -> None:
+    """Raises InputError unless the parts of a parameter have their shapes, and one dtype."""
+    dtypes = {place.dtype for place, _ in parts}
+    for place, shape in parts:
+        if place.shape != shape:
+            raise InputError(
+                f"{place.file}: {place.name} has the shape {place.shape}, but {CONFIG} describes "
+                f"{shape}: they belong to different models"
+            )
+        if not dtypes <= FLOATS.keys() or len(dtypes) > 1:
+            raise InputError(
+                f"{place.file}: {place.name} has the dtype {place.dtype}, only {', '.join(FLOATS)} "
+                "are read, and one for all parts of a matrix: convert quantised weights to one of "
+                "them first"
+            )
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -184,25 +189,6 @@ def _weight_files(folder: Path) -> list[Path]:
     raise InputError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
 
 
-def _refuse(what: str, names: Iterable[str]) -> None:
-    faults = sorted(names)
-    if faults:
-        more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
-        raise InputError(f"{what}: {shown(', '.join(faults[:MOST_NAMED]))}{more}")
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    """Makes an InputError, which names the file, of an error of the library."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise InputError(
-            f"{file}: cannot be read ({error}): it is missing, truncated or no safetensors file. "
-            "Get it again"
-        ) from error
-
-
 def write_hf(
     source: WeightSource,
     path: Path,
@@ -219,44 +205,39 @@ def write_hf(
     """
     described = source.described
     model = described.model
-    try:
+    with refused("--to hf"):
         config = to_hf(model, described.true_vocab_size, family)
-    except ValueError as error:
-        raise InputError(f"--to hf: {error}") from error
     tokenizer, end = stored_tokenizer(described)
-    name_there = config["model_type"]
+    family = config["model_type"]
     shapes = {name: spec.global_shape for name, spec in described.specs.items()}
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    total = in_shard = 0
-    for name, parts in their_shapes(name_there, shapes, model).items():
+    sizes = [0]
+    for name, parts in their_shapes(family, shapes, model).items():
         dtype = described.dtypes[name]
         num_bytes = math.prod(shapes[name]) * dtype.itemsize
-        if in_shard and in_shard + num_bytes > shard_bytes:
+        if sizes[-1] and sizes[-1] + num_bytes > shard_bytes:
             shards.append({})
-            in_shard = 0
+            sizes.append(0)
         shards[-1].update({part: (dtype, shape) for part, shape in parts.items()})
-        in_shard += num_bytes
-        total += num_bytes
+        sizes[-1] += num_bytes
     count = len(shards)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-    names = [WEIGHTS] if count == 1 else names
-    weight_map = {part: name for name, parts in zip(names, shards, strict=True) for part in parts}
-    texts = dict(tokenizer)
-    config |= dict(torch_dtype=str(described.dtype).removeprefix("torch."))
+    tensors = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))
+    weight_map = {part: file for file, parts in tensors.items() for part in parts}
     config |= dict(bos_token_id=None, eos_token_id=end, pad_token_id=None)
-    config |= described.token_ids
-    texts[CONFIG] = json_bytes(config)
+    config |= dict(torch_dtype=str(described.dtype).removeprefix("torch."), **described.token_ids)
+    texts = {**tokenizer, CONFIG: json_bytes(config)}
     if count > 1:
-        texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
+        total = {"total_size": sum(sizes)}
+        texts[INDEX] = json_bytes({"metadata": total, "weight_map": weight_map})
     if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
         # AutoTokenizer asks this file for the class.
         texts["tokenizer_config.json"] = json_bytes({"tokenizer_class": "PreTrainedTokenizerFast"})
-    tensors = dict(zip(names, shards, strict=True))
     with complete_folder(path) as folder:
         with safetensors_files(folder, tensors, {"format": "pt"}) as write:
 
             def put(name: str, key: str, tensor: Tensor) -> None:
-                row = row_of(name_there, name)
+                row = row_of(family, name)
                 values = LAYOUTS[row.layout].split(tensor, model)
                 for part, value in zip(row.theirs, values, strict=True):
                     write(weight_map[part], part, value)

@@ -25,6 +25,7 @@ from megatron_lite.checkpointing.step_files import (
     METADATA,
     parameters_file,
     shard_file,
+    step_directory,
 )
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
@@ -32,7 +33,6 @@ from megatron_lite.config.hf_config import token_ids_of
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import stages
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.convert.safetensors_file import safetensors_files
 from megatron_lite.convert.staging import complete_folder
@@ -46,71 +46,70 @@ from megatron_lite.convert.weights import (
     copy_tensors,
     is_held,
     parameter_specs,
+    refused,
     shard,
+    split_over,
 )
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, in_folder
 
 
-class NativeSource:
-    """The newest good step under a directory of `--save`.
+def native_source(path: Path) -> WeightSource:
+    """Opens the newest good step under a directory of `--save`.
 
     The step's checksums are verified. Raises InputError if there is no good step.
     """
-
-    def __init__(self, path: Path) -> None:
-        if not path.is_dir():
-            raise InputError(
-                f"--load {path}: no such directory (the format megatron-lite is a directory that "
-                "a training run with --save has written)"
-            )
-        step, notices = find_step(str(path))
-        metadata, config = Metadata.read(step), read_config(step)
-        self._parameters = metadata.parameters
-        self._weights, self._states = (
-            ShardReader(step, kind, saved_tp_size=metadata.tp_size)
-            for kind in ("model", "optimizer")
+    if not path.is_dir():
+        raise InputError(
+            f"--load {path}: no such directory (the format megatron-lite is a directory that a "
+            "training run with --save has written)"
         )
-        check_layers(config.model.num_layers, len(self._parameters), step / CONFIG)
-        specs = parameter_specs(config.model, config.tokenizer.true_vocab_size)
-        missing = specs.keys() - self._parameters.keys()
-        if missing:
-            raise InputError(
-                f"{step}: parameter {min(missing)} is missing, which the model of {CONFIG} has"
-            )
-        keys: list[str] = []
-        if "optimizer" not in metadata.missing:
-            first, layout = next(iter(self._parameters.items()))
-            keys = [
-                key
-                for key in self._states.suffixes(first, layout)
-                if all(self._states.has(f"{name}/{key}", self._parameters[name]) for name in specs)
-            ]
-        tokenizer, ids = in_folder(step), step / TOKEN_IDS
-        if not tokenizer and config.tokenizer.tokenizer_type != "NullTokenizer":
-            notices = (
-                *notices,
-                f"{step} is older than checkpoints with a tokenizer: copy its files by hand",
-            )
-        self.described = Described(
-            model=config.model,
-            true_vocab_size=config.tokenizer.true_vocab_size,
-            dtypes={name: self._weights.dtype_of(name, self._parameters[name]) for name in specs},
-            tokenizer=tokenizer,
-            token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
-            progress=metadata.progress,
-            state_keys=tuple(keys),
-            num_updates=metadata.num_updates,
-            notes=notices,
+    step, notices = find_step(str(path))
+    metadata, config = Metadata.read(step), read_config(step)
+    parameters = metadata.parameters
+    weights, states = (
+        ShardReader(step, kind, saved_tp_size=metadata.tp_size) for kind in ("model", "optimizer")
+    )
+    check_layers(config.model.num_layers, len(parameters), step / CONFIG)
+    specs = parameter_specs(config.model, config.tokenizer.true_vocab_size)
+    missing = specs.keys() - parameters.keys()
+    if missing:
+        raise InputError(
+            f"{step}: parameter {min(missing)} is missing, which the model of {CONFIG} has"
+        )
+    keys: list[str] = []
+    if "optimizer" not in metadata.missing:
+        first, layout = next(iter(parameters.items()))
+        keys = [
+            key
+            for key in states.suffixes(first, layout)
+            if all(states.has(f"{name}/{key}", parameters[name]) for name in specs)
+        ]
+    tokenizer, ids = in_folder(step), step / TOKEN_IDS
+    if not tokenizer and config.tokenizer.tokenizer_type != "NullTokenizer":
+        notices = (
+            *notices,
+            f"{step} is older than checkpoints with a tokenizer: copy its files by hand",
         )
 
-    def read(self, name: str, key: str = WEIGHT) -> Tensor:
-        """Returns one parameter, or one of its states in float32."""
-        saved = self._parameters[name]
-        reader, full = (self._states, f"{name}/{key}") if key else (self._weights, name)
-        tensor = reader.read(
-            full, saved, replace(saved.spec, padded_length=None), tp_rank=0, tp_size=1
-        )
+    def read(name: str, key: str = WEIGHT) -> Tensor:
+        saved = parameters[name]
+        reader, full = (states, f"{name}/{key}") if key else (weights, name)
+        whole = replace(saved.spec, padded_length=None)
+        tensor = reader.read(full, saved, whole, tp_rank=0, tp_size=1)
         return tensor.float() if key else tensor
+
+    described = Described(
+        model=config.model,
+        true_vocab_size=config.tokenizer.true_vocab_size,
+        dtypes={name: weights.dtype_of(name, parameters[name]) for name in specs},
+        tokenizer=tokenizer,
+        token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
+        progress=metadata.progress,
+        state_keys=tuple(keys),
+        num_updates=metadata.num_updates,
+        notes=notices,
+    )
+    return WeightSource(described, read)
 
 
 def write_native(
@@ -122,35 +121,18 @@ def write_native(
         parallel sizes too.
     Raises InputError if the model does not divide over the parallel sizes.
     """
-    described = source.described
-    progress = described.progress if described.state_keys else Progress()
-    step_name = f"iter_{progress.iteration:07d}"
-    try:
-        config = RunConfig(
-            model=described.model,
-            training=TrainingConfig(
-                micro_batch_size=1,
-                bf16=described.dtype == torch.bfloat16,
-                fp16=described.dtype == torch.float16,
-            ),
-            data=DataConfig(seq_length=described.model.max_position_embeddings),
-            tokenizer=config_of(
-                described.tokenizer, path.absolute() / step_name, described.true_vocab_size
-            ),
-            parallel=ParallelConfig(
-                tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
-            ),
-        )
+    described, has_states = source.described, bool(source.described.state_keys)
+    progress = described.progress if has_states else Progress()
+    step_name = step_directory(path, progress.iteration).name
+    with refused("--to megatron-lite"):
+        config = _config(described, path.absolute() / step_name, tp_size, pp_size)
         padded = config.tokenizer.padded_vocab_size(tp_size)
-        specs = parameter_specs(
-            config.model, described.true_vocab_size, tp_size=tp_size, padded_vocab_size=padded
+        specs, stages = split_over(
+            config.model, described.true_vocab_size, padded, tp_size, pp_size
         )
-        held = stages(config.parallel, config.model.num_layers)
-    except ValueError as error:
-        raise InputError(f"--to megatron-lite: {error}") from error
     layouts = {
         name: SavedLayout(spec, stage.rank)
-        for stage in held
+        for stage in stages
         for name, spec in specs.items()
         if is_held(name, stage)
     }
@@ -160,17 +142,10 @@ def write_native(
         pp_size=pp_size,
         dp_size=1,
         cp_size=1,
-        num_updates=described.num_updates if described.state_keys else 0,
+        num_updates=described.num_updates if has_states else 0,
         parameters=layouts,
-        missing=("rng",) if described.state_keys else ("optimizer", "rng"),
+        missing=("rng",) if has_states else ("optimizer", "rng"),
     )
-    texts = {
-        **stored_tokenizer(described).contents,
-        CONFIG: config.to_json().encode(),
-        METADATA: metadata.to_json().encode(),
-    }
-    if described.token_ids:
-        texts[TOKEN_IDS] = json_bytes(dict(described.token_ids))
 
     def places(name: str, key: str) -> Iterator[tuple[int, str, str]]:
         """Yields the TP ranks that hold a part of a tensor, with its file and its name there."""
@@ -178,13 +153,9 @@ def write_native(
         for tp_rank in range(1 if specs[name].tp_dim is None else tp_size):
             yield tp_rank, shard_file(kind, layouts[name].pp_rank, tp_rank, tp_size), full
 
-    tensors: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
-    for rank in range(pp_size):
-        own = {name: layout for name, layout in layouts.items() if layout.pp_rank == rank}
-        text = replace(metadata, parameters=own).parameters_to_json()
-        texts[parameters_file(rank)] = text.encode()
-        for kind in ("model", "optimizer")[: len(described.keys)]:  # also of ranks without tensors
-            tensors |= {shard_file(kind, rank, tp_rank, tp_size): {} for tp_rank in range(tp_size)}
+    # Also ranks without tensors have files.
+    shards = (name for name in metadata.expected_files() if name.endswith(".safetensors"))
+    tensors: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {one: {} for one in shards}
     for name, layout in layouts.items():
         for key in described.keys:
             for tp_rank, file, full in places(name, key):
@@ -197,16 +168,46 @@ def write_native(
         with safetensors_files(step, tensors) as write:
 
             def put(name: str, key: str, whole: Tensor) -> None:
-                spec = specs[name]
                 for tp_rank, file, full in places(name, key):
-                    local = shard(whole, spec, tp_rank, tp_size)
-                    rows = owned_rows(local, spec, tp_rank=tp_rank, tp_size=tp_size)
+                    local = shard(whole, specs[name], tp_rank, tp_size)
+                    rows = owned_rows(local, specs[name], tp_rank=tp_rank, tp_size=tp_size)
                     assert rows is not None
                     write(file, full, rows)
 
             copy_tensors(source, put, advance)
-        for name, content in texts.items():
+        for name, content in _texts(described, config, metadata).items():
             (step / name).write_bytes(content)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
         (step / MANIFEST).write_text(manifest.to_json())
         (folder / LATEST).write_text(str(progress.iteration))
+
+
+def _config(described: Described, step: Path, tp_size: int, pp_size: int) -> RunConfig:
+    """Returns the configuration of a run that could have saved the weights in `step`."""
+    return RunConfig(
+        model=described.model,
+        training=TrainingConfig(
+            micro_batch_size=1,
+            bf16=described.dtype == torch.bfloat16,
+            fp16=described.dtype == torch.float16,
+        ),
+        data=DataConfig(seq_length=described.model.max_position_embeddings),
+        tokenizer=config_of(described.tokenizer, step, described.true_vocab_size),
+        parallel=ParallelConfig(
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
+        ),
+    )
+
+
+def _texts(described: Described, config: RunConfig, metadata: Metadata) -> dict[str, bytes]:
+    """Returns the files of the step without tensors, but for the manifest."""
+    texts = {
+        **stored_tokenizer(described).contents,
+        CONFIG: config.to_json().encode(),
+        METADATA: metadata.to_json().encode(),
+    }
+    if described.token_ids:
+        texts[TOKEN_IDS] = json_bytes(dict(described.token_ids))
+    for rank in range(metadata.pp_size):
+        texts[parameters_file(rank)] = metadata.parameters_to_json(rank).encode()
+    return texts

@@ -1,6 +1,6 @@
 """Copies weights between formats: one whole tensor at a time, under the names of this project.
 
-A conversion reads from a WeightSource, and a function `write_FORMAT` writes what it reads. The
+A function `FORMAT_source` opens a WeightSource, and `write_FORMAT` writes what it reads. The
 tensors in between have the names, the layout and the unsharded shapes of this project, so that each
 format needs one mapping, not one for every other format. Only one tensor is in memory at a time.
 """
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.stages import Stage
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.stages import Stage, stages
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.rng import RngStreams
@@ -100,21 +102,18 @@ class Described:
         )
 
 
-class WeightSource(Protocol):
-    """Weights that can be read. Opening one reads no tensor."""
+class WeightSource(NamedTuple):
+    """Weights that can be read. Opening one reads no tensor.
 
-    @property
-    def described(self) -> Described:
-        """Everything about the weights but their values."""
+    described: everything about the weights but their values.
+    read: `read(name, key=WEIGHT)` returns one parameter, or one of its states in float32, whole and
+        without padding, on the CPU. The name is as in a model's `named_parameters()`, such as
+        "decoder.layers.3.self_attention.linear_qkv.weight", with the layer's number in the whole
+        model. It raises InputError, with tensor and shapes, if the tensor has another shape.
+    """
 
-    def read(self, name: str, key: str = WEIGHT) -> Tensor:
-        """Returns one parameter, or one of its states, whole and without padding, on the CPU.
-
-        name: as in a model's `named_parameters()`, such as
-            "decoder.layers.3.self_attention.linear_qkv.weight", with the layer's number in the
-            whole model.
-        Raises InputError if the tensor has another shape; it names tensor and shapes.
-        """
+    described: Described
+    read: Callable[..., Tensor]
 
 
 def copy_tensors(
@@ -180,6 +179,32 @@ def parameter_specs(
                 for part, own in of_layer.items():
                     whole[f"{LAYERS}{layer}.{part.removeprefix(first)}"] = own
     return whole
+
+
+class Split(NamedTuple):
+    """The parameters of a model over TP ranks, and the stages of its pipeline."""
+
+    specs: dict[str, ParameterSpec]
+    stages: tuple[Stage, ...]
+
+
+def split_over(model: ModelConfig, vocab_size: int, padded: int, tp: int, pp: int) -> Split:
+    """Returns how files of `tp` times `pp` ranks split a model with `padded` rows of words.
+
+    Raises ValueError if the model does not divide over the ranks.
+    """
+    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+    specs = parameter_specs(model, vocab_size, tp_size=tp, padded_vocab_size=padded)
+    return Split(specs, stages(parallel, model.num_layers))
+
+
+@contextmanager
+def refused(flags: str) -> Iterator[None]:
+    """Makes an InputError, which names the flags, of a ValueError in the block."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{flags}: {error}") from error
 
 
 def shard(whole: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tensor:

@@ -59,6 +59,9 @@ def saved_by_megatron(folder: Path, model: dict[str, Any], **args: Any) -> None:
     torch.save(value, folder / "mp_rank_00" / "model_optim_rng.pt")
 
 
+DEEP: list[Any] = []
+for _ in range(60):  # 2^60 values, if anybody walked through them
+    DEEP = [DEEP, DEEP]
 WORD = "embedding.word_embeddings.weight"
 
 
@@ -67,8 +70,9 @@ WORD = "embedding.word_embeddings.weight"
     [
         (dict(tensor_model_parallel_size=2**20 - 1, pipeline_model_parallel_size=2**20 - 1), "PP"),
         (dict(num_layers=65536), "layers"),
-        (dict(rotary_base=1e300), "rotary_base of its args has a value of no model"),
+        (dict(rotary_base=1e300), "--rotary-base must be at most"),
         (dict(num_experts="x" * 10**6), "num_experts"),
+        (dict(hidden_size=DEEP), "hidden_size: expected <class 'int'>, got 'a list'"),
     ],
 )
 def test_crafted_arguments_are_refused_at_once(
@@ -140,7 +144,7 @@ def test_an_iteration_that_no_run_reaches_and_integer_weights_are_refused(
     with torch.serialization.safe_globals([argparse.Namespace]):
         value = torch.load(path, weights_only=True)
     for change, message in (
-        (dict(iteration=10**12), "its iteration must be a whole number from 0 to"),
+        (dict(iteration=10**12), "iteration must be a whole number from 0 to"),
         (
             dict(
                 model={name: one.int() for name, one in value["model"].items() if one is not None}

@@ -77,10 +77,10 @@ def test_weights_keep_their_dtype_and_their_tokenizer(tmp_path: Path) -> None:
 
 
 def test_shards_have_at_most_the_size_and_an_index(tmp_path: Path) -> None:
-    from megatron_lite.convert.hf import HfSource, write_hf
+    from megatron_lite.convert.hf import hf_source, write_hf
 
     model = saved_peer("qwen3", tmp_path / "theirs")
-    source = HfSource(tmp_path / "theirs")
+    source = hf_source(tmp_path / "theirs")
     write_hf(source, tmp_path / "again", lambda _: None, shard_bytes=10_000)
     files = sorted((tmp_path / "again").glob("*.safetensors"))
     assert (

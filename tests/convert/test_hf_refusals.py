@@ -117,7 +117,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: (folder / "model.safetensors").unlink(),
         "has neither model.safetensors nor model.safetensors.index.json",
     ),
-    "truncated": (truncate, "it is missing, truncated or no safetensors file. Get it again"),
+    "truncated": (truncate, "it is missing, truncated or damaged, or no safetensors file"),
     "path in the index": (index, "'../elsewhere.safetensors', which is no file's name"),
     "missing tensor": (
         tensors(lambda found: found.pop(QUERY)),

@@ -140,15 +140,15 @@ def test_a_signal_ends_a_conversion_in_one_line(
     saved_peer("llama", tmp_path / "theirs")
 
     def convert() -> None:
-        from megatron_lite.convert.hf import HfSource
+        from megatron_lite.convert import hf
 
-        read = HfSource.read
+        read = hf.TensorInFile.read
 
-        def interrupted(self: HfSource, name: str, key: str = "") -> Tensor:
+        def interrupted(self: hf.TensorInFile) -> Tensor:
             os.kill(os.getpid(), number)
-            return read(self, name, key)
+            return read(self)
 
-        HfSource.read = interrupted  # type: ignore[method-assign]
+        hf.TensorInFile.read = interrupted  # type: ignore[method-assign]
         converted(tmp_path / "theirs", tmp_path / "ours", "hf megatron-lite")
 
     capfd.readouterr()

@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.hf import HfSource, write_hf
+from megatron_lite.convert.hf import hf_source, write_hf
 from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
-from megatron_lite.convert.native import NativeSource, write_native
+from megatron_lite.convert.native import native_source, write_native
 from megatron_lite.convert.weights import Described, WeightSource, parameter_specs
 
 MIB = 2**20
@@ -31,15 +30,14 @@ MODEL = ModelConfig(
 )
 
 
-class Ones:
+def ones(model: ModelConfig = MODEL) -> WeightSource:
     """A source of 60 MiB, whose largest tensor has 1 MiB."""
-
-    def __init__(self, model: ModelConfig = MODEL) -> None:
-        dtypes = dict.fromkeys(parameter_specs(model, 512), torch.float32)
-        self.described = Described(model=model, true_vocab_size=512, dtypes=dtypes)
-
-    def read(self, name: str, key: str = "") -> Tensor:
-        return torch.ones(self.described.specs[name].global_shape)
+    specs = parameter_specs(model, 512)
+    dtypes = dict.fromkeys(specs, torch.float32)
+    return WeightSource(
+        Described(model=model, true_vocab_size=512, dtypes=dtypes),
+        lambda name, key="": torch.ones(specs[name].global_shape),
+    )
 
 
 def anonymous_bytes() -> int:
@@ -65,14 +63,14 @@ def test_the_peak_is_a_few_tensors_and_not_the_model(tmp_path: Path) -> None:
     """The tensor as it was read, its parts, and their copies: less than 8 times 1 MiB."""
     theirs, ours, megatron = (tmp_path / name for name in ("theirs", "ours", "megatron"))
     # The first conversion of a process loads parts of torch, which stay.
-    one_layer = Ones(replace(MODEL, num_layers=1))
+    one_layer = ones(replace(MODEL, num_layers=1))
     write_hf(one_layer, tmp_path / "first", lambda _: None)
     write_legacy(one_layer, tmp_path / "second", lambda _: None)
     split = dict(tp_size=2, pp_size=2)
     peaks = [
-        peak_bytes(Ones, write_hf, theirs),
-        peak_bytes(lambda: HfSource(theirs), partial(write_native, **split), ours),
-        peak_bytes(lambda: NativeSource(ours), partial(write_legacy, **split), megatron),
+        peak_bytes(ones, write_hf, theirs),
+        peak_bytes(lambda: hf_source(theirs), partial(write_native, **split), ours),
+        peak_bytes(lambda: native_source(ours), partial(write_legacy, **split), megatron),
         peak_bytes(lambda: legacy_source(megatron), write_hf, tmp_path / "again"),
     ]
     written = sum(path.stat().st_size for path in theirs.glob("*.safetensors"))

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from megatron_lite.checkpointing.metadata import MOST_SAMPLES, Progress
-from megatron_lite.checkpointing.shards import MOST_ELEMENTS
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import MOST_LAYERS, quoted
+from megatron_lite.config.plain import as_whole, from_plain, quoted
 from megatron_lite.convert.megatron.pickles import PickledObject
-from megatron_lite.convert.weights import Described
+from megatron_lite.convert.weights import Described, refused
 
-MODEL_FIELDS = {field.name: field for field in fields(ModelConfig)}
+SCALARS = (bool, int, float, str, type(None))
+MODEL_FIELDS = tuple(field.name for field in fields(ModelConfig))
 # They change how a layer is computed, not what: the converted model has this project's defaults.
 NOT_TAKEN = frozenset(("attention_backend", "norm_impl"))
 # Fields that Megatron-LM has no argument for, with the only value that its models have.
@@ -24,28 +25,16 @@ ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernor
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
 # Spellings of older releases. The newer one is read first.
 OLDER_NAMES = {"norm_epsilon": "layernorm_epsilon", "max_position_embeddings": "seq_length"}
-# Arguments that must be off, by the reason. One that ModelConfig has as a field is read as that
-# field, and has no effect here.
-REASONS = {
-    "mixture-of-experts layers are not built": ("num_experts",),
-    "multi-latent attention is not built": ("multi_latent_attention", "rotary_scaling_factor"),
-    "multi-token prediction is not built": ("mtp_num_layers",),
-    "state-space layers are not built": ("hybrid_layer_pattern", "hybrid_override_pattern"),
-    "all layers have the same sizes": (
-        "heterogeneous_layers_config_path",
-        "heterogeneous_layers_config_encoded_json",
-    ),
-    "its norms multiply by 1 + weight": ("apply_layernorm_1p", "layernorm_zero_centered_gamma"),
-    "the residual stream goes around the norm": ("apply_residual_connection_post_layernorm",),
-    "rotation pairs the two halves of a head": ("rotary_interleaved",),
-    "the activation is not built": (
-        *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "onnx_safe"),
-    ),
-    "the attention is not built": ("attention_output_gate", "experimental_attention_variant"),
-    "queries and keys have no L2 norm": ("qk_l2_norm",),
-    "the softmax has no sink": ("softmax_type",),
-    "retrieval is not built": ("retro_add_retriever",),
-}
+# Arguments that change the model, and must be off unless ModelConfig has them as a field.
+VARIANTS = (
+    *("num_experts", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+    *("onnx_safe", "multi_latent_attention", "rotary_scaling_factor", "mtp_num_layers"),
+    *("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path"),
+    *("heterogeneous_layers_config_encoded_json", "apply_layernorm_1p", "rotary_interleaved"),
+    *("layernorm_zero_centered_gamma", "apply_residual_connection_post_layernorm"),
+    *("attention_output_gate", "experimental_attention_variant", "qk_l2_norm", "softmax_type"),
+    "retro_add_retriever",
+)
 # Further values with which the model is the one of this project.
 NEUTRAL = {"num_experts": (1,), "rotary_scaling_factor": (1, 40), "softmax_type": ("vanilla",)}
 VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-LM
@@ -67,7 +56,19 @@ def arguments_of(common: Any, where: object) -> dict[str, Any]:
             f"{where}: holds no `args`, so the shape of its model is not known. Checkpoints of "
             "Megatron-LM have them; save the checkpoint again with Megatron-LM"
         )
-    return found
+    return {name: _plain(value) for name, value in found.items() if isinstance(name, str)}
+
+
+def _plain(value: Any) -> Any:
+    """Returns a scalar or a list of scalars as it is, and a text in the place of anything else.
+
+    The repr of a nested list may be endless: a list may contain itself.
+    """
+    if type(value) in SCALARS:
+        return value
+    if isinstance(value, (list, tuple)) and all(type(one) in SCALARS for one in value):
+        return [int(one) if type(one) is bool else one for one in value]
+    return value.kind if isinstance(value, PickledObject) else f"a {type(value).__name__}"
 
 
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
@@ -75,43 +76,39 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
 
     Raises InputError if this project has no such model; it names the argument.
     """
-    for reason, names in REASONS.items():
-        for name in names:
-            value = args.get(name)
-            is_off = _is_scalar(value) and value in (False, *NEUTRAL.get(name, ()))
-            if value is not None and not is_off and name not in MODEL_FIELDS:
-                raise InputError(
-                    f"{where}: was trained with {name} = {_text(value)}, which cannot be "
-                    f"converted: {reason}"
-                )
-    values: dict[str, Any] = {}
-    for name in SHARED:
+    for name in VARIANTS:
         value = args.get(name)
-        if value is None and name in OLDER_NAMES:
-            value = args.get(OLDER_NAMES[name])
-        if value is not None:
-            values[name] = _plain(name, value, where)
-        elif MODEL_FIELDS[name].default is MISSING:
-            raise InputError(f"{where}: its args have no {name}, which the model needs")
+        if name not in MODEL_FIELDS and value not in (None, False, *NEUTRAL.get(name, ())):
+            reason = REFUSED.get(flag(name), "this project has no such layer")
+            raise InputError(
+                f"{where}: was trained with {name} = {quoted(value)}, which cannot be converted: "
+                f"{reason.partition(';')[0]}"
+            )
+    values = {name: args.get(name) for name in SHARED}
+    for name, older in OLDER_NAMES.items():
+        if values[name] is None:
+            values[name] = args.get(older)
     # Arguments of older releases have other names and forms.
-    if "add_bias_linear" not in values and "disable_bias_linear" in args:
+    if values["add_bias_linear"] is None and "disable_bias_linear" in args:
         values["add_bias_linear"] = not args["disable_bias_linear"]
     if args.get("use_rotary_position_embeddings"):
         values["position_embedding_type"] = "rope"
-    elif args.get("add_position_embedding") is False:
-        values.setdefault("position_embedding_type", "none")
+    elif args.get("add_position_embedding") is False and not values["position_embedding_type"]:
+        values["position_embedding_type"] = "none"
     # Megatron does not read the number of groups without this switch.
-    if not values.get("group_query_attention"):
-        values.pop("num_query_groups", None)
+    if not values["group_query_attention"]:
+        values["num_query_groups"] = None
     if args.get("openai_gelu"):
         values["bias_gelu_fusion"] = True  # both are the tanh approximation
-    try:
-        return ModelConfig(**values)
-    except (ValueError, TypeError) as error:
-        raise InputError(f"{where}: its args describe no model of this project: {error}") from error
+    if type(base := values["rotary_base"]) is float and base.is_integer():
+        values["rotary_base"] = int(base)
+    with refused(f"{where}: its args describe no model of this project"):
+        given = {name: value for name, value in values.items() if value is not None}
+        model: ModelConfig = from_plain(ModelConfig, given, "args")
+    return model
 
 
-def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, tuple[str, ...]]:
+def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, list[str]]:
     """Returns V, and notes.
 
     padded: the number of rows that the embedding has in the checkpoint.
@@ -121,18 +118,18 @@ def vocabulary_of(args: Mapping[str, Any], padded: int) -> tuple[int, tuple[str,
     if type(tokenizer) is str and tokenizer != "NullTokenizer":
         notes.append(
             f"the checkpoint does not hold its tokenizer ({quoted(tokenizer)}, "
-            f"{_text(args.get('tokenizer_model') or args.get('vocab_file'))}): name it with "
+            f"{quoted(args.get('tokenizer_model') or args.get('vocab_file'))}): name it with "
             "--tokenizer-type and its files"
         )
     if type(size) is int and size > 0:
         size += tokenizer == "NullTokenizer"  # its end-of-document id
         if size <= padded:
-            return size, tuple(notes)
+            return size, notes
     notes.append(
         f"the checkpoint does not say how many of its {padded} rows of the vocabulary are "
         "padding: all of them are kept"
     )
-    return padded, tuple(notes)
+    return padded, notes
 
 
 def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) -> Progress:
@@ -140,48 +137,21 @@ def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) 
 
     Raises InputError for numbers that no run reaches.
     """
-    numbers = []
-    for name, values, most in (
-        ("iteration", common, MOST_ITERATIONS),
-        ("consumed_train_samples", args, MOST_SAMPLES),
-    ):
-        number = values.get(name) or 0
-        if type(number) is not int or not 0 <= number <= most:
-            raise InputError(
-                f"{where}: its {name} must be a whole number from 0 to {most} (got {_text(number)})"
-            )
-        numbers.append(number)
-    return Progress(iteration=numbers[0], consumed_samples=numbers[1])
+    with refused(f"{where}: of its numbers"):
+        return Progress(
+            iteration=as_whole(
+                _plain(common.get("iteration")) or 0, "iteration", 0, MOST_ITERATIONS
+            ),
+            consumed_samples=as_whole(
+                args.get("consumed_train_samples") or 0, "consumed_train_samples", 0, MOST_SAMPLES
+            ),
+        )
 
 
 def size_of(args: Mapping[str, Any], *names: str) -> int | None:
     """Returns the first of the named arguments that is a positive number, or None."""
     found = (args.get(name) for name in names)
     return next((one for one in found if type(one) is int and 0 < one < 2**20), None)
-
-
-def _plain(name: str, value: Any, where: str) -> Any:
-    """Returns a value of a type that ModelConfig may have. Lists become tuples."""
-    if isinstance(value, (list, tuple)) and all(type(one) in (int, bool) for one in value):
-        return tuple(map(int, value))
-    if name == "rotary_base" and type(value) is float and value.is_integer():
-        value = int(value)
-    most = MOST_LAYERS if name == "num_layers" else MOST_ELEMENTS
-    # NaN and infinity are not at most a size either.
-    if _is_scalar(value) and (type(value) is str or abs(value) <= most):
-        return value
-    raise InputError(f"{where}: {name} of its args has a value of no model ({_text(value)})")
-
-
-def _is_scalar(value: Any) -> bool:
-    return type(value) in (bool, int, float, str)
-
-
-def _text(value: Any) -> str:
-    # The repr of a list may be endless: a list may contain itself.
-    if _is_scalar(value):
-        return quoted(value)
-    return value.kind if isinstance(value, PickledObject) else f"a {type(value).__name__}"
 
 
 # --- writing ---

@@ -12,6 +12,7 @@ first dim, in one chunk a layer.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pickle
@@ -23,15 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 
 from megatron_lite.checkpointing.other_systems import DIST_METADATA
 from megatron_lite.checkpointing.shards import MOST_DIMS, MOST_ELEMENTS
@@ -39,22 +32,15 @@ from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input
 from megatron_lite.convert.megatron import args as megatron_args
-from megatron_lite.convert.megatron.names import (
-    EXTRA_STATE,
-    FUSED_NORMS,
-    LINEARS,
-    our_name,
-    stacked_names,
-)
+from megatron_lite.convert.megatron.names import EXTRA_STATE, LINEARS, our_name, stacked_name
 from megatron_lite.convert.megatron.pickles import LONGEST_NAME, MOST_BYTES, read_pickle
 from megatron_lite.convert.megatron.source import (
-    MegatronSource,
-    Unmapped,
     iteration_folder,
+    megatron_source,
     need,
     updates_of,
 )
-from megatron_lite.convert.megatron.torch_file import DTYPES, TORCH_NAMES, Window, read_torch_file
+from megatron_lite.convert.megatron.torch_file import DTYPES, Window, read_torch_file
 from megatron_lite.convert.staging import complete_folder
 from megatron_lite.convert.weights import (
     LAYERS,
@@ -117,11 +103,9 @@ class DistTensor(NamedTuple):
                     f"{window}: must hold a chunk {sizes} of {self.name}: the checkpoint is damaged"
                 )
             if self.layer is not None:
-                value, offsets, sizes = value[self.layer - offsets[0]], offsets[1:], sizes[1:]
-            place = whole
-            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                place = place.narrow(dim, offset, size)
-            place.copy_(value)
+                value, offsets = value[self.layer - offsets[0]], offsets[1:]
+            ends = map(sum, zip(offsets, value.shape, strict=True))
+            whole[tuple(map(slice, offsets, ends))] = value
         return whole
 
     def layers(self) -> Iterator[DistTensor]:
@@ -136,17 +120,17 @@ class DistTensor(NamedTuple):
             yield self._replace(shape=self.shape[1:], chunks=chunks[layer], layer=layer)
 
 
-def dist_source(path: Path) -> MegatronSource:
+def dist_source(path: Path) -> WeightSource:
     """Opens a directory of `--save` with `--ckpt-format torch_dist`, or one iteration of it.
 
     Raises InputError if it is missing, damaged, or of another kind.
     """
-    folder = iteration_folder(path)
+    folder = iteration_folder(path, "megatron-dist")
     with crafted(str(folder)):
         return _opened(folder)
 
 
-def _opened(folder: Path) -> MegatronSource:
+def _opened(folder: Path) -> WeightSource:
     where, tensors = str(folder), _tensors_of(folder)
     common = read_torch_file(Window(folder / COMMON))
     args = megatron_args.arguments_of(common, folder / COMMON)
@@ -161,17 +145,17 @@ def _opened(folder: Path) -> MegatronSource:
         is_other = state not in KEYS or (state is None and "optimizer." in full)
         if ours is None or is_other or full.startswith(NO_PARAMETERS):
             continue
-        names = stacked_names(ours, model.num_layers)
-        if not names:
-            found[KEYS[state]][ours] = [tensor]
-        elif tensor.shape[:1] != (len(names),):
+        own = found[KEYS[state]]
+        if not ours.startswith(LAYERS) or layer_of(ours)[0] is not None:
+            own[ours] = [tensor]
+            continue
+        if tensor.shape[:1] != (model.num_layers,):
             raise InputError(
                 f"{where}: {full} has the shape {tensor.shape}, and the first dim must be the "
-                f"{len(names)} layers of the model"
+                f"{model.num_layers} layers of the model"
             )
-        else:
-            of_layers = zip(names, tensor.layers(), strict=True)
-            found[KEYS[state]] |= {own: [part] for own, part in of_layers}
+        for layer, part in enumerate(tensor.layers()):
+            own[f"{LAYERS}{layer}.{ours.removeprefix(LAYERS)}"] = [part]
     weights = found[WEIGHT]
     states = {
         key: found[key]
@@ -181,12 +165,10 @@ def _opened(folder: Path) -> MegatronSource:
             for name, (own,) in weights.items()
         )
     }
-    updates: int | str
-    try:
-        updates = _updates(states, common.get("optimizer"))
-    except Unmapped as reason:
-        updates = f"the optimizer states are left out ({reason})"
-    return MegatronSource(where, common, args, model, {WEIGHT: weights, **states}, updates)
+    optimizer = common.get("optimizer")
+    return megatron_source(
+        where, common, args, model, weights, lambda: (states, _updates(states, optimizer))
+    )
 
 
 def _updates(states: Mapping[str, object], optimizer: Any) -> int:
@@ -206,13 +188,7 @@ def _updates(states: Mapping[str, object], optimizer: Any) -> int:
 def _tensors_of(folder: Path) -> dict[str, DistTensor]:
     """Returns all tensors by name, from .metadata alone."""
     path = folder / DIST_METADATA
-    if not path.exists():
-        legacy = any(folder.glob("mp_rank_*"))
-        hint = "; its mp_rank_* folders have the format --from megatron" if legacy else ""
-        raise InputError(
-            f"{folder}: holds no {DIST_METADATA}: it is no torch_dist checkpoint{hint}"
-        )
-    value = read_pickle(read_input(path, MOST_BYTES), str(path), names=TORCH_NAMES)
+    value = read_pickle(read_input(path, MOST_BYTES), str(path))
     with crafted(f"{path}: its description of tensors"):
         windows = {
             _place(key.fields["fqn"], key.fields.get("offset")): _window(folder, place.fields)
@@ -240,15 +216,13 @@ def _place(name: Any, offsets: Any) -> str:
 
 
 def _window(folder: Path, place: Mapping[str, Any]) -> Window:
-    name, start, length = (place[key] for key in ("relative_path", "offset", "length"))
+    name = place["relative_path"]
     # A name with folders could point at any file of this machine.
     if name != Path(name).name:
         raise ValueError("a chunk is outside of the folder")
-    if not type(start) is type(length) is int or min(start, length) < 0:
-        raise ValueError(f"a chunk of {name} has no place")
     if place.get("transform_descriptors"):
         raise ValueError("its chunks are compressed or encrypted")
-    return Window(folder / name, start, length)
+    return Window(folder / name, *_sizes((place["offset"], place["length"])))
 
 
 def _tensor(name: str, found: Mapping[str, Any], windows: Mapping[str, Window]) -> DistTensor:
@@ -258,14 +232,13 @@ def _tensor(name: str, found: Mapping[str, Any], windows: Mapping[str, Window]) 
     chunks = []
     for one in found["chunks"]:
         offsets, sizes = _sizes(one.fields["offsets"]), _sizes(one.fields["sizes"])
-        if any(
-            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
-        ):
+        ends = map(sum, zip(offsets, sizes, strict=True))
+        if any(end > whole for end, whole in zip(ends, shape, strict=True)):
             raise ValueError(f"a chunk of {name} lies outside of the tensor")
-        window = windows.get(_place(name, offsets))
-        if window is None or math.prod(sizes) * dtype.itemsize > (window.length or 0):
+        window, numel = windows.get(_place(name, offsets)), math.prod(sizes)
+        if window is None or numel * dtype.itemsize > (window.length or 0):
             raise ValueError(f"a chunk of {name} is in no file")
-        if math.prod(sizes):
+        if numel:
             chunks.append(Chunk(offsets, sizes, window))
     covered, numel = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(shape)
     if covered != numel:
@@ -277,7 +250,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or len(value) > MOST_DIMS:
         raise ValueError("a shape is no list of numbers")
     if any(type(size) is not int or not 0 <= size <= MOST_ELEMENTS for size in value):
-        raise ValueError("a shape has sizes of no tensor")
+        raise ValueError("a shape or a place has numbers of no checkpoint")
     return value
 
 
@@ -291,53 +264,41 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
     megatron_args.check_exact(described, "megatron-dist")
     num_layers = described.model.num_layers
     padding = megatron_args.padded_vocab_size(described, 1) - described.true_vocab_size
-    tensors: dict[str, Any] = {}
-    places: dict[MetadataIndex, Any] = {}
     newest, folder_name = megatron_args.newest(described)
+    tensors: dict[str, Any] = {}
+    places: dict[dcp.MetadataIndex, Any] = {}
     with complete_folder(path) as folder:
         step = folder / folder_name
         step.mkdir()
         with (step / SHARDS).open("wb") as file:
 
-            def save(index: MetadataIndex, value: Any) -> None:
+            def save(name: str, value: Any, offsets: torch.Size | None = None) -> None:
                 start = file.tell()
                 torch.save(value, file)
-                places[index] = storage_info()(SHARDS, start, file.tell() - start)
+                place = storage_info()(SHARDS, start, file.tell() - start)
+                places[dcp.MetadataIndex(name, offsets)] = place
 
             def put(name: str, key: str, values: Tensor) -> None:
                 if name in (WORDS, OUTPUT):
                     values = torch.cat((values, values.new_zeros(padding, *values.shape[1:])))
-                layer, base = layer_of(name)
-                offsets: tuple[int, ...] = (0,) * values.dim()
-                shape: tuple[int, ...] = tuple(values.shape)
+                shape, offsets, (layer, _) = values.shape, (0,) * values.dim(), layer_of(name)
                 if layer is not None:  # all layers are one tensor, and this one is a chunk of it
-                    # Megatron's local spec and TE's keep the norms under the names of TE's layers.
-                    base = f".{base}"
-                    for theirs, ours in FUSED_NORMS:
-                        base = base.replace(ours, theirs)
-                    base = LAYERS + base.removeprefix(".")
-                    values, offsets = values.unsqueeze(0), (layer, *offsets)
-                    shape = (num_layers, *shape)
-                full = f"optimizer.state.{STATES[key]}.{base}" if key else base
-                entry = tensors.setdefault(
-                    full,
-                    TensorStorageMetadata(
-                        TensorProperties(dtype=values.dtype), torch.Size(shape), chunks=[]
-                    ),
-                )
-                entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), values.shape))
-                if values.untyped_storage().nbytes() > values.nbytes:
-                    values = values.clone()  # torch.save writes the whole storage of a view
-                save(MetadataIndex(full, torch.Size(offsets), len(entry.chunks) - 1), values)
+                    values, offsets = values[None], (layer, *offsets)
+                    shape = torch.Size((num_layers, *shape))
+                full = stacked_name(name)
+                full = f"optimizer.state.{STATES[key]}.{full}" if key else full
+                whole = dcp.TensorStorageMetadata(dcp.TensorProperties(values.dtype), shape, [])
+                chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), values.shape)
+                tensors.setdefault(full, whole).chunks.append(chunk)
+                save(full, values.clone(), chunk.offsets)  # of a view, all values would be saved
 
             copy_tensors(source, put, advance)
             # The empty `_extra_state` of each linear layer, which Megatron-LM asks for.
-            for linear in LINEARS:
-                for layer in range(num_layers):
-                    name = f"{LAYERS}{linear}.{EXTRA_STATE}/shard_{layer}_{num_layers}"
-                    tensors[name] = BytesStorageMetadata()
-                    save(MetadataIndex(name), [None])
-        metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
+            for linear, layer in itertools.product(LINEARS, range(num_layers)):
+                name = f"{LAYERS}{linear}.{EXTRA_STATE}/shard_{layer}_{num_layers}"
+                tensors[name] = dcp.BytesStorageMetadata()
+                save(name, [None])
+        metadata = dcp.Metadata(tensors, storage_data=places)
         (step / DIST_METADATA).write_bytes(pickle.dumps(metadata))
         common = megatron_args.common_values(described, tp_size=1, pp_size=1)
         if described.state_keys:

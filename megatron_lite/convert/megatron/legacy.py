@@ -21,14 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lite.checkpointing.other_systems import DIST_METADATA
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.stages import Stage, stages
+from megatron_lite.config.stages import Stage
 from megatron_lite.convert.megatron import args as megatron_args
-from megatron_lite.convert.megatron.legacy_states import Named, States, read_states
+from megatron_lite.convert.megatron.legacy_states import Named, read_states
 from megatron_lite.convert.megatron.names import (
     EXTRA_STATE,
     LINEARS,
@@ -37,7 +35,7 @@ from megatron_lite.convert.megatron.names import (
     in_order,
     our_name,
 )
-from megatron_lite.convert.megatron.source import MegatronSource, Unmapped, iteration_folder
+from megatron_lite.convert.megatron.source import iteration_folder, megatron_source
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.staging import complete_folder
 from megatron_lite.convert.weights import (
@@ -51,8 +49,9 @@ from megatron_lite.convert.weights import (
     copy_tensors,
     is_held,
     layer_of,
-    parameter_specs,
+    refused,
     shard,
+    split_over,
 )
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import FakeTensorMode, tree_leaves
@@ -64,21 +63,22 @@ CHUNK = re.compile(r"model\d{1,3}")
 Ranks = tuple[int, int]  # a TP rank and a pipeline rank
 
 
-def legacy_source(path: Path) -> MegatronSource:
+def legacy_source(path: Path) -> WeightSource:
     """Opens the newest iteration under a directory, or one iteration's directory.
 
     Raises InputError if there is none, if a rank's file is missing, or if a file is damaged.
     """
-    folder = iteration_folder(path)
+    folder = iteration_folder(path, "megatron")
     with crafted(str(folder)):
         return _opened(folder)
 
 
-def _opened(folder: Path) -> MegatronSource:
+def _opened(folder: Path) -> WeightSource:
     where, files = str(folder), _rank_files(folder)
     values = {ranks: read_torch_file(Window(file)) for ranks, file in sorted(files.items())}
     first = min(values)
-    args = megatron_args.arguments_of(values[first], files[first])
+    common = values[first]
+    args = megatron_args.arguments_of(common, files[first])
     tp_size, pp_size = _sizes(where, args, values)
     # Folders of another run may lie beside those of this one.
     values = {(tp, pp): one for (tp, pp), one in values.items() if tp < tp_size and pp < pp_size}
@@ -90,20 +90,19 @@ def _opened(folder: Path) -> MegatronSource:
     for name, held in weights.items():
         if len(held) != tp_size:
             raise InputError(f"{where}: {len(held)} of {tp_size} TP ranks hold {name}")
-    version = values[first].get("checkpoint_version", 0)
+    version = common.get("checkpoint_version", 0)
     if version not in (0, 1, 2, 3):
         raise InputError(f"{where}: its checkpoint_version must be 0, 1, 2 or 3")
-    states: States = {}
-    updates: int | str
-    try:
-        optimizers = {ranks: value.get("optimizer") for ranks, value in values.items()}
-        states, updates = read_states(optimizers, files, parts)
-    except Unmapped as error:
-        updates = f"the optimizer states are left out ({error})"
-    tensors = {WEIGHT: weights, **states}
-    common = values[first]
-    return MegatronSource(
-        where, common, args, model, tensors, updates, tp_size=tp_size, version=version
+    optimizers = {ranks: value.get("optimizer") for ranks, value in values.items()}
+    return megatron_source(
+        where,
+        common,
+        args,
+        model,
+        weights,
+        lambda: read_states(optimizers, files, parts),
+        tp_size=tp_size,
+        version=version,
     )
 
 
@@ -114,9 +113,7 @@ def _rank_files(folder: Path) -> dict[Ranks, Path]:
         if name is not None and file.name in MODEL_FILES:
             found[int(name[1]), int(name[2] or 0)] = file
     if not found:
-        is_dist = (folder / DIST_METADATA).exists()
-        hint = ". It is a torch_dist checkpoint: use --from megatron-dist" if is_dist else ""
-        raise InputError(f"{folder}: holds no mp_rank_* folder of Megatron-LM{hint}")
+        raise InputError(f"{folder}: its mp_rank_* folders hold no {MODEL_FILES[0]}")
     return found
 
 
@@ -203,19 +200,11 @@ def write_legacy(
             "--to megatron: the weights have several dtypes, and Megatron-LM has one: convert with "
             "--to hf"
         )
-    try:
-        specs = parameter_specs(
-            described.model,
-            described.true_vocab_size,
-            tp_size=tp_size,
-            padded_vocab_size=megatron_args.padded_vocab_size(described, tp_size),
+    padded = megatron_args.padded_vocab_size(described, tp_size)
+    with refused("--to megatron"):
+        specs, held = split_over(
+            described.model, described.true_vocab_size, padded, tp_size, pp_size
         )
-        parallel = ParallelConfig(
-            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
-        )
-        held = stages(parallel, described.model.num_layers)
-    except ValueError as error:
-        raise InputError(f"--to megatron: {error}") from error
     places: dict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)
 
     def put(name: str, key: str, whole: Tensor) -> None:

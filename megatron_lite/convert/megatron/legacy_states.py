@@ -96,16 +96,16 @@ def _of_rank(
         )
         for number, master, (name, weight) in zip(group["params"], held, members, strict=True):
             own = {key: by_number[number][key] for key in ADAM}
+            if masters is not None:
+                own[MASTER] = master
             need(
                 all(one.shape == weight.shape for one in own.values()),
                 f"the states of {name} have another shape",
             )
-            if masters is not None:
-                need(
-                    _is_master(master, weight),
-                    f"the float32 weights of {name} are not those of its 16-bit weights",
-                )
-                own[MASTER] = master
+            need(
+                _is_master(own.get(MASTER, weight), weight),
+                f"the float32 weights of {name} are not those of its 16-bit weights",
+            )
             found[name] = own
     need(len(found) == len(named), "some parameters are in no group")
     return found
@@ -114,7 +114,7 @@ def _of_rank(
 def _is_master(master: Tensor, weight: Tensor) -> bool:
     """Returns whether these are the float32 weights of a parameter, by its first numbers."""
     head = master.flatten()[:COMPARED].to(weight.dtype)
-    return master.shape == weight.shape and torch.equal(head, weight.flatten()[:COMPARED])
+    return master.numel() == weight.numel() and torch.equal(head, weight.flatten()[:COMPARED])
 
 
 def _of_chunks(path: Path, chunks: Sequence[Sequence[Named]]) -> Iterator[tuple[str, Own]]:
@@ -135,32 +135,20 @@ def _of_chunks(path: Path, chunks: Sequence[Sequence[Named]]) -> Iterator[tuple[
             len({one.shape for one in rows.values()}) == 1 == rows[MASTER].ndim,
             "the distributed optimizer holds other states than Adam's",
         )
-        starts = _starts(rows[MASTER], named)
-        for (name, weight), start in zip(reversed(named), starts, strict=True):
-            yield name, {key: _part(row, start, weight) for key, row in rows.items()}
-
-
-def _starts(masters: Tensor, named: Sequence[Named]) -> Iterator[int]:
-    """Yields where each parameter begins, from the last parameter to the first."""
-    bucket = end = 0
-    for name, weight in reversed(named):
-        # The parameter is in the bucket of the one before, at the next multiple of 64, or it begins
-        # a bucket of its own right behind.
-        aligned = bucket + -(-(end - bucket) // ALIGNMENT) * ALIGNMENT
-        start = next((one for one in (aligned, end) if _fits(masters, weight, one)), None)
-        if start is None:
-            raise Unmapped(f"{name} is not where the distributed optimizer should have it")
-        if start != aligned:
-            bucket = start
-        yield start
-        end = start + weight.numel()
-    need(end == len(masters), "the distributed optimizer holds more than the model's parameters")
-
-
-def _fits(masters: Tensor, weight: Tensor, start: int) -> bool:
-    end = start + weight.numel()
-    return end <= len(masters) and _is_master(_part(masters, start, weight), weight)
-
-
-def _part(row: Tensor, start: int, weight: Tensor) -> Tensor:
-    return row[start : start + weight.numel()].view(weight.shape)
+        masters = rows[MASTER]
+        bucket = end = 0
+        for name, weight in reversed(named):
+            # The parameter is in the bucket of the one before, at the next multiple of 64, or it
+            # begins a bucket of its own right behind.
+            aligned = bucket + -(-(end - bucket) // ALIGNMENT) * ALIGNMENT
+            places = [slice(start, start + weight.numel()) for start in (aligned, end)]
+            place = next((one for one in places if _is_master(masters[one], weight)), None)
+            if place is None:
+                raise Unmapped(f"{name} is not where the distributed optimizer should have it")
+            if place.start != aligned:
+                bucket = place.start
+            end = place.stop
+            yield name, {key: row[place].view(weight.shape) for key, row in rows.items()}
+        need(
+            end == len(masters), "the distributed optimizer holds more than the model's parameters"
+        )

@@ -20,15 +20,14 @@ MOST_DEPTH, LONGEST_NAME = 8, 1000
 # Tensors without weights. TE keeps its FP8 scales as `_extra_state`, old releases their tables of
 # the rotary embedding.
 NO_WEIGHTS = re.compile(r"(.*\.)?(_extra_state(/.*)?|inv_freq|masked_bias)")
-PREFIXES = (
-    ("language_model.embedding.", "embedding."),
-    ("language_model.encoder.", "decoder."),
-    ("language_model.transformer.", "decoder."),
-    ("language_model.output_layer.", "output_layer."),
-    ("word_embeddings_for_head.", "output_layer."),
-)
-PARTS = (
-    ("decoder.final_norm.", "decoder.final_layernorm."),
+# Parts of names there and here, replaced in this order. A name begins with a point meanwhile.
+OLDER = (
+    (".language_model.embedding.", ".embedding."),
+    (".language_model.encoder.", ".decoder."),
+    (".language_model.transformer.", ".decoder."),
+    (".language_model.output_layer.", ".output_layer."),
+    (".word_embeddings_for_head.", ".output_layer."),
+    (".decoder.final_norm.", ".decoder.final_layernorm."),
     (".attention.", ".self_attention."),
     (".input_norm.", ".input_layernorm."),
     (".post_attention_norm.", ".pre_mlp_layernorm."),
@@ -38,7 +37,7 @@ PARTS = (
     (".mlp.dense_h_to_4h.", ".mlp.linear_fc1."),
     (".mlp.dense_4h_to_h.", ".mlp.linear_fc2."),
 )
-# TE's fused layers hold the norms before them.
+# TE's fused layers hold the norms before them. torch_dist has these names for any layer spec.
 FUSED_NORMS = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
@@ -63,35 +62,36 @@ def our_name(name: str) -> str | None:
     A stacked name keeps no number: "decoder.layers.mlp.linear_fc1.weight".
     """
     name = re.sub(r"^(module\.)+", "", name)
-    if NO_WEIGHTS.fullmatch(name):
-        return None
-    for old, new in PREFIXES:
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    for old, new in (*PARTS, *FUSED_NORMS):
+    return None if NO_WEIGHTS.fullmatch(name) else _replaced(name, (*OLDER, *FUSED_NORMS))
+
+
+def stacked_name(name: str) -> str:
+    """Returns the name of a parameter here in a torch_dist checkpoint that stacks the layers."""
+    layer, own = layer_of(name)
+    if layer is None:
+        return name
+    return LAYERS + _replaced(own, ((ours, theirs) for theirs, ours in FUSED_NORMS))
+
+
+def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    name = f".{name}"
+    for old, new in parts:
         name = name.replace(old, new)
-    return name
-
-
-def stacked_names(name: str, num_layers: int) -> list[str]:
-    """Returns the parameters that a tensor holds for all layers; [] if it is no stack of layers."""
-    if not name.startswith(LAYERS) or layer_of(name)[0] is not None:
-        return []
-    return [f"{LAYERS}{layer}.{name.removeprefix(LAYERS)}" for layer in range(num_layers)]
+    return name[1:]
 
 
 def in_order(names: Iterable[str]) -> list[str]:
     """Returns the names of a model's parameters in the order of Megatron-LM's modules."""
-    return sorted(names, key=_place)
 
+    def place(name: str) -> tuple[int, int, int]:
+        layer, rest = layer_of(name)
+        if layer is None:
+            return (0 if name.startswith("embedding.") else 2, 0, 0)
+        module, _, part = rest.rpartition(".")
+        # In each module the weight comes before the bias.
+        return 1, layer, 2 * ORDER.index(module) + (part == "bias")
 
-def _place(name: str) -> tuple[int, int, int]:
-    layer, rest = layer_of(name)
-    if layer is None:
-        return (0 if name.startswith("embedding.") else 2, 0, 0)
-    module, _, part = rest.rpartition(".")
-    # In each module the weight comes before the bias.
-    return 1, layer, 2 * ORDER.index(module) + (part == "bias")
+    return sorted(names, key=place)
 
 
 def has_decay(name: str, num_dims: int) -> bool:

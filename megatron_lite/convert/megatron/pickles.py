@@ -17,20 +17,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from megatron_lite.checkpointing.shards import MOST_DIMS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 
 MOST_BYTES = 2**28  # of one pickle; tensors are stored outside of it
 MOST_OPCODES = 2 * 10**7  # each makes one small object at most
-NEWEST_PROTOCOL = 5
 MOST_KEY_PARTS = MOST_ARGUMENTS = 16
-SMALL_KEY, LARGEST_KEY = 2**20, 2**63  # optimizer states are numbered from 0
+SMALL_KEY = 2**20  # optimizer states are numbered from 0
 LONGEST_NAME = 512
+NEWEST_PROTOCOL = 5
+# Of the operations that torch and Megatron-LM do not write, those that call, make keys, or ask for
+# something outside of the file. Those of protocol 0 spell numbers as texts, which takes quadratic
+# time, so of them only names pass.
 REFUSED = frozenset(
     (
-        *("INST", "OBJ", "EXT1", "EXT2", "EXT4", "PERSID", "NEXT_BUFFER", "READONLY_BUFFER"),
-        *("NEWOBJ_EX", "DICT"),
+        *("OBJ", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER", "READONLY_BUFFER", "NEWOBJ_EX", "DICT"),
+        *("EMPTY_SET", "ADDITEMS", "FROZENSET"),
     )
 )
 # Every name in these modules and in their submodules becomes a record, and so do the single names.
@@ -38,6 +43,19 @@ MODULES = (
     *("megatron", "transformer_engine", "apex", "pathlib", "signal", "numpy", "datetime"),
     *("torch.distributed.checkpoint", "torch.distributed._shard"),
 )
+STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.storage.UntypedStorage": torch.uint8,
+}
 BUILTINS = ("list", "dict", "int", "float", "str", "tuple", "getattr", "set", "bytearray")
 NAMES = frozenset(
     (
@@ -45,6 +63,8 @@ NAMES = frozenset(
         *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in BUILTINS),
         *("torch.device", "torch.Tensor", "torch._utils._rebuild_tensor_v3", "builtins.complex"),
         *("torch.serialization._get_layout", "torch.nn.parameter.Parameter"),
+        *STORAGES,
+        *(str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)),
     )
 )
 
@@ -56,6 +76,7 @@ class Name:
     text: str
 
 
+@dataclass(eq=False, repr=False)
 class PickledObject:
     """An object whose class is not loaded.
 
@@ -64,10 +85,9 @@ class PickledObject:
     state: what the pickle gives the object afterwards, usually its fields as a dict.
     """
 
-    __slots__ = ("arguments", "kind", "state")
-
-    def __init__(self, kind: str, arguments: tuple[Any, ...] = (), state: Any = None) -> None:
-        self.kind, self.arguments, self.state = kind, arguments, state
+    kind: str
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
 
     @property
     def fields(self) -> dict[Any, Any]:
@@ -76,6 +96,7 @@ class PickledObject:
 
 
 Call = Callable[..., Any]
+PLAIN_KEYS = (str, bytes, bool, type(None), Name, PickledObject)
 
 
 def read_pickle(
@@ -83,21 +104,19 @@ def read_pickle(
     where: str,
     *,
     calls: Mapping[str, Call] | None = None,
-    names: frozenset[str] = frozenset(),
     persistent_load: Call | None = None,
 ) -> Any:
     """Returns the value that a pickle describes. No name in the pickle is imported or called.
 
     where: the file, for errors.
     calls: by name, this project's functions that take the place of the named ones, beside CALLS.
-    names: further names that become records.
     persistent_load: returns the value for a persistent id, which torch uses for storages.
     Raises InputError if the pickle names anything else, or is damaged, or is too large.
     """
     with crafted(f"{where}: its pickle"):
         _scan(data)
         machine = _Machine(io.BytesIO(data))
-        machine.where, machine.names = where, NAMES | names
+        machine.where = where
         machine.calls = {**CALLS, **(calls or {})}
         machine.persistent_load = persistent_load  # type: ignore[assignment,method-assign]
         return machine.load()
@@ -108,13 +127,12 @@ def _scan(data: bytes) -> None:
     operation that is not allowed. It also finds texts and numbers that are cut off."""
     if len(data) > MOST_BYTES:
         raise InputError(f"a pickle is longer than {MOST_BYTES} bytes: it is not read")
-    for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+    for count, (opcode, _, _) in enumerate(pickletools.genops(data)):
         if count > MOST_OPCODES:
             raise InputError(f"a pickle has more than {MOST_OPCODES} operations: it is not read")
-        if opcode.name in REFUSED or opcode.proto > NEWEST_PROTOCOL:
+        is_text = opcode.proto == 0 and opcode.arg is not None and opcode.name != "GLOBAL"
+        if is_text or opcode.name in REFUSED or opcode.proto > NEWEST_PROTOCOL:
             raise ValueError(f"the operation {opcode.name} is not allowed")
-        if opcode.name.endswith("PUT") and int(argument or 0) > MOST_OPCODES:
-            raise ValueError("it remembers more than it has operations")
 
 
 class _Machine(pickle._Unpickler):
@@ -122,14 +140,11 @@ class _Machine(pickle._Unpickler):
 
     where: str
     calls: Mapping[str, Call]
-    names: frozenset[str]
     stack: list[Any]
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
-        inert = full in self.names or any(
-            module == one or module.startswith(f"{one}.") for one in MODULES
-        )
+        inert = full in NAMES or any(f"{module}.".startswith(f"{one}.") for one in MODULES)
         if full not in self.calls and (not inert or "." in name or len(full) > LONGEST_NAME):
             raise InputError(
                 f"{self.where}: asks for {full[:200]!r}, which is no part of a Megatron "
@@ -162,18 +177,7 @@ class _Machine(pickle._Unpickler):
         self._set([key, value])
 
     def _setitems(self) -> None:
-        self._set(self._marked())
-
-    def _additems(self) -> None:
-        items = self._marked()
-        set.update(self.stack[-1], map(_key, items))
-
-    def _frozenset(self) -> None:
-        items = self._marked()  # it changes self.stack
-        self.stack.append(frozenset(map(_key, items)))
-
-    def _marked(self) -> list[Any]:
-        return self.pop_mark()  # type: ignore[attr-defined]
+        self._set(self.pop_mark())  # type: ignore[attr-defined]
 
     def _set(self, items: list[Any]) -> None:
         found = self.stack[-1]
@@ -188,8 +192,6 @@ class _Machine(pickle._Unpickler):
         pickle.BUILD[0]: _build,
         pickle.SETITEM[0]: _setitem,
         pickle.SETITEMS[0]: _setitems,
-        pickle.ADDITEMS[0]: _additems,
-        pickle.FROZENSET[0]: _frozenset,
     }
 
 
@@ -197,20 +199,15 @@ def _key(value: Any) -> Any:
     """Returns a value that may be a key.
 
     A file can choose large numbers, and tuples of numbers, whose hashes collide: a dict of them
-    takes quadratic time. So these keys become texts, whose hash no file can foresee. The hash of a
-    deeply nested tuple may take for ever, and such a key is refused.
+    takes quadratic time. So these keys become texts, whose hash no file can foresee. A tuple may be
+    nested so deeply that its text or hash takes for ever, and such a key is refused.
     """
-    if type(value) is tuple and len(value) <= MOST_KEY_PARTS:
-        return tuple(_scalar_key(part, small=0) for part in value)
-    return _scalar_key(value, small=SMALL_KEY)
-
-
-def _scalar_key(value: Any, *, small: int) -> Any:
     kind = type(value)
-    if kind in (str, bytes, bool, type(None), Name, PickledObject):
+    if kind in PLAIN_KEYS or (kind is int and abs(value) < SMALL_KEY):
         return value
-    if kind is float or (kind is int and abs(value) < LARGEST_KEY):
-        return value if kind is int and abs(value) < small else str(value)
+    parts = value if kind is tuple else (value,)
+    if len(parts) <= MOST_KEY_PARTS and {*map(type, parts)} <= {*PLAIN_KEYS, int, float}:
+        return str(parts)
     raise ValueError(f"a {kind.__name__} is used as a key")
 
 

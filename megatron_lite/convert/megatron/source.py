@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from megatron_lite.checkpointing.step_files import LATEST
+from megatron_lite.checkpointing.other_systems import megatron_format
+from megatron_lite.checkpointing.step_files import LATEST, pointed_step
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import read_input
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.args import progress_of, vocabulary_of
 from megatron_lite.convert.weights import (
@@ -19,9 +18,11 @@ from megatron_lite.convert.weights import (
     WEIGHT,
     WORDS,
     Described,
+    WeightSource,
     check_layers,
     joined,
     parameter_specs,
+    refused,
 )
 
 QKV = ".self_attention.linear_qkv."
@@ -41,23 +42,19 @@ def need(condition: bool, reason: str) -> None:
         raise Unmapped(reason)
 
 
-def iteration_folder(path: Path) -> Path:
+def iteration_folder(path: Path, name: str) -> Path:
     """Returns the folder of the iteration that a directory's pointer names.
 
-    A path without a pointer is the folder of an iteration itself. Raises InputError if the path is
-    no directory, or if the pointer names nothing.
+    A path without a pointer is the folder of an iteration itself. name: that of the format.
+    Raises InputError if the path is no directory of the format, or if the pointer names nothing.
     """
     if not path.is_dir():
         raise InputError(f"--load {path}: no such directory")
-    pointer = path / LATEST
-    if not pointer.exists():
-        return path
-    text = read_input(pointer, 32).decode(errors="replace").strip()
-    if not re.fullmatch(r"\d{1,9}|release", text):
-        raise InputError(f"{pointer}: expected an iteration number or `release`, found {text!r}")
-    folder = path / (text if text == "release" else f"iter_{int(text):07d}")
-    if not folder.is_dir():
-        raise InputError(f"{pointer}: names {text}, but {folder.name} does not exist")
+    folder = pointed_step(path, "release") if (path / LATEST).exists() else path
+    found = megatron_format(folder)
+    if found != name:
+        hint = "" if found is None else f": it is one of --from {found}"
+        raise InputError(f"{folder}: holds no checkpoint of the format {name}{hint}")
     return folder
 
 
@@ -74,90 +71,86 @@ def updates_of(groups: list[Any], states: Mapping[Any, Any]) -> int:
     return int(step)
 
 
-class MegatronSource:
-    """A directory of `--save` of Megatron-LM, or one iteration of it.
+def megatron_source(
+    where: str,
+    common: Mapping[str, Any],
+    args: Mapping[str, Any],
+    model: ModelConfig,
+    weights: Parts,
+    states: Callable[[], tuple[Mapping[str, Parts], int]],
+    *,
+    tp_size: int = 1,
+    version: float = 3.0,
+) -> WeightSource:
+    """Opens a directory of `--save` of Megatron-LM, or one iteration of it.
 
     where: its folder. common: values that are no tensors. args: the arguments of the run.
-    tensors: the weights (WEIGHT) and the states that can be converted.
-    updates: how many updates the optimizer made, or why its states cannot be converted.
+    states: returns the optimizer states by key, and how many updates the optimizer made. It raises
+        Unmapped if they cannot be converted.
     version: that of the layout of linear_qkv.
     Raises InputError if the weights are not those of the model that the arguments describe.
     """
-
-    def __init__(
-        self,
-        where: str,
-        common: Mapping[str, Any],
-        args: Mapping[str, Any],
-        model: ModelConfig,
-        tensors: Mapping[str, Parts],
-        updates: int | str,
-        *,
-        tp_size: int = 1,
-        version: float = 3.0,
-    ) -> None:
-        self._where, self._tp_size, self._version = where, tp_size, version
-        weights = dict(tensors[WEIGHT])
-        if not model.untie_embeddings_and_output_weights:
-            weights.pop(OUTPUT, None)  # the last stage's copy of the embedding
-        words = weights.get(WORDS)
-        if words is None or len(words[0].shape) != 2:
-            raise InputError(f"{where}: holds no {WORDS}")
-        check_layers(model.num_layers, len(weights), where)
-        padded = sum(one.shape[0] for one in words)
-        vocab_size, notes = vocabulary_of(args, padded)
-        try:
-            self._specs = parameter_specs(
-                model, vocab_size, tp_size=tp_size, padded_vocab_size=padded
+    weights = dict(weights)
+    if not model.untie_embeddings_and_output_weights:
+        weights.pop(OUTPUT, None)  # the last stage's copy of the embedding
+    words = weights.get(WORDS)
+    if words is None or len(words[0].shape) != 2:
+        raise InputError(f"{where}: holds no {WORDS}")
+    check_layers(model.num_layers, len(weights), where)
+    padded = sum(one.shape[0] for one in words)
+    vocab_size, notes = vocabulary_of(args, padded)
+    with refused(where):
+        specs = parameter_specs(model, vocab_size, tp_size=tp_size, padded_vocab_size=padded)
+    for what, names in (
+        ("lacks", specs.keys() - weights.keys()),
+        ("holds", weights.keys() - specs.keys()),
+    ):
+        if names:
+            raise InputError(
+                f"{where}: {what} {min(names)}, unlike the model that its args describe"
             )
-        except ValueError as error:
-            raise InputError(f"{where}: {error}") from error
-        for what, names in (
-            ("lacks", self._specs.keys() - weights.keys()),
-            ("holds", weights.keys() - self._specs.keys()),
-        ):
-            if names:
-                raise InputError(
-                    f"{where}: {what} {min(names)}, unlike the model that its args describe"
-                )
-        self._tensors: Mapping[str, Parts] = {WEIGHT: weights}
-        if isinstance(updates, int):
-            self._tensors = {**tensors, WEIGHT: weights}
-        else:
-            notes = (*notes, f"{updates}: the weights alone are converted")
-        self.described = Described(
-            model=model,
-            true_vocab_size=vocab_size,
-            dtypes={name: weights[name][0].dtype for name in self._specs},
-            progress=progress_of(common, args, where),
-            state_keys=tuple(key for key in self._tensors if key != WEIGHT),
-            num_updates=updates if isinstance(updates, int) else 0,
-            notes=notes,
+    places: dict[str, Parts] = {WEIGHT: weights}
+    try:
+        found, updates = states()
+        places |= found
+    except Unmapped as reason:
+        notes.append(
+            f"the optimizer states are left out ({reason}): the weights alone are converted"
         )
+        updates = 0
 
-    def read(self, name: str, key: str = WEIGHT) -> Tensor:
-        """Returns one parameter, or one of its states in float32.
-
-        Raises InputError if a rank holds another shape of it.
-        """
-        spec, places = self._specs[name], self._tensors[key][name]
-        wanted = spec.local_shape(self._tp_size)
-        for rank, one in enumerate(places):
+    def read(name: str, key: str = WEIGHT) -> Tensor:
+        wanted = specs[name].local_shape(tp_size)
+        for rank, one in enumerate(places[key][name]):
             if one.shape != wanted:
                 raise InputError(
-                    f"{self._where}: {name} {key} of TP rank {rank} has the shape "
+                    f"{where}: {name} {key} of TP rank {rank} has the shape "
                     f"{tuple(one.shape)}, and the model of its args has {wanted}"
                 )
-        parts = [one if isinstance(one, Tensor) else one.read() for one in places]
-        whole = joined([self._ordered(name, part) for part in parts], spec)
+        parts = [one if isinstance(one, Tensor) else one.read() for one in places[key][name]]
+        if QKV in name:
+            parts = [_head_by_head(part, version, model.head_dim) for part in parts]
+        whole = joined(parts, specs[name])
         return whole.float() if key else whole
 
-    def _ordered(self, name: str, part: Tensor) -> Tensor:
-        """Returns the rows of linear_qkv head by head. Before version 2.0 they had other orders."""
-        if self._version >= 2.0 or QKV not in name:
-            return part
-        width, rest = self.described.model.head_dim, part.shape[1:]
-        if self._version == 0:  # [3, heads, d]
-            return part.view(3, -1, width, *rest).transpose(0, 1).reshape(part.shape)
-        # version 1.0: [heads, d, 3]
-        return part.view(-1, width, 3, *rest).transpose(1, 2).reshape(part.shape)
+    described = Described(
+        model=model,
+        true_vocab_size=vocab_size,
+        dtypes={name: weights[name][0].dtype for name in specs},
+        progress=progress_of(common, args, where),
+        state_keys=tuple(key for key in places if key != WEIGHT),
+        num_updates=updates,
+        notes=tuple(notes),
+    )
+    return WeightSource(described, read)
+
+
+def _head_by_head(part: Tensor, version: float, width: int) -> Tensor:
+    """Returns the rows of linear_qkv head by head. Before version 2.0 they had other orders."""
+    if version >= 2.0:
+        return part
+    if version == 0:  # [3, heads, d]
+        heads = part.view(3, -1, width, *part.shape[1:]).transpose(0, 1)
+    else:  # version 1.0: [heads, d, 3]
+        heads = part.view(-1, width, 3, *part.shape[1:]).transpose(1, 2)
+    return heads.reshape(part.shape)

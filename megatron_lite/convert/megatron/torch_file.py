@@ -7,7 +7,6 @@ in the shards of torch's distributed checkpoints.
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import struct
@@ -20,36 +19,20 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.shards import MOST_DIMS
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.input_file import crafted, open_input, regular_path
+from megatron_lite.config.input_file import crafted, open_input
 from megatron_lite.convert.megatron.pickles import (
     CALLS,
     LONGEST_NAME,
     MOST_ARGUMENTS,
     MOST_BYTES,
+    STORAGES,
     read_pickle,
 )
 
-STORAGES = {
-    "torch.DoubleStorage": torch.float64,
-    "torch.FloatStorage": torch.float32,
-    "torch.HalfStorage": torch.float16,
-    "torch.BFloat16Storage": torch.bfloat16,
-    "torch.LongStorage": torch.int64,
-    "torch.IntStorage": torch.int32,
-    "torch.ShortStorage": torch.int16,
-    "torch.CharStorage": torch.int8,
-    "torch.ByteStorage": torch.uint8,
-    "torch.BoolStorage": torch.bool,
-    "torch.storage.UntypedStorage": torch.uint8,
-}
 DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
-TORCH_NAMES = frozenset(STORAGES) | frozenset(
-    str(value) for value in vars(torch).values() if isinstance(value, torch.dtype)
-)
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, the lengths of the name and the extra
 SIGNATURE = b"PK\x03\x04"
-REBUILD = "torch._utils._rebuild_tensor_v2"
-RETYPE = "torch._tensor._rebuild_from_type_v2"
+REBUILD, RETYPE = "torch._utils._rebuild_tensor_v2", "torch._tensor._rebuild_from_type_v2"
 
 
 class Window(NamedTuple):
@@ -66,7 +49,7 @@ class Window(NamedTuple):
 def read_torch_file(window: Window, *, shared: bool = False) -> Any:
     """Returns the value in a file of torch.save. Bytes of tensors are read when they are used.
 
-    shared: whether the file gets what is written to its tensors.
+    shared: whether the file, which this process has made, gets what is written to its tensors.
     Raises InputError if the file cannot be read, is of another kind, or names code to run.
     """
     with crafted(str(window)):
@@ -74,12 +57,12 @@ def read_torch_file(window: Window, *, shared: bool = False) -> Any:
 
 
 class _Archive:
-    """The members of the archive and, as one row of bytes, the file up to its end."""
+    """The members of the archive, and a memory map of the file up to the archive's end."""
 
     def __init__(self, window: Window, shared: bool) -> None:
         self._window = window
-        with open_input(window.path) as file:
-            size = file.seek(0, io.SEEK_END)
+        with window.path.open("r+b") if shared else open_input(window.path) as file:
+            size = os.fstat(file.fileno()).st_size
             end = size if window.length is None else window.start + window.length
             if not 0 <= window.start <= end <= size:
                 raise ValueError(f"it has {size} bytes, and {end} are needed")
@@ -89,20 +72,16 @@ class _Archive:
                     "is an older file of torch.save, which mixes tensors and code, load and save "
                     "it again with a torch that you trust it with"
                 )
-            # zipfile looks for the archive at the end, so the file before it is no trouble.
-            with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as whole:
-                self._members = {
-                    one.filename: one for one in zipfile.ZipFile(cast(IO[bytes], whole)).infolist()
-                }
+            access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
+            self._bytes = mmap.mmap(file.fileno(), end, access=access)
+        # zipfile looks for the archive at the end, so the file before it is no trouble.
+        with zipfile.ZipFile(cast(IO[bytes], self._bytes)) as archive:
+            self._members = {one.filename: one for one in archive.infolist()}
         if sum(one.file_size for one in self._members.values()) > end - window.start:
             raise ValueError("its members are longer than the file")
-        self._bytes = torch.from_file(
-            regular_path(window.path), shared, end, dtype=torch.uint8
-        ).numpy()
 
     def value(self) -> Any:
-        pickles = [name for name in self._members if name.endswith("/data.pkl")]
-        (name,) = pickles
+        (name,) = (name for name in self._members if name.endswith("/data.pkl"))
         self._folder = name.removesuffix("data.pkl")
         order = f"{self._folder}byteorder"
         if order in self._members and self._contents(order) != b"little":
@@ -111,7 +90,6 @@ class _Archive:
             self._contents(name),
             str(self._window),
             calls={REBUILD: self._tensor, RETYPE: self._retyped},
-            names=TORCH_NAMES,
             persistent_load=self._storage,
         )
 
@@ -119,14 +97,14 @@ class _Archive:
         start, size = self._place(name)
         if size > MOST_BYTES:
             raise ValueError(f"{name} is longer than {MOST_BYTES} bytes")
-        return self._bytes[start : start + size].tobytes()
+        return self._bytes[start : start + size]
 
     def _place(self, name: str) -> tuple[int, int]:
         """Returns where the bytes of a member begin, and how many there are."""
         member = self._members[name]
         if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
             raise ValueError(f"{name} is compressed or encrypted")
-        found = LOCAL_HEADER.unpack_from(self._bytes.data, member.header_offset)
+        found = LOCAL_HEADER.unpack_from(self._bytes, member.header_offset)
         if found[0] != SIGNATURE or member.header_offset < self._window.start:
             raise ValueError(f"{name} is not where the archive says")
         # The extra field here may be longer than the one in the archive's directory: torch fills it
@@ -139,9 +117,9 @@ class _Archive:
         # the text of a nested list could be endless
         if type(key) is not str or len(key) > LONGEST_NAME:
             raise ValueError("the name of a storage is no text")
-        dtype = STORAGES.get(storage_type.text)
-        if kind != "storage" or type(numel) is not int or dtype is None:
+        if kind != "storage" or type(numel) is not int or storage_type.text not in STORAGES:
             raise ValueError(f"a storage is of another kind ({key!r})")
+        dtype = STORAGES[storage_type.text]
         start, size = self._place(f"{self._folder}data/{key}")
         if not 0 <= numel * dtype.itemsize <= size:
             raise ValueError(f"a storage of {numel} numbers has {size} bytes")

@@ -18,9 +18,8 @@ from torch import Tensor
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.legacy import legacy_source
-from megatron_lite.convert.megatron.source import MegatronSource
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
-from megatron_lite.convert.weights import parameter_specs
+from megatron_lite.convert.weights import WeightSource, parameter_specs
 from tests.support.models import tiny_config
 
 V, PADDED = 61, 64
@@ -100,7 +99,7 @@ def save(
     return weights
 
 
-def check(root: Path, weights: Mapping[str, Tensor]) -> MegatronSource:
+def check(root: Path, weights: Mapping[str, Tensor]) -> WeightSource:
     source = legacy_source(root)
     assert source.described.true_vocab_size == V
     for name, whole in weights.items():
@@ -226,7 +225,7 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (dict(num_experts=8), "num_experts = 8.*mixture-of-experts"),
-        (dict(num_layers=None), "no num_layers"),
+        (dict(num_layers=None), "missing field num_layers"),
         (dict(num_layers=4), "hold 5 layers"),
         (dict(num_layers=2**40), "num_layers"),
         (dict(hidden_size="wide"), "describe no model"),
@@ -255,7 +254,7 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
             legacy_source(path)
 
     refused("no such directory", tmp_path / "nowhere")
-    refused("holds no mp_rank")
+    refused("holds no checkpoint of the format megatron")
     save(tmp_path, tiny_config(**LLAMA), LAYOUTS["one file"], tp=2)
     pointer = tmp_path / "latest_checkpointed_iteration.txt"
     for text, message in (("x", "expected an iteration"), ("41", "iter_0000041 does not exist")):
