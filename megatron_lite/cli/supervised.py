@@ -36,7 +36,7 @@ from megatron_lite.supervision.exits import Exits, StoppedEarly
 from megatron_lite.supervision.verdict import Verdict, stopped_by
 from megatron_lite.supervision.watch import Pulse, Watch
 from megatron_lite.training.apex_kernels import check_kernels
-from megatron_lite.training.capacity import memory_bytes
+from megatron_lite.training.out_of_memory import memory_bytes
 from megatron_lite.training.run_notices import RunNotices
 from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings
 from megatron_lite.training.step import TrainingError

@@ -14,8 +14,7 @@ tensors as a layer without one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +94,6 @@ class CoreAttention(nn.Module):
         self.scale = config.head_dim**-0.5
         self.rng = rng
         self.kernels = kernels
-        # the context in which torch's causal attention without dropout picks its kernel
-        self.kernel: Callable[[], AbstractContextManager[object]] = nullcontext
         self.cp = cp or ContextParallel()
         if self.cp.group is not None:
             chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
@@ -139,9 +136,8 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Returns torch's own attention, [s, b, a/t, d], which keeps its mask."""
         mask = None if readable.is_plain else causal_mask(query, readable)
-        kernel = self.kernel if mask is None and dropout_p == 0.0 else nullcontext
         query, key, value = map(heads_first, (query, key, value))
-        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else kernel():
+        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
             return heads_last(
                 F.scaled_dot_product_attention(
                     query,

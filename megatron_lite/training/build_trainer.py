@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.config.units import size
 from megatron_lite.data.datasets import build_datasets
-from megatron_lite.data.tokenizer_files import contents_of, files_of
 from megatron_lite.memory.predict.save_peak import save_peak
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
@@ -31,7 +31,6 @@ from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.pipeline.order import check_num_microbatches
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.supervision.watch import Pulse
 from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
@@ -39,17 +38,15 @@ from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
-from megatron_lite.training.capacity import check_fits
-from megatron_lite.training.deterministic import choose_attention_, use_deterministic_algorithms
 from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import (
     above_limit,
+    check_fits,
     check_peak_fits,
     told_where_memory_runs_out,
 )
 from megatron_lite.training.run_notices import RunNotices
-from megatron_lite.training.saved_schedule import followed_schedule
 from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.step import StageRunner
 
@@ -141,8 +138,7 @@ def build_trainer(
     check_fits(config, parallel)
     claim = claim_directory(config.checkpoint, parallel)
     try:
-        with told_where_memory_runs_out(config, parallel):
-            return _build(config, parallel, claim, pulse or Pulse(), invocation)
+        return _build(config, parallel, claim, pulse or Pulse(), invocation)
     except BaseException:
         claim.release()
         raise
@@ -156,57 +152,51 @@ def _build(
         use_deterministic_algorithms()
     start = find_start(config.checkpoint, parallel, invocation.program)
     done = start.progress
+    followed: tuple[str, ...] = ()
     try:
         batches = config.batch_schedule(parallel.dp_size)
         # Counts from the checkpoint's progress: the run may continue with another batch size.
         num_iterations = training.num_iterations(
             batches, done=done.iteration, consumed=done.consumed_samples
         )
-        _check_batches(
-            config,
-            parallel,
-            batches,
-            batches.sizes_from(
-                done.consumed_samples, num_iterations=num_iterations - done.iteration
-            ),
-        )
-        train_samples = batches.consumed_after(
-            num_iterations - done.iteration, consumed=done.consumed_samples
-        )
+        left = num_iterations - done.iteration
+        sizes = batches.sizes_from(done.consumed_samples, num_iterations=left)
+        _check_batches(config, parallel, batches, sizes)
+        train_samples = batches.consumed_after(left, consumed=done.consumed_samples)
         schedule = LrSchedule.build(
             config.lr_schedule,
             train_samples=training.train_samples or train_samples,
             batches=batches,
         )
-        schedule, config, followed = followed_schedule(config, schedule, start, parallel)
+        if start.step is not None:
+            from megatron_lite.training.saved_schedule import followed_schedule
+
+            schedule, config, followed = followed_schedule(config, schedule, start, parallel)
     except ValueError as error:
         raise InputError(str(error)) from error
     most = batches.num_microbatches(batches.largest)
-    check_peak_fits(config, parallel, num_microbatches=most)
+    check_peak_fits(config, parallel, most)
     rules = document_rules(config)
-    evaluation_samples = training.eval_iters * batches.full
-    with told_by_rank_0("reading the data and building its sample index", parallel.rank):
-        datasets = build_datasets(
-            config.data,
-            vocab_size=config.tokenizer.true_vocab_size,
-            seed=training.seed,
-            num_samples=(train_samples, evaluation_samples, evaluation_samples),
-            shared=lambda make: _from_rank_0(make, parallel),
+    with told_where_memory_runs_out(config, parallel, most, lambda: "while the run was built"):
+        with told_by_rank_0("reading the data and building its sample index", parallel.rank):
+            evaluation_samples = training.eval_iters * batches.full
+            datasets = build_datasets(
+                config.data,
+                vocab_size=config.tokenizer.true_vocab_size,
+                seed=training.seed,
+                num_samples=(train_samples, evaluation_samples, evaluation_samples),
+                shared=lambda make: _from_rank_0(make, parallel),
+            )
+        with told_by_rank_0("building the model and its optimizer", parallel.rank):
+            model = build_stages(config, parallel)
+            optimizer = build_optimizer(config, parallel, model)
+        runner = StageRunner.of(config, model, parallel)
+        accumulation = fuse_weight_gradients_(
+            training, parallel, model, optimizer, compiled_layers=config.compiles_layers
         )
-    with told_by_rank_0("building the model and its optimizer", parallel.rank):
-        model = build_stages(config, parallel)
-        optimizer = build_optimizer(config, parallel, model)
-    runner = StageRunner.of(config, model, parallel)
-    accumulation = fuse_weight_gradients_(
-        config.training, parallel, model, optimizer, compiled_layers=config.compiles_layers
-    )
-    attention = choose_attention_(model, config, parallel)
-    optional = _optional_parts(config, parallel, model, optimizer)
-    if (timers := optional.get("timers")) is not None:
-        optimizer.timed = runner.timed = timers
     order = sample_order(config.data, len(datasets.train))
     notices = RunNotices.of(config, device=parallel.device.type, world_size=parallel.world_size)
-    return Trainer(
+    trainer = Trainer(
         config=config,
         parallel=parallel,
         model=model,
@@ -226,40 +216,50 @@ def _build(
         rules=rules,
         notices=(
             accumulation,
-            *attention,
-            *_predicted_peak(config, parallel, batches),
+            *_predicted_peak(config, parallel, most),
             *notices.in_log,
             *followed,
         ),
         invocation=invocation,
         tokenizer=_tokenizer_contents(config, parallel),
         pulse=pulse,
-        **optional,
     )
+    _add_what_flags_ask_for(trainer)
+    return trainer
 
 
-def _optional_parts(
-    config: RunConfig, parallel: ParallelState, model: ModelStages, optimizer: Optimizer
-) -> dict[str, Any]:
-    """Returns those parts of a trainer that only a flag asks for, by the trainer's field."""
-    parts: dict[str, Any] = {}
+def use_deterministic_algorithms() -> None:
+    """Makes every later operation of this process repeatable bit for bit.
+
+    torch raises an error at an operation that has no deterministic kernel. CPU runs are repeatable
+    anyway. On a GPU, call this before the first matmul: cuBLAS reads its workspace setting then.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # torch would fill every new tensor. Nothing here reads what it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _add_what_flags_ask_for(trainer: Trainer) -> None:
+    """Gives the trainer the parts without which most runs do."""
+    config, parallel = trainer.config, trainer.parallel
     if config.logging.timing_log_level:
         from megatron_lite.training.timers import Timers
 
-        parts["timers"] = Timers(config.logging, parallel)
+        trainer.timers = Timers(config.logging, parallel)
+        trainer.optimizer.timed = trainer.runner.timed = trainer.timers
     if config.profiling.profile or config.profiling.record_memory_history:
         from megatron_lite.training.profiler import Profiler
 
-        parts["profiler"] = Profiler(config, parallel)
+        trainer.profiler = Profiler(config, parallel)
     if config.logging.log_straggler:
         from megatron_lite.supervision.slow_rank import SlowRanks
 
-        parts["slow_ranks"] = SlowRanks(config.logging, parallel)
+        trainer.slow_ranks = SlowRanks(config.logging, parallel)
     if config.training.check_weight_hash_across_dp_replicas_interval is not None:
         from megatron_lite.supervision.drift import ReplicaCheck
 
-        parts["replicas"] = ReplicaCheck(model, optimizer, parallel)
-    return parts
+        trainer.replicas = ReplicaCheck(trainer.model, trainer.optimizer, parallel)
 
 
 def _from_rank_0(make: Callable[[], Any], parallel: ParallelState) -> Any:
@@ -275,28 +275,22 @@ def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str,
     """
     if config.checkpoint.save is None or parallel.rank != 0:
         return {}
+    from megatron_lite.data.tokenizer_files import contents_of, files_of
+
     return contents_of(files_of(config.tokenizer).items())
 
 
 def _predicted_peak(
-    config: RunConfig, parallel: ParallelState, batches: BatchSchedule
+    config: RunConfig, parallel: ParallelState, num_microbatches: int
 ) -> tuple[str, ...]:
     """Returns the lines about the predicted peak; none for compiled code, whose temporaries are
     not known."""
     if config.training.torch_compile or parallel.rank:
         return ()
-    peak = fullest_step_peak(
-        config,
-        device=parallel.device.type,
-        dp_cp_size=parallel.dp_cp_size,
-        num_microbatches=batches.num_microbatches(batches.largest),
-    )
-    save = save_peak(config, peak, device=parallel.device.type, dp_cp_size=parallel.dp_cp_size)
-    lines = [
-        f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
-        f"({peak.moment})"
-    ]
-    most = peak.num_bytes
+    on: dict[str, Any] = dict(device=parallel.device.type, dp_cp_size=parallel.dp_cp_size)
+    peak = fullest_step_peak(config, num_microbatches=num_microbatches, **on)
+    save, most = save_peak(config, peak, **on), peak.num_bytes
+    lines = [f"predicted peak of a step: {size(most)} on pipeline rank {peak.rank} ({peak.moment})"]
     if save is not None and save.num_bytes > most:
         most = save.num_bytes
         lines.append(
@@ -315,28 +309,19 @@ def _check_batches(
     sizes: the global batch sizes of the iterations that this run still has.
     Evaluations take the full batch, also if the run ends within the ramp.
     """
-    num_chunks = len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank))
-    if config.training.eval_iters or batches.full in sizes:
-        check_num_microbatches(
-            batches.num_microbatches(batches.full), size=parallel.pp_size, num_chunks=num_chunks
-        )
-    ramp = " ".join(map(str, config.training.rampup_batch_size))
-    unit = batches.samples_per_microbatch * parallel.pp_size
-    name, change = f"--rampup-batch-size {ramp}", "a START and an INCREMENT"
+    training, unit = config.training, batches.samples_per_microbatch
+    rule = f"--micro-batch-size {training.micro_batch_size} x data-parallel size {parallel.dp_size}"
+    if len(stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)) > 1:
+        unit *= parallel.pp_size
+        rule += f" x --pipeline-model-parallel-size {parallel.pp_size} (for virtual stages)"
+    flag = "--global-batch-size"
     if batches.steps:
-        name = f"--step-batch-size-schedule '{config.training.step_batch_size_schedule}'"
-        change = "sizes"
-    for batch_size in sizes:
-        if batch_size % batches.samples_per_microbatch:
+        flag = f"--step-batch-size-schedule '{training.step_batch_size_schedule}'"
+    elif training.rampup_batch_size:
+        flag = f"--rampup-batch-size {' '.join(map(str, training.rampup_batch_size))}"
+    for batch_size in (*sizes, *([batches.full] if training.eval_iters else [])):
+        if batch_size % unit:
             raise ValueError(
-                f"{name}: a batch of {batch_size} samples, which this run still has, is not "
-                f"divisible by --micro-batch-size {config.training.micro_batch_size} x "
-                f"data-parallel size {parallel.dp_size} = {batches.samples_per_microbatch}"
+                f"{flag}: a batch of {batch_size} samples, which this run still has, is not "
+                f"divisible by {rule} = {unit}: give sizes that are multiples of {unit}"
             )
-        check_num_microbatches(
-            batches.num_microbatches(batch_size),
-            size=parallel.pp_size,
-            num_chunks=num_chunks,
-            remedy=f"{name} has a batch of {batch_size} samples; give {change} "
-            f"that are multiples of {unit}, or leave the virtual stages out",
-        )

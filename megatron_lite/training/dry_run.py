@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.timing import Timed
 from megatron_lite.parallel.weights import local_part
 from megatron_lite.training.apex_kernels import check_kernels, fuse_weight_gradients_
 from megatron_lite.training.batches import (
@@ -177,14 +177,10 @@ def dry_run(
 
 def check_can_run_dry(config: RunConfig) -> None:
     """Raises InputError for a setting that a run without values cannot follow."""
-    refused = {
-        "--torch-compile": (config.training.torch_compile, "compiled code hides its temporaries"),
-        "--recompute-verify": (
-            config.recompute.recompute_verify,
-            "it compares values, and a dry run has none",
-        ),
-    }
-    for flag, (is_set, reason) in refused.items():
+    for is_set, flag, reason in (
+        (config.training.torch_compile, "--torch-compile", "compiled code hides its temporaries"),
+        (config.recompute.recompute_verify, "--recompute-verify", "a dry run has no values"),
+    ):
         if is_set:
             raise InputError(f"--dry-run-memory cannot follow {flag}: {reason}. Leave it out")
 
@@ -208,30 +204,24 @@ def sample_shape(config: RunConfig) -> tuple[int, int]:
     return config.training.micro_batch_size, config.data.seq_length + 1
 
 
-class SameTokens(Batches):
+@dataclass(frozen=True)
+class SameTokens:
     """The micro-batches of a step that all have the same samples.
 
     samples: [b, s + 1] token ids. rules: what the ends of documents mean; None: nothing.
     """
 
-    def __init__(
-        self,
-        samples: Tensor,
-        num_microbatches: int,
-        parallel: ParallelState,
-        rules: DocumentRules | None = None,
-    ) -> None:
-        self._rules = rules
-        self._samples, self._number, self._parallel = samples, num_microbatches, parallel
+    samples: Tensor
+    num_microbatches: int
+    parallel: ParallelState
+    rules: DocumentRules | None = None
 
     def __len__(self) -> int:
-        return self._number
+        return self.num_microbatches
 
     def __getitem__(self, number: int, /) -> MicroBatch:
-        parallel = self._parallel
-        return cut(
-            self._samples, cp_rank=parallel.cp_rank, cp_size=parallel.cp_size, rules=self._rules
-        )
+        cp_rank, cp_size = self.parallel.cp_rank, self.parallel.cp_size
+        return cut(self.samples, cp_rank=cp_rank, cp_size=cp_size, rules=self.rules)
 
 
 def measure_step(
@@ -254,8 +244,8 @@ def measure_step(
         model = build_stages(config, parallel)
         optimizer = build_optimizer(config, parallel, model)
         fuse_weight_gradients_(config.training, parallel, model, optimizer)
-        runner = _NotingRunner.of(config, model, ordered)
-        runner.meter = meter
+        runner = StageRunner.of(config, model, ordered)
+        runner.timed = _parts_told_to(meter)
         _assign(meter, model, optimizer)
         with meter.step(model):
             masked = None
@@ -273,15 +263,15 @@ def measure_step(
         )
 
 
-class _NotingRunner(StageRunner):
-    """Tells the meter when the backwards of a step are done."""
+def _parts_told_to(meter: StepMeter) -> Timed:
+    """Returns what train_step calls with the name of each of its parts."""
 
-    meter: StepMeter
+    def part(name: str) -> AbstractContextManager[object]:
+        if name == "optimizer":
+            meter.begins_update()
+        return nullcontext()
 
-    def train(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().train(*args, **kwargs)
-        self.meter.begins_update()
-        return loss
+    return part
 
 
 def _assign(meter: StepMeter, model: ModelStages, optimizer: Optimizer) -> None:

@@ -54,48 +54,33 @@ def dry_run_text(config: RunConfig, ranks: Sequence[DryRank], *, device: str) ->
 
 def _table(ranks: Sequence[DryRank]) -> list[str]:
     unit = ByteUnit.of(max(rank.measured.peak.num_bytes for rank in ranks))
-    measured = [rank.measured for rank in ranks]
-    peaks = [one.peak for one in measured]
-
-    def amounts(label: str, numbers: Sequence[int]) -> tuple[str, ...]:
-        return label, *map(unit.number, numbers)
-
-    def in_bytes(label: str, numbers: Sequence[int]) -> tuple[str, ...]:
-        return label, *(f"{number:,}" for number in numbers)
-
-    empty = [""] * len(ranks)
+    columns = [[*_column(rank, unit)] for rank in ranks]
     rows: list[Sequence[str]] = [
-        (f"in {unit.name}", *(f"rank {rank.rank}" for rank in ranks)),
-        ("pipeline rank", *(str(rank.pp_rank) for rank in ranks)),
-        ("held between steps", *empty),
+        (cells[0][0], *(value for _, value in cells)) for cells in zip(*columns, strict=True)
     ]
-    for kind in HELD:
-        rows.append(amounts(f"  {LABELS.get(kind, kind)}", [one.held[kind] for one in measured]))
-    differences = [rank.held_bytes - rank.states.total for rank in ranks]
-    rows += [
-        in_bytes("  without other, bytes", [rank.held_bytes for rank in ranks]),
-        in_bytes("  closed form, bytes", [rank.states.total for rank in ranks]),
-        ("  difference", *(f"{one:+,}" for one in differences)),
-        ("alive at the peak", *empty),
-    ]
-    for kind in (*HELD, *PHASES, HOST):
-        alive = [one.by_category.get(kind, 0) for one in peaks]
-        if any(alive):
-            rows.append(amounts(f"  {LABELS.get(kind, kind)}", alive))
-    shares = [rank.peak_difference / rank.measured.peak.num_bytes for rank in ranks]
-    rows += [
-        amounts("  peak", [one.num_bytes for one in peaks]),
-        in_bytes("  peak, bytes", [one.num_bytes for one in peaks]),
-        in_bytes("  closed form, bytes", [rank.predicted_peak for rank in ranks]),
-        ("  difference", *(f"{share:+.2%}" for share in shares)),
-    ]
-    for label, numbers in (
-        ("  rounding and cuBLAS", [rank.beside_tensors for rank in ranks]),
-        ("host memory, at most", [one.host_bytes for one in measured]),
-    ):
-        if any(numbers):
-            rows.append(amounts(label, numbers))
     return table(rows, 100)
+
+
+def _column(rank: DryRank, unit: ByteUnit) -> Iterator[tuple[str, str]]:
+    """Yields the names and the figures of one rank."""
+    measured, peak, states = rank.measured, rank.measured.peak, rank.states.total
+    yield f"in {unit.name}", f"rank {rank.rank}"
+    yield "pipeline rank", str(rank.pp_rank)
+    yield "held between steps", ""
+    for kind in HELD:
+        yield f"  {LABELS.get(kind, kind)}", unit.number(measured.held[kind])
+    yield "  without other, bytes", f"{rank.held_bytes:,}"
+    yield "  closed form, bytes", f"{states:,}"
+    yield "  difference", f"{rank.held_bytes - states:+,}"
+    yield "alive at the peak", ""
+    for kind in (*HELD, *PHASES, HOST):
+        yield f"  {LABELS.get(kind, kind)}", unit.number(peak.by_category.get(kind, 0))
+    yield "  peak", unit.number(peak.num_bytes)
+    yield "  peak, bytes", f"{peak.num_bytes:,}"
+    yield "  closed form, bytes", f"{rank.predicted_peak:,}"
+    yield "  difference", f"{rank.peak_difference / peak.num_bytes:+.2%}"
+    yield "  rounding and cuBLAS", unit.number(rank.beside_tensors)
+    yield "host memory, at most", unit.number(measured.host_bytes)
 
 
 def _moment(rank: DryRank) -> Iterator[str]:

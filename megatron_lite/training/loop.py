@@ -19,7 +19,6 @@ from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import Start
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
 from megatron_lite.data.datasets import Datasets
@@ -36,7 +35,7 @@ from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log import RunLog, open_log
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, TimelineRecorder
-from megatron_lite.training.out_of_memory import advice, is_out_of_memory
+from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.peak_memory import (
     PeakMemory,
     PeakMeter,
@@ -220,9 +219,15 @@ class Trainer:
     @contextmanager
     def _settings(self) -> Iterator[None]:
         """Applies the compiler's memory budget and times waits for slow ranks, if they are asked
-        for."""
+        for. Memory that runs out is an InputError that says what fits."""
         budget = self.config.recompute.activation_memory_budget
-        with ExitStack() as around:
+        rank, most = self.parallel.rank, self.batches.num_microbatches(self.batches.largest)
+        with (
+            ExitStack() as around,
+            told_where_memory_runs_out(
+                self.config, self.parallel, most, lambda: f"in {self.pulse.where} on rank {rank}"
+            ),
+        ):
             if budget is not None:
                 patch = compiler_settings().patch(activation_memory_budget=budget)
                 around.enter_context(patch)
@@ -276,25 +281,20 @@ class Trainer:
                 around.enter_context(peak.step())
             if self.slow_ranks is not None:
                 around.enter_context(self.slow_ranks.step(logged=logged))
-            try:
-                masked = None
-                if self.rules is not None and self.rules.mask_loss:
-                    per_token = config.training.calculate_per_token_loss
-                    masked = masked_mean(batches.counts(), parallel, per_token=per_token)
-                result = train_step(
-                    self.runner,
-                    self.optimizer,
-                    batches,
-                    learning_rate=learning_rate,
-                    decoupled_learning_rate=decoupled_learning_rate,
-                    meter=meter,
-                    timeline=timeline,
-                    masked=masked,
-                )
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise InputError(self._advice(iteration)) from error
+            masked = None
+            if self.rules is not None and self.rules.mask_loss:
+                per_token = config.training.calculate_per_token_loss
+                masked = masked_mean(batches.counts(), parallel, per_token=per_token)
+            result = train_step(
+                self.runner,
+                self.optimizer,
+                batches,
+                learning_rate=learning_rate,
+                decoupled_learning_rate=decoupled_learning_rate,
+                meter=meter,
+                timeline=timeline,
+                masked=masked,
+            )
         for notice in self.profiler.end(iteration) if self.profiler is not None else ():
             log.line(notice)
         if meter is not None:
@@ -389,23 +389,10 @@ class Trainer:
     def _compare_peak(self, meter: PeakMeter, log: RunLog) -> None:
         """Logs the peak of the step that measured it. Issues one all-reduce over all ranks."""
         assert meter.peak_bytes is not None
-        predicted = own_step_peak(self.config, self.parallel, self._most_microbatches)
+        most = self.batches.num_microbatches(self.batches.largest)
+        predicted = own_step_peak(self.config, self.parallel, most)
         self.peak = peak_of_all_ranks(predicted.num_bytes, meter.peak_bytes, self.parallel)
         log.line(f"peak of a step, highest of all ranks: {self.peak}")
-
-    @property
-    def _most_microbatches(self) -> int:
-        return self.batches.num_microbatches(self.batches.largest)
-
-    def _advice(self, iteration: int) -> str:
-        """Returns the message about memory that ran out in an iteration."""
-        return advice(
-            self.config,
-            own_step_peak(self.config, self.parallel, self._most_microbatches),
-            num_ranks=self.parallel.world_size,
-            device=self.parallel.device,
-            when=f"in iteration {iteration} on rank {self.parallel.rank}",
-        )
 
     def _compare_replicas(self) -> None:
         """Raises TrainingError if ranks that should hold the same weights no longer do."""

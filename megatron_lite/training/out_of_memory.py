@@ -1,16 +1,23 @@
-"""The message of a run whose memory runs out, and the limit that --memory-limit sets.
+"""Is there enough memory: the checks before a run, the limit of --memory-limit, and the message of
+a run whose memory runs out.
 
-An allocation that fails ends every rank with one message: the predicted peak, what holds it, the
-memory that is there, and the cheapest recompute policy that fits, as flags. docs/memory.md says
-what else helps.
+    when                                   what is compared with the memory of the machine
+    before the first tensor is allocated   weights, gradients and optimizer state: a lower bound
+    before the model is built              the certain part of the predicted peak of a step
+    an allocation fails                    the predicted peak
+
+Every message has the bytes that are needed and those that are there, and says what helps: the
+cheapest recompute policy that fits, as flags, or more ranks. docs/memory.md says what else helps.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import shlex
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,9 +25,10 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
+from megatron_lite.memory.predict.parameter_counts import rank_parameter_count
+from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak
-from megatron_lite.parallel.state import ParallelState
-from megatron_lite.training.capacity import FIX, least_bytes, memory_bytes, require
+from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.peak_memory import own_step_peak
 
 # Texts in torch's RuntimeError. numpy raises MemoryError, and CUDA usually an OutOfMemoryError.
@@ -36,50 +44,115 @@ WORDS = (
 # that are imported late. --memory-limit leaves them so much on top.
 LIBRARIES = 256 * 2**20
 LARGEST_TERMS = 3
+MANY_LAYERS = 10_000
 # The share of each term of a predicted peak that counts as certain: a rank may hold less than a
 # bound, and an estimate of a workspace may be off.
 CERTAIN = {"exact": 1.0, "estimate": 0.5, "bound": 0.5}
-STATUS = Path("/proc/self/status")
+STATUS, MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
+CGROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether the error means that an allocation failed."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+def check_fits(config: RunConfig, parallel: ParallelState) -> None:
+    """Raises InputError if what a rank holds for its parameters cannot fit into its memory."""
+    needed = least_bytes(config, parallel)
+    _require(
+        parallel,
+        needed,
+        "the model does not fit: weights, gradients and optimizer state of one rank take "
+        f"{size(needed)}",
+        lambda there: (
+            "give more ranks (--tensor-model-parallel-size, "
+            "--pipeline-model-parallel-size, --use-distributed-optimizer, --use-torch-fsdp2), or "
+            "smaller sizes"
+        ),
+    )
 
 
-def reason_of(error: BaseException) -> str:
-    """Returns the first line of the error's message."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return next((line for line in lines if line), type(error).__name__)
+def check_peak_fits(config: RunConfig, parallel: ParallelState, num_microbatches: int) -> None:
+    """Raises InputError if the predicted peaks of a host's ranks, or of a GPU's, exceed its memory.
 
-
-def allowed_bytes(config: RunConfig, device: torch.device) -> int | None:
-    """Returns the bytes that one rank may allocate, or None if nothing is known."""
-    if config.training.memory_limit is not None:
-        return parse_bytes("--memory-limit", config.training.memory_limit)
-    return memory_bytes(device)
-
-
-@contextlib.contextmanager
-def told_where_memory_runs_out(config: RunConfig, parallel: ParallelState) -> Iterator[None]:
-    """Turns a failed allocation while a run is built into an InputError.
-
-    The message has the bytes that the rank needs and the bytes that the device has.
+    Only the certain part of a peak counts, so that a run that fits is never refused. It does
+    nothing under --allow-predicted-out-of-memory, and for compiled code, whose temporaries are not
+    known.
     """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        there = allowed_bytes(config, parallel.device)
-        shown = "an unknown amount" if there is None else size(there)
-        raise InputError(
-            f"out of memory while the run was built ({reason_of(error)}). Weights, gradients and "
-            f"optimizer state of this rank take {size(least_bytes(config, parallel))}, and "
-            f"{parallel.device} has {shown} for all ranks on it: {FIX}"
-        ) from error
+    training = config.training
+    if training.allow_predicted_out_of_memory or training.torch_compile:
+        return
+    peak = own_step_peak(config, parallel, num_microbatches)
+    certain = round(sum(CERTAIN[term.tag] * term.num_bytes for term in peak.terms))
+    _require(
+        parallel,
+        certain,
+        f"the run does not fit. {_need(peak)}. {size(certain)} of it are certain",
+        lambda there: (
+            f"{_cheapest(config, there, parallel)}. --allow-predicted-out-of-memory "
+            "starts the run all the same"
+        ),
+    )
+
+
+def _require(
+    parallel: ParallelState, num_bytes: int, need: str, remedy: Callable[[int], str]
+) -> None:
+    """Raises InputError if a host's ranks, or a GPU's rank, need more memory than it has.
+
+    The other ranks raise PeerError. On a CPU this all-gathers the needs, because the ranks of a
+    host share its memory.
+    need: the beginning of the message. remedy: returns its end from the bytes that a rank may have.
+    """
+    device, host = parallel.device, socket.gethostname()
+    here, place = [num_bytes], str(device)
+    if device.type == "cpu":
+        rows = [text.rpartition(" ") for text in gather_texts(f"{host} {num_bytes}", parallel)]
+        here, place = [int(number) for name, _, number in rows if name == host], host
+
+    def check() -> None:
+        there = memory_bytes(device)
+        if there is not None and sum(here) > there:
+            of_all = f" ({size(sum(here))} for the {len(here)} ranks there)" if here[1:] else ""
+            end = remedy(there // len(here))
+            raise InputError(f"{need}{of_all}, and {place} has {size(there)}: {end}")
+
+    parallel.together("the memory of the machine", check)
+
+
+def least_bytes(config: RunConfig, parallel: ParallelState) -> int:
+    """Returns a lower bound of the bytes that one rank holds for its parameters all the time.
+
+    With more than MANY_LAYERS layers it is one byte for each parameter, since `rank_states` visits
+    every layer and --num-layers may be any number.
+    """
+    if config.model.num_layers > MANY_LAYERS:
+        return rank_parameter_count(config, parallel.pp_rank) // parallel.dp_cp_size
+    return rank_states(
+        config, parallel.pp_rank, dp_cp_size=parallel.dp_cp_size, dp_cp_rank=parallel.dp_cp_rank
+    ).total
+
+
+def memory_bytes(
+    device: torch.device, *, meminfo: Path = MEMINFO, cgroup_limits: Sequence[Path] = CGROUP_LIMITS
+) -> int | None:
+    """Returns the bytes of all memory of a GPU, or of all memory and swap of this host.
+
+    The limit of the control group counts if it is lower. Returns None if nothing is known.
+    meminfo, cgroup_limits: the files of the kernel that have the figures.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limits = []
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        limits.append(sum(int(lines[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal")))
+    for path in cgroup_limits:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+            limits.append(int(path.read_text()))
+    if not limits:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(limits, default=None)
 
 
 @contextlib.contextmanager
@@ -122,56 +195,58 @@ def above_limit(config: RunConfig, peak_bytes: int, device: torch.device) -> tup
     limit = config.training.memory_limit
     if limit is None or peak_bytes <= parse_bytes("--memory-limit", limit):
         return ()
-    more = ""
-    if device.type == "cpu":
-        more = f"; on a CPU it leaves {size(LIBRARIES)} on top for libraries"
+    more = f"; on a CPU it leaves {size(LIBRARIES)} on top for libraries"
     return (
-        f"--memory-limit {limit} is less than the predicted peak, so an allocation may fail{more}",
+        f"--memory-limit {limit} is less than the predicted peak, so an allocation may fail"
+        + (more if device.type == "cpu" else ""),
     )
 
 
-def advice(
-    config: RunConfig, peak: StepPeak, *, num_ranks: int, device: torch.device, when: str
-) -> str:
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether the error means that an allocation failed."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+
+
+@contextlib.contextmanager
+def told_where_memory_runs_out(
+    config: RunConfig, parallel: ParallelState, num_microbatches: int, when: Callable[[], str]
+) -> Iterator[None]:
+    """Turns a failed allocation into an InputError that says what the run needs and what fits.
+
+    num_microbatches: those of a step. when: returns the time, such as "in iteration 3".
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        peak = own_step_peak(config, parallel, num_microbatches)
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise InputError(advice(config, peak, parallel, when=f"{when()} ({first})")) from error
+
+
+def advice(config: RunConfig, peak: StepPeak, parallel: ParallelState, *, when: str) -> str:
     """Returns the message about memory that ran out.
 
     peak: the predicted peak of this rank. when: the time, such as "in iteration 3".
     """
-    allowed = allowed_bytes(config, device)
-    limit = config.training.memory_limit
-    may = "an unknown amount"
-    if allowed is not None:
-        may = size(allowed) + (f" by --memory-limit {limit}" if limit is not None else "")
-    said = f"out of memory {when}. {_need(peak)}. It may allocate {may}. "
+    limit, allowed = config.training.memory_limit, memory_bytes(parallel.device)
+    by_flag = ""
+    if limit is not None:
+        allowed, by_flag = parse_bytes("--memory-limit", limit), f" by --memory-limit {limit}"
+    may = "an unknown amount" if allowed is None else f"{size(allowed)}{by_flag}"
     if allowed is None:
-        return said + "docs/memory.md lists what needs less"
-    if peak.num_bytes <= allowed:
-        return said + (
+        end = "docs/memory.md lists what needs less"
+    elif peak.num_bytes <= allowed:
+        end = (
             "The step should fit, so something else takes memory: other processes on the device, "
             "or fragmentation (docs/memory.md)"
         )
-    return said + _cheapest(config, allowed, num_ranks=num_ranks, device=device)
-
-
-def check_peak_fits(config: RunConfig, parallel: ParallelState, *, num_microbatches: int) -> None:
-    """Raises InputError if the predicted peaks of a host's ranks, or of a GPU's, exceed its memory.
-
-    Only the certain part of a peak counts, so that a run that fits is never refused. It does
-    nothing under --allow-predicted-out-of-memory, and for compiled code, whose temporaries are not
-    known.
-    """
-    training = config.training
-    if training.allow_predicted_out_of_memory or training.torch_compile:
-        return
-    peak = own_step_peak(config, parallel, num_microbatches)
-    certain = round(sum(CERTAIN[term.tag] * term.num_bytes for term in peak.terms))
-
-    def remedy(there: int) -> str:
-        cheapest = _cheapest(config, there, num_ranks=parallel.world_size, device=parallel.device)
-        return f"{cheapest}. --allow-predicted-out-of-memory starts the run all the same"
-
-    need = f"the run does not fit. {_need(peak)}. {size(certain)} of it are certain"
-    require(parallel, certain, need, remedy)
+    else:
+        end = _cheapest(config, allowed, parallel)
+    return f"out of memory {when}. {_need(peak)}. It may allocate {may}. {end}"
 
 
 def _need(peak: StepPeak) -> str:
@@ -183,16 +258,17 @@ def _need(peak: StepPeak) -> str:
     )
 
 
-def _cheapest(config: RunConfig, allowed: int, *, num_ranks: int, device: torch.device) -> str:
+def _cheapest(config: RunConfig, allowed: int, parallel: ParallelState) -> str:
     """Returns a sentence with the fastest recompute policy that fits, or that none does."""
     from megatron_lite.plan.auto_policy import choose_policy
     from megatron_lite.plan.hardware import machine_for_policy
 
+    device = parallel.device
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     try:
         machine = machine_for_policy(config.logging.machine, device=device.type, gpu_name=gpu)
-        policy = choose_policy(config, machine, allowed, num_ranks)
-    except (InputError, ValueError) as error:
+        policy = choose_policy(config, machine, allowed, parallel.world_size)
+    except ValueError as error:
         return f"With this layout there is no way to fit: {error}; docs/memory.md lists others"
     return (
         f"The fastest setting that fits: --recompute-policy {shlex.quote(policy)} (docs/memory.md)"

@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         every_size_of_a_ramp_counts_wherever_the_run_stands,
         test_rampup.test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused,
-        error="5 micro-batches per step",
+        error="a batch of 5 samples",
     ),
     Mutant(the_windows_repeat_with_the_schedule, PRICED, dict(num_kept=8, num_chunks=3)),
 ]

@@ -16,7 +16,7 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.indexed_writer import IndexedDatasetWriter
 from megatron_lite.supervision.exits import Exits
 from megatron_lite.tools import preprocess_data
-from megatron_lite.training import capacity
+from megatron_lite.training import out_of_memory
 from tests.config import test_json
 from tests.data import test_index_cache
 from tests.faults import test_data_tools, test_signals
@@ -74,7 +74,7 @@ def a_later_name_wins(_, pairs):
     return dict(pairs)
 
 
-@replaces("gather_texts", capacity)
+@replaces("gather_texts", out_of_memory)
 def each_rank_counts_for_itself(_, text, parallel):
     return [text]
 

@@ -91,7 +91,7 @@ def test_micro_batches_that_do_not_fit_the_interleaved_order_are_one_error():
     def work(rank, world_size):
         with pytest.raises(
             InputError,
-            match="3 micro-batches per step are not a multiple of --pipeline-model-parallel-size 2",
+            match="--global-batch-size: a batch of 3 samples.*--pipeline-model-parallel-size 2",
         ):
             run_to_end(config)
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ def test_errors_of_failed_allocations_are_known(error: Exception, expected: bool
 
 def message_of(config: RunConfig) -> str:
     peak = step_peak(config, 0, device="cpu", dp_cp_size=1, num_microbatches=1)
-    return advice(config, peak, num_ranks=1, device=CPU, when="in iteration 3 on rank 0")
+    alone: Any = SimpleNamespace(world_size=1, device=CPU)
+    return advice(config, peak, alone, when="in iteration 3 on rank 0")
 
 
 def large_run(**training: Any) -> RunConfig:

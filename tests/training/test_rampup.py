@@ -114,11 +114,10 @@ def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(
 ) -> None:
     for message, consumed in run_ranks(_interleaved, 2, tmp_path, detail=False):
         assert message == (
-            "5 micro-batches per step are not a multiple of --pipeline-model-parallel-size 2, "
-            "as several virtual "
-            "stages per rank need: --rampup-batch-size 2 3 6 has a batch of 5 samples; give a "
-            "START and an "
-            "INCREMENT that are multiples of 2, or leave the virtual stages out"
+            "--rampup-batch-size 2 3 6: a batch of 5 samples, which this run still has, is not "
+            "divisible by --micro-batch-size 1 x data-parallel size 1 x "
+            "--pipeline-model-parallel-size 2 (for virtual stages) = 2: give sizes that are "
+            "multiples of 2"
         )
         assert consumed == 8 + 2 * 8
 
