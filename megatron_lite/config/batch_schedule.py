@@ -12,7 +12,10 @@ it changes at given numbers of tokens (--step-batch-size-schedule). The arithmet
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_lite.config.plain import shown
@@ -23,6 +26,7 @@ STEP = re.compile(
 )
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MOST_STEPS = 10_000
+ENDLESS = 2**63  # iterations
 
 
 def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
@@ -60,50 +64,49 @@ def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
     return tuple(steps)
 
 
+def ramp_steps(
+    start: int, increment: int, ramp_samples: int, full: int
+) -> tuple[tuple[int, int], ...]:
+    """Returns (samples, size) of each step of --rampup-batch-size."""
+    number = (full - start) // increment
+
+    def steps_done(consumed: int) -> int:
+        # This float division rounds exactly as Megatron's.
+        return number if consumed > ramp_samples else int(consumed / (ramp_samples / number))
+
+    begin = range(ramp_samples + 2)
+    return tuple(
+        (bisect.bisect_left(begin, done, key=steps_done), start + done * increment)
+        for done in range(number + 1)
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
     """The batch size over a run, in samples over all ranks.
 
-    full: the size at the end of the ramp. A constant batch has start = full.
+    steps: (samples, size): the size of the iterations that begin after so many samples, in
+        increasing order. The first is at 0 samples. A constant batch has one step.
     samples_per_microbatch: --micro-batch-size x data-parallel size, which divides every size.
-    start, increment: the first size, and the number of samples that each step of the ramp adds.
-    ramp_samples: the number of samples that are consumed while the batch grows. After it the size
-        is `full`.
-    steps: (samples, size) of --step-batch-size-schedule, in increasing order of consumed samples.
-        An empty tuple: the size is constant or grows by the increment.
     """
 
-    full: int
-    samples_per_microbatch: int
-    start: int
-    increment: int = 0
-    ramp_samples: int = 0
-    steps: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def in_steps(
-        cls, steps: tuple[tuple[int, int], ...], *, samples_per_microbatch: int
-    ) -> BatchSchedule:
-        """Returns the schedule of steps (samples, size), of which the first is at 0 samples."""
-        return cls(
-            full=steps[-1][1],
-            samples_per_microbatch=samples_per_microbatch,
-            start=steps[0][1],
-            ramp_samples=steps[-1][0],
-            steps=steps,
-        )
+    steps: tuple[tuple[int, int], ...]
+    samples_per_microbatch: int = 1
 
     @classmethod
     def constant(cls, batch_size: int, *, samples_per_microbatch: int = 1) -> BatchSchedule:
         """Returns a schedule with the same batch size in every iteration."""
-        return cls(full=batch_size, samples_per_microbatch=samples_per_microbatch, start=batch_size)
+        return cls(steps=((0, batch_size),), samples_per_microbatch=samples_per_microbatch)
+
+    @property
+    def full(self) -> int:
+        """The size at the end of the schedule."""
+        return self.steps[-1][1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """All sizes that an iteration may have, in increasing order."""
-        if self.steps:
-            return tuple(sorted({size for _, size in self.steps}))
-        return tuple(range(self.start, self.full, self.increment or 1)) + (self.full,)
+        return tuple(sorted({size for _, size in self.steps}))
 
     @property
     def largest(self) -> int:
@@ -112,17 +115,16 @@ class BatchSchedule:
 
     def at(self, consumed_samples: int) -> int:
         """Returns the batch size of the iteration that starts after `consumed_samples`."""
-        if self.steps:
-            return next(
-                size for samples, size in reversed(self.steps) if consumed_samples >= samples
-            )
-        if self.start == self.full or consumed_samples > self.ramp_samples:
-            return self.full
-        increments = (self.full - self.start) // self.increment
-        # This float division rounds exactly as Megatron's.
-        return (
-            self.start + int(consumed_samples / (self.ramp_samples / increments)) * self.increment
-        )
+        return next(size for samples, size in reversed(self.steps) if consumed_samples >= samples)
+
+    def _spans(self, consumed: int) -> Iterator[tuple[int, int]]:
+        """Yields (size, number of iterations with it) from `consumed` samples on, endlessly."""
+        for (_, size), (end, _) in itertools.pairwise(self.steps):
+            if consumed < end:
+                number = -(-(end - consumed) // size)
+                consumed += number * size
+                yield size, number
+        yield self.full, ENDLESS
 
     def sizes_from(self, consumed: int, *, num_iterations: int) -> tuple[int, ...]:
         """Returns the sizes of the iterations that begin after `consumed` samples.
@@ -132,11 +134,11 @@ class BatchSchedule:
         num_iterations: the number of these iterations.
         """
         sizes: dict[int, None] = {}
-        while num_iterations > 0 and consumed <= self.ramp_samples:
-            size = self.at(consumed)
-            sizes[size] = None
-            consumed, num_iterations = consumed + size, num_iterations - 1
-        return (*sizes, *((self.full,) if num_iterations > 0 and self.full not in sizes else ()))
+        for size, number in self._spans(consumed):
+            if num_iterations > 0:
+                sizes[size] = None
+            num_iterations -= number
+        return tuple(sizes)
 
     def num_microbatches(self, batch_size: int) -> int:
         """Returns the number of micro-batches that each rank runs for a batch of this size."""
@@ -147,19 +149,21 @@ class BatchSchedule:
 
         consumed: the number of samples consumed before the first of them.
         """
-        # Within the ramp one iteration after the other; behind it every batch is full.
-        while iterations > 0 and consumed <= self.ramp_samples:
-            consumed, iterations = consumed + self.at(consumed), iterations - 1
-        return consumed + max(0, iterations) * self.full
+        so_far = consumed
+        for size, number in self._spans(consumed):
+            done = max(0, min(iterations, number))
+            so_far, iterations = so_far + done * size, iterations - done
+        return so_far
 
     def iterations_within(self, samples: int, *, consumed: int = 0) -> int:
         """Returns the number of whole iterations that fit between `consumed` and `samples` samples.
 
         The samples that are left over are fewer than the next batch.
         """
-        iterations = 0
-        while consumed <= self.ramp_samples and consumed + self.at(consumed) <= samples:
-            consumed, iterations = consumed + self.at(consumed), iterations + 1
-        if consumed + self.at(consumed) > samples:
-            return iterations
-        return iterations + (samples - consumed) // self.full
+        iterations, so_far = 0, consumed
+        for size, number in self._spans(consumed):
+            done = max(0, min(number, (samples - so_far) // size))
+            so_far, iterations = so_far + done * size, iterations + done
+            if done < number:
+                break
+        return iterations

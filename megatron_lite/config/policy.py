@@ -22,17 +22,18 @@ tensors lie until then.
                                  the device; for `none` alone (config/regions.py)
              split+host          both
 
-Text that cannot be read raises a ValueError, which points at the character.
+Text that cannot be read raises a ValueError, which has the rule and what was expected.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 from megatron_lite.config.operators import parse_entry
+from megatron_lite.config.plain import quoted
 from megatron_lite.config.regions import ALIAS, MODULES, PARTS, expanded, store_of
 
 STORES = ("device", "split", "host", "split+host")
@@ -96,14 +97,12 @@ class Rule:
     """One rule of a policy: the layers that it names, and what they do.
 
     stage: the only stage that the rule applies to. None: all stages.
-    position: the index of the rule's first character in the text of the policy.
     """
 
     layers: tuple[Layers, ...]
     action: LayerAction
     store: str = "device"
     stage: int | None = None
-    position: int = field(default=0, compare=False)
 
     def names(self, layer: int, stage: int) -> bool:
         """Returns whether the rule names this layer of this stage."""
@@ -117,14 +116,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """The rules of a policy in order. `str(policy)` is a text that parses to an equal policy.
-
-    text: the text that the policy was parsed from, in which the positions of its rules count.
-        It is empty if the policy was built from rules.
-    """
+    """The rules of a policy in order. `str(policy)` is a text that parses to an equal policy."""
 
     rules: tuple[Rule, ...]
-    text: str = field(default="", compare=False, repr=False)
 
     def rule_of(self, layer: int, stage: int = 0) -> Rule | None:
         """Returns the rule that decides for the layer: the first that names it, or None."""
@@ -139,131 +133,106 @@ def parse_policy(text: str, *, setting: str = FLAG) -> Policy:
 
     setting: the name of the policy in error messages: a flag, or an argument of a Python function.
 
-    Raises ValueError if the text is no policy. The message gives the place and what was expected.
+    Raises ValueError if the text is no policy. The message has the rule and what was expected.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(
             f"{setting} is longer than {MAX_LENGTH} characters (got {len(text)}): give fewer rules"
         )
-    try:
-        *rules, last = _Text(text, 0).split(";")
-        return Policy(tuple(map(_rule, [*rules, last] if last.text or not rules else rules)), text)
-    except _UnreadableError as fault:
-        message = point_at(text, fault.position, fault.message, setting=setting)
-        raise ValueError(message) from None
+    *rules, last = text.split(";")
+    parsed = []
+    for rule in [*rules, last] if last.strip() or not rules else rules:
+        try:
+            parsed.append(_rule(rule))
+        except ValueError as fault:
+            raise ValueError(f"{setting}: {fault}, in the rule {quoted(rule.strip())}") from None
+    return Policy(tuple(parsed))
 
 
-def point_at(text: str, position: int, message: str, *, setting: str = FLAG) -> str:
-    """Returns three lines: the message, the text, and a mark under the character at `position`."""
-    return f"{setting}: {message}, at character {position + 1}\n  {text}\n  {' ' * position}^"
-
-
-class _UnreadableError(Exception):
-    def __init__(self, position: int, message: str) -> None:
-        self.position, self.message = position, message
-
-
-class _Text(NamedTuple):
-    """A part of the text of a policy, without spaces at its ends, and its place in the text."""
-
-    text: str
-    position: int
-
-    def split(self, separator: str) -> list[_Text]:
-        """Returns the parts between the separators."""
-        parts, position = [], self.position
-        for piece in self.text.split(separator):
-            spaces = len(piece) - len(piece.lstrip())
-            parts.append(_Text(piece.strip(), position + spaces))
-            position += len(piece) + len(separator)
-        return parts
-
-    def inside(self, name: str) -> _Text | None:
-        """Returns what is between the parentheses of name(...); None for another text."""
-        found = re.fullmatch(rf"{name}\s*\((.*)\)", self.text)
-        return found and _Text(found[1], self.position + found.start(1))
-
-    def fail(self, message: str) -> NoReturn:
-        raise _UnreadableError(self.position, message)
-
-    def expect(self, what: str, known: Collection[str]) -> str:
-        """Returns the text, which must be one of the known words."""
-        if self.text not in known:
-            found = f" (got {self.text})" if self.text else ""
-            self.fail(f"expected {what}: {', '.join(known)}{found}")
-        return self.text
-
-
-def _rule(rule: _Text) -> Rule:
-    named, *rest = rule.split(":")
+def _rule(text: str) -> Rule:
+    named, *rest = text.split(":")
     if len(rest) != 1:
-        rule.fail("expected LAYERS:ACTION, such as *:full or 0-3:core_attn")
-    stage = None
-    if (found := re.match(r"stage\s*(\d{1,6})\s*/\s*", named.text)) is not None:
-        stage, end = int(found[1]), found.end()
-        named = _Text(named.text[end:], named.position + end)
-    layers = tuple(map(_layers, named.split(",")))
+        raise ValueError("expected LAYERS:ACTION, such as *:full or 0-3:core_attn")
+    found = re.match(r"\s*stage\s*(\d{1,6})\s*/", named)
+    if found is not None:
+        named = named[found.end() :]
     what, *stores = rest[0].split("@")
     if len(stores) > 1:
-        rest[0].fail("expected one @place behind an action")
-    action = _action(what)
-    store = _store(stores[0], action) if stores else "device"
-    return Rule(layers=layers, action=action, store=store, stage=stage, position=rule.position)
+        raise ValueError("expected one @place behind an action")
+    action = _action(what.strip())
+    return Rule(
+        layers=tuple(_layers(one.strip()) for one in named.split(",")),
+        action=action,
+        store=_store(stores[0].strip(), action) if stores else "device",
+        stage=None if found is None else int(found[1]),
+    )
 
 
-def _layers(named: _Text) -> Layers:
-    found = LAYERS.fullmatch(named.text)
+def _names(text: str, separator: str, what: str, known: Collection[str]) -> list[str]:
+    """Returns the words of a text, each of which must be one of the known ones."""
+    names = [name.strip() for name in text.split(separator)]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"expected {what}: {', '.join(known)} (got {quoted(unknown[0])})")
+    return names
+
+
+def _layers(text: str) -> Layers:
+    found = LAYERS.fullmatch(text)
     if found is None:
-        named.fail("expected a layer: a number, a range such as 0-3, every-N or *")
+        raise ValueError(
+            f"expected a layer: a number, a range such as 0-3, every-N or * (got {quoted(text)})"
+        )
     step, offset, first, last = (None if one is None else int(one) for one in found.groups())
     if step is not None:
         if step < 1 or (offset or 0) >= step:
-            named.fail("every-N+FIRST needs a step of at least 1, and a first layer below it")
+            raise ValueError(
+                f"every-N+FIRST needs a step of at least 1, and a first layer below it (got {text})"
+            )
         return Layers(offset or 0, None, step)
     if first is None:
         return Layers()
     if last is not None and last < first:
-        named.fail(f"the range ends before it begins ({first}-{last})")
+        raise ValueError(f"the range ends before it begins ({first}-{last})")
     return Layers(first, first if last is None else last)
 
 
-def _action(action: _Text) -> LayerAction:
-    if (inside := action.inside("ops")) is not None:
-        return LayerAction(ops=tuple(map(_operator, inside.split(","))))
-    if action.text == "none":
+def _action(text: str) -> LayerAction:
+    if (inside := re.fullmatch(r"ops\s*\((.*)\)", text)) is not None:
+        return LayerAction(ops=tuple(_operator(one.strip()) for one in inside[1].split(",")))
+    if text == "none":
         return LayerAction()
-    if (found := re.fullmatch(r"full(?:\s*/\s*(\d{1,6}))?", action.text)) is not None:
+    if (found := re.fullmatch(r"full(?:\s*/\s*(\d{1,6}))?", text)) is not None:
         unit = int(found[1] or 1)
         if unit < 1:
-            action.fail("expected the layers of a unit: at least 1")
+            raise ValueError("expected the layers of a unit: at least 1 (got 0)")
         return LayerAction(unit=unit)
     known = ("none", "full", "full/N", "ops(...)", *MODULES, ALIAS)
-    regions = expanded(name.expect("an action", known) for name in action.split("+"))
+    regions = expanded(_names(text, "+", "an action", known))
     if len(set(regions)) < len(regions):
-        action.fail("a region is named twice")
+        raise ValueError("a region is named twice")
     # Sorted, so that two spellings of the same regions are equal policies.
     return LayerAction(regions=tuple(sorted(regions)))
 
 
-def _operator(operator: _Text) -> str:
-    if re.fullmatch(r"[A-Za-z_][\w.]*(/[1-9]\d{0,3})?", operator.text) is None:
-        operator.fail("expected an operator, such as matmul, matmul/2 or aten.mm.default")
-    try:
-        parse_entry(operator.text)
-    except ValueError as error:
-        operator.fail(str(error))
-    return operator.text
+def _operator(text: str) -> str:
+    if re.fullmatch(r"[A-Za-z_][\w.]*(/[1-9]\d{0,3})?", text) is None:
+        raise ValueError(
+            "expected an operator, such as matmul, matmul/2 or aten.mm.default (got "
+            f"{quoted(text)})"
+        )
+    parse_entry(text)
+    return text
 
 
-def _store(store: _Text, action: LayerAction) -> str:
-    if (inside := store.inside("host")) is not None:
-        names = tuple(name.expect("a part of a layer", PARTS) for name in inside.split("+"))
+def _store(text: str, action: LayerAction) -> str:
+    if (inside := re.fullmatch(r"host\s*\((.*)\)", text)) is not None:
+        parts = _names(inside[1], "+", "a part of a layer", PARTS)
         if action != LayerAction():
-            store.fail("only a layer that keeps everything has parts on the host: none@host(..)")
-        return store_of(names)
-    place = store.expect("a place", STORES)
+            raise ValueError("only a layer that keeps everything has parts on the host: none@host")
+        return store_of(tuple(parts))
+    (place,) = _names(text, "@", "a place", STORES)
     if place.startswith("split") and not action.unit:
-        store.fail("only the input of a unit can be split over ranks: full@split")
+        raise ValueError("only the input of a unit can be split over ranks: full@split")
     return place
 
 
@@ -286,17 +255,13 @@ def check_policy_reaches(
 
     Raises ValueError for a rule that can never apply.
     """
-    # The positions of the rules must count in `text`. A policy that was built from rules has no
-    # text, so its own spelling is parsed to get positions.
-    text = policy.text or str(policy)
     # (stage, layer) of each layer that no rule before has decided: the first rule decides.
     undecided = {(stage, layer) for stage, count in enumerate(num_layers) for layer in range(count)}
     warnings: list[str] = []
-    for rule in policy.rules if policy.text else parse_policy(text).rules:
+    for rule in policy.rules:
 
         def never(reason: str, rule: Rule = rule) -> NoReturn:
-            message = f"the rule {rule} never applies: {reason}"
-            raise ValueError(point_at(text, rule.position, message, setting=setting))
+            raise ValueError(f"{setting}: the rule {rule} never applies: {reason}")
 
         if rule.stage is not None and rule.stage >= len(num_layers):
             never(f"stage {rule.stage} does not exist, only 0 to {len(num_layers) - 1}")

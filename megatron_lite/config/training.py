@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
+from megatron_lite.config.batch_schedule import MOST_STEPS, BatchSchedule, parse_steps, ramp_steps
 from megatron_lite.config.checks import ContradictionError, resolve
 from megatron_lite.config.plain import shown
 from megatron_lite.config.setting import check_settings, required, setting, switch
@@ -189,6 +189,8 @@ class TrainingConfig:
                 f"{name}: --global-batch-size {self.global_batch_size} - {start} = {missing} is "
                 f"not a multiple of the increment {increment}"
             )
+        if missing // increment > MOST_STEPS:
+            raise ValueError(f"{name}: more than {MOST_STEPS} steps; give a larger increment")
 
     @property
     def precision(self) -> str:
@@ -255,7 +257,8 @@ class TrainingConfig:
         full, step = self.batch_size(data_parallel_size), self.micro_batch_size * data_parallel_size
         if self.step_batch_size_schedule is not None:
             assert seq_length is not None
-            return BatchSchedule.in_steps(self.batch_steps(seq_length), samples_per_microbatch=step)
+            steps = self.batch_steps(seq_length)
+            return BatchSchedule(steps=steps, samples_per_microbatch=step)
         if not self.rampup_batch_size:
             return BatchSchedule.constant(full, samples_per_microbatch=step)
         start, increment, samples = self.rampup_batch_size
@@ -266,13 +269,8 @@ class TrainingConfig:
                     f"divisible by --micro-batch-size {self.micro_batch_size} x data-parallel size "
                     f"{data_parallel_size} = {step}"
                 )
-        return BatchSchedule(
-            full=full,
-            samples_per_microbatch=step,
-            start=start,
-            increment=increment,
-            ramp_samples=samples,
-        )
+        steps = ramp_steps(start, increment, samples, full)
+        return BatchSchedule(steps=steps, samples_per_microbatch=step)
 
     def batch_steps(self, seq_length: int) -> tuple[tuple[int, int], ...]:
         """Returns (samples, size) of each step of --step-batch-size-schedule.
@@ -302,17 +300,10 @@ class TrainingConfig:
         samples are too few for one iteration.
         """
         if self.train_samples is not None:
-            if self.train_samples < batches.start:
-                name = (
-                    "start of --rampup-batch-size"
-                    if self.rampup_batch_size
-                    else "first batch of --step-batch-size-schedule"
-                    if batches.steps
-                    else "--global-batch-size"
-                )
+            if self.train_samples < batches.steps[0][1]:
                 raise ValueError(
-                    f"--train-samples {self.train_samples} is less than one {name} "
-                    f"({batches.start})"
+                    f"--train-samples {self.train_samples} is less than the first batch of "
+                    f"{batches.steps[0][1]} samples: give more, or smaller batches"
                 )
             return done + batches.iterations_within(self.train_samples, consumed=consumed)
         if self.train_iters is None:

@@ -315,7 +315,7 @@ def _check_batches(
         unit *= parallel.pp_size
         rule += f" x --pipeline-model-parallel-size {parallel.pp_size} (for virtual stages)"
     flag = "--global-batch-size"
-    if batches.steps:
+    if training.step_batch_size_schedule is not None:
         flag = f"--step-batch-size-schedule '{training.step_batch_size_schedule}'"
     elif training.rampup_batch_size:
         flag = f"--rampup-batch-size {' '.join(map(str, training.rampup_batch_size))}"

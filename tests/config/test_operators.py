@@ -44,25 +44,19 @@ def test_an_entry_counts_what_it_names_and_one_is_enough_to_keep() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "character", "message"),
+    ("text", "message"),
     [
-        (
-            "*:ops(matmuls)",
-            7,
-            "matmuls is no group of operators (matmul, attention, collective, max)",
-        ),
-        ("*:ops(matmul, aten.mm)", 15, "no operator spelled namespace.op.overload"),
-        ("*:ops(aten.mul_.Tensor/2)", 7, "writes into its argument"),
-        ("*:ops(c10d.allreduce_.default)", 7, "collective names those"),
-        ("*:ops(c10d._allgather_base_.default)", 7, "writes into its argument"),
+        ("*:ops(matmuls)", "matmuls is no group of operators (matmul, attention, collective, max)"),
+        ("*:ops(matmul, aten.mm)", "no operator spelled namespace.op.overload"),
+        ("*:ops(aten.mul_.Tensor/2)", "writes into its argument"),
+        ("*:ops(c10d.allreduce_.default)", "collective names those"),
+        ("*:ops(c10d._allgather_base_.default)", "writes into its argument"),
     ],
 )
-def test_an_unknown_name_is_an_error_that_points_at_it(
-    text: str, character: int, message: str
-) -> None:
+def test_an_unknown_name_is_an_error(text: str, message: str) -> None:
     with pytest.raises(ValueError) as raised:
         parse_policy(text)
-    assert message in str(raised.value) and f"at character {character}\n" in str(raised.value)
+    assert message in str(raised.value) and ", in the rule " in str(raised.value)
 
 
 def run_with(policy: str, *, tp_size: int = 1, **model: object) -> RunConfig:

@@ -51,7 +51,7 @@ def wrong_values() -> Iterator[tuple[str, str, Any, str]]:
     for name, one in run_fields().items():
         facts, bounds = one.facts, {}
         if facts.choices:
-            bounds["none of them"] = f"must be one of {', '.join(map(str, facts.choices))}"
+            bounds["NONE"] = f"must be one of {', '.join(map(str, facts.choices))}"
         if facts.least is not None:
             bounds[facts.least - 1] = f"at least {facts.least}"
         if facts.above is not None:

@@ -153,7 +153,7 @@ def test_a_verified_replay_that_differs_names_the_layer(monkeypatch: pytest.Monk
         ("transformer.h", "*:full@split", "needs tensor-parallel layers"),
         ("transformer.h", "*:ops()", "expected an operator"),
         ("transformer.h", "*:ops(aten.mmm.default)", "no operator aten.mmm.default"),
-        ("transformer.h", "*:ful", "at character 3"),
+        ("transformer.h", "*:ful", "in the rule"),
     ],
 )
 def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(

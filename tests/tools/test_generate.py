@@ -363,7 +363,7 @@ def test_faults_end_with_status_2_and_one_line(
         ("--temperature 0", "--temperature must be above 0"),
         ("--temperature nan", "--temperature must be"),
         ("--top-p 0", "--top-p must be above 0"),
-        ("--top-p 1.1", "--top-p must be at most 1"),
+        ("--top-p 1.1", "--top-p must be above 0 and at most 1"),
         ("--top-k -1", "--top-k must be at least 0"),
         ("--prompt - --prompt -", "read once"),
     ],
