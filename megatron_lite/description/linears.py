@@ -17,14 +17,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.description import temporaries
 from megatron_lite.description.operations import (
-    ALL_GATHER,
-    ALL_REDUCE,
     NOTHING_MOVED,
-    REDUCE_SCATTER,
-    Collective,
+    OPERATORS,
     KeptTensor,
     Matmul,
     Moved,
@@ -32,16 +27,11 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Sizes
-
-OPERATORS = {
-    ALL_REDUCE: "_c10d_functional.all_reduce.default",
-    ALL_GATHER: "_c10d_functional.all_gather_into_tensor.default",
-    REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",
-}
+from megatron_lite.description.shape import Shape
 
 
 def column_linear(
+    of: Shape,
     name: str,
     module: str,
     matmul: str,
@@ -49,8 +39,6 @@ def column_linear(
     *,
     width: int,
     bias: bool,
-    model: ModelConfig,
-    sizes: Sizes,
     moved: Moved = NOTHING_MOVED,
     **others: Any,
 ) -> Operation:
@@ -60,43 +48,38 @@ def column_linear(
 
     width: the number of output features on one rank.
     output: the name of the result.
-    moved: the bytes that the kernels around the matmul move.
+    moved: the bytes that the kernels behind the matmul move.
     others: further fields of the operation.
     """
-    result = KeptTensor(output, sizes.tokens * width * sizes.element_bytes)
-    product = Matmul(matmul, sizes.tokens, width, model.hidden_size)
-    calls: tuple[OperatorCall, ...] = (OperatorCall(_linear(bias), (result,), (product,)),)
-    parameters = (
-        Parameter("weight", (width, model.hidden_size)),
-        *((Parameter("bias", (width,)),) if bias else ()),
-    )
-    if sizes.tp_size > 1 and sizes.sequence_parallel:
-        gather = hidden_collective(ALL_GATHER, model, sizes)
-        gathered = KeptTensor(f"gathered input of {name}", gather.num_bytes)
-        calls = (OperatorCall(OPERATORS[ALL_GATHER], (gathered,), collectives=(gather,)), *calls)
+    sizes, hidden = of.sizes, of.model.hidden_size
+    result = KeptTensor(output, sizes.tokens * width * of.element)
+    product = Matmul(matmul, sizes.tokens, width, hidden)
+    weight = Parameter("weight", (width, hidden))
+    gathered = KeptTensor(f"gathered input of {name}", of.whole)
     return Operation(
         name,
         module,
-        calls=calls,
-        backward=column_backward(model, sizes),
-        beside=column_beside(sizes),
-        parameters=parameters,
+        calls=(
+            *(OperatorCall(OPERATORS[one.kind], (gathered,), (), (one,)) for one in of.gathers),
+            OperatorCall(_linear(bias), (result,), (product,)),
+        ),
+        backward=of.gathers + of.reduces,
+        beside=of.beside,
+        parameters=(weight, *((Parameter("bias", (width,)),) if bias else ())),
         # The gradient of the bias is a sum over the gradient of the output.
-        moved=moved + ((0, result.num_bytes) if bias else (0, 0)),
-        temporary=temporaries.column_linear(model, sizes, result.num_bytes, parameters[0]),
+        moved=moved + (0, result.num_bytes * bias),
+        temporary=of.column_temporary(result.num_bytes, weight),
         **others,
     )
 
 
 def row_linear(
+    of: Shape,
     name: str,
     module: str,
     matmul: str,
     *,
     width: int,
-    bias: bool,
-    model: ModelConfig,
-    sizes: Sizes,
     own_gradient: bool,
     output_is_read: bool = False,
     **others: Any,
@@ -107,95 +90,39 @@ def row_linear(
     collective that sums the ranks' partial results.
 
     width: the number of input features on one rank.
-    own_gradient: see `temporaries.row_linear`.
+    own_gradient: whether the gradient of its output is another tensor than that of the residual
+        stream.
     output_is_read: whether an operation keeps the output, so that no replay can leave it out.
     """
-    hidden = sizes.tokens * model.hidden_size * sizes.element_bytes
+    model, sizes, bias = of.model, of.sizes, of.model.add_bias_linear
     product = (Matmul(matmul, sizes.tokens, model.hidden_size, width),)
+    several, last = of.tp_size > 1, not output_is_read
     # One rank adds the bias in the matmul (addmm). Several ranks add it after the sum, so that it
     # counts once: their matmul is an mm, and its partial result is a storage of its own.
-    summed = KeptTensor(f"{name} output", hidden)
-    calls: tuple[OperatorCall, ...] = (
-        OperatorCall(_linear(bias), (summed,), product, output_only=True),
-    )
-    if sizes.tp_size > 1:
-        (collective,) = row_forward(model, sizes)
-        if sizes.sequence_parallel:
-            summed = summed._replace(num_bytes=hidden // sizes.tp_size)
-        calls = (
-            OperatorCall(
-                _linear(False),
-                (KeptTensor(f"partial {name} output", hidden),),
-                product,
-                output_only=True,
-            ),
-            OperatorCall(
-                OPERATORS[collective.kind], (summed,), collectives=(collective,), output_only=True
-            ),
-        )
-    if output_is_read:
-        calls = tuple(call._replace(output_only=False) for call in calls)
-    parameters = (
-        Parameter("weight", (model.hidden_size, width)),
-        *((Parameter("bias", (model.hidden_size,), sizes.sequence_parallel),) if bias else ()),
-    )
+    result = KeptTensor(f"{'partial ' * several}{name} output", of.whole)
+    summed = KeptTensor(f"{name} output", of.hidden)
+    weight = Parameter("weight", (model.hidden_size, width))
+    vector = Parameter("bias", (model.hidden_size,), sizes.sequence_parallel)
+    inside = sizes.tokens * width * of.element + of.weight_gradient(weight)
+    if of.gathers:
+        inside = of.whole + max(inside, sizes.gloo_copy(of.whole))
+    own_gradient = own_gradient or model.hidden_dropout > 0.0 or of.widened
     return Operation(
         name,
         module,
-        calls=calls,
-        backward=row_backward(model, sizes),
-        parameters=parameters,
-        # One rank adds the bias in the matmul, and several add it to the sum.
-        moved=Moved(
-            2 * summed.num_bytes if bias and sizes.tp_size > 1 else 0,
-            summed.num_bytes if bias else 0,
+        calls=(
+            OperatorCall(_linear(bias and not several), (result,), product, output_only=last),
+            *(
+                OperatorCall(OPERATORS[one.kind], (summed,), (), (one,), output_only=last)
+                for one in of.reduces
+            ),
         ),
-        temporary=temporaries.row_linear(
-            model, sizes, width, parameters[0], own_gradient=own_gradient
-        ),
+        backward=of.gathers,
+        parameters=(weight, *((vector,) if bias else ())),
+        moved=Moved(2 * of.hidden * several, of.hidden) if bias else NOTHING_MOVED,
+        temporary=inside + own_gradient * of.hidden,
         **others,
     )
-
-
-def column_backward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
-    """Returns the collectives of the backward of a column-parallel linear layer."""
-    if sizes.tp_size == 1:
-        return ()
-    if not sizes.sequence_parallel:
-        return (hidden_collective(ALL_REDUCE, model, sizes),)
-    return hidden_collective(ALL_GATHER, model, sizes), hidden_collective(
-        REDUCE_SCATTER, model, sizes
-    )
-
-
-def column_beside(sizes: Sizes) -> tuple[str, ...]:
-    """Returns the gradient whose matmul runs beside each collective of `column_backward`."""
-    if sizes.tp_size == 1:
-        return ()
-    return ("input", "weight") if sizes.sequence_parallel else ("weight",)
-
-
-def row_forward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
-    """Returns the collective that sums the partial [s, b, h] of the ranks in the forward."""
-    if sizes.tp_size == 1:
-        return ()
-    return (
-        hidden_collective(REDUCE_SCATTER if sizes.sequence_parallel else ALL_REDUCE, model, sizes),
-    )
-
-
-def row_backward(model: ModelConfig, sizes: Sizes) -> tuple[Collective, ...]:
-    """Returns the collective of the backward of a row-parallel linear layer."""
-    return (
-        (hidden_collective(ALL_GATHER, model, sizes),)
-        if sizes.tp_size > 1 and sizes.sequence_parallel
-        else ()
-    )
-
-
-def hidden_collective(kind: str, model: ModelConfig, sizes: Sizes) -> Collective:
-    """Returns a collective that moves a whole [s, b, h], or [s/c, b, h]."""
-    return Collective(kind, sizes.tokens * model.hidden_size * sizes.element_bytes)
 
 
 def _linear(bias: bool) -> str:

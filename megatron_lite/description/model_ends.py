@@ -7,17 +7,14 @@ and model/gpt.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description import temporaries
-from megatron_lite.description.linears import (
-    column_backward,
-    column_beside,
-    hidden_collective,
-    row_backward,
-    row_forward,
+from megatron_lite.config.row_blocks import (
+    has_gradient_tensor,
+    has_loss_blocks,
+    product_rows,
+    rows_at_a_time,
 )
-from megatron_lite.description.norms import norm_parameters, residual_norm_keeps
+from megatron_lite.description.norms import norm_keeps, norm_parameters
 from megatron_lite.description.operations import (
-    ALL_GATHER,
     ALL_REDUCE,
     ID_BYTES,
     Collective,
@@ -28,153 +25,142 @@ from megatron_lite.description.operations import (
     OperatorCall,
     Parameter,
 )
-from megatron_lite.description.sizes import Sizes, residual_bytes
+from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Sizes
+
+LOSS_ROWS = 4  # float32 numbers of each token: factors of its gradient, loss and statistics
 
 
 def embedding_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
-    """Returns the embedding of a first stage.
+    """Returns the embedding of a first stage; nothing for another stage.
 
     Each tensor-parallel rank looks up the ids of its own rows of the vocabulary. A collective sums
     the results: an all-reduce, or a reduce-scatter under sequence parallelism.
     """
-    keeps = [KeptTensor("token ids", ID_BYTES * sizes.tokens, given=True)]
-    if sizes.tp_size > 1:
+    if not sizes.has_embedding:
+        return ()
+    of, drops = Shape(model, sizes), model.hidden_dropout > 0.0
+    ids = ID_BYTES * sizes.tokens
+    keeps = [KeptTensor("token ids", ids, given=True)]
+    if of.tp_size > 1:
         keeps.append(KeptTensor("which ids are elsewhere", sizes.tokens))
-    untied = model.untie_embeddings_and_output_weights
-    parameters = [
-        Parameter(
-            "word_embeddings.weight", _words(model, sizes), tied=not untied and not sizes.has_head
-        )
-    ]
-    if sizes.resets_positions:
-        keeps.append(KeptTensor("position ids", ID_BYTES * sizes.tokens, given=True))
+    tied = not model.untie_embeddings_and_output_weights and not sizes.has_head
+    words = Parameter("word_embeddings.weight", _words(of), tied=tied)
+    parameters, table = [words], words.num_elements * of.element
+    # The rows of the tokens are copied. Backward fills a gradient of the whole table with zeros and
+    # adds the rows to it.
+    moved = Moved(2 * of.whole, table + 3 * of.whole)
     if model.positions.learned:
-        parameters.append(
-            Parameter(
-                "position_embeddings.weight",
-                (model.max_position_embeddings, model.hidden_size),
-                partial=sizes.sequence_parallel,
-            )
-        )
-    if model.hidden_dropout > 0.0:
-        keeps.append(KeptTensor("embedding dropout mask", sizes.local_tokens * model.hidden_size))
+        shape = model.max_position_embeddings, model.hidden_size
+        positions = Parameter("position_embeddings.weight", shape, sizes.sequence_parallel)
+        parameters.append(positions)
+        moved += (3 * of.whole, 0)
+        if sizes.resets_positions:  # a second look-up, in place of a slice
+            keeps.append(KeptTensor("position ids", ids, given=True))
+            moved += (2 * of.whole, positions.num_elements * of.element + 3 * of.whole)
+    if drops:
+        keeps.append(KeptTensor("embedding dropout mask", of.hidden // of.element))
+        moved += (2 * of.whole, 2 * of.whole)
     return (
         Operation(
             "embedding",
             "embedding",
             tuple(keeps),
-            calls=(OperatorCall("", (), (), row_forward(model, sizes)),),
-            backward=row_backward(model, sizes),
+            calls=(OperatorCall("", (), (), of.reduces),),
+            backward=of.gathers,
             parameters=tuple(parameters),
-            moved=_lookup(model, sizes),
-            temporary=temporaries.embedding(model, sizes, parameters[0]),
+            moved=moved,
+            temporary=_embedding_temporary(of, words.num_elements),
         ),
     )
 
 
 def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
-    """Returns the final norm, the output projection and the loss of a last stage.
+    """Returns the final norm, the output projection and the loss of a last stage; else nothing.
 
     With several tensor-parallel ranks the loss issues two all-reduces. The first takes the maximum
     of the logits; the second sums the label's logit and the exponentials, two numbers per token.
-    The output weight is a parameter of the head unless it is tied to an embedding on the same
-    stage.
     """
-    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
-    residual = residual_bytes(model, sizes)
-    columns = sizes.padded_vocab_size // sizes.tp_size
-    untied = model.untie_embeddings_and_output_weights
-    weights: tuple[Parameter, ...] = (Parameter("weight", _words(model, sizes)),)
-    # A tied model multiplies by the embedding's weight. A last stage without the embedding holds a
-    # copy of that weight.
-    if not untied:
-        copy = Parameter("embedding.word_embeddings.weight", _words(model, sizes), tied=True)
-        weights = () if sizes.has_embedding else (copy,)
-    row = sizes.tokens * sizes.accumulate_bytes
-    several = sizes.tp_size > 1
-    gathers = (
-        (hidden_collective(ALL_GATHER, model, sizes),)
-        if several and sizes.sequence_parallel
-        else ()
-    )
-    vectors = norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel)
-    logits = KeptTensor("logits", sizes.tokens * columns * sizes.element_bytes)
-    project = OperatorCall(
-        "", (), (Matmul("logits", sizes.tokens, columns, model.hidden_size),), gathers
-    )
-    sums: tuple[Collective, ...] = ()
-    if several:
-        sums = (Collective(ALL_REDUCE, row), Collective(ALL_REDUCE, 2 * row))
+    if not sizes.has_head:
+        return ()
+    of = Shape(model, sizes)
+    columns = sizes.padded_vocab_size // of.tp_size
+    weight = Parameter("weight", _words(of))
+    logits = KeptTensor("logits", sizes.tokens * columns * of.element)
+    product = (Matmul("logits", sizes.tokens, columns, model.hidden_size),)
     # With loss chunks no logits are kept. In two passes backward of the output layer runs the
     # projection again. In one pass forward computes all gradients, and keeps that of its input.
-    one_pass = sizes.loss_in_one_pass
-    in_backward = column_backward(model, sizes)
-    kept_for_loss = (
-        *((logits,) if sizes.loss_chunk_size is None else ()),
-        KeptTensor("labels", 8 * sizes.tokens),
-        KeptTensor("which labels are here", sizes.tokens),
-        KeptTensor("share of the softmax", sizes.accumulate_bytes * sizes.tokens),
+    one_pass, chunk = sizes.loss_in_one_pass, sizes.loss_chunk_size
+    backward, beside = ((), ()) if one_pass else (of.gathers + of.reduces, of.beside)
+    # One step for all tokens, or for each chunk in one pass, which sums its statistics apart.
+    steps = range(0, sizes.tokens, chunk if one_pass and chunk else sizes.tokens)
+    sums = tuple(
+        Collective(ALL_REDUCE, factor * sizes.accumulate_bytes * min(steps.step, sizes.tokens - at))
+        for at in steps
+        for factor in (1, 2)
+        if of.tp_size > 1
     )
-    moved = _cross_entropy(logits.num_bytes, sizes)
-    if sizes.loss_chunk_size is None:
-        weight = Parameter("weight", _words(model, sizes))
-        temporary = temporaries.column_linear(model, sizes, logits.num_bytes, weight)
+    # Forward reads the logits twice, and writes and reads a softmax in float32. Backward reads the
+    # logits, writes the softmax, scales it in place and writes the gradient from it.
+    reads, softmax = 2 * logits.num_bytes, of.wide(logits.num_bytes)
+    moved = Moved(reads + 2 * softmax, reads + 4 * softmax)
+    keeps = [
+        KeptTensor("labels", ID_BYTES * sizes.tokens),
+        KeptTensor("which labels are here", sizes.tokens),
+        KeptTensor("share of the softmax", of.row),
+    ]
+    if chunk is None:
+        keeps.insert(0, logits)
+        temporary = of.column_temporary(logits.num_bytes, weight)
     else:
-        temporary = temporaries.chunked_loss(model, sizes, columns)
+        temporary = _chunked_temporary(of, columns)
     if one_pass:
-        # The statistics of each chunk are summed apart. The input is gathered once, so only the
-        # sum of its gradient is left of the collectives of backward.
-        sums = (*_sums_by_chunk(sizes), *in_backward[-1:])
-        moved = Moved(moved.forward + moved.backward, 0)
+        # The input is gathered once, so only the sum of its gradient is left of the collectives of
+        # backward.
+        sums, moved, keeps = sums + of.reduces, Moved(sum(moved), 0), []
+    if sizes.masks_loss:
+        keeps.append(loss_mask(sizes))
     return (
         Operation(
             "final_layernorm",
             "decoder.final_layernorm",
-            (
-                KeptTensor("output of the last layer", residual),
-                *residual_norm_keeps("final norm", model, sizes),
-            ),
-            parameters=vectors,
-            moved=Moved(residual + hidden, 2 * residual + hidden),
+            (KeptTensor("output of the last layer", of.residual), *norm_keeps(of, "final norm")),
+            parameters=norm_parameters(of),
+            moved=Moved(of.residual + of.hidden, 2 * of.residual + of.hidden),
         ),
         Operation(
             "output_layer",
-            "output_layer" if untied else "",
-            (KeptTensor(f"{'gradient of the ' * one_pass}normed output", hidden),),
-            calls=(project,),
-            backward=() if one_pass else in_backward,
-            beside=() if one_pass else column_beside(sizes),
-            rebuilds=(
-                project.matmuls if sizes.loss_chunk_size is not None and not one_pass else ()
-            ),
+            "output_layer" if model.untie_embeddings_and_output_weights else "",
+            (KeptTensor(f"{'gradient of the ' * one_pass}normed output", of.hidden),),
+            calls=(OperatorCall("", (), product, of.gathers),),
+            backward=backward,
+            beside=beside,
+            rebuilds=product if chunk is not None and not one_pass else (),
             gradients_in_forward=one_pass,
-            parameters=weights,
+            parameters=_output_weights(of, weight),
             temporary=temporary,
         ),
         Operation(
             "loss",
             "",
-            (
-                *(() if one_pass else kept_for_loss),
-                *((loss_mask(sizes),) if sizes.masks_loss else ()),
-            ),
+            tuple(keeps),
             calls=(OperatorCall("", (), (), sums),),
             moved=moved,
-            temporary=0 if one_pass else temporaries.loss(sizes, columns),
+            temporary=0 if one_pass else _loss_temporary(of, columns),
         ),
     )
 
 
-def _sums_by_chunk(sizes: Sizes) -> tuple[Collective, ...]:
-    """Returns the all-reduces of the statistics of each loss chunk, if there are several ranks."""
-    if sizes.tp_size == 1 or sizes.loss_chunk_size is None:
-        return ()
-    return tuple(
-        Collective(ALL_REDUCE, factor * sizes.accumulate_bytes * chunk)
-        for start in range(0, sizes.tokens, sizes.loss_chunk_size)
-        for chunk in [min(sizes.loss_chunk_size, sizes.tokens - start)]
-        for factor in (1, 2)
-    )
+def _output_weights(of: Shape, weight: Parameter) -> tuple[Parameter, ...]:
+    """Returns the parameters of the output layer.
+
+    A tied model multiplies by the embedding's weight. A last stage without the embedding holds a
+    copy of that weight.
+    """
+    if of.model.untie_embeddings_and_output_weights:
+        return (weight,)
+    name = "embedding.word_embeddings.weight"
+    return () if of.sizes.has_embedding else (weight._replace(name=name, tied=True),)
 
 
 def loss_mask(sizes: Sizes) -> KeptTensor:
@@ -182,34 +168,80 @@ def loss_mask(sizes: Sizes) -> KeptTensor:
     return KeptTensor("loss mask", 4 * sizes.tokens, given=True)
 
 
-def _lookup(model: ModelConfig, sizes: Sizes) -> Moved:
-    """Returns the bytes that the embedding moves.
+def loss_blocks(sizes: Sizes, tokens: int, columns: int) -> int:
+    """Returns the bytes with which the loss computes the softmax of some rows of its logits.
 
-    The rows of the tokens are copied. Backward fills a gradient of the whole table with zeros and
-    adds the rows to it.
+    torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
+    on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast. One
+    compiled kernel for all rows, as on CUDA, has none of these.
     """
-    hidden = sizes.tokens * model.hidden_size * sizes.element_bytes
-    rows, width = _words(model, sizes)
-    added = 3 * hidden if model.positions.learned else 0
-    dropped = 2 * hidden if model.hidden_dropout > 0.0 else 0
-    moved = Moved(
-        2 * hidden + added + dropped, rows * width * sizes.element_bytes + 3 * hidden + dropped
-    )
-    if sizes.resets_positions:  # a second look-up, in place of a slice
-        table = model.max_position_embeddings * width * sizes.element_bytes
-        moved += (2 * hidden, table + 3 * hidden)
-    return moved
+    if not has_loss_blocks(sizes.device):
+        return 0
+    rows = min(tokens, rows_at_a_time(tokens, columns, sizes.device))
+    softmax = rows * columns * sizes.accumulate_bytes
+    if sizes.is_rounded and (not sizes.is_float16 or sizes.device == "cpu"):
+        return 2 * softmax
+    return softmax + rows * columns * sizes.element_bytes * sizes.has_padding
 
 
-def _cross_entropy(logits_bytes: int, sizes: Sizes) -> Moved:
-    """Returns the bytes that tensor_parallel/cross_entropy.py moves.
+def _loss_temporary(of: Shape, columns: int) -> int:
+    """Returns the number of the loss, in forward and in backward.
 
-    Forward reads the logits twice, and writes and reads a softmax in float32. Backward reads the
-    logits, writes the softmax, scales it in place and writes the gradient from it.
+    The gradient takes the place of the logits, which are kept. Those of a chunk are not.
+    columns: the columns of the logits on one rank.
     """
-    softmax = logits_bytes // sizes.element_bytes * sizes.accumulate_bytes
-    return Moved(2 * logits_bytes + 2 * softmax, 2 * logits_bytes + 4 * softmax)
+    tokens, chunks = _chunk(of.sizes), of.sizes.loss_chunk_size is not None
+    logits = tokens * columns * of.element * chunks
+    return logits + loss_blocks(of.sizes, tokens, columns) + LOSS_ROWS * of.row
 
 
-def _words(model: ModelConfig, sizes: Sizes) -> tuple[int, int]:
-    return sizes.padded_vocab_size // sizes.tp_size, model.hidden_size
+def _chunked_temporary(of: Shape, columns: int) -> int:
+    """Returns the number of the output projection with the loss, one chunk of tokens at a time."""
+    sizes, hidden = of.sizes, of.model.hidden_size
+    total = cast = product = gathered = scattered = 0
+    if not sizes.adds_by_itself:
+        # The gradient is summed over the chunks in float32, and cast when it is complete.
+        total = columns * hidden * sizes.accumulate_bytes
+        cast = columns * hidden * of.element * sizes.is_rounded
+    if sizes.is_rounded and has_gradient_tensor(sizes.device):
+        wide = sizes.accumulate_bytes if sizes.device == "cpu" else 0
+        product = min(columns, product_rows(hidden)) * hidden * (of.element + wide)
+    if of.gathers:
+        gathered, scattered = of.whole, of.hidden + sizes.gloo_copy(of.whole)
+    blocks = loss_blocks(sizes, _chunk(sizes), columns)
+    inside = _loss_temporary(of, columns) + max(0, scattered + product - blocks)
+    return of.whole + gathered + total + max(inside, cast)
+
+
+def _embedding_temporary(of: Shape, num_words: int) -> int:
+    """Returns the number of the embedding. num_words: the elements of the table of the tokens.
+
+    A lookup on a CPU adds the rows of the tokens to the sum of gradients, cast to float32. Any
+    other one makes a gradient of the table's size.
+    """
+    sizes = of.sizes
+    # The gradient of the rows that were looked up is that of the residual stream, or another one.
+    own = of.tp_size > 1 or of.model.hidden_dropout or of.widened
+    rows = of.whole if own else 0
+    if sizes.adds_by_itself and sizes.device == "cpu":
+        return rows + of.wide(of.whole) * sizes.is_rounded
+    # Autograd casts the gradient. It adds that of the head to it, in place if it can.
+    casts = sizes.sums_gradients and sizes.is_rounded and not sizes.adds_by_itself
+    is_view = of.tp_size == 1 and sizes.loss_chunk_size is None and not casts
+    copied = waits_for_lookup(of) and is_view
+    return rows + num_words * ((1 + copied) * of.element + sizes.accumulate_bytes * casts)
+
+
+def waits_for_lookup(of: Shape) -> bool:
+    """Returns whether the head's gradient of a tied weight waits for that of the embedding."""
+    tied = not of.model.untie_embeddings_and_output_weights
+    return of.sizes.has_embedding and of.sizes.has_head and tied and not of.sizes.adds_by_itself
+
+
+def _chunk(sizes: Sizes) -> int:
+    """Returns the tokens that have logits at a time."""
+    return min(sizes.loss_chunk_size or sizes.tokens, sizes.tokens)
+
+
+def _words(of: Shape) -> tuple[int, int]:
+    return of.sizes.padded_vocab_size // of.tp_size, of.model.hidden_size

@@ -8,14 +8,11 @@ branch ends. Standard library only.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import DROPOUT, LAYERNORM
-from megatron_lite.description.linears import OPERATORS
 from megatron_lite.description.operations import (
     ALL_REDUCE,
+    OPERATORS,
     QK_LAYERNORM,
     Collective,
     KeptTensor,
@@ -26,69 +23,57 @@ from megatron_lite.description.operations import (
     RegionEntry,
     rng_state,
 )
-from megatron_lite.description.sizes import Heads, Sizes, is_widened, residual_bytes
+from megatron_lite.description.shape import Shape
 
 ATTENTION_DROPOUT, MLP_DROPOUT = "attention dropout", "mlp dropout"
 
 
 def norm_before(
-    name: str,
-    residual: KeptTensor,
-    output: str,
-    statistics: str,
-    *,
-    model: ModelConfig,
-    sizes: Sizes,
+    of: Shape, name: str, residual: KeptTensor, output: str, statistics: str
 ) -> Operation:
     """Returns the norm at the beginning of a branch."""
     return Operation(
         name,
         name,
-        (residual, *residual_norm_keeps(statistics, model, sizes)),
+        (residual, *norm_keeps(of, statistics)),
         (LAYERNORM,),
         (RegionEntry(LAYERNORM, (residual,), (output,)),),
-        parameters=norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel),
+        parameters=norm_parameters(of),
         # Backward reads dy and x, writes dx, and adds dx to the gradient of the residual.
-        moved=Moved(2 * residual.num_bytes, 6 * residual.num_bytes),
+        moved=Moved(2 * of.residual, 6 * of.residual),
     )
 
 
-def norm_after(
-    name: str, linear: str, *, model: ModelConfig, sizes: Sizes, regions: tuple[str, ...] = ()
-) -> Operation:
+def norm_after(of: Shape, name: str, linear: str, regions: tuple[str, ...] = ()) -> Operation:
     """Returns the norm at the end of a branch. It keeps the output of the branch's last matmul.
 
     linear: the name of that row-parallel linear layer.
     """
-    shape = model, sizes, sizes.local_tokens, model.hidden_size
-    vectors = norm_parameters(model, model.hidden_size, partial=sizes.sequence_parallel)
-    hidden = sizes.local_tokens * model.hidden_size * sizes.element_bytes
     # Several ranks add the bias to the sum, which gives a tensor of its own.
-    biased = model.add_bias_linear and sizes.tp_size > 1
-    branch = KeptTensor(f"{linear} output{' with its bias' if biased else ''}", hidden)
+    biased = of.model.add_bias_linear and of.tp_size > 1
+    branch = KeptTensor(f"{linear} output{' with its bias' * biased}", of.hidden)
     return Operation(
         name,
         name,
-        (branch, *norm_keeps(name, *shape)),
+        (branch, *norm_keeps(of, name)),
         regions,
-        parameters=vectors,
-        moved=Moved(2 * hidden, 3 * hidden),
+        parameters=norm_parameters(of),
+        moved=Moved(2 * of.hidden, 3 * of.hidden),
     )
 
 
-def add_branch(name: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
+def add_branch(of: Shape, name: str) -> Operation:
     """Returns the dropout of a branch and its addition to the residual.
 
     It keeps a mask of one byte per element, unless the probability is 0.
     """
-    added = residual_bytes(model, sizes)
-    branch = sizes.local_tokens * model.hidden_size * sizes.element_bytes
-    if not model.hidden_dropout:
+    added = of.residual
+    if not of.model.hidden_dropout:
         # The gradient of the sum is the gradient of both terms. A 16-bit branch gets a cast of it.
-        cast = added + branch if is_widened(model, sizes) else 0
-        return Operation(name, "", regions=(DROPOUT,), moved=Moved(2 * added + branch, cast))
-    mask = KeptTensor(f"{name} mask", sizes.local_tokens * model.hidden_size)
-    state = rng_state(f"RNG state of the {mask.name}", sizes.stream_state_bytes)
+        moved = Moved(2 * added + of.hidden, (added + of.hidden) * of.widened)
+        return Operation(name, "", regions=(DROPOUT,), moved=moved)
+    mask = KeptTensor(f"{name} mask", of.hidden // of.element)
+    state = rng_state(f"RNG state of the {mask.name}", of.sizes.stream_state_bytes)
     return Operation(
         name,
         "",
@@ -99,154 +84,105 @@ def add_branch(name: str, *, model: ModelConfig, sizes: Sizes) -> Operation:
     )
 
 
-def query_key_norms(model: ModelConfig, sizes: Sizes, raw: tuple[KeptTensor, ...]) -> Operation:
+def query_key_norms(of: Shape, raw: tuple[KeptTensor, ...]) -> Operation:
     """Returns the norms of query and key.
 
     raw: the tensors that they keep of their inputs.
     """
-    heads = Heads.of(model, sizes)
-    both = heads.query + heads.kv
-
-    def shifted(weights: tuple[Parameter, ...]) -> tuple[KeptTensor, ...]:
-        kept = zip(weights, ("query norm", "key norm"), strict=True)
-        return tuple(
-            tensor
-            for weight, name in kept
-            for tensor in shifted_weight(name, model, sizes, weight.num_elements)
-        )
-
+    model, both = of.model, of.query + of.kv
+    calls: tuple[OperatorCall, ...] = ()
     if model.norms_all_heads:
-        calls, weights = all_heads_calls(sizes), all_heads_parameters(model, sizes)
-        return Operation(
-            QK_LAYERNORM,
-            "self_attention",
-            (*raw, all_heads_statistics(sizes), *shifted(weights)),
-            calls=calls,
-            backward=tuple(one for call in reversed(calls) for one in call.collectives),
-            parameters=weights,
-            moved=Moved(3 * both, 5 * both),
+        # One scale for each token and norm, and the weights of this rank's heads.
+        statistics = KeptTensor("qk norm statistics", 2 * of.row)
+        widths = (
+            heads * model.head_dim // of.tp_size
+            for heads in (model.num_attention_heads, model.query_groups)
         )
-    rows = both // sizes.element_bytes // model.head_dim
-    of_query, of_key = (
-        norm_parameters(model, model.head_dim, f"{name}_layernorm.", partial=True) for name in "qk"
+        pairs: tuple[tuple[Parameter, ...], ...] = tuple(
+            (Parameter(f"{name}_layernorm.weight", (width,)),)
+            for name, width in zip("qk", widths, strict=True)
+        )
+        moved = Moved(3 * both, 5 * both)
+        if of.tp_size > 1:
+            calls = tuple(
+                OperatorCall(
+                    OPERATORS[ALL_REDUCE],
+                    (KeptTensor(f"sum of squares of the {name}", of.row),),
+                    collectives=(Collective(ALL_REDUCE, of.row),),
+                )
+                for name in ("query", "key")
+            )
+    else:
+        statistics = norm_statistics(of, "qk norm", both // of.element // model.head_dim)
+        pairs = tuple(
+            norm_parameters(of, model.head_dim, f"{name}_layernorm.", partial=True) for name in "qk"
+        )
+        moved = Moved(2 * both, 3 * both)
+    names = zip(("query norm", "key norm"), pairs, strict=True)
+    shifted = (
+        one for name, pair in names for one in shifted_weight(of, name, pair[0].num_elements)
     )
     return Operation(
         QK_LAYERNORM,
         "self_attention",
-        (*raw, norm_statistics("qk norm", model, sizes, rows), *shifted((of_query[0], of_key[0]))),
-        parameters=(*of_query, *of_key),
-        moved=Moved(2 * both, 3 * both),
+        (*raw, statistics, *shifted),
+        calls=calls,
+        backward=tuple(one for call in calls for one in call.collectives),
+        parameters=tuple(one for pair in pairs for one in pair),
+        moved=moved,
     )
 
 
-def all_heads_parameters(model: ModelConfig, sizes: Sizes) -> tuple[Parameter, ...]:
-    """Returns the weights of both norms, of this rank's heads."""
-    return tuple(
-        Parameter(f"{name}_layernorm.weight", (heads * model.head_dim // sizes.tp_size,))
-        for name, heads in (("q", model.num_attention_heads), ("k", model.query_groups))
-    )
+def norm_statistics(of: Shape, name: str, rows: int, *, wide: bool = False) -> KeptTensor:
+    """Returns the statistics that a norm of `rows` rows keeps for backward.
 
+    LayerNorm keeps the mean and the reciprocal deviation of each row, RMSNorm the reciprocal root
+    mean square. torch's CPU kernel of LayerNorm keeps them in the dtype of the rows. All other
+    kernels, also compiled ones, keep at least float32.
 
-def all_heads_statistics(sizes: Sizes) -> KeptTensor:
-    """Returns the scales that both norms keep, one number for each token and norm."""
-    return KeptTensor("qk norm statistics", 2 * _numbers(sizes))
-
-
-def all_heads_calls(sizes: Sizes) -> tuple[OperatorCall, ...]:
-    """Returns the all-reduces of both norms in the forward. The backward issues as many."""
-    if sizes.tp_size == 1:
-        return ()
-    return tuple(
-        OperatorCall(
-            OPERATORS[ALL_REDUCE],
-            (KeptTensor(f"sum of squares of the {name}", _numbers(sizes)),),
-            collectives=(Collective(ALL_REDUCE, _numbers(sizes)),),
-        )
-        for name in ("query", "key")
-    )
-
-
-def _numbers(sizes: Sizes) -> int:
-    return sizes.tokens * sizes.accumulate_bytes
-
-
-def norm_statistics(name: str, model: ModelConfig, sizes: Sizes, rows: int) -> KeptTensor:
-    """Returns the statistics that a norm of `rows` rows keeps for backward."""
+    wide: whether the rows are in float32.
+    """
+    sizes, model = of.sizes, of.model
+    cpu_kernel = sizes.device == "cpu" and model.norm_impl == "torch" and not sizes.compiled_kernels
+    number = of.element if cpu_kernel and not wide else sizes.accumulate_bytes
+    per_row = {"LayerNorm": 2 * number, "RMSNorm": sizes.accumulate_bytes}
     return KeptTensor(
-        f"{name} statistics",
-        chosen("--normalization", model.normalization, STATISTICS)(rows, model, sizes),
+        f"{name} statistics", rows * chosen("--normalization", model.normalization, per_row)
     )
 
 
-def norm_keeps(
-    name: str, model: ModelConfig, sizes: Sizes, rows: int, width: int
-) -> tuple[KeptTensor, ...]:
-    """Returns the tensors that a norm of rows of `width` elements keeps besides its input."""
-    statistics = norm_statistics(name, model, sizes, rows)
-    return statistics, *shifted_weight(name, model, sizes, width)
-
-
-def shifted_weight(
-    name: str, model: ModelConfig, sizes: Sizes, width: int
-) -> tuple[KeptTensor, ...]:
-    """Returns 1 + weight, which a norm keeps under --apply-layernorm-1p, or nothing."""
-    if not model.apply_layernorm_1p:
-        return ()
-    return (KeptTensor(f"{name} weight plus 1", width * sizes.element_bytes),)
-
-
-def residual_norm_keeps(name: str, model: ModelConfig, sizes: Sizes) -> tuple[KeptTensor, ...]:
-    """Returns the tensors that a norm of the residual stream keeps besides its input."""
-    if not is_widened(model, sizes):
-        return norm_keeps(name, model, sizes, sizes.local_tokens, model.hidden_size)
-    wide = replace(sizes, element_bytes=sizes.accumulate_bytes)
-    return (
-        norm_statistics(name, model, wide, sizes.local_tokens),
-        *(
-            KeptTensor(f"{name} {kind} in float32", _vector(model, sizes))
-            for kind in ("weight", "bias")[: _kept_vectors(model, sizes)]
-        ),
-    )
-
-
-def _kept_vectors(model: ModelConfig, sizes: Sizes) -> int:
-    """Returns how many parameters a norm keeps. Only apex's kernel keeps the bias."""
+def norm_keeps(of: Shape, name: str) -> tuple[KeptTensor, ...]:
+    """Returns the tensors that a norm of [s', b, h] keeps besides its input."""
+    model, sizes = of.model, of.sizes
+    statistics = norm_statistics(of, name, sizes.local_tokens, wide=of.widened)
+    if not of.widened:
+        return statistics, *shifted_weight(of, name, model.hidden_size)
+    # A norm of a wider residual stream keeps casts of its weight and, with apex's kernel, its bias.
     uses_apex = model.norm_impl == "apex" and not sizes.compiled_kernels
-    return model.norm_vectors if uses_apex else 1
+    vector = model.hidden_size * sizes.accumulate_bytes
+    kinds = ("weight", "bias")[: model.norm_vectors if uses_apex else 1]
+    return statistics, *(KeptTensor(f"{name} {kind} in float32", vector) for kind in kinds)
 
 
-def _vector(model: ModelConfig, sizes: Sizes) -> int:
-    return model.hidden_size * sizes.accumulate_bytes
+def shifted_weight(of: Shape, name: str, width: int) -> tuple[KeptTensor, ...]:
+    """Returns 1 + weight, which a norm keeps under --apply-layernorm-1p, or nothing."""
+    if not of.model.apply_layernorm_1p:
+        return ()
+    return (KeptTensor(f"{name} weight plus 1", width * of.element),)
 
 
 def norm_parameters(
-    model: ModelConfig, width: int, prefix: str = "", *, partial: bool
+    of: Shape, width: int | None = None, prefix: str = "", *, partial: bool | None = None
 ) -> tuple[Parameter, ...]:
-    """Returns the weight of a norm and, for LayerNorm, the bias. Each has `width` elements.
+    """Returns the weight of a norm and, for LayerNorm, the bias.
 
-    partial: whether each TP rank normalizes other tokens or other heads.
+    width: the elements of each; None: those of the hidden states.
+    partial: whether each TP rank normalizes other tokens or other heads; None: other tokens under
+        sequence parallelism.
     """
+    width = of.model.hidden_size if width is None else width
+    partial = of.sizes.sequence_parallel if partial is None else partial
     return tuple(
         Parameter(f"{prefix}{name}", (width,), partial)
-        for name in ("weight", "bias")[: model.norm_vectors]
+        for name in ("weight", "bias")[: of.model.norm_vectors]
     )
-
-
-def _layer_norm_statistics(rows: int, model: ModelConfig, sizes: Sizes) -> int:
-    """Returns the bytes of the mean and the reciprocal deviation of each row.
-
-    torch's CPU kernel keeps them in the dtype of the rows. All other kernels, also compiled ones,
-    keep at least float32.
-    """
-    in_rows_dtype = (
-        sizes.device == "cpu" and model.norm_impl == "torch" and not sizes.compiled_kernels
-    )
-    return 2 * rows * (sizes.element_bytes if in_rows_dtype else sizes.accumulate_bytes)
-
-
-def _rms_norm_statistics(rows: int, model: ModelConfig, sizes: Sizes) -> int:
-    """Returns the bytes of the reciprocal root mean square of each row. RMSNorm has no mean."""
-    return rows * sizes.accumulate_bytes
-
-
-STATISTICS = {"LayerNorm": _layer_norm_statistics, "RMSNorm": _rms_norm_statistics}

@@ -16,6 +16,11 @@ from megatron_lite.description.sizes import Sizes
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 SHIFT = "ring shift"
+OPERATORS = {
+    ALL_REDUCE: "_c10d_functional.all_reduce.default",
+    ALL_GATHER: "_c10d_functional.all_gather_into_tensor.default",
+    REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",
+}
 ID_BYTES = 8  # of a token id, or of a place in the sequence
 QK_LAYERNORM, LINEAR_PROJ = "qk_layernorm", "linear_proj"
 
@@ -166,7 +171,7 @@ class Operation(NamedTuple):
     parameters: the parameters of its module.
     moved: the bytes that its kernels move besides matmuls and collectives. The sum of a residual's
         two gradients counts in the norm where the residual branches.
-    temporary: the bytes of its largest temporary (temporaries.py).
+    temporary: the bytes of its largest temporary (shape.py).
     """
 
     name: str

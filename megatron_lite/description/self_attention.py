@@ -17,13 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.description import temporaries
-from megatron_lite.description.linears import OPERATORS
 from megatron_lite.description.norms import query_key_norms
 from megatron_lite.description.operations import (
     ALL_GATHER,
+    ID_BYTES,
+    OPERATORS,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
@@ -36,39 +35,39 @@ from megatron_lite.description.operations import (
     document_starts,
     shared_table,
 )
-from megatron_lite.description.sizes import Heads, Sizes
+from megatron_lite.description.shape import Shape
 
 CORE = "core_attention"
 SEED_AND_OFFSET = 16  # bytes
 CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
 
+Tensors = tuple[KeptTensor, ...]
 
-def attention_output(model: ModelConfig, sizes: Sizes) -> KeptTensor:
+
+def attention_output(of: Shape) -> KeptTensor:
     """Returns the tensor that core attention returns and linear_proj saves."""
-    return KeptTensor("attention output", Heads.of(model, sizes).query)
+    return KeptTensor("attention output", of.query)
 
 
-def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterator[Operation]:
+def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
     """Yields the operations between linear_qkv and linear_proj of a layer.
 
     layer: the number of the layer in the whole model, counted from 0.
     """
-    heads = Heads.of(model, sizes)
+    model, sizes = of.model, of.sizes
     grouped = model.query_groups < model.num_attention_heads
     # In these two cases the norms keep contiguous copies of query and key. Otherwise they keep
     # views of linear_qkv's output, which is one storage.
     apart = grouped or model.norm_impl == "apex"
     rotary, normed = model.layer_rotates(layer), model.qk_layernorm
     yield Operation("split_heads", "self_attention")
-    windowed = model.layer_reach(layer, sizes.seq_length) is not None
-    whole = KeptTensor("query, key and value", heads.query + 2 * heads.kv)
+    whole = KeptTensor("query, key and value", of.query + 2 * of.kv)
     if normed:
-        raw = (KeptTensor("query", heads.query), KeptTensor("key", heads.kv)) if apart else (whole,)
-        yield query_key_norms(model, sizes, raw)
+        yield query_key_norms(of, _heads(of) if apart else (whole,))
     if rotary:
-        tables = 2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes
+        tables = 2 * sizes.own_seq_length * model.rotary_dim * of.element
         # x cos + rotate_half(x) sin takes five kernels for the query and five for the key.
-        both = heads.query + heads.kv
+        both = of.query + of.kv
         yield Operation(
             "rotary",
             "self_attention",
@@ -76,32 +75,24 @@ def attention_operations(model: ModelConfig, sizes: Sizes, layer: int) -> Iterat
             moved=Moved(10 * both, 12 * both),
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
-    inputs: tuple[KeptTensor, ...] = (whole,)
+    inputs: Tensors = (whole,)
     if rotary or normed or grouped:
-        prefix = "normed " if normed else ""
-        if rotary:
-            prefix = "rotated "
-        value = whole if normed and not apart else KeptTensor("value", heads.kv)
-        inputs = (
-            KeptTensor(f"{prefix}query", heads.query),
-            KeptTensor(f"{prefix}key", heads.kv),
-            value,
-        )
+        prefix = "rotated " if rotary else "normed " * normed
+        value = whole if normed and not apart else KeptTensor("value", of.kv)
+        inputs = (*_heads(of, prefix), value)
     starts = (document_starts(sizes),) if sizes.resets_attention else ()
     if model.builds_scores(sizes.device):
-        yield _unfused(model, sizes, inputs, starts)
+        yield _unfused(of, inputs, starts)
     else:
-        yield _flash(model, sizes, inputs, starts, windowed=windowed)
+        windowed = model.layer_reach(layer, sizes.seq_length) is not None
+        yield _flash(of, inputs, starts, windowed=windowed)
 
 
-def _flash(
-    model: ModelConfig,
-    sizes: Sizes,
-    inputs: tuple[KeptTensor, ...],
-    starts: tuple[KeptTensor, ...],
-    *,
-    windowed: bool,
-) -> Operation:
+def _heads(of: Shape, prefix: str = "") -> Tensors:
+    return KeptTensor(f"{prefix}query", of.query), KeptTensor(f"{prefix}key", of.kv)
+
+
+def _flash(of: Shape, inputs: Tensors, starts: Tensors, *, windowed: bool) -> Operation:
     """Returns core attention by a flash kernel.
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
@@ -112,28 +103,21 @@ def _flash(
 
     starts: the starts of the documents, if attention needs them.
     """
-    attended = attention_output(model, sizes)
-    rows = (
-        sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size * sizes.own_seq_length
-    )
+    sizes, drops = of.sizes, of.model.attention_dropout > 0.0
+    attended = attention_output(of)
+    rows = attended.num_bytes // of.element // of.model.head_dim
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
-    masked = windowed or bool(starts)
+    masked, alone = windowed or bool(starts), sizes.cp_size == 1
     kernel = "efficient_attention" if masked else "flash_attention"
     if sizes.device == "cpu":
         kernel = "flash_attention_for_cpu"
-    operator = (
-        f"aten._scaled_dot_product_{kernel}.default"
-        if sizes.cp_size == 1
-        else CONTEXT_PARALLEL_ATTENTION
-    )
-    scores, context = (
-        one._replace(causal=not masked, fused=True) for one in _matmuls(model, sizes)
-    )
-    forward, backward = _exchange(model, sizes)
+    operator = f"aten._scaled_dot_product_{kernel}.default"
+    scores, context = (one._replace(causal=not masked, fused=True) for one in _matmuls(of))
+    forward, backward = _exchange(of)
     # No policy may keep a result that depends on random numbers: the replay would not draw them,
     # and all later draws would differ.
     call = OperatorCall(
-        "" if model.attention_dropout > 0.0 else operator,
+        "" if drops else operator if alone else CONTEXT_PARALLEL_ATTENTION,
         (attended, log_sum_exp),
         (scores, context),
         forward,
@@ -141,12 +125,12 @@ def _flash(
     # CUDA's kernels keep the place of their random numbers, also without dropout. The one for masks
     # does not.
     state = KeptTensor("seed and offset", SEED_AND_OFFSET)
-    states = (state,) if sizes.device != "cpu" and sizes.cp_size == 1 and not masked else ()
+    states = (state,) if sizes.device != "cpu" and alone and not masked else ()
     mask = starts
-    if masked and model.attention_dropout:
+    if masked and drops:
         samples = sizes.micro_batch_size if starts else 1
         name = "document mask" if starts else "window mask"
-        mask = (KeptTensor(name, samples * sizes.seq_length**2 * sizes.element_bytes),)
+        mask = (KeptTensor(name, samples * sizes.seq_length**2 * of.element),)
     return Operation(
         CORE,
         "self_attention.core_attention",
@@ -156,13 +140,41 @@ def _flash(
         (call,),
         backward,
         rebuilds=(scores,),
-        temporary=temporaries.flash_attention(model, sizes, windowed=windowed),
+        temporary=_flash_temporary(of) + (_mask_temporary(of) if alone and masked else 0),
     )
 
 
-def _unfused(
-    model: ModelConfig, sizes: Sizes, inputs: tuple[KeptTensor, ...], starts: tuple[KeptTensor, ...]
-) -> Operation:
+def _flash_temporary(of: Shape) -> int:
+    """Returns the bytes of the gradients of the output, query, key and value.
+
+    Over context-parallel ranks (context_parallel/sharded_attention.py) keys, values and the sum of
+    their gradients travel besides.
+    """
+    query, part, ranks = of.query, 2 * of.kv, of.sizes.cp_size
+    if ranks == 1:
+        return 2 * query + part
+    gradients, second = query + part, max(query + part // 2, query // 2 + part)
+    if of.sizes.cp_comm_type == "p2p":
+        # The ring holds a part, the one that arrives and, beyond two ranks, the next one. Two parts
+        # of gradients travel.
+        held = (min(ranks - 1, 2) + 2) * part
+        return gradients + of.wide(query) + held + second + max(gradients, part)
+    whole = ranks * part
+    copy = of.sizes.gloo_copy(whole)
+    most = max(gradients + max(copy, second), second + part + copy)
+    return gradients + of.wide(query) + 2 * whole + most
+
+
+def _mask_temporary(of: Shape) -> int:
+    """Returns the most bytes while a mask of documents or of a window is built again."""
+    sizes = of.sizes
+    scores = sizes.own_seq_length * sizes.seq_length
+    if not sizes.resets_attention:
+        return 2 * scores * of.element
+    return sizes.micro_batch_size * (scores * (1 + of.element) + ID_BYTES)
+
+
+def _unfused(of: Shape, inputs: Tensors, starts: Tensors) -> Operation:
     """Returns core attention that builds its scores.
 
     It keeps the softmax, s/c x s for each head. With dropout it also keeps the mask, one byte per
@@ -170,111 +182,96 @@ def _unfused(
 
     starts: the starts of the documents, if attention needs them. Only a replay keeps them.
     """
-    attended = attention_output(model, sizes)
+    model, sizes = of.model, of.sizes
+    drops, grouped = model.attention_dropout > 0.0, model.query_groups < model.num_attention_heads
+    attended = attention_output(of)
     # The keys of all context-parallel ranks, repeated for every query head of a group.
-    repeated = attended.num_bytes * sizes.cp_size
+    repeated = of.query * sizes.cp_size
     heads = inputs
-    if model.query_groups < model.num_attention_heads:
-        heads = (
-            inputs[0],
-            KeptTensor("repeated key", repeated),
-            KeptTensor("repeated value", repeated),
-        )
+    if grouped:
+        again = (KeptTensor(f"repeated {name}", repeated) for name in ("key", "value"))
+        heads = (inputs[0], *again)
     elif sizes.cp_size > 1:
         heads = (inputs[0], KeptTensor("gathered key and value", 2 * repeated))
-    elements = (
-        sizes.micro_batch_size
-        * model.num_attention_heads
-        // sizes.tp_size
-        * sizes.own_seq_length
-        * sizes.seq_length
+    elements = repeated // of.element // model.head_dim * sizes.own_seq_length
+    scores = elements * of.element
+    softmax = of.wide(scores) if model.attention_softmax_in_fp32 else scores
+    kept = [KeptTensor("softmax", softmax)]
+    # The mask is spread over the scores. Softmax reads them and writes its result. The attended
+    # values are copied to the layout [s, b, h].
+    moved = Moved(
+        2 * scores + softmax + 2 * attended.num_bytes, scores + 2 * softmax + 4 * attended.num_bytes
     )
-    softmax = (
-        max(4, sizes.element_bytes) if model.attention_softmax_in_fp32 else sizes.element_bytes
-    )
-    kept = [KeptTensor("softmax", elements * softmax)]
-    if model.attention_dropout > 0.0:
+    if softmax != scores:
+        moved += (softmax + scores,) * 2
+    if drops:
         kept += [
             KeptTensor("softmax dropout mask", elements),
-            KeptTensor("dropped softmax", elements * sizes.element_bytes),
+            KeptTensor("dropped softmax", scores),
         ]
+        moved += (2 * scores + elements,) * 2
     # A float32 softmax is cast before the product with V, which saves the cast tensor.
-    elif softmax != sizes.element_bytes:
-        kept += [KeptTensor("cast softmax", elements * sizes.element_bytes)]
-    moved = Moved(
-        # The mask is spread over the scores. Softmax reads them and writes its result. The
-        # attended values are copied to the layout [s, b, h].
-        2 * elements * sizes.element_bytes + elements * softmax + 2 * attended.num_bytes,
-        elements * sizes.element_bytes + 2 * elements * softmax + 4 * attended.num_bytes,
-    )
-    if softmax != sizes.element_bytes:
-        cast = elements * (softmax + sizes.element_bytes)
-        moved += (cast, cast)
-    if model.attention_dropout > 0.0:
-        dropped = elements * (2 * sizes.element_bytes + 1)
-        moved += (dropped, dropped)
-    if model.query_groups < model.num_attention_heads:
-        moved += (4 * repeated, 4 * repeated)
-    scores, context = _matmuls(model, sizes)
-    forward, backward = _exchange(model, sizes)
-    gathers = []
-    if forward:
-        gathered = KeptTensor("gathered key and value", forward[0].num_bytes)
-        gathers = [OperatorCall(OPERATORS[ALL_GATHER], (gathered,), collectives=forward)]
-    calls = (
-        *gathers,
-        OperatorCall(
-            "aten.baddbmm.default",
-            (KeptTensor("scores", elements * sizes.element_bytes),),
-            (scores,),
-        ),
-        OperatorCall(
-            "aten.bmm.default",
-            (attended._replace(name="attention output by head"),),
-            (context,),
-            output_only=True,
-        ),
-    )
+    elif softmax != scores:
+        kept.append(KeptTensor("cast softmax", scores))
+    if grouped:
+        moved += (4 * repeated,) * 2
+    first, second = _matmuls(of)
+    forward, backward = _exchange(of)
+    gathered = KeptTensor("gathered key and value", 2 * of.kv * sizes.cp_size)
+    by_head = attended._replace(name="attention output by head")
     return Operation(
         CORE,
         "self_attention.core_attention",
         (*heads, *kept),
         (CORE_ATTENTION,),
         (RegionEntry(CORE_ATTENTION, (*inputs, *starts)),),
-        calls,
+        (
+            *(OperatorCall(OPERATORS[ALL_GATHER], (gathered,), (), (one,)) for one in forward),
+            OperatorCall("aten.baddbmm.default", (KeptTensor("scores", scores),), (first,)),
+            OperatorCall("aten.bmm.default", (by_head,), (second,), output_only=True),
+        ),
         backward,
         moved=moved,
-        temporary=temporaries.unfused_attention(model, sizes, elements, softmax),
+        temporary=_unfused_temporary(of, scores, softmax),
     )
 
 
-def _matmuls(model: ModelConfig, sizes: Sizes) -> tuple[Matmul, Matmul]:
+def _unfused_temporary(of: Shape, scores: int, softmax: int) -> int:
+    """Returns the number of attention that builds its scores, from their bytes."""
+    query, ranks = of.query, of.sizes.cp_size
+    repeated = ranks * query  # the gradient of the key, or of the value, for every head
+    # The product with the values keeps a tensor besides the softmax, and frees it early.
+    freed = scores if softmax != scores or of.model.attention_dropout else 0
+    whole = 2 * ranks * of.kv
+    exchange = whole + of.sizes.gloo_copy(whole) if ranks > 1 else 0
+    return max(
+        query + scores + repeated,
+        repeated + 2 * softmax - freed,
+        2 * query + 3 * repeated + exchange + scores - freed,
+    )
+
+
+def _matmuls(of: Shape) -> tuple[Matmul, Matmul]:
     """Returns the matmuls Q K^T and softmax times V.
 
     Each is over the whole sequence, without the saving of a causal mask.
     """
-    queries, keys, d = sizes.own_seq_length, sizes.seq_length, model.head_dim
-    heads = sizes.micro_batch_size * model.num_attention_heads // sizes.tp_size
+    queries, keys, d = of.sizes.own_seq_length, of.sizes.seq_length, of.model.head_dim
+    heads = of.sizes.micro_batch_size * of.model.num_attention_heads // of.tp_size
     return Matmul("scores", queries, keys, d, heads), Matmul("context", queries, d, keys, heads)
 
 
-def _exchange(
-    model: ModelConfig, sizes: Sizes
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+def _exchange(of: Shape) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
     """Returns the forward and the backward collectives of attention over context-parallel ranks."""
-    if sizes.cp_size == 1:
-        return (), ()
-    part = 2 * Heads.of(model, sizes).kv
-    gather = Collective(ALL_GATHER, sizes.cp_size * part)
-    scatter = Collective(REDUCE_SCATTER, sizes.cp_size * part)
-    if model.builds_scores(sizes.device):
-        return (gather,), (scatter,)
+    ranks, part = of.sizes.cp_size, 2 * of.kv
+    gather, scatter = (Collective(kind, ranks * part) for kind in (ALL_GATHER, REDUCE_SCATTER))
     shift = Collective(SHIFT, part)
-    return chosen(
-        "--cp-comm-type",
-        sizes.cp_comm_type,
-        {
-            "p2p": ((shift,) * (sizes.cp_size - 1), (shift,) * (2 * sizes.cp_size - 1)),
-            "allgather": ((gather,), (gather, scatter)),
-        },
-    )
+    if ranks == 1:
+        return (), ()
+    if of.model.builds_scores(of.sizes.device):
+        return (gather,), (scatter,)
+    ways = {
+        "p2p": ((shift,) * (ranks - 1), (shift,) * (2 * ranks - 1)),
+        "allgather": ((gather,), (gather, scatter)),
+    }
+    return chosen("--cp-comm-type", of.sizes.cp_comm_type, ways)

@@ -6,10 +6,8 @@ Standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 
@@ -134,11 +132,6 @@ class Sizes:
         return self.element_bytes != self.accumulate_bytes
 
     @property
-    def splits_sequence(self) -> bool:
-        """Whether TP ranks hold parts of the sequence outside of attention and MLP."""
-        return self.tp_size > 1 and self.sequence_parallel
-
-    @property
     def tokens(self) -> int:
         """The tokens of a micro-batch on one rank: s b / c."""
         return self.own_seq_length * self.micro_batch_size
@@ -192,38 +185,3 @@ def allocated(num_bytes: int, device: str) -> int:
         return num_bytes
     rest = -num_bytes % BLOCK_UNIT
     return num_bytes + rest if rest <= BLOCK_UNIT // 2 else num_bytes
-
-
-def residual_element_bytes(model: ModelConfig, sizes: Sizes) -> int:
-    """Returns the bytes of an element of the residual stream."""
-    return sizes.accumulate_bytes if model.fp32_residual_connection else sizes.element_bytes
-
-
-def residual_bytes(model: ModelConfig, sizes: Sizes) -> int:
-    """Returns the bytes of the residual stream of a micro-batch on one rank."""
-    return sizes.local_tokens * model.hidden_size * residual_element_bytes(model, sizes)
-
-
-def is_widened(model: ModelConfig, sizes: Sizes) -> bool:
-    """Returns whether the residual stream has a wider dtype than the branches."""
-    return residual_element_bytes(model, sizes) != sizes.element_bytes
-
-
-class Heads(NamedTuple):
-    """The bytes of the query and of the key on one rank. The value has the bytes of the key.
-
-    query: s/c b a/t d elements.
-    kv: s/c b g/t d elements.
-    """
-
-    query: int
-    kv: int
-
-    @classmethod
-    def of(cls, model: ModelConfig, sizes: Sizes) -> Heads:
-        """Returns the bytes for one micro-batch of a model."""
-        per_channel = sizes.tokens * sizes.element_bytes
-        return cls(
-            per_channel * (model.num_attention_heads * model.head_dim // sizes.tp_size),
-            per_channel * (model.query_groups * model.head_dim // sizes.tp_size),
-        )

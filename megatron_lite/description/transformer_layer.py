@@ -1,13 +1,11 @@
-"""The description of a transformer layer (model/layer.py) as operations. Standard library only."""
+"""The description of a transformer layer (model/layer.py) as rows. Standard library only."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from megatron_lite.config.model import ACTIVATIONS, ModelConfig
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION
-from megatron_lite.description import temporaries
 from megatron_lite.description.linears import column_linear, row_linear
 from megatron_lite.description.norms import (
     ATTENTION_DROPOUT,
@@ -25,7 +23,8 @@ from megatron_lite.description.operations import (
     RegionEntry,
 )
 from megatron_lite.description.self_attention import attention_operations, attention_output
-from megatron_lite.description.sizes import Sizes, is_widened, residual_bytes
+from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Sizes
 
 LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
@@ -64,125 +63,129 @@ def describe_kinds(
 
 
 def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDescription:
-    """Returns the description of a layer. The variables have the notation of config/model.py.
+    """Returns the description of a layer: its operations in the order of the forward.
 
     layer: the number of the layer in the whole model, counted from 0.
     """
-    element, tp_size, h, d = sizes.element_bytes, sizes.tp_size, model.hidden_size, model.head_dim
-    hidden = sizes.local_tokens * h * element  # [s', b, h], s' = s/(c t) or s/c
-    qkv_width = (model.num_attention_heads + 2 * model.query_groups) * d // tp_size
-    fc1_width, fc2_width = model.fc1_blocks * model.ffn_size // tp_size, model.ffn_size // tp_size
-    activated = KeptTensor("activation output", sizes.tokens * fc2_width * element)
-    intermediate = KeptTensor("fc1 output", sizes.tokens * fc1_width * element)
-    shape: dict[str, Any] = dict(model=model, sizes=sizes)
+    of = Shape(model, sizes)
     layer_input, mlp_residual = (
-        KeptTensor(name, residual_bytes(model, sizes)) for name in ("layer input", "mlp residual")
+        KeptTensor(name, of.residual) for name in ("layer input", "mlp residual")
     )
     if model.parallel_residual:
         mlp_residual = layer_input
-    before_attention: tuple[Operation, ...] = ()
-    before_mlp, after_attention, after_mlp = before_attention, before_attention, before_attention
+    # Under sequence parallelism linear_qkv and linear_fc1 keep only this rank's 1/t of their input
+    # and gather it again in backward (2205.05198, section 4.2.2). Their inputs are `of.hidden`.
+    normed, normed_mlp = (
+        KeptTensor(f"normed {name}", of.hidden) for name in ("layer input", "mlp residual")
+    )
     if model.norms_after:
         normed, normed_mlp = layer_input, mlp_residual
-        after_attention = (norm_after("post_self_attn_layernorm", LINEAR_PROJ, **shape),)
-        after_mlp = (norm_after("post_mlp_layernorm", LINEAR_FC2, regions=(MLP_REGION,), **shape),)
-    else:
-        normed, normed_mlp = (
-            KeptTensor(f"normed {name}", hidden) for name in ("layer input", "mlp residual")
-        )
-        before_attention = (
-            norm_before("input_layernorm", layer_input, normed.name, "input norm", **shape),
-        )
-        before_mlp = (
-            norm_before("pre_mlp_layernorm", mlp_residual, normed_mlp.name, "mlp norm", **shape),
-        )
-    # Under sequence parallelism linear_qkv and linear_fc1 keep only this rank's 1/t of their input
-    # and gather it again in backward (2205.05198, section 4.2.2). Their inputs are `hidden` bytes.
-    qkv = column_linear(
+    fc2_width = model.ffn_size // of.tp_size
+    fc1_width = model.fc1_blocks * model.ffn_size // of.tp_size
+    intermediate = KeptTensor("fc1 output", sizes.tokens * fc1_width * of.element)
+    activated = KeptTensor("activation output", sizes.tokens * fc2_width * of.element)
+    bias = model.add_bias_linear
+    before, after = not model.norms_after, model.norms_after
+    rows = (
+        before and norm_before(of, "input_layernorm", layer_input, normed.name, "input norm"),
+        _query_key_value(of, normed),
+        *attention_operations(of, layer),
+        row_linear(
+            of,
+            LINEAR_PROJ,
+            "self_attention.linear_proj",
+            "projection",
+            width=model.num_attention_heads * model.head_dim // of.tp_size,
+            keeps=(attention_output(of),),
+            # With a norm in between, or if the MLP's branch begins beside attention, the gradient
+            # of the residual stream is another tensor.
+            own_gradient=after or model.parallel_residual,
+        ),
+        after and norm_after(of, "post_self_attn_layernorm", LINEAR_PROJ),
+        add_branch(of, ATTENTION_DROPOUT),
+        before and norm_before(of, "pre_mlp_layernorm", mlp_residual, normed_mlp.name, "mlp norm"),
+        column_linear(
+            of,
+            LINEAR_FC1,
+            "mlp.linear_fc1",
+            "fc1",
+            intermediate.name,
+            width=fc1_width,
+            bias=bias,
+            keeps=(normed_mlp,),
+            regions=(MLP_REGION,),
+            enters=(RegionEntry(MLP_REGION, (normed_mlp,)),),
+        ),
+        _activation(of, intermediate, activated),
+        row_linear(
+            of,
+            LINEAR_FC2,
+            "mlp.linear_fc2",
+            "fc2",
+            width=fc2_width,
+            keeps=(activated,),
+            regions=(MLP_REGION,),
+            own_gradient=after,
+            output_is_read=after,
+        ),
+        after and norm_after(of, "post_mlp_layernorm", LINEAR_FC2, (MLP_REGION,)),
+        add_branch(of, MLP_DROPOUT),
+    )
+    return LayerDescription(
+        tuple(row for row in rows if row), _absorbs(of), _peculiarity(model, sizes, layer)
+    )
+
+
+def _query_key_value(of: Shape, keeps: KeptTensor) -> Operation:
+    """Returns the linear layer before attention, and the split of its output into heads.
+
+    With query groups, query and value become contiguous (model/attention.py). Backward joins the
+    three gradients.
+    """
+    model, twice = of.model, 2 * (of.query + 2 * of.kv)
+    grouped = model.query_groups < model.num_attention_heads
+    return column_linear(
+        of,
         "linear_qkv",
         "self_attention.linear_qkv",
         "qkv",
         "query, key and value",
-        width=qkv_width,
+        width=(model.num_attention_heads + 2 * model.query_groups) * model.head_dim // of.tp_size,
         bias=model.add_bias_linear or model.add_qkv_bias,
-        keeps=(normed,),
-        moved=_split_heads(qkv_width * sizes.tokens * element, model),
-        **shape,
+        keeps=(keeps,),
+        moved=Moved(twice * grouped, twice),
     )
-    projection = row_linear(
-        LINEAR_PROJ,
-        "self_attention.linear_proj",
-        "projection",
-        width=model.num_attention_heads * d // tp_size,
-        bias=model.add_bias_linear,
-        keeps=(attention_output(model, sizes),),
-        # With a norm in between, or if the MLP's branch begins beside attention, the gradient of
-        # the residual stream is another tensor.
-        own_gradient=model.norms_after or model.parallel_residual,
-        **shape,
-    )
-    fc1 = column_linear(
-        LINEAR_FC1,
-        "mlp.linear_fc1",
-        "fc1",
-        intermediate.name,
-        width=fc1_width,
-        bias=model.add_bias_linear,
-        keeps=(normed_mlp,),
-        regions=(MLP_REGION,),
-        enters=(RegionEntry(MLP_REGION, (normed_mlp,)),),
-        **shape,
-    )
-    activation = Operation(
+
+
+def _activation(of: Shape, intermediate: KeptTensor, activated: KeptTensor) -> Operation:
+    """Returns the MLP's activation. intermediate: its input. activated: its result."""
+    model, inside, output = of.model, intermediate.num_bytes, activated.num_bytes
+    if model.activation == "gelu" and model.bias_gelu_fusion and of.sizes.device == "cpu":
+        # The forward computes in float32: a 16-bit input and the result are cast.
+        inside = max(inside, 2 * of.wide(output) * of.sizes.is_rounded)
+    elif model.activation == "swiglu":
+        inside += 2 * output  # backward holds silu(gate) and two gradients of that size
+    forward, backward = ACTIVATIONS[model.activation].moved
+    return Operation(
         "activation",
         "mlp",
         (intermediate,),
         (MLP_REGION, ACTIVATION),
         (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
-        moved=_activation(model, activated.num_bytes),
-        temporary=temporaries.activation(model, sizes, intermediate.num_bytes, activated.num_bytes),
-    )
-    fc2 = row_linear(
-        LINEAR_FC2,
-        "mlp.linear_fc2",
-        "fc2",
-        width=fc2_width,
-        bias=model.add_bias_linear,
-        keeps=(activated,),
-        regions=(MLP_REGION,),
-        own_gradient=model.norms_after,
-        output_is_read=model.norms_after,
-        **shape,
-    )
-    return LayerDescription(
-        (
-            *before_attention,
-            qkv,
-            *attention_operations(model, sizes, layer),
-            projection,
-            *after_attention,
-            add_branch(ATTENTION_DROPOUT, **shape),
-            *before_mlp,
-            fc1,
-            activation,
-            fc2,
-            *after_mlp,
-            add_branch(MLP_DROPOUT, **shape),
-        ),
-        _absorbs(model, sizes),
-        _peculiarity(model, sizes, layer),
+        moved=Moved(forward * output, backward * output),
+        temporary=inside + output,
     )
 
 
-def _absorbs(model: ModelConfig, sizes: Sizes) -> str:
+def _absorbs(of: Shape) -> str:
     """Returns the operation whose backward takes in the gradient of the layer's output.
 
     It adds the gradient of the MLP's input to it. With a parallel residual the two are added where
     attention's branch ends, and the gradient of the output is freed once that branch has read it.
     """
+    model = of.model
     if model.parallel_residual:
-        own_gradient = model.hidden_dropout or is_widened(model, sizes)
-        return ATTENTION_DROPOUT if own_gradient else LINEAR_PROJ
+        return ATTENTION_DROPOUT if model.hidden_dropout or of.widened else LINEAR_PROJ
     return LINEAR_FC1 if model.norms_after else "pre_mlp_layernorm"
 
 
@@ -193,17 +196,3 @@ def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
     if model.positions.rotated and not model.layer_rotates(layer):
         words.append("no rotary embedding")
     return ", ".join(words)
-
-
-def _split_heads(qkv_bytes: int, model: ModelConfig) -> Moved:
-    """Returns the bytes that splitting the output of linear_qkv moves (model/attention.py).
-
-    With query groups, query and value become contiguous. Backward joins the three gradients.
-    """
-    grouped = model.query_groups < model.num_attention_heads
-    return Moved(2 * qkv_bytes if grouped else 0, 2 * qkv_bytes)
-
-
-def _activation(model: ModelConfig, output_bytes: int) -> Moved:
-    forward, backward = ACTIVATIONS[model.activation].moved
-    return Moved(forward * output_bytes, backward * output_bytes)

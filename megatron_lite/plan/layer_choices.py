@@ -15,7 +15,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import LayerAction
 from megatron_lite.config.regions import REGIONS, nested
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.sizes import Sizes, residual_bytes
+from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.plan.operation_time import Clock
 from megatron_lite.plan.policies import LayerPrice
@@ -115,7 +116,7 @@ def _priced(
         )
     segment = _segment(action, store)
     if segment.split:  # the gather of the split unit before runs at the same time
-        rebuilt += residual_bytes(model, sizes)
+        rebuilt += Shape(model, sizes).residual
     seconds = 0.0
     if action != KEEP:
         seconds = replay_time(model, segment, skip_tail, clock, sizes).total()

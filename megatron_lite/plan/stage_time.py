@@ -18,9 +18,9 @@ from typing import NamedTuple
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.linears import hidden_collective
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import ALL_GATHER, REDUCE_SCATTER, Collective, Operation
+from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms
@@ -164,7 +164,7 @@ def _replay(
         seconds[REPLAYED_MEMORY_BOUND] += REPLAY_S * starts
     if segment.split:
         # The gather of a unit's input runs beside the backward of the unit after it.
-        gather = hidden_collective(ALL_GATHER, model, sizes)
+        gather = Collective(ALL_GATHER, Shape(model, sizes).whole)
         seconds[TENSOR_PARALLEL] += clock.exposed(
             clock.hardware.collective_seconds(gather, clock.tp), seconds.total()
         )

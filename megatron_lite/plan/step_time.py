@@ -24,7 +24,8 @@ from megatron_lite.description.operations import (
     Collective,
     Matmul,
 )
-from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes, residual_bytes
+from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
 from megatron_lite.description.transformer_layer import describe_kinds
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.plan.hardware import Group, Hardware
@@ -148,7 +149,7 @@ def step_time(
         )
         kept = min(1.0, num_kept / window)
         passages.append([passage(stage, kept) for stage in own_stages[rank::p]])
-    sent = transfer_bytes or residual_bytes(model, Sizes.of(config, device=hardware.device))
+    sent = transfer_bytes or Shape(model, Sizes.of(config, device=hardware.device)).residual
     transfer = hardware.transfer_seconds(sent, inside=pipeline.is_inside_a_node(hardware))
     durations = Durations(
         [[one.forward.total() for one in own] for own in passages],

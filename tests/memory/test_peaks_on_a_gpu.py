@@ -16,9 +16,9 @@ import pytest
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import whole_model
-from megatron_lite.description import temporaries
+from megatron_lite.description import model_ends, shape
+from megatron_lite.description.model_ends import loss_blocks
 from megatron_lite.description.sizes import Sizes, allocated
-from megatron_lite.description.temporaries import loss_blocks
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.recompute.schedule import plan_stage
@@ -31,8 +31,12 @@ LOWEST, HIGHEST = -0.003, 0.01
 
 @pytest.fixture
 def earlier_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("has_gradient_tensor", "has_loss_blocks"):
-        monkeypatch.setattr(temporaries, name, lambda device: True)
+    for module, name in (
+        (model_ends, "has_gradient_tensor"),
+        (model_ends, "has_loss_blocks"),
+        (shape, "has_gradient_tensor"),
+    ):
+        monkeypatch.setattr(module, name, lambda device: True)
 
 
 def config_of(row: dict[str, Any]) -> RunConfig:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.config import regions
-from megatron_lite.description import norms, temporaries, transformer_layer
+from megatron_lite.description import model_ends, norms, transformer_layer
 from megatron_lite.description.operations import LayerDescription, Operation
 from megatron_lite.memory.predict import states, step_peak
 from tests.description import test_drift, test_regions
@@ -78,8 +78,8 @@ def without_caches(patch: Patch) -> None:
 
 def a_loss_casts_no_rows(patch: Patch) -> None:
     without_caches(patch)
-    half = temporaries.loss_blocks
-    patch.setattr(temporaries, "loss_blocks", lambda *args: half(*args) // 2)
+    half = model_ends.loss_blocks
+    patch.setattr(model_ends, "loss_blocks", lambda *args: half(*args) // 2)
 
 
 def an_allocator_does_not_round(patch: Patch) -> None:

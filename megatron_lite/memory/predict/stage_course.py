@@ -2,7 +2,7 @@
 
     forward     what is kept for backward is added up
     backward    from the last operation to the first: what is kept and rebuilt, and the operation's
-                largest temporary (description/temporaries.py)
+                largest temporary (description/shape.py)
 
 A unit, or a layer with an `ops(...)` policy, rebuilds everything before its backward begins. A
 region is rebuilt when the first operation reads it (held_tensors.py).
@@ -22,15 +22,19 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.model_ends import (
+    embedding_operations,
+    head_operations,
+    waits_for_lookup,
+)
 from megatron_lite.description.operations import (
     KeptTensor,
     LayerDescription,
     Operation,
     document_starts,
 )
-from megatron_lite.description.sizes import Sizes, residual_bytes
-from megatron_lite.description.temporaries import waits_for_lookup
+from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, GatheredWeights
 from megatron_lite.memory.predict.held_tensors import held_in_backward
@@ -102,9 +106,9 @@ class _Course:
         self.layers = describe_layers(model, sizes, plan.num_layers)
         self.first = embedding_operations(model, sizes) if sizes.has_embedding else ()
         self.last = head_operations(model, sizes) if sizes.has_head else ()
-        self.hidden, self.waits = residual_bytes(model, sizes), 0
+        self.hidden, self.waits = Shape(model, sizes).residual, 0
         # The gradient of a tied weight waits for that of the lookup.
-        if waits_for_lookup(model, sizes):
+        if waits_for_lookup(Shape(model, sizes)):
             wide = sizes.accumulate_bytes if sizes.sums_gradients else sizes.element_bytes
             self.waits = sizes.padded_vocab_size // sizes.tp_size * model.hidden_size * wide
         self.walk = Walk()

@@ -5,7 +5,7 @@
 The first part is that of states.py, and the rotary tables. The second part follows the rank's
 actions in the order of the pipeline. Each forward or backward of a stage is a passage
 (stage_course.py): what is kept, what a replay rebuilds, and one number for each operation
-(description/temporaries.py). On CUDA the allocator's rounding and two workspaces of cuBLAS count.
+(description/shape.py). On CUDA the allocator's rounding and two workspaces of cuBLAS count.
 
     held when an action begins    what earlier actions have left, the tensors that have arrived for
                                   this action and for the next one, and tensors that are being sent
@@ -35,7 +35,8 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
-from megatron_lite.description.sizes import Sizes, residual_bytes
+from megatron_lite.description.shape import Shape
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import host_bytes
 from megatron_lite.memory.predict.passages import Moment
@@ -229,7 +230,7 @@ def _fullest(
 ) -> _Fullest:
     """Returns the fullest moment of a rank's actions."""
     stages, actions = schedule.stages, schedule.actions
-    hidden = residual_bytes(config.model, Sizes.of(config, device=device))
+    hidden = Shape(config.model, Sizes.of(config, device=device)).residual
 
     def receives(action: Action) -> bool:
         stage = stages[action.chunk]
@@ -334,7 +335,7 @@ def _memory_of(
 
 def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
     """Returns the bytes of the arena on the device for the inputs of one micro-batch's units."""
-    whole = residual_bytes(model, sizes)
+    whole = Shape(model, sizes).residual
     slots = (
         whole // sizes.tp_size if one.split else whole
         for one in plan.segments

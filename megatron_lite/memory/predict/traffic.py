@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.linears import hidden_collective
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import ALL_GATHER, Collective, LayerDescription, Operation
+from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.replays import replayed_calls
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
@@ -50,7 +50,7 @@ def segment_collectives(
         for collective in call.collectives
     )
     if segment.split:
-        replay = (hidden_collective(ALL_GATHER, model, sizes), *replay)
+        replay = (Collective(ALL_GATHER, Shape(model, sizes).whole), *replay)
     traffic = _of_operations(operation for layer in own for operation in layer.operations)
     return Traffic(traffic.forward, traffic.backward, replay)
 
