@@ -44,6 +44,7 @@ class Sizes:
     resets_attention: whether it has the starts of its documents (--reset-attention-mask).
     compiled_kernels: whether norms, activations, rotary embedding and dropout are compiled
         (--torch-compile).
+    in_step: whether tensors take what the allocator counts for them in a step.
     """
 
     micro_batch_size: int
@@ -69,6 +70,7 @@ class Sizes:
     resets_positions: bool = False
     resets_attention: bool = False
     compiled_kernels: bool = False
+    in_step: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, *, device: str, stage: Stage | None = None) -> Sizes:
@@ -108,6 +110,7 @@ class Sizes:
         training = config.training
         return replace(
             sizes,
+            in_step=True,
             sums_gradients=True,
             adds_by_itself=training.gradient_accumulation_fusion and not config.compiles_layers,
             accumulates=accumulates,
@@ -123,8 +126,8 @@ class Sizes:
         return num_bytes if self.device == "cpu" else 0
 
     def allocated(self, num_bytes: int) -> int:
-        """Returns the bytes that torch's allocator counts for a tensor."""
-        return allocated(num_bytes, self.device)
+        """Returns the bytes that torch's allocator counts for a tensor of a step."""
+        return allocated(num_bytes, self.device) if self.in_step else num_bytes
 
     @property
     def is_rounded(self) -> bool:

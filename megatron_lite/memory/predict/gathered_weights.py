@@ -34,7 +34,6 @@ from megatron_lite.description.model_ends import embedding_operations, head_oper
 from megatron_lite.description.operations import Operation, Parameter
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.memory.predict.passages import Walk
 
 FLOAT32 = 4
 
@@ -60,7 +59,7 @@ class FsdpUnit(NamedTuple):
 class GatheredWeights(NamedTuple):
     """The units of a stage, and when their memory is allocated and freed.
 
-    embedding, output: the units of the token embedding and of the output layer, or None if they
+    embedding, output: the units of the token embedding and of the output layer; NOTHING if they
         are parts of the root.
     tied: whether `embedding` and `output` are one unit, which is gathered twice.
     reshards: whether a layer's weights are freed after its forward.
@@ -72,9 +71,9 @@ class GatheredWeights(NamedTuple):
     """
 
     root: FsdpUnit
-    embedding: FsdpUnit | None
+    embedding: FsdpUnit
     layer: FsdpUnit
-    output: FsdpUnit | None
+    output: FsdpUnit
     tied: bool
     reshards: bool
     accumulates: bool
@@ -84,20 +83,13 @@ class GatheredWeights(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        config: RunConfig,
-        sizes: Sizes,
-        num_layers: int,
-        *,
-        dp_cp_size: int,
-        accumulates: bool,
-        several: bool,
+        cls, config: RunConfig, sizes: Sizes, num_layers: int, *, dp_cp_size: int, several: bool
     ) -> GatheredWeights:
         """Returns the units of a stage of `num_layers` layers."""
         sent = FLOAT32 if config.training.precision == "fp32" else sizes.element_bytes
         reduced = sent if config.data_parallel.grad_reduce_in_bf16 else FLOAT32
-        first = embedding_operations(config.model, sizes) if sizes.has_embedding else ()
-        last_ones = head_operations(config.model, sizes) if sizes.has_head else ()
+        first = _parameters(embedding_operations(config.model, sizes))
+        last_ones = _parameters(head_operations(config.model, sizes))
         layer = describe_layer(config.model, sizes, sizes.first_layer)
 
         def unit(parameters: Sequence[Parameter], last: int = 0) -> FsdpUnit:
@@ -122,16 +114,12 @@ class GatheredWeights(NamedTuple):
             if sizes.has_head and untied and stays
             else 0
         )
-        words, logits = _largest(_parameters(first)), _largest(_parameters(last_ones))
         wraps = config.data_parallel.fsdp_memory_efficient_wrapping
         tied = wraps and not untied and sizes.has_embedding and sizes.has_head
-        if not (wraps and untied):
-            words, logits = words if tied else [], []
-        rest = [
-            one
-            for one in (*_parameters(first), *_parameters(last_ones))
-            if not any(one is other for other in (*words, *logits))
-        ]
+        words = _largest(first) if tied or (wraps and untied) else []
+        logits = _largest(last_ones) if wraps and untied else []
+        apart = [id(one) for one in (*words, *logits)]
+        rest = [one for one in (*first, *last_ones) if id(one) not in apart]
         reshards = config.data_parallel.torch_fsdp2_reshard_after_forward
         root, of_layer = unit(rest, 0 if logits else head), unit(_parameters(layer.operations))
         staying = 0
@@ -142,116 +130,22 @@ class GatheredWeights(NamedTuple):
                 of_layer = of_layer._replace(gathered=0, cast=0)
         return cls(
             root,
-            unit(words) if words else None,
+            unit(words) if words else NOTHING,
             of_layer,
-            unit(logits, head) if logits else unit(words) if tied else None,
+            unit(logits, head) if logits else unit(words) if tied else NOTHING,
             tied,
             reshards,
-            accumulates,
+            sizes.accumulates,
             sizes.device == "cpu",
             several,
             staying,
         )
 
-    def begin(self, walk: Walk) -> None:
-        """Gathers the root before the forward of a stage."""
-        self._gather(walk, self.root)
-        walk.other += self._root_in_passages
-
-    @property
-    def _root_in_passages(self) -> int:
-        return 0 if self.several else self.root.gathered
-
-    def begin_embedding(self, walk: Walk) -> None:
-        """Gathers the embedding."""
-        if self.embedding is not None:
-            self._gather(walk, self.embedding)
-            walk.other += self.embedding.gathered - self.root.gathered
-
-    def end_embedding(self, walk: Walk) -> None:
-        """Frees the embedding, but not its buffer."""
-        if self.embedding is not None:
-            walk.other -= self.embedding.gathered
-
-    def begin_layers(self, walk: Walk, *, is_first: bool) -> None:
-        """Gathers a layer. is_first: whether no layer is before it."""
-        self._gather(walk, self.layer)
-        before = (self.embedding or self.root) if is_first else self.layer
-        walk.other += self.layer.gathered - before.gathered
-
-    def end_layers(self, walk: Walk, number: int) -> None:
-        """Frees `number` layers after their forward, unless their weights stay."""
-        walk.other += self.layer.gathered * (number * (not self.reshards) - 1)
-
-    def begin_head(self, walk: Walk) -> None:
-        """Gathers the output layer."""
-        if self.output is not None:
-            self._gather(walk, self.output)
-            walk.other += self.output.gathered - self.layer.gathered
-
-    def end(self, walk: Walk) -> None:
-        """Frees the last buffer of the forward."""
-        walk.other -= (self.output or self.layer).gathered
-
-    def begin_backward(self, walk: Walk) -> None:
-        """Starts the gather of the last layer."""
-        if self.reshards:
-            self._gather(walk, self.layer)
-
-    def end_head_backward(self, walk: Walk) -> None:
-        """Frees the output layer and reduces its gradients."""
-        if self.output is not None:
-            walk.other -= self.output.gathered
-            if not self.tied:
-                self._reduce(walk, self.output)
-
-    def begin_layers_backward(self, walk: Walk, number: int, *, is_first: bool) -> None:
-        """Copies `number` layers out of the buffer, which that of the layer before then takes.
-
-        is_first: whether no layer is before them.
-        """
-        if self.reshards:
-            walk.other += self.layer.gathered * (number - is_first)
-
-    def end_layer_backward(self, walk: Walk) -> None:
-        """Frees the weights of a layer and reduces its gradients."""
-        walk.other -= self.layer.gathered
-        self._reduce(walk, self.layer)
-
-    def end_backward(self, walk: Walk) -> None:
-        """Reduces the gradients of the embedding and of the root."""
-        if self.embedding is not None:
-            self._reduce(walk, self.embedding)
-        walk.other -= self._root_in_passages
-        self._reduce(walk, self.root)
-        walk.other -= walk.reduced
-        walk.reduced = 0
-
-    def _gather(self, walk: Walk, unit: FsdpUnit) -> None:
-        if unit.gathered:
-            copy = unit.gathered * self.copies
-            walk.look("gather of weights", other=unit.cast + unit.gathered + copy)
-            walk.other += unit.gathered
-
-    def _reduce(self, walk: Walk, unit: FsdpUnit) -> None:
-        """Copies the gradients into a buffer, frees them and sums the buffer over the ranks.
-
-        The buffer of the reduction before is freed first.
-        """
-        if not unit.buffer:
-            return
-        where, copy = "reduction of gradients", unit.buffer * self.copies
-        walk.other += unit.buffer - walk.reduced
-        walk.reduced = unit.buffer
-        walk.look(where)
-        walk.other += unit.last - unit.gradients
-        walk.look(where, other=unit.rows + copy)
-        # The first micro-batch's rows stay as `.grad`. Later rows are added to them and freed.
-        walk.other += (0 if self.accumulates else unit.rows) - unit.last
-
 
 NOTHING = FsdpUnit(0, 0, 0, 0, 0, 0)
-NOT_SHARDED = GatheredWeights(NOTHING, None, NOTHING, None, False, True, False, False, False, 0)
+NOT_SHARDED = GatheredWeights(
+    NOTHING, NOTHING, NOTHING, NOTHING, False, True, False, False, False, 0
+)
 
 
 def _parameters(operations: Iterable[Operation]) -> list[Parameter]:

@@ -34,8 +34,18 @@ def held_in_backward(
 ) -> Iterator[HeldTensors]:
     """Yields what a layer holds at the backward of each operation, in the order of the forward.
 
+    Tables that layers share and tensors of the micro-batch are not among them.
+
     regions: the names of the regions that are rebuilt.
     """
+
+    def bytes_of(tensors: Iterable[KeptTensor]) -> dict[str, int]:
+        return {
+            one.name: sizes.allocated(one.num_bytes)
+            for one in tensors
+            if not (one.shared or one.given)
+        }
+
     discarding = {
         name: (entry.region, number)
         for number, operation in enumerate(operations)
@@ -45,23 +55,23 @@ def held_in_backward(
     }
     for number, operation in enumerate(operations):
         done = operations[: number + 1]
-        kept = _bytes_of(term.tensor for term in layer_terms(done, 0, regions, sizes))
+        kept = bytes_of(term.tensor for term in layer_terms(done, 0, regions, sizes))
         # Backward rebuilds a tensor at an operation in two cases. Either the operation saved a
         # discarded output, or it lies in a rebuilt region and saves a tensor.
         reads_discarded = any(tensor.name in discarding for tensor in operation.keeps)
         in_region = not regions.isdisjoint(operation.regions) and bool(operation.keeps)
         rebuilt: dict[str, int] = {}
         for again in _run_again(done, regions) if reads_discarded or in_region else ():
-            rebuilt |= _bytes_of(again.keeps)
+            rebuilt |= bytes_of(again.keeps)
             # A replayed operation may read a discarded output. Its region is then rebuilt too, and
             # holds what the region's last operation saves.
             for region in {
                 discarding[tensor.name][0] for tensor in again.keeps if tensor.name in discarding
             }:
                 makers = [one for one in done[:number] if region in one.regions]
-                rebuilt |= _bytes_of(tensor for one in makers[-1:] for tensor in one.keeps)
+                rebuilt |= bytes_of(tensor for one in makers[-1:] for tensor in one.keeps)
         # A rebuilt output that its region discards lives until the region's first backward ends.
-        rebuilt |= _bytes_of(
+        rebuilt |= bytes_of(
             tensor
             for one in operations[number + 1 :]
             for tensor in one.keeps
@@ -80,7 +90,3 @@ def _run_again(done: Sequence[Operation], regions: Set[str]) -> Sequence[Operati
             break
         first -= 1
     return done[first:]
-
-
-def _bytes_of(tensors: Iterable[KeptTensor]) -> dict[str, int]:
-    return {tensor.name: tensor.num_bytes for tensor in tensors}

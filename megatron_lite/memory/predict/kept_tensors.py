@@ -10,7 +10,7 @@ The tensors come from description/. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -56,15 +56,16 @@ class Term(NamedTuple):
 def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Term, ...]:
     """Returns every tensor that is kept, in the order of the forward."""
     layers = describe_layers(model, sizes, plan.num_layers)
-    terms = (
-        list(_end_terms(EMBEDDING, embedding_operations(model, sizes)))
-        if sizes.has_embedding
-        else []
-    )
+    terms = list(_end_terms(EMBEDDING, embedding_operations(model, sizes)))
     for segment in plan.segments:
-        terms += _segment_terms(layers, plan, segment, sizes)
-    terms += _end_terms(HEAD, head_operations(model, sizes)) if sizes.has_head else []
-    return tuple(_placed(_shared_once(terms), plan))
+        terms += segment_terms(layers, plan, segment, sizes)
+    terms += _end_terms(HEAD, head_operations(model, sizes))
+    # A tensor that layers share counts once, at its first occurrence.
+    once = {
+        (one.tensor.name if one.tensor.shared else number): number
+        for number, one in reversed(list(enumerate(terms)))
+    }
+    return tuple(terms[number] for number in sorted(once.values()))
 
 
 def activation_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
@@ -112,21 +113,6 @@ def layer_terms(
                 yield term
 
 
-def first_reader(operations: Sequence[Operation], names: Set[str]) -> int:
-    """Returns the number of the operation whose backward is the first to read one of the tensors.
-
-    Without such an operation it is the last one, whose backward runs first.
-    """
-    return max(
-        (
-            number
-            for number, one in enumerate(operations)
-            if any(tensor.name in names for tensor in one.keeps)
-        ),
-        default=len(operations) - 1,
-    )
-
-
 def kept_in(
     terms: tuple[Term, ...], layers: range, *, on_host: bool | None = None
 ) -> tuple[KeptTensor, ...]:
@@ -146,7 +132,16 @@ def largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:
     return tuple(sorted((term.tensor for term in terms), key=lambda tensor: -tensor.num_bytes))
 
 
-def _segment_terms(
+def segment_terms(
+    layers: tuple[LayerDescription, ...], plan: RecomputePlan, segment: Segment, sizes: Sizes
+) -> Iterator[Term]:
+    """Yields the tensors that a segment keeps. layers: those of the whole plan."""
+    for term in _terms(layers, plan, segment, sizes):
+        moves = segment.moves(term.module, stays=term.tensor.stays)
+        yield term._replace(on_host=True) if moves else term
+
+
+def _terms(
     layers: tuple[LayerDescription, ...], plan: RecomputePlan, segment: Segment, sizes: Sizes
 ) -> Iterator[Term]:
     first = segment.first_layer
@@ -175,30 +170,3 @@ def _segment_terms(
 
 def _end_terms(name: str, operations: Iterable[Operation]) -> Iterator[Term]:
     return (Term(None, name, tensor) for operation in operations for tensor in operation.keeps)
-
-
-def _placed(terms: Iterable[Term], plan: RecomputePlan) -> Iterator[Term]:
-    """Marks the terms of segments that keep in host memory, except tensors that no policy moves."""
-    segment_of = {
-        layer: segment
-        for segment in plan.segments
-        for layer in range(segment.first_layer, segment.first_layer + segment.num_layers)
-    }
-    return (
-        term._replace(
-            on_host=term.layer is not None
-            and segment_of[term.layer].moves(term.module, stays=term.tensor.stays)
-        )
-        for term in terms
-    )
-
-
-def _shared_once(terms: list[Term]) -> Iterator[Term]:
-    """Yields the terms, and a tensor that all layers share only once, at its first occurrence."""
-    seen = set()
-    for term in terms:
-        if not term.tensor.shared:
-            yield term
-        elif term.tensor.name not in seen:
-            seen.add(term.tensor.name)
-            yield term

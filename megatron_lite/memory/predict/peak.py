@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.kept_tensors import activation_bytes
+from megatron_lite.memory.predict.kept_tensors import HEAD, activation_bytes, activation_terms
 from megatron_lite.memory.predict.stage_course import stage_course
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
@@ -70,12 +70,21 @@ def moments(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[P
 def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[KeptPoint]:
     """Yields the points of one micro-batch on one stage, in the order of the step."""
     course = stage_course(model, replace(plan, contiguous=False), sizes)
+    terms = [
+        (-1 if one.layer is None else one.layer, one.num_bytes)
+        for one in activation_terms(model, plan, sizes)
+        if not (one.on_host or one.operation == HEAD)
+    ]
+    kept = [  # after the embedding and after each layer
+        sum(size for layer, size in terms if layer < number)
+        for number in range(plan.num_layers + 1)
+    ]
     for layer in range(plan.num_layers):
-        yield KeptPoint("forward", layer, layer, course.kept[layer + 1])
+        yield KeptPoint("forward", layer, layer, kept[layer + 1])
     yield KeptPoint("forward", -1, -1, activation_bytes(model, plan, sizes))
     replays = {one.first_layer: one for one in course.replays}
     for segment in reversed(plan.segments):
         first, last = segment.first_layer, segment.first_layer + segment.num_layers - 1
         if first in replays:
             yield KeptPoint("replay", *replays[first])
-        yield KeptPoint("backward", first, last, course.kept[first])
+        yield KeptPoint("backward", first, last, kept[first])

@@ -39,7 +39,6 @@ from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, GatheredWeights
 from megatron_lite.memory.predict.kept_tensors import host_bytes
-from megatron_lite.memory.predict.passages import Moment
 from megatron_lite.memory.predict.pipeline_memory import (
     RankSchedule,
     distinct_ranks,
@@ -49,6 +48,7 @@ from megatron_lite.memory.predict.pipeline_memory import (
 from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
 from megatron_lite.memory.predict.states import StateTensors, state_tensors
 from megatron_lite.memory.predict.update_memory import update_memory
+from megatron_lite.memory.predict.walk import Moment
 from megatron_lite.pipeline.order import Action
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
@@ -101,14 +101,12 @@ class StageMemory(NamedTuple):
     """The bytes that a micro-batch holds on a stage, in its forward and its backward.
 
     on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
-    has for it. tables: the bytes of the rotary tables. gathered: the bytes of weights that FSDP2
-    gathers once for several micro-batches.
+    has for it. gathered: the bytes of weights that FSDP2 gathers once for several micro-batches.
     """
 
     course: StageCourse
     on_host: int
     arena: int
-    tables: int
     gathered: int
 
 
@@ -187,7 +185,7 @@ def step_peak(
         PeakTerm("optimizer states", states.optimizer, EXACT),
         PeakTerm(ROUNDING, tensors.rounding(device), ESTIMATE),
         PeakTerm(CUBLAS, 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
-        PeakTerm("rotary tables", sum(one.tables for one in memories), EXACT),
+        PeakTerm("rotary tables", sum(one.course.tables for one in memories), EXACT),
         PeakTerm("gathered weights", sum(one.gathered for one in memories), ESTIMATE),
         PeakTerm("activations kept for backward", moment.kept, EXACT),
         PeakTerm("activations rebuilt by a replay", moment.rebuilt, EXACT),
@@ -255,7 +253,7 @@ def _fullest(
         # A passage ends without the tensor that the action sends. The tensor is counted here as
         # long as it may be on its way.
         kept += passage.kept
-        other += passage.end - passage.kept
+        other += passage.other
         under_way.append(hidden if sends(action) else 0)
     return found
 
@@ -303,7 +301,6 @@ def _stage_memory(
             sizes,
             stage.num_layers,
             dp_cp_size=shards,
-            accumulates=accumulates,
             several=size > 1 and (stage.count > size or not stage.is_last),
         )
     number = stage.number if by_stage else 0
@@ -322,13 +319,10 @@ def _memory_of(
     gathers: GatheredWeights,
 ) -> StageMemory:
     plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
-    layers = range(sizes.first_layer, sizes.first_layer + num_layers)
-    rotates = any(model.layer_rotates(layer) for layer in layers)
     return StageMemory(
         stage_course(model, plan, sizes, gathers),
         host_bytes(model, plan, sizes) if any(one.on_host for one in plan.segments) else 0,
         _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
-        2 * sizes.own_seq_length * model.rotary_dim * sizes.element_bytes if rotates else 0,
         gathers.staying,
     )
 
