@@ -161,10 +161,10 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
         ("megatron_lite.config.model", "import torch"),
         ("megatron_lite.config.model", "from numpy import ndarray"),
         ("megatron_lite.description.operations", "import torch"),
-        ("megatron_lite.memory.predict.peak", "import torch"),
+        ("megatron_lite.memory.predict.walk", "import torch"),
         ("megatron_lite.plan.step_time", "from torch import Tensor"),
         ("megatron_lite.memory.explain.recompute_report", "from torch import Tensor"),
-        ("megatron_lite.memory.predict.peak", "from megatron_lite.memory.explain import units"),
+        ("megatron_lite.memory.predict.walk", "from megatron_lite.memory.explain import units"),
         (
             "megatron_lite.description.operations",
             "from megatron_lite.recompute.recompute_plan import Segment",

@@ -20,7 +20,6 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.config.units import size
 from megatron_lite.data.datasets import build_datasets
-from megatron_lite.memory.predict.save_peak import save_peak
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.loss_scale import LossScale
@@ -287,18 +286,17 @@ def _predicted_peak(
     not known."""
     if config.training.torch_compile or parallel.rank:
         return ()
-    on: dict[str, Any] = dict(device=parallel.device.type, dp_cp_size=parallel.dp_cp_size)
-    peak = fullest_step_peak(config, num_microbatches=num_microbatches, **on)
-    save, most = save_peak(config, peak, **on), peak.num_bytes
-    lines = [f"predicted peak of a step: {size(most)} on pipeline rank {peak.rank} ({peak.moment})"]
-    if save is not None and save.num_bytes > most:
-        most = save.num_bytes
-        lines.append(
-            f"a {'step during a save' if config.checkpoint.async_save else 'save'} needs up to "
-            f"{size(most)}, which is more than a step alone; {size(save.terms[-1].num_bytes)} of "
-            "it are the copy that is written"
-        )
-    return (*lines, *above_limit(config, most, parallel.device))
+    peak = fullest_step_peak(
+        config,
+        device=parallel.device.type,
+        dp_cp_size=parallel.dp_cp_size,
+        num_microbatches=num_microbatches,
+    )
+    return (
+        f"predicted peak of a step: {size(peak.num_bytes)} on pipeline rank {peak.rank} "
+        f"({peak.moment})",
+        *above_limit(config, peak.num_bytes, parallel.device),
+    )
 
 
 def _check_batches(

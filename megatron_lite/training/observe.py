@@ -23,7 +23,7 @@ from megatron_lite.memory.predict.kept_tensors import (
     activation_terms,
     host_bytes,
 )
-from megatron_lite.memory.predict.peak import kept_course
+from megatron_lite.memory.predict.stage_course import kept_course
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.state import ParallelState
@@ -161,7 +161,7 @@ class ActivationMeter:
                 )
             ]
             found = difference(terms, saved, first_layer=chunk.stage.first_layer)
-            own += [str(found)] if found.saved or found.missing else []
+            own += [found] if found else []
         texts = all_gather_bytes("; ".join(own).encode(), parallel.world_group)
         return next((text.decode() for text in texts if text), "")
 

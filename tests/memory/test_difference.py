@@ -7,12 +7,12 @@ import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.explain.difference import Difference, Saved, difference
+from megatron_lite.memory.explain.difference import Saved, difference
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.model.layer import MLP
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.equality import VARIANTS, variant_config
+from tests.support.equality import variant_config
 from tests.support.models import (
     BATCH,
     SEQ_LENGTH,
@@ -24,7 +24,7 @@ from tests.support.models import (
 from tests.support.mutants import replaces
 
 
-def differing(name: str, policy: str | None = None) -> Difference:
+def differing(name: str, policy: str | None = None) -> str:
     """Of a tiny model of the variant."""
     config = variant_config(name)
     plan = plan_stage(RecomputeConfig(recompute_policy=policy), config.num_layers)
@@ -50,10 +50,9 @@ def differing(name: str, policy: str | None = None) -> Difference:
 
 
 @pytest.mark.parametrize("policy", [None, "*:full", "0:full;1:core_attn+layernorm+mlp"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_every_saved_tensor_is_paired_with_a_predicted_one(name: str, policy: str | None) -> None:
-    found = differing(name, policy)
-    assert found == Difference((), ()), str(found)
+    assert differing(name, policy) == ""
 
 
 @replaces("_activate", MLP)
@@ -66,12 +65,12 @@ def test_one_more_saved_tensor_is_named_with_layer_module_shape_and_dtype(
 ) -> None:
     activations_are_scaled(monkeypatch)
     found = differing("gpt2")
-    assert found.missing == () and {one.layer for one in found.saved} == {0, 1}
     where = (
         f"module decoder.layers.0.mlp: float32 [{SEQ_LENGTH}, {BATCH}, 1], "
         f"{SEQ_LENGTH * BATCH * 4} bytes"
     )
-    assert f"layer 0, {where}" in str(found) and str(found).startswith("saved but not predicted: ")
+    assert f"layer 0, {where}" in found and found.startswith("saved but not predicted: ")
+    assert "; layer 1, " in found and "predicted but not saved" not in found
 
 
 def test_a_predicted_tensor_that_is_not_saved_is_named_with_its_operation(
@@ -79,5 +78,5 @@ def test_a_predicted_tensor_that_is_not_saved_is_named_with_its_operation(
 ) -> None:
     monkeypatch.setattr(MLP, "_activate", lambda self, intermediate: intermediate * 2.0)
     found = differing("gpt2")
-    assert found.saved == () and {term.tensor.name for term in found.missing} == {"fc1 output"}
-    assert "predicted but not saved: layer 0, operation " in str(found)
+    assert found.startswith("predicted but not saved: layer 0, operation ")
+    assert found.count(": fc1 output, ") == 2 and "saved but" not in found

@@ -21,8 +21,8 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.predict.kept_tensors import EMBEDDING, activation_terms
-from megatron_lite.memory.predict.peak import moments
 from megatron_lite.memory.predict.replays import replayed_calls
+from megatron_lite.memory.predict.stage_course import replays_of
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
@@ -192,7 +192,7 @@ def test_a_replay_adds_exactly_what_the_peak_says(variant: str, policy: str) -> 
             model.loss(*sample_tokens()).mean().backward()
     terms = activation_terms(config, plan, here)
     added = []
-    for moment in list(moments(config, plan, here))[1:]:
+    for moment in replays_of(config, plan, here):
         kept_so_far = sum(
             term.num_bytes
             for term in terms
@@ -200,6 +200,4 @@ def test_a_replay_adds_exactly_what_the_peak_says(variant: str, policy: str) -> 
             or (term.layer is not None and term.layer <= moment.first_layer)
         )
         added.append(moment.held_bytes - kept_so_far)
-    assert live.added == added[::-1] and len(added) == sum(
-        bool(segment.ops) for segment in plan.segments
-    )
+    assert live.added == added and len(added) == sum(bool(segment.ops) for segment in plan.segments)

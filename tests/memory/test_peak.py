@@ -18,7 +18,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.measure.meter import KeptForBackward, kept_for_backward
-from megatron_lite.memory.predict.peak import PeakMoment, moments, peak
+from megatron_lite.memory.predict.kept_tensors import activation_bytes
+from megatron_lite.memory.predict.stage_course import replays_of
 from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute import checkpoint, discard, offload
@@ -184,8 +185,9 @@ def sizes(tp_size: int, *, sequence_parallel: bool) -> Sizes:
 def predicted(
     config: ModelConfig, plan: RecomputePlan, tp_size: int, *, sequence_parallel: bool
 ) -> Fullest:
-    end, *replays = moments(config, plan, sizes(tp_size, sequence_parallel=sequence_parallel))
-    return Fullest(end.held_bytes, max((moment.held_bytes for moment in replays), default=0))
+    here = sizes(tp_size, sequence_parallel=sequence_parallel)
+    replays = (one.held_bytes for one in replays_of(config, plan, here))
+    return Fullest(activation_bytes(config, plan, here), max(replays, default=0))
 
 
 def differences(
@@ -233,13 +235,8 @@ def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> Non
     assert run_ranks(differences, 2, config, sequence_parallel, detail=False) == [{}, {}]
 
 
-def test_the_peak_is_the_fullest_moment_and_names_the_layers_that_are_rebuilt() -> None:
+def test_a_replay_names_the_layers_that_are_rebuilt() -> None:
     config, alone = variant_config("gpt2", num_layers=NUM_LAYERS), sizes(1, sequence_parallel=False)
-    longest = plan_stage(full("uniform", 3), NUM_LAYERS)
-    all_moments = list(moments(config, longest, alone))
-    assert [moment[:2] for moment in all_moments] == [(None, None), (0, 2)]
-    assert peak(config, longest, alone) == all_moments[1]
-    nothing = plan_stage(RecomputeConfig(), NUM_LAYERS)
-    assert peak(config, nothing, alone) == PeakMoment(
-        None, None, next(moments(config, nothing, alone)).held_bytes
-    )
+    for policy, layers in ((full("uniform", 2), [(2, 2), (0, 1)]), (RecomputeConfig(), [])):
+        replays = replays_of(config, plan_stage(policy, NUM_LAYERS), alone)
+        assert [one[:2] for one in replays] == layers

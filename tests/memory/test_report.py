@@ -16,7 +16,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
 from megatron_lite.description.operations import Collective
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.explain.prices import best_unit, flags_of
+from megatron_lite.memory.explain.prices import flags_of
 from megatron_lite.memory.explain.recompute_report import (
     Report,
     explain,
@@ -31,7 +31,7 @@ from megatron_lite.memory.predict.traffic import Traffic
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.pairs import thirds
-from tests.support.traffic import plan_collectives
+from tests.support.traffic import plan_collectives, summed
 
 NEEDED = "--micro-batch-size 3 --vocab-size 98 "
 TINY = NEEDED + (
@@ -143,7 +143,7 @@ def test_the_parts_add_up_to_the_whole(run: str, policy: str, device: str) -> No
     again = replay_flops(config.model, plan, batch=3, seq_length=12, device=device)
     parts = (one.count * flops for one in report.parts for _, flops in one.replayed)
     assert sizes.num_ranks * sum(parts) == again
-    sent = sum((one.traffic for one in report.parts for _ in range(one.count)), Traffic())
+    sent = summed(one.traffic for one in report.parts for _ in range(one.count))
     # The order differs: the layers of a group need not be neighbours.
     expected = plan_collectives(config.model, plan, sizes)
     for phase in ("forward", "backward", "replay"):
@@ -283,12 +283,6 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words: str) -> None:
 
 def test_on_a_cpu_nothing_is_moved_to_the_host() -> None:
     assert not any("@host" in row.name for row in report_of(TINY, "cpu").policies)
-
-
-def test_the_best_unit_of_the_22b_model_is_longer_only_where_inputs_are_kept_whole() -> None:
-    """About sqrt(c L / W) layers: c bytes of an input, W of a layer that was rebuilt."""
-    run = config_of(GPT_22B)
-    assert best_unit(run, "cuda", split=False) > 1 == best_unit(run, "cuda", split=True)
 
 
 SBH = 2048 * 4 * 6144

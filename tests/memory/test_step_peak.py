@@ -172,8 +172,8 @@ def test_a_backward_frees_what_the_forward_left(case: Case) -> None:
             hidden = sizes.local_tokens * config.model.hidden_size * sizes.element_bytes
             # The input and the gradient of the output come from other ranks, and are freed here.
             received = hidden * ((not stage.is_first) + (not stage.is_last))
-            assert forward.end + backward.end == -received
             assert forward.kept + backward.kept == 0
+            assert forward.other + backward.other == -received
 
 
 def run_of(flags: str) -> RunConfig:

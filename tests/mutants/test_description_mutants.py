@@ -72,7 +72,7 @@ def row(name: str) -> dict[str, Any]:
 
 def without_caches(patch: Patch) -> None:
     """Takes away the caches, which would hide a change or keep it for later tests."""
-    patch.setattr(step_peak, "_memory_of", step_peak._memory_of.__wrapped__)
+    patch.setattr(step_peak, "stage_course", step_peak.stage_course.__wrapped__)
     patch.setattr(step_peak, "_states", step_peak._states.__wrapped__)
 
 

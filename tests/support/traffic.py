@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.description.model_ends import embedding_operations, head_operations
+from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.predict.traffic import (
-    Traffic,
-    embedding_collectives,
-    head_collectives,
-    segment_collectives,
-)
+from megatron_lite.memory.predict.traffic import Traffic, collectives, segment_collectives
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 
 def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Traffic:
     """Returns all collectives of one micro-batch."""
-    layers = describe_layers(model, sizes, plan.num_layers)
-    total = embedding_collectives(model, sizes)
-    for segment in plan.segments:
-        total += segment_collectives(model, plan, segment, sizes, layers)
-    return total + head_collectives(model, sizes)
+    layers, of = describe_layers(model, sizes, plan.num_layers), Shape(model, sizes)
+    parts = [collectives(embedding_operations(model, sizes))]
+    for one in plan.segments:
+        own = layers[one.first_layer : one.first_layer + one.num_layers]
+        parts.append(segment_collectives(of, one, own, skip_tail=plan.skip_tail))
+    return summed([*parts, collectives(head_operations(model, sizes))])
+
+
+def summed(parts: Iterable[Traffic]) -> Traffic:
+    """Returns the collectives of several parts, in order."""
+    columns = zip(*parts, strict=True)
+    return Traffic(*(tuple(one for part in column for one in part) for column in columns))

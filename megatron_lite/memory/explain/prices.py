@@ -8,6 +8,7 @@ only.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,11 +27,12 @@ from megatron_lite.memory.predict.pipeline_memory import (
     RankMemory,
     rank_memory,
     spared_flops,
+    stage_plan,
     step_microbatches,
 )
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak
 from megatron_lite.recompute.recompute_plan import RecomputePlan
-from megatron_lite.recompute.schedule import plan_model, plan_stage
+from megatron_lite.recompute.schedule import plan_model
 
 LONGEST_NAME = 45
 LOSS_CHUNK = 1024  # tokens; the value of --loss-chunk-size that the report compares
@@ -84,44 +86,37 @@ def price(config: RunConfig, device: str, *, dp_cp_size: int = 1, name: str = ""
     """
     plan, sizes = plan_model(config), Sizes.of(config, device=device)
     step = fullest_step_peak(config, device=device, dp_cp_size=dp_cp_size)
-    batch, length, vocabulary = sizes.micro_batch_size, sizes.seq_length, sizes.padded_vocab_size
-    again = replay_flops(
-        config.model,
-        plan,
-        batch=batch,
-        seq_length=length,
-        device=device,
-        tp_size=sizes.tp_size,
-        cp_size=sizes.cp_size,
-    )
+    model, ranks = config.model, sizes.num_ranks
+    shape = dict(batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
+    layout = dict(device=device, tp_size=sizes.tp_size, cp_size=sizes.cp_size)
+    again = replay_flops(model, plan, **shape, **layout)
     # Some micro-batches of a step may keep everything. The figure is the mean.
     number = step_microbatches(config)
-    again -= spared_flops(config, number, samples_per_microbatch=batch, device=device) // number
-    shape = dict(batch=batch, seq_length=length, padded_vocab_size=vocabulary)
+    spared = spared_flops(
+        config, number, samples_per_microbatch=sizes.micro_batch_size, device=device
+    )
+    head = dict(shape, padded_vocab_size=sizes.padded_vocab_size)
     in_two_passes = config.loss_chunk_size is not None and not config.loss_in_one_pass
-    chunks = logits_flops(config.model, **shape) if in_two_passes else 0
     return Priced(
         name=name or short_name(config.recompute),
         config=config,
         plan=plan,
         memory=rank_memory(config, device, step.rank),
         host_bytes=sum(
-            host_bytes(config.model, own, Sizes.of(config, device=device, stage=stage))
+            host_bytes(model, own, Sizes.of(config, device=device, stage=stage))
             for stage, own in rank_plans(config, step.rank)
         ),
         step=step,
-        model_flops=step_flops(config.model, **shape) // sizes.num_ranks,
-        replay_flops=again // sizes.num_ranks,
-        chunk_flops=chunks // sizes.num_ranks,
+        model_flops=step_flops(model, **head) // ranks,
+        replay_flops=(again - spared // number) // ranks,
+        chunk_flops=logits_flops(model, **head) * in_two_passes // ranks,
     )
 
 
 def rank_plans(config: RunConfig, rank: int) -> list[tuple[Stage, RecomputePlan]]:
     """Returns the stages of a pipeline rank and their plans."""
-    return [
-        (stage, plan_stage(config.recompute, stage.num_layers, stage.number))
-        for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
-    ]
+    own = stages_of_rank(config.parallel, config.model.num_layers, rank)
+    return [(stage, stage_plan(config, stage)) for stage in own]
 
 
 def with_flags(config: RunConfig, **flags: object) -> RunConfig:
@@ -153,53 +148,32 @@ def alternatives(
 
     others: further settings to compare, such as one that a planner has found.
     """
-    usual = (ComparedRun("", run) for run in _usual(config, device, dp_cp_size))
     priced = {
         one.execution: one
-        for name, run in (*others, *usual, *_in_chunks(config), ComparedRun("", config))
+        for name, run in (*others, *_usual(config, device), ComparedRun("", config))
         for one in [price(run, device, dp_cp_size=dp_cp_size, name=name)]
     }
     return tuple(sorted(priced.values(), key=lambda one: (-one.step.num_bytes, one.replay_flops)))
 
 
-def best_unit(config: RunConfig, device: str, *, split: bool, dp_cp_size: int = 1) -> int:
-    """Returns the unit size with the lowest peak; of several equal ones the smallest."""
-
-    def peak(count: int) -> int:
-        run = full(config, "uniform", count, split=split)
-        return fullest_step_peak(run, device=device, dp_cp_size=dp_cp_size).num_bytes
-
-    return min(range(1, _longest_stage(config) + 1), key=peak)
-
-
-def _longest_stage(config: RunConfig) -> int:
-    return max(stage.num_layers for stage in stages(config.parallel, config.model.num_layers))
-
-
-def _usual(config: RunConfig, device: str, dp_cp_size: int) -> Iterator[RunConfig]:
+def _usual(config: RunConfig, device: str) -> Iterator[ComparedRun]:
+    """Yields the run with usual settings instead of its own, as far as its layout allows them."""
     modules = [(CORE_ATTENTION,), POINTWISE, (MLP_REGION,)]
     if config.model.builds_scores(device):
         modules.append((CORE_ATTENTION, *POINTWISE))
-    yield with_flags(config)
-    for names in modules:
-        yield with_flags(config, recompute_granularity="selective", recompute_modules=names)
-    for split in (False, True):
-        try:
-            full(config, "uniform", 1, split=split)
-        except ValueError:  # this layout cannot split the inputs of units
-            continue
-        for count in {1, best_unit(config, device, split=split, dp_cp_size=dp_cp_size)}:
-            yield full(config, "uniform", count, split=split)
-        yield full(config, "block", (_longest_stage(config) + 1) // 2, split=split)
     policies = ["every-2:full"]
     if device == "cuda":  # on a CPU @host frees nothing
         policies += ["*:full@host", "*:none@host"]
-    for policy in policies:
-        yield with_flags(config, recompute_policy=policy)
-
-
-def _in_chunks(config: RunConfig) -> Iterator[ComparedRun]:
-    """Yields the run with its loss in chunks, if it has more tokens than one chunk."""
+    runs = [with_flags(config)]
+    for names in modules:
+        runs.append(with_flags(config, recompute_granularity="selective", recompute_modules=names))
+    longest = max(stage.num_layers for stage in stages(config.parallel, config.model.num_layers))
+    for split in (False, True):
+        with contextlib.suppress(ValueError):  # not every layout can split the inputs of units
+            runs.append(full(config, "uniform", 1, split=split))
+            runs.append(full(config, "block", (longest + 1) // 2, split=split))
+    runs += [with_flags(config, recompute_policy=policy) for policy in policies]
+    yield from (ComparedRun("", run) for run in runs)
     tokens = config.data.seq_length * config.training.micro_batch_size
     if config.loss_chunk_size is None and tokens > LOSS_CHUNK:
         chunked = replace(config.training, loss_chunk_size=LOSS_CHUNK)

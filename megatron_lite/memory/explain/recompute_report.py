@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.run import RunConfig
+from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import KeptTensor, LayerDescription
+from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.explain.advice import notes
@@ -27,22 +29,16 @@ from megatron_lite.memory.explain.prices import (
     region_names,
     with_flags,
 )
-from megatron_lite.memory.predict.flops import replayed_flops
 from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
     HEAD,
     Term,
     activation_terms,
-    kept_in,
     largest_first,
 )
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, rank_memory, step_microbatches
-from megatron_lite.memory.predict.traffic import (
-    Traffic,
-    embedding_collectives,
-    head_collectives,
-    segment_collectives,
-)
+from megatron_lite.memory.predict.replays import replayed_calls
+from megatron_lite.memory.predict.traffic import Traffic, collectives, segment_collectives
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 NO_TRAFFIC = Traffic()
@@ -180,70 +176,71 @@ def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:
 
 def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
     """Yields the parts of a rank. Layers of all its stages with equal figures are one part."""
-    model, terms, ends = config.model, list[Term](), list[Part]()
+    model, ends = config.model, dict[str, Part]()
+    shared = defaultdict[str, list[Term]](list)
     alike = defaultdict[Part, dict[int, list[int]]](dict)  # layers by stage
     for stage, plan in rank_plans(config, rank):
         sizes = Sizes.of(config, device=device, stage=stage)
-        own = activation_terms(model, plan, sizes)
-        terms += own
-        if stage.is_first:
-            ends.append(_end(EMBEDDING, own, embedding_collectives(model, sizes)))
-        if stage.is_last:
-            ends.append(_end(HEAD, own, head_collectives(model, sizes)))
-        for segment, part in _segments(config, plan, own, sizes):
+        terms = activation_terms(model, plan, sizes)
+        first, last = embedding_operations(model, sizes), head_operations(model, sizes)
+        for name, operations in ((EMBEDDING, first), (HEAD, last)):
+            if operations:
+                kept = largest_first(one for one in terms if one.operation == name)
+                ends[name] = Part(name=name, kept=kept, traffic=collectives(operations))
+        for term in terms:
+            if term.tensor.shared:
+                shared[term.tensor.name].append(term)
+        layers = describe_layers(model, sizes, plan.num_layers)
+        for segment in plan.segments:
             numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
+            part = _segment_part(config, plan, segment, terms, layers, sizes)
             alike[part].setdefault(stage.number, []).extend(numbers)
-    yield from (one for one in ends if one.name == EMBEDDING)
-    shared = defaultdict[str, list[Term]](list)
-    for term in terms:
-        if term.tensor.shared:
-            shared[term.tensor.name].append(term)
+    if EMBEDDING in ends:
+        yield ends[EMBEDDING]
     for name, tables in shared.items():
         yield Part(name=f"{name}, shared by all layers", kept=largest_first(tables))
     in_stages = config.parallel.pipeline_model_parallel_size > 1
-    for part, layers in alike.items():
-        number = sum(map(len, layers.values()))
-        yield replace(part, name=_name(layers, in_stages), count=number // part.num_layers)
-    yield from (one for one in ends if one.name == HEAD)
+    for part, by_stage in alike.items():
+        number = sum(map(len, by_stage.values()))
+        yield replace(part, name=_name(by_stage, in_stages), count=number // part.num_layers)
+    if HEAD in ends:
+        yield ends[HEAD]
 
 
-def _end(name: str, terms: Sequence[Term], traffic: Traffic) -> Part:
-    kept = largest_first(term for term in terms if term.operation == name)
-    return Part(name=name, kept=kept, traffic=traffic)
-
-
-def _segments(
-    config: RunConfig, plan: RecomputePlan, terms: tuple[Term, ...], sizes: Sizes
-) -> Iterator[tuple[Segment, Part]]:
-    """Yields each segment of a stage as a part without a name."""
-    layers = describe_layers(config.model, sizes, plan.num_layers)
-    again = replayed_flops(
-        config.model,
-        plan,
-        batch=sizes.micro_batch_size,
-        seq_length=sizes.seq_length,
-        device=sizes.device,
-        tp_size=sizes.tp_size,
-        cp_size=sizes.cp_size,
-        first_layer=sizes.first_layer,
-    )
-    for segment in plan.segments:
-        numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
-        replayed: Counter[str] = Counter()
-        for number in numbers:
-            replayed.update(again[number])
-        yield (
-            segment,
-            Part(
-                name="",
-                treatment=_treatment(segment, [layers[number] for number in numbers], sizes),
-                num_layers=segment.num_layers,
-                kept=kept_in(terms, numbers, on_host=False),
-                moved=kept_in(terms, numbers, on_host=True),
-                replayed=tuple((name, one // sizes.num_ranks) for name, one in replayed.items()),
-                traffic=segment_collectives(config.model, plan, segment, sizes, layers),
-            ),
+def _segment_part(
+    config: RunConfig,
+    plan: RecomputePlan,
+    segment: Segment,
+    terms: Sequence[Term],
+    layers: Sequence[LayerDescription],
+    sizes: Sizes,
+) -> Part:
+    """Returns a segment of a stage as a part without a name. terms, layers: those of the stage."""
+    numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
+    own = layers[numbers.start : numbers.stop]
+    replayed: Counter[str] = Counter()
+    for _, _, call in replayed_calls(own, segment, skip_tail=plan.skip_tail):
+        for matmul in call.matmuls:
+            replayed[matmul.name] += matmul.flops
+    kept, moved = (
+        largest_first(
+            one
+            for one in terms
+            if one.layer in numbers and not one.tensor.shared and one.on_host is on_host
         )
+        for on_host in (False, True)
+    )
+    return Part(
+        name="",
+        treatment=_treatment(segment, own, sizes),
+        num_layers=segment.num_layers,
+        kept=kept,
+        moved=moved,
+        replayed=tuple(replayed.items()),
+        traffic=segment_collectives(
+            Shape(config.model, sizes), segment, own, skip_tail=plan.skip_tail
+        ),
+    )
 
 
 def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Sizes) -> str:

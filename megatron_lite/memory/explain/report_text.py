@@ -15,7 +15,7 @@ from megatron_lite.memory.predict.step_peak import band
 from megatron_lite.recompute.schedule import policy_by_stage
 
 WIDTH = 100
-MOST_RANKS, NAMED_TENSORS = 8, 4
+NAMED_TENSORS = 4
 
 
 def report_text(report: Report, width: int = WIDTH) -> str:
@@ -189,20 +189,12 @@ def _pipeline(report: Report) -> Iterator[Block]:
     rows: list[Sequence[str]] = [
         ("Pipeline rank", "layers", f"kept {unit.name}", "in flight", "they keep", "at most")
     ]
-    last = len(report.ranks) - 1
     for number, rank in enumerate(report.ranks):
-        is_near_end = min(number, last - number) < MOST_RANKS // 2
-        if not (last < MOST_RANKS or is_near_end or number == report.rank):
-            if rows[-1][0] != "  ..":
-                rows.append(("  ..", "", "", "", "", ""))
-            continue
-        spans = [(one.first_layer, one.first_layer + one.num_layers - 1) for one in rank.stages]
-        layers = ", ".join(f"{first}-{last_one}" for first, last_one in spans)
-        figures = rank.kept_bytes, rank.held_bytes, rank.peak_bytes
-        kept, held, peak = map(unit.number, figures)
+        spans = (f"{one.first_layer}-{one.first_layer + one.num_layers - 1}" for one in rank.stages)
+        layers = textwrap.shorten(", ".join(spans), 24, placeholder=" ..")
+        kept, held, peak = map(unit.number, (rank.kept_bytes, rank.held_bytes, rank.peak_bytes))
         mark = ">" if number == report.rank else " "
-        named = textwrap.shorten(layers, 24, placeholder=" ..")
-        rows.append((f"{mark} {number}", named, kept, str(rank.in_flight), held, peak))
+        rows.append((f"{mark} {number}", layers, kept, str(rank.in_flight), held, peak))
     yield rows
     number = report.num_microbatches
     yield (

@@ -113,20 +113,6 @@ def layer_terms(
                 yield term
 
 
-def kept_in(
-    terms: tuple[Term, ...], layers: range, *, on_host: bool | None = None
-) -> tuple[KeptTensor, ...]:
-    """Returns the tensors that the layers keep, the largest first, without shared tables.
-
-    on_host: True: those in host memory; False: those on the device; None: both.
-    """
-    return largest_first(
-        term
-        for term in terms
-        if term.layer in layers and not term.tensor.shared and on_host in (None, term.on_host)
-    )
-
-
 def largest_first(terms: Iterable[Term]) -> tuple[KeptTensor, ...]:
     """Returns the tensors of the terms, the largest first."""
     return tuple(sorted((term.tensor for term in terms), key=lambda tensor: -tensor.num_bytes))

@@ -17,7 +17,7 @@ from megatron_lite.config.stages import Stage, most_in_flight, stages, stages_of
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import replay_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, activation_terms
-from megatron_lite.memory.predict.peak import peak
+from megatron_lite.memory.predict.stage_course import replays_of
 from megatron_lite.pipeline.order import Action, keeping_all, order
 from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
 from megatron_lite.recompute.schedule import plan_stage
@@ -57,11 +57,13 @@ class Tick(NamedTuple):
 
     in_flight: the number of forwards whose backward has not run.
     kept_bytes: the kept bytes of all of them together.
+    most_bytes: the most that was held in the action: what they keep, and what a backward rebuilds.
     """
 
     action: Action
     in_flight: int
     kept_bytes: int
+    most_bytes: int
 
 
 class RankMemory(NamedTuple):
@@ -97,24 +99,31 @@ def ticks(config: RunConfig, device: str, *, rank: int, num_microbatches: int) -
     schedule = RankSchedule.of(config, rank, num_microbatches)
 
     @cache
-    def kept(chunk: int, keeps_all: bool) -> tuple[int, int]:
-        """Returns the bytes of tables, and of all else."""
+    def held_by(chunk: int, keeps_all: bool) -> tuple[int, int, int]:
+        """Returns the bytes of tables, of all else that is kept, and of what is rebuilt."""
         stage = schedule.stages[chunk]
-        sizes = Sizes.of(config, device=device, stage=stage)
+        sizes, plan = (
+            Sizes.of(config, device=device, stage=stage),
+            stage_plan(config, stage, keeps_all),
+        )
         own = [0, 0]
-        for term in activation_terms(config.model, stage_plan(config, stage, keeps_all), sizes):
+        for term in activation_terms(config.model, plan, sizes):
             own[term.tensor.given or not term.tensor.shared] += term.num_bytes * (not term.on_host)
-        return own[0], own[1]
+        replays = replays_of(config.model, plan, sizes)
+        most = max((one.held_bytes for one in replays), default=0)
+        return own[0], own[1], max(0, most - sum(own))
 
-    number = held = 0
+    number = held = before = 0
     tables: dict[int, int] = {}  # by chunk; the model holds them beyond the step
     for action in schedule.actions:
-        sign = 1 if action.kind == "forward" else -1
-        of_tables, own = kept(action.chunk, schedule.keeps_all(action))
-        number += sign
-        held += sign * own
+        forward = action.kind == "forward"
+        of_tables, own, rebuilt = held_by(action.chunk, schedule.keeps_all(action))
+        number += 1 if forward else -1
+        held += own if forward else -own
         tables[action.chunk] = max(tables.get(action.chunk, 0), of_tables)
-        yield Tick(action, number, held + sum(tables.values()))
+        kept = held + sum(tables.values())
+        yield Tick(action, number, kept, kept if forward else before + rebuilt)
+        before = kept
 
 
 def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
@@ -123,26 +132,18 @@ def rank_memory(config: RunConfig, device: str, rank: int) -> RankMemory:
     The vocabulary size must be known.
     """
     number = enough_microbatches(config, rank)
+    course = list(ticks(config, device, rank=rank, num_microbatches=number))
     schedule = RankSchedule.of(config, rank, number)
-
-    @cache
-    def kept_and_rebuilt(chunk: int, keeps_all: bool) -> tuple[int, int]:
-        stage = schedule.stages[chunk]
-        plan = stage_plan(config, stage, keeps_all)
-        sizes = Sizes.of(config, device=device, stage=stage)
-        kept = activation_bytes(config.model, plan, sizes)
-        return kept, peak(config.model, plan, sizes).held_bytes - kept
-
-    most = held = fullest = before = 0
-    for action, in_flight, kept in ticks(config, device, rank=rank, num_microbatches=number):
-        most, held = max(most, in_flight), max(held, kept)
-        if action.kind == "backward":
-            rebuilt = kept_and_rebuilt(action.chunk, schedule.keeps_all(action))[1]
-            fullest = max(fullest, before + rebuilt)
-        before = kept
-    first = (Action("forward", 0, chunk) for chunk in range(len(schedule.stages)))
-    one = sum(kept_and_rebuilt(action.chunk, schedule.keeps_all(action))[0] for action in first)
-    return RankMemory(rank, schedule.stages, one, most, held, fullest)
+    kept = (
+        activation_bytes(
+            config.model,
+            stage_plan(config, stage, schedule.keeps_all(Action("forward", 0, chunk))),
+            Sizes.of(config, device=device, stage=stage),
+        )
+        for chunk, stage in enumerate(schedule.stages)
+    )
+    most = (max(column) for column in list(zip(*course, strict=True))[1:])
+    return RankMemory(rank, schedule.stages, sum(kept), *most)
 
 
 def step_microbatches(config: RunConfig) -> int:

@@ -12,13 +12,15 @@ region is rebuilt when the first operation reads it (held_tensors.py).
     @split    A unit keeps 1/t of its input. Its replay gathers the input, and that of the split
               unit before it.
 
-The course gives the activations alone (peak.py) and, with temporaries and gradients, the peak of a
-step (step_peak.py). Standard library only.
+The course gives the activations alone (`kept_course`) and, with temporaries and gradients, the peak
+of a step (step_peak.py). Standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
@@ -33,9 +35,17 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, NOTHING, GatheredWeights
 from megatron_lite.memory.predict.held_tensors import held_in_backward
-from megatron_lite.memory.predict.kept_tensors import segment_terms
+from megatron_lite.memory.predict.kept_tensors import (
+    HEAD,
+    activation_bytes,
+    activation_terms,
+    segment_terms,
+)
 from megatron_lite.memory.predict.walk import Moment, Passage, Walk
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+
+SLOT_ALIGNMENT = 512  # bytes, as in recompute/arena.py
+CACHED = 1024
 
 
 class Replay(NamedTuple):
@@ -59,12 +69,18 @@ class StageCourse(NamedTuple):
     replays: in the order of the backward.
     tables: the bytes of tables that layers share. They count in the replays alone, because the
         model holds them.
+    on_host: the bytes that a micro-batch keeps in host memory. arena: those that the arena on the
+        device has for it.
+    staying: the bytes of weights that FSDP2 gathers once for several micro-batches.
     """
 
     forward: Passage
     backward: Passage
     replays: tuple[Replay, ...]
     tables: int
+    on_host: int
+    arena: int
+    staying: int
 
 
 class _Backward(NamedTuple):
@@ -84,12 +100,15 @@ class _Backward(NamedTuple):
     left: int
 
 
+@lru_cache(CACHED)
 def stage_course(
     model: ModelConfig, plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights = NOT_SHARDED
 ) -> StageCourse:
     """Returns the course of a micro-batch. weights: those that FSDP2 gathers."""
     course = _Course(model, plan, sizes, weights)
-    return StageCourse(course.forward(), course.backward(), tuple(course.replays), course.tables)
+    passages = course.forward(), course.backward()
+    kept = course.tables, sum(course.moved), course.arena
+    return StageCourse(*passages, tuple(course.replays), *kept, weights.staying)
 
 
 class _Course:
@@ -120,14 +139,21 @@ class _Course:
         ] * sizes.resets_attention
         self.given = sum(one.num_bytes for one in given)
         self.kept, self.moved = list[int](), list[int]()  # bytes of each segment
+        self.arena = 0
         for segment in plan.segments:
             # An arena on the device is counted as a whole, and not here.
             in_arena = plan.contiguous and segment.unit and not segment.on_host
             own = [
                 one
                 for one in segment_terms(self.layers, plan, segment, sizes)
-                if not (one.tensor.shared or (in_arena and not one.tensor.stays))
+                if not one.tensor.shared
             ]
+            if in_arena:
+                slots = [one for one in own if not one.tensor.stays]
+                own = [one for one in own if one not in slots]
+                self.arena += sum(
+                    -(-one.num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for one in slots
+                )
             self.kept.append(sum(sizes.allocated(one.num_bytes) for one in own))
             self.moved.append(sum(one.num_bytes for one in own if one.on_host))
         self.returned: set[int] = set()  # numbers of segments that came back from the host
@@ -351,3 +377,45 @@ def _backward(
 
 def _name(operation: Operation) -> str:
     return f"the {operation.name.replace('_', ' ')}"
+
+
+class KeptPoint(NamedTuple):
+    """The bytes held for backward at one moment, for a memory timeline (measure/timeline.py).
+
+    phase: "forward": the layer's forward has ended. "replay": the fullest moment of the backward of
+        some layers, which rebuild tensors. "backward": it has ended.
+    first_layer, last_layer: the layers that have just run. Both are -1 when the whole forward has
+        ended, with the output layer and the loss.
+    """
+
+    phase: str
+    first_layer: int
+    last_layer: int
+    num_bytes: int
+
+
+def kept_course(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Iterator[KeptPoint]:
+    """Yields the points of one micro-batch on one stage, in the order of the step."""
+    terms = [
+        (-1 if one.layer is None else one.layer, one.num_bytes)
+        for one in activation_terms(model, plan, sizes)
+        if not (one.on_host or one.operation == HEAD)
+    ]
+    kept = [  # after the embedding and after each layer
+        sum(size for layer, size in terms if layer < number)
+        for number in range(plan.num_layers + 1)
+    ]
+    for layer in range(plan.num_layers):
+        yield KeptPoint("forward", layer, layer, kept[layer + 1])
+    yield KeptPoint("forward", -1, -1, activation_bytes(model, plan, sizes))
+    replays = {one.first_layer: one for one in replays_of(model, plan, sizes)}
+    for segment in reversed(plan.segments):
+        first, last = segment.first_layer, segment.first_layer + segment.num_layers - 1
+        if first in replays:
+            yield KeptPoint("replay", *replays[first])
+        yield KeptPoint("backward", first, last, kept[first])
+
+
+def replays_of(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Replay, ...]:
+    """Returns the replays of a plan. An input in an arena counts with its own bytes."""
+    return stage_course(model, replace(plan, contiguous=False), sizes).replays

@@ -30,19 +30,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.row_blocks import hashed_at_a_time
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, GatheredWeights
-from megatron_lite.memory.predict.kept_tensors import host_bytes
 from megatron_lite.memory.predict.pipeline_memory import (
     RankSchedule,
     distinct_ranks,
     enough_microbatches,
+    stage_plan,
     step_microbatches,
 )
 from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
@@ -50,16 +48,14 @@ from megatron_lite.memory.predict.states import StateTensors, state_tensors
 from megatron_lite.memory.predict.update_memory import update_memory
 from megatron_lite.memory.predict.walk import Moment
 from megatron_lite.pipeline.order import Action
-from megatron_lite.recompute.recompute_plan import RecomputePlan, keep_everything
-from megatron_lite.recompute.schedule import plan_stage
 
 Tag = Literal["exact", "bound", "estimate"]
 EXACT: Tag = "exact"
 BOUND: Tag = "bound"
 ESTIMATE: Tag = "estimate"
 ROUNDING, CUBLAS = "rounding of the allocator", "two workspaces of cuBLAS"
+KEPT, REBUILT = "activations kept for backward", "activations rebuilt by a replay"
 CUBLAS_BYTES = 2 * 2**25  # of the streams of forward and backward, on Hopper
-SLOT_ALIGNMENT = 512  # bytes, as in recompute/arena.py
 
 
 class PeakTerm(NamedTuple):
@@ -94,20 +90,10 @@ class StepPeak:
     @property
     def beside_tensors(self) -> int:
         """The bytes that a GPU holds beside tensors: the rounding of states, and cuBLAS."""
-        return sum(term.num_bytes for term in self.terms if term.name in (ROUNDING, CUBLAS))
+        return self._sum(ROUNDING, CUBLAS)
 
-
-class StageMemory(NamedTuple):
-    """The bytes that a micro-batch holds on a stage, in its forward and its backward.
-
-    on_host: the bytes that it keeps in host memory. arena: the bytes that the arena on the device
-    has for it. gathered: the bytes of weights that FSDP2 gathers once for several micro-batches.
-    """
-
-    course: StageCourse
-    on_host: int
-    arena: int
-    gathered: int
+    def _sum(self, *names: str) -> int:
+        return sum(term.num_bytes for term in self.terms if term.name in names)
 
 
 class _Fullest(NamedTuple):
@@ -163,11 +149,11 @@ def step_peak(
     stages, shards = schedule.stages, dp_cp_size if sharded else 1
 
     @cache
-    def memory(chunk: int, keeps_all: bool) -> StageMemory:
-        return _stage_memory(config, device, stages[chunk], keeps_all, shards, number > 1)
+    def course(chunk: int, keeps_all: bool) -> StageCourse:
+        return _course(config, device, stages[chunk], keeps_all, shards, number > 1)
 
-    held = _fullest(config, device, schedule, lambda one, whole: memory(one, whole).course)
-    memories = [memory(chunk, False) for chunk in range(len(stages))]
+    held = _fullest(config, device, schedule, course)
+    each = [course(chunk, False) for chunk in range(len(stages))]
     waiting = _most_waiting(schedule)
     update = update_memory(config, stages[0], states, dp_cp_size=dp_cp_size, device=device)
     sure: Tag = ESTIMATE
@@ -176,35 +162,30 @@ def step_peak(
         held = _Fullest(held.action, Moment(update.where, other=update.num_bytes))
         sure = EXACT if update.is_exact else ESTIMATE
         where = f"{update.where} after the last backward"
-    moment = held.moment
-    on_host = sum(waiting[chunk] * one.on_host for chunk, one in enumerate(memories))
-    terms = (
-        PeakTerm("weights", states.weights, EXACT),
-        PeakTerm("main weights", states.masters, EXACT),
-        PeakTerm("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
-        PeakTerm("optimizer states", states.optimizer, EXACT),
-        PeakTerm(ROUNDING, tensors.rounding(device), ESTIMATE),
-        PeakTerm(CUBLAS, 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
-        PeakTerm("rotary tables", sum(one.course.tables for one in memories), EXACT),
-        PeakTerm("gathered weights", sum(one.gathered for one in memories), ESTIMATE),
-        PeakTerm("activations kept for backward", moment.kept, EXACT),
-        PeakTerm("activations rebuilt by a replay", moment.rebuilt, EXACT),
-        PeakTerm(f"workspace of the {moment.where}", moment.other, sure),
-        PeakTerm("hidden states received early", held.arrived, EXACT),
-        PeakTerm("hidden states being sent", held.sent, ESTIMATE),
-        PeakTerm(
-            "arena of saved inputs",
-            sum(waiting[chunk] * one.arena for chunk, one in enumerate(memories)),
-            EXACT,
-        ),
-        PeakTerm(
-            "hashes of replays",
-            16 * hashed_at_a_time(device) if config.recompute.recompute_verify else 0,
-            ESTIMATE,
-        ),
-        PeakTerm("copies in host memory", on_host if device == "cpu" else 0, BOUND),
+    moment, verifies = held.moment, config.recompute.recompute_verify
+    on_host, arena = (
+        sum(waiting[chunk] * number for chunk, number in enumerate(one))
+        for one in zip(*((one.on_host, one.arena) for one in each), strict=True)
     )
-    return StepPeak(pp_rank, where, tuple(term for term in terms if term.num_bytes))
+    rows: tuple[tuple[str, int, Tag], ...] = (
+        ("weights", states.weights, EXACT),
+        ("main weights", states.masters, EXACT),
+        ("gradients", 0 if sharded and number == 1 else states.gradients, EXACT),
+        ("optimizer states", states.optimizer, EXACT),
+        (ROUNDING, tensors.rounding(device), ESTIMATE),
+        (CUBLAS, 0 if device == "cpu" else CUBLAS_BYTES, ESTIMATE),
+        ("rotary tables", sum(one.tables for one in each), EXACT),
+        ("gathered weights", sum(one.staying for one in each), ESTIMATE),
+        (KEPT, moment.kept, EXACT),
+        (REBUILT, moment.rebuilt, EXACT),
+        (f"workspace of the {moment.where}", moment.other, sure),
+        ("hidden states received early", held.arrived, EXACT),
+        ("hidden states being sent", held.sent, ESTIMATE),
+        ("arena of saved inputs", arena, EXACT),
+        ("hashes of replays", 16 * hashed_at_a_time(device) * verifies, ESTIMATE),
+        ("copies in host memory", on_host if device == "cpu" else 0, BOUND),
+    )
+    return StepPeak(pp_rank, where, tuple(PeakTerm(*row) for row in rows if row[1]))
 
 
 def fullest_step_peak(
@@ -277,10 +258,10 @@ def _when(config: RunConfig, held: _Fullest, stages: tuple[Stage, ...]) -> str:
     return f"{where} of stage {stage.number}"
 
 
-def _stage_memory(
+def _course(
     config: RunConfig, device: str, stage: Stage, keeps_all: bool, shards: int, accumulates: bool
-) -> StageMemory:
-    """Returns what a micro-batch holds on a stage.
+) -> StageCourse:
+    """Returns the course of a micro-batch on a stage.
 
     keeps_all: whether the micro-batch keeps everything, whatever the policy says.
     shards: the ranks over which FSDP2 shards everything; 1 without it.
@@ -288,54 +269,18 @@ def _stage_memory(
     """
     sizes = Sizes.in_training(config, device=device, stage=stage, accumulates=accumulates)
     # Stages that no setting tells apart share one entry of the cache.
-    by_stage = any(rule.stage is not None for rule in config.recompute.policy.rules)
     if config.model.window_size is None and config.model.no_rope_freq is None:
         sizes = replace(sizes, first_layer=0)
-    gathers = NOT_SHARDED
+    weights = NOT_SHARDED
     if shards > 1:
         # FSDP2 has no sum of whole gradients: they live until their unit is reduced.
         sizes = replace(sizes, sums_gradients=False, adds_by_itself=False)
         size = config.parallel.pipeline_model_parallel_size
-        gathers = GatheredWeights.of(
-            config,
-            sizes,
-            stage.num_layers,
-            dp_cp_size=shards,
-            several=size > 1 and (stage.count > size or not stage.is_last),
+        several = size > 1 and (stage.count > size or not stage.is_last)
+        weights = GatheredWeights.of(
+            config, sizes, stage.num_layers, dp_cp_size=shards, several=several
         )
-    number = stage.number if by_stage else 0
-    shape = stage.num_layers, number, keeps_all
-    return _memory_of(config.model, sizes, config.recompute, *shape, gathers)
-
-
-@lru_cache(maxsize=1024)
-def _memory_of(
-    model: ModelConfig,
-    sizes: Sizes,
-    recompute: RecomputeConfig,
-    num_layers: int,
-    number: int,
-    keeps_all: bool,
-    gathers: GatheredWeights,
-) -> StageMemory:
-    plan = keep_everything(num_layers) if keeps_all else plan_stage(recompute, num_layers, number)
-    return StageMemory(
-        stage_course(model, plan, sizes, gathers),
-        host_bytes(model, plan, sizes) if any(one.on_host for one in plan.segments) else 0,
-        _arena_bytes(model, plan, sizes) if plan.contiguous else 0,
-        gathers.staying,
-    )
-
-
-def _arena_bytes(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> int:
-    """Returns the bytes of the arena on the device for the inputs of one micro-batch's units."""
-    whole = Shape(model, sizes).residual
-    slots = (
-        whole // sizes.tp_size if one.split else whole
-        for one in plan.segments
-        if one.unit and not one.on_host
-    )
-    return sum(-(-slot // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for slot in slots)
+    return stage_course(config.model, stage_plan(config, stage, keeps_all), sizes, weights)
 
 
 @dataclass(frozen=True)

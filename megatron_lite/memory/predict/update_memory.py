@@ -10,6 +10,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
@@ -53,73 +54,26 @@ def update_memory(
 
 
 def _muon(config: RunConfig, stage: Stage, dp_cp_size: int) -> int:
-    """Returns the bytes of Muon's temporaries for the matrix that needs most."""
-    sizes = Sizes.of(config, device="cpu", stage=stage)
-    layer = describe_layer(config.model, sizes, stage.first_layer)
-    shapes = [
-        (operation.name, one.shape)
-        for operation in layer.operations
-        for one in operation.parameters
-        if len(one.shape) == 2
-    ]
-    return max(
-        _of_matrix(
-            config,
-            sizes,
-            shape=(shape[0], shape[1]),
-            parts=_qkv_rows(config, shape[0]) if name == "linear_qkv" else (shape[0],),
-            dp_cp_size=dp_cp_size,
-        )
-        for name, shape in shapes
-    )
+    """Returns the bytes of Muon's temporaries for the largest matrix, as one part.
 
-
-def _qkv_rows(config: RunConfig, rows: int) -> tuple[int, ...]:
-    """Returns the rows of the matrices into which linear_qkv with so many rows is split."""
-    if not config.optimizer.muon_split_qkv:
-        return (rows,)
-    model = config.model
-    both = rows // (model.num_attention_heads + 2 * model.query_groups)  # rows = (a + 2g) d/t
-    key = both * model.query_groups
-    return rows - 2 * key, key, key
-
-
-def _of_matrix(
-    config: RunConfig,
-    sizes: Sizes,
-    *,
-    shape: tuple[int, int],
-    parts: tuple[int, ...],
-    dp_cp_size: int,
-) -> int:
-    """Returns the bytes of the temporaries for one matrix.
-
-    They are the iterates in bfloat16 and the result, first unscaled and then scaled, in float32, of
-    each part after the other. Of several parts each is a copy, and they are joined at the end.
+    They are the iterates in bfloat16, and the result, first unscaled and then scaled, in float32.
     """
-    rows, columns = shape
-    whole, optimizer = FLOAT32 * rows * columns, config.optimizer
-    most = done = 0
-    for part in parts:
-        elements, short = part * columns, min(part, columns)
-        if optimizer.muon_fp32_matmul_prec == "medium":
-            iterates = 2 * BFLOAT16 * elements
-        else:
-            iterates = 2 * FLOAT32 * short * short
-        over_tp = sizes.tp_size if optimizer.muon_tp_mode == "duplicated" else 1
-        iterates += 3 * BFLOAT16 * elements * (over_tp - 1)
-        copied = FLOAT32 * elements if len(parts) > 1 else 0
-        inside = 2 * FLOAT32 * elements
-        most = max(most, done + copied + iterates + inside)
-        done += FLOAT32 * elements
-    if len(parts) > 1:
-        most = max(most, 2 * whole)
+    sizes, optimizer = Sizes.of(config, device="cpu", stage=stage), config.optimizer
+    layer = describe_layer(config.model, sizes, stage.first_layer)
+    parameters = [one for operation in layer.operations for one in operation.parameters]
+    rows, columns = max((one.shape for one in parameters if len(one.shape) == 2), key=math.prod)
+    elements, whole = rows * columns, FLOAT32 * rows * columns
+    if optimizer.muon_fp32_matmul_prec == "medium":
+        iterates = 2 * BFLOAT16 * elements
+    else:
+        iterates = 2 * FLOAT32 * min(rows, columns) ** 2
+    if optimizer.muon_tp_mode == "duplicated":
+        iterates += 3 * BFLOAT16 * elements * (sizes.tp_size - 1)
     direction = whole if optimizer.muon_nesterov else 0
-    alone = most + direction
+    alone = iterates + 2 * whole + direction
     sharding = config.data_parallel
     if dp_cp_size == 1 or not (sharding.use_distributed_optimizer or sharding.use_torch_fsdp2):
         return alone
     # The direction is gathered: padded, as a part for every rank, and joined.
-    part_bytes = whole // dp_cp_size if sharding.use_torch_fsdp2 else whole
-    gather = part_bytes + dp_cp_size * part_bytes + whole + direction
-    return max(gather, alone + whole)
+    part = whole // dp_cp_size if sharding.use_torch_fsdp2 else whole
+    return max(part + dp_cp_size * part + whole + direction, alone + whole)
