@@ -5,7 +5,7 @@
                 largest temporary (description/shape.py)
 
 A unit, or a layer with an `ops(...)` policy, rebuilds everything before its backward begins. A
-region is rebuilt when the first operation reads it (held_tensors.py).
+region is rebuilt when the first operation reads it (layer_backward.py).
 
     @host     The originals of a segment live until the next such segment has run. The first read of
               a segment in backward brings it back, and the one before it.
@@ -18,7 +18,7 @@ of a step (step_peak.py). Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -29,18 +29,18 @@ from megatron_lite.description.model_ends import (
     head_operations,
     waits_for_lookup,
 )
-from megatron_lite.description.operations import Operation, document_starts
+from megatron_lite.description.operations import document_starts
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.predict.gathered_weights import NOT_SHARDED, NOTHING, GatheredWeights
-from megatron_lite.memory.predict.held_tensors import held_in_backward
 from megatron_lite.memory.predict.kept_tensors import (
     HEAD,
     activation_bytes,
     activation_terms,
     segment_terms,
 )
+from megatron_lite.memory.predict.layer_backward import LayerBackward, end_name, layer_backward
 from megatron_lite.memory.predict.walk import Moment, Passage, Walk
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
@@ -83,23 +83,6 @@ class StageCourse(NamedTuple):
     staying: int
 
 
-class _Backward(NamedTuple):
-    """The backward of the operations of one layer, of the embedding or of the head.
-
-    fullest: what is held at its fullest moment, relative to what the forward has kept of it.
-    replayed: the most activations right after something was rebuilt, or came back from the host,
-        relative to the same; None if nothing was.
-    kept: what the forward has kept of it. rebuilt: what a replay of all of it rebuilds.
-    left: the gradients of parameters that live on.
-    """
-
-    fullest: Moment
-    replayed: int | None
-    kept: int
-    rebuilt: int
-    left: int
-
-
 @lru_cache(CACHED)
 def stage_course(
     model: ModelConfig, plan: RecomputePlan, sizes: Sizes, weights: GatheredWeights = NOT_SHARDED
@@ -131,7 +114,7 @@ class _Course:
         self.first = embedding_operations(model, sizes)
         self.last = head_operations(model, sizes)
         self.embedding, self.head = (
-            _backward(one, sizes, is_end=True) for one in (self.first, self.last)
+            layer_backward(one, sizes, is_end=True) for one in (self.first, self.last)
         )
         # Tensors of the micro-batch exist from the start to the end.
         given = [one for each in (*self.first, *self.last) for one in each.keeps if one.given] + [
@@ -158,7 +141,7 @@ class _Course:
             self.moved.append(sum(one.num_bytes for one in own if one.on_host))
         self.returned: set[int] = set()  # numbers of segments that came back from the host
         self.gathered: set[int] = set()  # numbers of split units whose input is whole
-        self.known: dict[tuple[object, ...], _Backward] = {}
+        self.known: dict[tuple[object, ...], LayerBackward] = {}
 
     def forward(self) -> Passage:
         walk, weights = self.walk, self.weights
@@ -192,7 +175,7 @@ class _Course:
                 # Weights that FSDP2 gathers for the forward are still there during the loss.
                 sharded = weights is not NOT_SHARDED and one is self.last[-1]
                 if one.gradients_in_forward or sharded:
-                    walk.look(Moment(f"forward of {_name(one)}", other=one.temporary))
+                    walk.look(Moment(f"forward of {end_name(one)}", other=one.temporary))
         walk.other -= walk.buffer
         walk.look(Moment("end of the forward"))
         return walk.passage()
@@ -224,7 +207,7 @@ class _Course:
         walk.kept -= self.given
         return walk.passage()
 
-    def _end(self, backward: _Backward) -> None:
+    def _end(self, backward: LayerBackward) -> None:
         """Runs the backward of the embedding or of the head."""
         self.walk.look(backward.fullest)
         self.walk.kept -= backward.kept
@@ -288,7 +271,7 @@ class _Course:
         if held:
             self.replays.append(Replay(first, first + segment.num_layers - 1, max(held)))
 
-    def _part(self, segment: Segment, place: int, returned: int) -> _Backward:
+    def _part(self, segment: Segment, place: int, returned: int) -> LayerBackward:
         """Returns the backward of a layer of a segment.
 
         returned: the bytes that come back from the host when the first of them is read.
@@ -319,7 +302,7 @@ class _Course:
                 ),
                 default=len(layer.operations) - 1,
             )
-        self.known[key] = _backward(
+        self.known[key] = layer_backward(
             layer.operations,
             self.sizes,
             regions=segment.regions,
@@ -328,55 +311,6 @@ class _Course:
             beside=beside,
         )
         return self.known[key]
-
-
-def _backward(
-    operations: Sequence[Operation],
-    sizes: Sizes,
-    *,
-    regions: Set[str] = frozenset(),
-    replays_but: Set[str] | None = None,
-    returned: tuple[int, int] = (-1, 0),
-    beside: tuple[int, int] = (-1, 0),
-    is_end: bool = False,
-) -> _Backward:
-    """Returns the backward of the operations of a layer, of the embedding or of the head.
-
-    regions: the names of the regions that are rebuilt.
-    replays_but: of a layer that is replayed as a whole, the names of what is kept.
-    returned: the number of an operation, and the bytes that come back from the host before it.
-    beside: the number of an operation, and further bytes that are held from its backward on.
-    is_end: whether the operations are no layer.
-    """
-    fullest, left, at_first = Moment(), 0, (0, 0)
-    replayed: list[int] = []
-    course = list(enumerate(held_in_backward(operations, regions, sizes)))
-    for number, held in reversed(course):
-        operation, rebuilds = operations[number], held.rebuilds or number == returned[0]
-        kept, rebuilt = sum(held.kept.values()), sum(held.rebuilt.values())
-        if replays_but is not None:
-            rebuilt = sum(size for name, size in held.kept.items() if name not in replays_but)
-            kept, rebuilds = 0, True
-        if number == len(operations) - 1:
-            at_first = kept, 0 if replays_but is None else rebuilt
-        kept += (returned[1] if number <= returned[0] else 0) - at_first[0]
-        if rebuilds:
-            replayed.append(kept + rebuilt)
-        other = left + (0 if operation.gradients_in_forward else operation.temporary)
-        other += beside[1] if number <= beside[0] else 0
-        where = f"backward of {_name(operation) if is_end else operation.name}"
-        found = Moment(where, None, kept, rebuilt, other)
-        if not fullest.where or found.num_bytes > fullest.num_bytes:
-            fullest = found
-        # Under FSDP2 gradients live until their unit is reduced.
-        if not sizes.sums_gradients:
-            elements = sum(parameter.num_elements for parameter in operation.parameters)
-            left += elements * sizes.element_bytes
-    return _Backward(fullest, max(replayed, default=None), *at_first, left)
-
-
-def _name(operation: Operation) -> str:
-    return f"the {operation.name.replace('_', ' ')}"
 
 
 class KeptPoint(NamedTuple):
