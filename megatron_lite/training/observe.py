@@ -176,7 +176,7 @@ class TimelineRecorder:
         """Runs the forward `run` and its backward. Returns the loss, detached."""
         # Imported here because the import takes seconds.
         from megatron_lite.memory.measure.recorder import record_timeline
-        from megatron_lite.memory.measure.timeline import Predicted, write_timeline
+        from megatron_lite.memory.measure.timeline import write_timeline
 
         losses = []
 
@@ -189,7 +189,6 @@ class TimelineRecorder:
         name = self._config.recompute.recompute_policy or str(plan)
         timeline = record_timeline(model, noted, name=name)
         sizes = Sizes.of(self._config, device=losses[0].device.type, stage=model.stage)
-        points = kept_course(self._config.model, plan, sizes)
-        predicted = tuple(Predicted(*point) for point in points)
+        predicted = tuple(kept_course(self._config.model, plan, sizes))
         write_timeline(replace(timeline, predicted=predicted), self._path)
         return losses[0]

@@ -12,7 +12,7 @@ phase, module and operator are indices into the lists above the events. number c
 that ran before. An operator that changes nothing has no event. Bytes are those alive right after
 the operator, in storages created since the start. Parameters, a buffer of their gradients and the
 batch existed before and do not count. "predicted" has the points of
-memory/predict/peak.py, and may be missing.
+memory/predict/stage_course.py, and may be missing.
 
     activation   saved for backward by the forward          gradient    a parameter's gradient
     rebuilt      saved by a replay                          temporary   all others, such as tensors
@@ -25,12 +25,13 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
 from megatron_lite.data.durable_files import written_beside
+from megatron_lite.memory.predict.stage_course import KeptPoint
 
 FORMAT, VERSION = "megatron_lite memory timeline", 1
 PHASES = FORWARD, REPLAY, BACKWARD = "forward", "replay", "backward"
@@ -41,6 +42,12 @@ CATEGORIES = ACTIVATION, REBUILT, GRADIENT, TEMPORARY = (
     "temporary",
 )
 MAX_FILE_BYTES = 32 * 2**20
+HEADER = {
+    "format": FORMAT,
+    "version": VERSION,
+    "phases": list(PHASES),
+    "categories": list(CATEGORIES),
+}
 _KEPT = (CATEGORIES.index(ACTIVATION), CATEGORIES.index(REBUILT))
 
 
@@ -64,18 +71,6 @@ class Event(NamedTuple):
         return sum(self.live_bytes)
 
 
-class Predicted(NamedTuple):
-    """A predicted number of bytes kept or rebuilt: see KeptPoint in memory/predict/peak.py.
-
-    first_layer, last_layer: -1 for the end of the forward.
-    """
-
-    phase: str
-    first_layer: int
-    last_layer: int
-    num_bytes: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
     """The events, in order, of a run with the recompute policy `name`.
@@ -85,7 +80,7 @@ class Timeline:
 
     name: str
     events: tuple[Event, ...]
-    predicted: tuple[Predicted, ...] = ()
+    predicted: tuple[KeptPoint, ...] = ()
 
     @property
     def peak(self) -> Event:
@@ -95,31 +90,19 @@ class Timeline:
 
 def write_timeline(timeline: Timeline, path: str) -> None:
     """Writes the timeline to a file. The file is complete or does not appear."""
-    modules = {
-        name: place
-        for place, name in enumerate(dict.fromkeys(event.module for event in timeline.events))
-    }
-    operators = {
-        name: place
-        for place, name in enumerate(dict.fromkeys(event.operator for event in timeline.events))
-    }
+    modules, operators = (
+        list(dict.fromkeys(names))
+        for names in zip(*((one.module, one.operator) for one in timeline.events), strict=True)
+    )
+    places = [{name: at for at, name in enumerate(names)} for names in (PHASES, modules, operators)]
     document: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
+        **HEADER,
         "name": timeline.name,
-        "phases": PHASES,
-        "categories": CATEGORIES,
-        "modules": list(modules),
-        "operators": list(operators),
+        "modules": modules,
+        "operators": operators,
         "events": [
-            [
-                event.number,
-                PHASES.index(event.phase),
-                modules[event.module],
-                operators[event.operator],
-                *event.live_bytes,
-            ]
-            for event in timeline.events
+            [number, *(known[name] for known, name in zip(places, names, strict=True)), *live_bytes]
+            for number, *names, live_bytes in timeline.events
         ],
     }
     if timeline.predicted:
@@ -136,28 +119,18 @@ def read_timeline(path: str) -> Timeline:
     """
     text = read_input(path, MAX_FILE_BYTES)
     try:
-        document = json.loads(text)
+        return _timeline(json.loads(text))
     # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError. Deep nesting raises
     # RecursionError.
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"{path}: not JSON, so not a file of --memory-timeline ({error})"
+            f"{path}: not a file of --memory-timeline, version {VERSION}: {error}"
         ) from None
-    try:
-        return _timeline(document)
-    except _FormatError as error:
-        raise InputError(f"{path}: not a memory timeline of version {VERSION}: {error}") from None
-
-
-class _FormatError(Exception):
-    pass
 
 
 def _timeline(document: Any) -> Timeline:
     _require(isinstance(document, dict), f"expected an object, found {type(document).__name__}")
-    for key, value in dict(
-        format=FORMAT, version=VERSION, phases=list(PHASES), categories=list(CATEGORIES)
-    ).items():
+    for key, value in HEADER.items():
         _require(document.get(key) == value, f"expected {json.dumps(value)} under {key!r}")
     _require(isinstance(document.get("name"), str), "expected a string under 'name'")
     for key in ("modules", "operators"):
@@ -166,44 +139,43 @@ def _timeline(document: Any) -> Timeline:
             isinstance(names, list) and all(isinstance(name, str) for name in names),
             f"expected strings under {key!r}",
         )
-    num_names = len(document["modules"]), len(document["operators"])
-    limits = [2**63, len(PHASES), *num_names, *[2**63] * len(CATEGORIES)]
-    events, last = [], -1
-    for number, phase, module, operator, *live_bytes in _rows(document, "events", limits):
-        _require(number > last, "the 'events' are out of order")
-        names = PHASES[phase], document["modules"][module], document["operators"][operator]
-        events.append(Event(number, *names, tuple(live_bytes)))
-        last = number
+    modules, operators = document["modules"], document["operators"]
+    limits = [2**63, len(PHASES), len(modules), len(operators), *[2**63] * len(CATEGORIES)]
+    events = tuple(
+        Event(number, PHASES[phase], modules[module], operators[operator], tuple(live_bytes))
+        for number, phase, module, operator, *live_bytes in _rows(document, "events", limits)
+    )
     _require(bool(events), "expected at least one row under 'events'")
+    in_order = all(one.number < after.number for one, after in pairwise(events))
+    _require(in_order, "the 'events' are out of order")
     # A layer of -1 is the end of the forward.
     rows = _rows(document, "predicted", [len(PHASES), 2**31, 2**31, 2**63], least=-1)
     _require(all(row[0] >= 0 for row in rows), "a phase of 'predicted' is no phase")
-    points = tuple(Predicted(PHASES[row[0]], *row[1:]) for row in rows)
-    return Timeline(name=document["name"], events=tuple(events), predicted=points)
+    points = tuple(KeptPoint(PHASES[row[0]], *row[1:]) for row in rows)
+    return Timeline(name=document["name"], events=events, predicted=points)
 
 
 def _rows(document: Any, key: str, limits: list[int], least: int = 0) -> list[list[int]]:
     """Returns the rows under a key: an integer for each limit, from `least` to below the limit."""
-    rows = document.get(key, [])
+    rows: list[list[int]] = document.get(key, [])
     _require(isinstance(rows, list), f"expected a list under {key!r}")
     for place, row in enumerate(rows):
         # JSON's true and false are bool, which isinstance would take for int.
+        within = isinstance(row, list) and len(row) == len(limits)
         _require(
-            isinstance(row, list)
-            and len(row) == len(limits)
+            within
             and all(
                 type(value) is int and least <= value < limit
                 for value, limit in zip(row, limits, strict=True)
             ),
             f"row {place} of {key!r} is not {len(limits)} integers within bounds",
         )
-    found: list[list[int]] = rows
-    return found
+    return rows
 
 
 def _require(condition: bool, expectation: str) -> None:
     if not condition:
-        raise _FormatError(expectation)
+        raise ValueError(expectation)
 
 
 class Compared(NamedTuple):
@@ -254,15 +226,10 @@ def compared(timeline: Timeline) -> tuple[Compared, ...]:
     return tuple(sorted(found, key=lambda one: one.number))
 
 
-def layer_of(module: str) -> int | None:
-    """Returns the first number in a module's name, which is its layer, or None."""
-    found = re.search(r"(?:^|\.)(\d{1,6})(?:\.|$)", module)
-    return int(found[1]) if found else None
-
-
 def _is_inside(event: Event, first: int, last: int) -> bool:
-    layer = layer_of(event.module)
-    return layer is not None and first <= layer <= last
+    """Returns whether the first number in the module's name, its layer, is one of these."""
+    found = re.search(r"(?:^|\.)(\d{1,6})(?:\.|$)", event.module)
+    return found is not None and first <= int(found[1]) <= last
 
 
 def _kept_bytes(event: Event) -> int:
