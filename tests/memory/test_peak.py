@@ -99,7 +99,7 @@ def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
 
 
 @contextmanager
-def rebuilt_tensors(watch: list[int], meter: KeptForBackward[str]) -> Iterator[None]:
+def rebuilt_tensors(watch: list[int], meter: KeptForBackward) -> Iterator[None]:
     """Appends to `watch` what is held whenever a tensor is saved, and whenever a discarded tensor,
     a mask or a split input has been made again, or a tensor has come back from host memory: those
     live without being saved by anyone."""

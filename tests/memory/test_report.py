@@ -26,8 +26,8 @@ from megatron_lite.memory.explain.recompute_report import (
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.flops import hardware_flops, replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
+from megatron_lite.memory.predict.replays import Traffic
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.memory.predict.traffic import Traffic
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.pairs import thirds

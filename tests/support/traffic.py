@@ -9,7 +9,7 @@ from megatron_lite.description.model_ends import embedding_operations, head_oper
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.predict.traffic import Traffic, collectives, segment_collectives
+from megatron_lite.memory.predict.replays import Traffic, collectives, segment_collectives
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 

@@ -1,7 +1,7 @@
 """Finds the tensors that differ if the measured kept bytes are not the predicted ones.
 
 Predicted terms and measured storages have no names in common. They are paired by size, first within
-a layer and then within the stage, also two equal storages with one term, such as the mean and the
+a module, then within a layer and the stage, also two equal storages with one term, such as the mean and the
 deviation of a norm. What stays unpaired is the difference. Standard library only.
 """
 
@@ -43,12 +43,16 @@ def difference(terms: Sequence[Term], saved: Sequence[Saved], *, first_layer: in
     """
     left = list(saved)
     missing = [(None if one.layer is None else one.layer + first_layer, one) for one in terms]
-    for in_layer, parts in product((True, False), (1, 2)):
+    # The surest pairs first. A unit's states of random streams are saved outside of its layer.
+    for within, parts in product(("module", "layer", "stage"), (1, 2)):
         for place, term in list(missing):
+            module = f"{LAYERS}{place}.{term.module}".removesuffix(".")
             near = [
                 one
                 for one in left
-                if one.num_bytes * parts == term.num_bytes and (one.layer == place or not in_layer)
+                if one.num_bytes * parts == term.num_bytes
+                and (within != "layer" or one.layer == place)
+                and (within != "module" or one.module == module)
             ][:parts]
             if len(near) == parts:
                 missing.remove((place, term))

@@ -13,13 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_lite.config.checks import chosen
+from megatron_lite.config.notices import notices
+from megatron_lite.config.regions import without_effect
 from megatron_lite.config.run import RunConfig
+from megatron_lite.config.units import size
 from megatron_lite.description.model_ends import embedding_operations, head_operations
 from megatron_lite.description.operations import KeptTensor, LayerDescription
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
-from megatron_lite.memory.explain.advice import notes
 from megatron_lite.memory.explain.prices import (
     ComparedRun,
     Priced,
@@ -27,7 +29,6 @@ from megatron_lite.memory.explain.prices import (
     price,
     rank_plans,
     region_names,
-    with_flags,
 )
 from megatron_lite.memory.predict.kept_tensors import (
     EMBEDDING,
@@ -37,8 +38,12 @@ from megatron_lite.memory.predict.kept_tensors import (
     largest_first,
 )
 from megatron_lite.memory.predict.pipeline_memory import RankMemory, rank_memory, step_microbatches
-from megatron_lite.memory.predict.replays import replayed_calls
-from megatron_lite.memory.predict.traffic import Traffic, collectives, segment_collectives
+from megatron_lite.memory.predict.replays import (
+    Traffic,
+    collectives,
+    replayed_calls,
+    segment_collectives,
+)
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 NO_TRAFFIC = Traffic()
@@ -126,9 +131,7 @@ def explain(
     """
     run, config = config, of_one_replica(config, dp_size)
     dp_cp_size = dp_size * config.parallel.context_parallel_size
-    own, without = (
-        price(one, device, dp_cp_size=dp_cp_size) for one in (config, with_flags(config))
-    )
+    own = price(config, device, dp_cp_size=dp_cp_size)
     others = [one._replace(config=of_one_replica(one.config, dp_size)) for one in others]
     policies = alternatives(config, device, dp_cp_size=dp_cp_size, others=others)
     parts = tuple(_parts(config, own.step.rank, device))
@@ -144,18 +147,37 @@ def explain(
         dp_cp_size=dp_cp_size,
         parts=parts,
         policies=policies,
-        notes=tuple(
-            notes(
-                config,
-                sizes,
-                own=own,
-                without=without,
-                policies=policies,
-                head_bytes=sum(one.kept_bytes for one in parts if one.name == HEAD),
-                layers_bytes=sum(one.count * one.kept_bytes for one in parts if one.num_layers),
-            )
-        ),
+        notes=tuple(_notes(config, sizes, own, parts)),
     )
+
+
+def _notes(config: RunConfig, sizes: Sizes, own: Priced, parts: Sequence[Part]) -> Iterator[str]:
+    """Yields the reasons why memory would not drop as the recompute flags suggest."""
+    warnings = notices(config, "recompute")
+    yield from (f"{warning}." for warning in warnings)
+    named = frozenset[str]().union(*(segment.regions for segment in own.plan.segments))
+    for region in without_effect(named, builds_scores=config.model.builds_scores(sizes.device)):
+        if not any(region in warning for warning in warnings):
+            yield (
+                f"{region} is moot: flash attention keeps no scores, and rebuilds them in backward "
+                "anyway."
+            )
+    if own.host_bytes and sizes.device == "cpu":
+        yield f"On a CPU @host frees nothing: {size(own.host_bytes)} stay in the same memory."
+    elif own.host_bytes:
+        yield (
+            f"@host copies {size(own.host_bytes)} to the host in forward and as much back in "
+            "backward, for every micro-batch. Where that takes longer than the layers between, the "
+            "device waits."
+        )
+    head = sum(one.kept_bytes for one in parts if one.name == HEAD)
+    layers = sum(one.count * one.kept_bytes for one in parts if one.num_layers)
+    if head > layers:
+        yield (
+            f"The head keeps {size(head)}, and all layers together {size(layers)}. Recomputing "
+            "layers does not lower the head; --loss-chunk-size and a smaller --micro-batch-size "
+            "do, and so does a larger --tensor-model-parallel-size."
+        )
 
 
 def of_one_replica(config: RunConfig, dp_size: int) -> RunConfig:

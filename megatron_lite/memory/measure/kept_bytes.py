@@ -45,9 +45,7 @@ class KeptBytes:
 class KeptBytesMeter:
     """Measures the kept bytes of one forward. `measure_kept_bytes` creates it."""
 
-    def __init__(
-        self, meter: KeptForBackward[str], live: LiveStorages, weights: list[Tensor]
-    ) -> None:
+    def __init__(self, meter: KeptForBackward, live: LiveStorages, weights: list[Tensor]) -> None:
         self._meter, self._live = meter, live
         self._weights = {address_of(tensor.untyped_storage()) for tensor in weights}
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,10 +27,8 @@ from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.running import running_modules
 from megatron_lite.recompute.versions import check_unwritten, version_of
 
-Label = TypeVar("Label")
 
-
-class KeptForBackward(Generic[Label]):
+class KeptForBackward:
     """The saved tensors that went through `pack` and are still alive.
 
     exclude: tensors whose storages do not count.
@@ -39,7 +37,7 @@ class KeptForBackward(Generic[Label]):
     for every tensor that is to count.
     """
 
-    def __init__(self, exclude: Iterable[Tensor], label: Callable[[], Label]) -> None:
+    def __init__(self, exclude: Iterable[Tensor], label: Callable[[], Any]) -> None:
         self._excluded = {
             address_of(storage): storage
             for storage in (tensor.untyped_storage() for tensor in exclude)
@@ -47,21 +45,21 @@ class KeptForBackward(Generic[Label]):
         self._label = label
         self._numbers = count()
         # in the order of saving
-        self._saved: WeakValueDictionary[int, SavedTensor[Label]] = WeakValueDictionary()
+        self._saved: WeakValueDictionary[int, SavedTensor] = WeakValueDictionary()
 
-    def pack(self, tensor: Tensor) -> SavedTensor[Label]:
+    def pack(self, tensor: Tensor) -> SavedTensor:
         """The pack hook. It copies nothing."""
         saved = SavedTensor(tensor, self._label())
         self._saved[next(self._numbers)] = saved
         return saved
 
-    def unpack(self, saved: SavedTensor[Label]) -> Tensor:
+    def unpack(self, saved: SavedTensor) -> Tensor:
         """The unpack hook."""
         return saved.tensor()
 
-    def storages(self) -> dict[int, KeptStorage[Label]]:
+    def storages(self) -> dict[int, KeptStorage]:
         """Returns every kept storage, by its address."""
-        kept: dict[int, KeptStorage[Label]] = {}
+        kept: dict[int, KeptStorage] = {}
         for saved in list(self._saved.values()):
             storage = saved.detached.untyped_storage()
             address = address_of(storage)
@@ -78,31 +76,31 @@ class KeptForBackward(Generic[Label]):
         """Returns the bytes of all kept storages."""
         return sum(storage.num_bytes for storage in self.storages().values())
 
-    def by_module(self) -> dict[Label, int]:
+    def by_module(self) -> dict[Any, int]:
         """Returns the kept bytes by module. "" stands for saves outside of every module.
 
         A storage counts for the module whose forward saved it first.
         """
-        totals: Counter[Label] = Counter()
+        totals: Counter = Counter()
         for storage in self.storages().values():
             totals[storage.label] += storage.num_bytes
         return dict(totals)
 
 
 @dataclass(frozen=True)
-class KeptStorage(Generic[Label]):
+class KeptStorage:
     """A kept storage: its size, and the facts of its first save.
 
     label: the label of that save. shape, dtype: those of the saved tensor; dtype as in "float32".
     """
 
     num_bytes: int
-    label: Label
+    label: Any
     shape: tuple[int, ...]
     dtype: str
 
 
-class SavedTensor(Generic[Label]):
+class SavedTensor:
     """The object that the graph holds in place of a saved tensor, as long as it needs the tensor.
 
     Reading it raises RuntimeError if the tensor was written to after the save. torch leaves this
@@ -111,7 +109,7 @@ class SavedTensor(Generic[Label]):
 
     __slots__ = ("__weakref__", "_version", "detached", "label")
 
-    def __init__(self, tensor: Tensor, label: Label) -> None:
+    def __init__(self, tensor: Tensor, label: Any) -> None:
         self.detached = tensor.detach()  # an output holds its graph, which would hold the output
         self.label = label
         self._version = version_of(tensor)
@@ -125,7 +123,7 @@ class SavedTensor(Generic[Label]):
 @contextmanager
 def kept_for_backward(
     *, exclude: Iterable[Tensor] = (), model: nn.Module | None = None
-) -> Iterator[KeptForBackward[str]]:
+) -> Iterator[KeptForBackward]:
     """Counts the tensors that are saved in the block.
 
     It copies nothing and does not synchronise, and gradients are the same bits as without it.

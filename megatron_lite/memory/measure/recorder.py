@@ -74,7 +74,7 @@ class _Recorder(LiveStorages):
         self._last_read = ""
         self._num_operators = 0
 
-    def unpack(self, saved: SavedTensor[_Place]) -> Tensor:
+    def unpack(self, saved: SavedTensor) -> Tensor:
         """The unpack hook. The label of the tensor shows which module backward is in."""
         self._last_read = saved.label.module
         return self.kept.unpack(saved)

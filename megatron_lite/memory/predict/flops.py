@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import head_operations
-from megatron_lite.description.operations import Operation
+from megatron_lite.description.operations import LayerDescription, Operation
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.replays import replayed_calls
@@ -54,7 +54,7 @@ PEAK_TFLOPS = (
 
 def forward_flops(model: ModelConfig, **shape: Any) -> int:
     """Returns the FLOPs of one forward pass, logits included (2205.05198, appendix A)."""
-    kinds = describe_kinds(model, _sizes(shape), model.num_layers)
+    kinds = _kinds(model, shape)
     layers = sum(count * _forward(layer.operations) for layer, count in kinds)
     return layers + logits_flops(model, **shape)
 
@@ -76,37 +76,26 @@ def hardware_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int
         step_flops(model, **ranks)
         + _rebuilds(head_operations(model, _sizes(ranks)))
         + replay_flops(model, plan, **shape)
-        + flash_rebuild_flops(model, **ranks)
+        # The fifth matmul of flash attention's backward, since it keeps no scores.
+        + sum(count * _rebuilds(layer.operations) for layer, count in _kinds(model, ranks))
     )
 
 
 def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
     """Returns the FLOPs that backward runs again under the plan."""
-    return sum(sum(layer.values()) for layer in replayed_flops(model, plan, **shape))
-
-
-def replayed_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> list[dict[str, int]]:
-    """Returns, for each layer of the plan, the FLOPs that backward runs again, by matmul."""
     sizes = _sizes(shape)
     layers = describe_layers(model, sizes, plan.num_layers)
-    # The description counts the FLOPs of one rank. The figures here are over all TP and CP ranks.
-    again: list[dict[str, int]] = [{} for _ in layers]
-    for segment in plan.segments:
-        own = layers[segment.first_layer : segment.first_layer + segment.num_layers]
-        for layer, _, call in replayed_calls(own, segment, skip_tail=plan.skip_tail):
-            again[segment.first_layer + layer] |= {
-                one.name: one.flops * sizes.num_ranks for one in call.matmuls
-            }
-    return again
-
-
-def flash_rebuild_flops(model: ModelConfig, **shape: Any) -> int:
-    """Returns the FLOPs with which flash attention rebuilds the scores in backward.
-
-    They are the fifth matmul of its backward, since it keeps no scores. 0 if attention is unfused.
-    """
-    kinds = describe_kinds(model, _sizes(shape), model.num_layers)
-    return sum(count * _rebuilds(layer.operations) for layer, count in kinds)
+    # The description counts the FLOPs of one rank. The figure here is over all TP and CP ranks.
+    return sizes.num_ranks * sum(
+        matmul.flops
+        for segment in plan.segments
+        for _, _, call in replayed_calls(
+            layers[segment.first_layer : segment.first_layer + segment.num_layers],
+            segment,
+            skip_tail=plan.skip_tail,
+        )
+        for matmul in call.matmuls
+    )
 
 
 def peak_flops(device_name: str, *, bf16: bool, tf32: bool = False) -> float | None:
@@ -122,6 +111,10 @@ def peak_flops(device_name: str, *, bf16: bool, tf32: bool = False) -> float | N
                 return 1e12 * bf16_tflops
             return 1e12 * (bf16_tflops / 2 if tf32 else float32_tflops)
     return None
+
+
+def _kinds(model: ModelConfig, shape: dict[str, Any]) -> list[tuple[LayerDescription, int]]:
+    return describe_kinds(model, _sizes(shape), model.num_layers)
 
 
 def _forward(operations: Iterable[Operation]) -> int:

@@ -32,10 +32,7 @@ def parameter_count(
         has_head=stage.is_last,
         first_layer=stage.first_layer,
     )
-    ends = (
-        *(embedding_operations(model, sizes) if stage.is_first else ()),
-        *(head_operations(model, sizes) if stage.is_last else ()),
-    )
+    ends = embedding_operations(model, sizes) + head_operations(model, sizes)
     return _elements(ends) + sum(
         count * _elements(layer.operations)
         for layer, count in describe_kinds(model, sizes, stage.num_layers)

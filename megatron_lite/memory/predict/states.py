@@ -170,15 +170,13 @@ def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> lis
 def _parameters(config: RunConfig, stage: Stage) -> Iterator[_HeldParameter]:
     """Yields the parameters of a stage on one TP rank, in the order of the model."""
     sizes = Sizes.of(config, device="cpu", stage=stage)
-    if stage.is_first:
-        yield from _of_operations(embedding_operations(config.model, sizes))
+    yield from _of_operations(embedding_operations(config.model, sizes))
     for number, layer in enumerate(describe_layers(config.model, sizes, stage.num_layers)):
         prefix = f"decoder.layers.{stage.first_layer + number}"
         for module, parameter in layer.parameters():
             name = f"{prefix}.{module}.{parameter.name}"
             yield _HeldParameter(name, parameter, len(parameter.shape) == 2)
-    if stage.is_last:
-        yield from _of_operations(head_operations(config.model, sizes))
+    yield from _of_operations(head_operations(config.model, sizes))
 
 
 def _of_operations(operations: tuple[Operation, ...]) -> Iterator[_HeldParameter]:

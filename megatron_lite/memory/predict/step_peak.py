@@ -28,6 +28,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from megatron_lite.config.row_blocks import hashed_at_a_time
@@ -211,31 +212,30 @@ def _fullest(
     stages, actions = schedule.stages, schedule.actions
     hidden = Shape(config.model, Sizes.of(config, device=device)).residual
 
-    def receives(action: Action) -> bool:
+    def crosses(action: Action) -> tuple[bool, bool]:
+        """Returns whether the action receives from another stage, and whether it sends."""
         stage = stages[action.chunk]
-        return not (stage.is_first if action.kind == "forward" else stage.is_last)
-
-    def sends(action: Action) -> bool:
-        stage = stages[action.chunk]
-        return not (stage.is_last if action.kind == "forward" else stage.is_first)
+        ends = not stage.is_first, not stage.is_last
+        return ends if action.kind == "forward" else ends[::-1]
 
     found, kept, other = _Fullest(actions[0], Moment()), 0, 0
     under_way = deque([0], maxlen=1 if len(stages) == 1 or stages[-1].is_last else 3)
-    for action, following in zip(actions, [*actions[1:], None], strict=True):
+    for action, following in zip_longest(actions, actions[1:]):
         course = course_of(action.chunk, schedule.keeps_all(action))
         passage = course.forward if action.kind == "forward" else course.backward
-        early = config.parallel.overlap_p2p_comm and following is not None and receives(following)
+        early = config.parallel.overlap_p2p_comm and following and crosses(following)[0]
+        receives, sends = crosses(action)
         # The action's own input arrived before, and belongs to its passage from now on.
-        other += hidden if receives(action) else 0
+        other += hidden * receives
         fullest = passage.fullest
         here = fullest._replace(kept=kept + fullest.kept, other=other + fullest.other)
         one = _Fullest(action, here, hidden if early else 0, sum(under_way))
-        found = one if one.num_bytes > found.num_bytes else found
+        found = max(found, one, key=lambda each: each.num_bytes)
         # A passage ends without the tensor that the action sends. The tensor is counted here as
         # long as it may be on its way.
         kept += passage.kept
         other += passage.other
-        under_way.append(hidden if sends(action) else 0)
+        under_way.append(hidden * sends)
     return found
 
 
