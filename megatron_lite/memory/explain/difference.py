@@ -1,7 +1,7 @@
 """Finds the tensors that differ if the measured kept bytes are not the predicted ones.
 
-Predicted terms and measured storages have no names in common. They are paired by size, first within
-a module, then within a layer and the stage, also two equal storages with one term, such as the mean and the
+Predicted terms and measured storages have no names in common. They are paired by size, within a
+module, a layer and the stage, also two equal storages with one term, such as the mean and the
 deviation of a norm. What stays unpaired is the difference. Standard library only.
 """
 
