@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.recompute.schedule import plan_stage
-from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.equality import variant_config
+from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.storages import addresses
 
 PLANS = {
@@ -26,7 +24,6 @@ PLANS = {
     "uniform 2": dict(
         recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
     ),
-    "block 1": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
     "regions": dict(
         recompute_granularity="selective",
         recompute_modules=("core_attn", "layernorm", "activation"),
@@ -34,12 +31,6 @@ PLANS = {
     "mlp": dict(recompute_granularity="selective", recompute_modules=("mlp",)),
 }
 ROW = 4 * 7  # bytes of a float32 row of 7
-
-
-@pytest.fixture
-def gpt() -> Iterator[GPTModel]:
-    with tp_state(1) as parallel:
-        yield build_tiny_model(tiny_config(hidden_dropout=0.1, attention_dropout=0.1), parallel)
 
 
 def leaf(*shape: int) -> Tensor:
@@ -58,16 +49,6 @@ def test_a_storage_counts_once_and_whole_however_often_and_in_whichever_views_it
     with kept_for_backward() as meter:
         y = x * x[:, :1] + x[0] * x.t()[:, :1].sum()
     assert meter.total_bytes() == 5 * ROW + 4  # x in four views, and the 0-d sum
-    assert y.requires_grad
-
-
-def test_excluded_are_storages_so_views_and_transposes_of_parameters_too() -> None:
-    layer, x = nn.Linear(7, 5), leaf(3, 7)
-    with kept_for_backward(exclude=layer.parameters()) as meter:
-        y = (layer(x) @ layer.weight * layer.weight[0]).sum() * layer.weight.t()[0, 1]
-    # x, the layer's output, what the row scales, the sum
-    expected = 3 * ROW + 3 * 5 * 4 + 3 * ROW + 4
-    assert meter.total_bytes() == expected
     assert y.requires_grad
 
 
@@ -109,9 +90,8 @@ def test_the_count_keeps_nothing_alive_not_even_a_saved_output(function) -> None
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", VARIANTS)
-def test_gradients_are_the_same_bits_with_and_without_the_meter(name: str, plan: str) -> None:
-    config = variant_config(name, hidden_dropout=0.1, attention_dropout=0.1)
+def test_gradients_are_the_same_bits_with_and_without_the_meter(plan: str) -> None:
+    config = variant_config("qwen", hidden_dropout=0.1, attention_dropout=0.1)
     tokens, labels = sample_tokens()
     with tp_state(1) as parallel:
         model = build_tiny_model(
@@ -154,53 +134,6 @@ def test_bytes_fall_to_the_module_whose_forward_saved_them_first() -> None:
     # hidden is second.0's already
     assert meter.by_module() == {"first": 3 * ROW, "second.0": size, "second.1": size, "": size}
     assert total.requires_grad
-
-
-def kept_and_alive(model: GPTModel) -> tuple[dict[int, int], dict[int, int], set[int], int]:
-    """At the end of a forward, bytes by storage: by hooks, by life; addresses of the inputs;
-    address of the loss."""
-    tokens, labels = sample_tokens()
-    with torch.no_grad():
-        model(tokens)  # the rotary tables, which are constants of the model, exist from here on
-    with (
-        LiveStorages() as live,
-        kept_for_backward(exclude=[*model.parameters(), *model.constants()]) as meter,
-    ):
-        loss = model.loss(tokens, labels).mean()
-    kept = {address: storage.num_bytes for address, storage in meter.storages().items()}
-    (address,) = addresses([loss])
-    live.bytes_beside(kept.keys() | {address})  # waits for what a collective lets go of late
-    assert meter.total_bytes() == sum(kept.values()) and live.total_bytes() == sum(
-        live.storages().values()
-    )
-    return (kept, live.storages(), addresses([tokens, labels]), address)
-
-
-def assert_hooks_see_all_that_lives(model: GPTModel) -> None:
-    kept, alive, inputs, loss = kept_and_alive(model)
-    del alive[loss]
-    of_forward = {address: size for address, size in kept.items() if address not in inputs}
-    # an empty tensor may live on
-    assert of_forward == {address: size for address, size in alive.items() if size}
-    assert sum(of_forward.values()) > 0
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_hooks_see_all_that_lives_at_the_end_of_forward(
-    name: str, dropout: float, plan: str
-) -> None:
-    config = variant_config(name, hidden_dropout=dropout, attention_dropout=dropout)
-    with tp_state(1) as parallel:
-        assert_hooks_see_all_that_lives(
-            build_tiny_model(
-                config,
-                parallel,
-                dtype=torch.float32,
-                plan=plan_stage(RecomputeConfig(**PLANS[plan]), config.num_layers),
-            )
-        )
 
 
 def test_bytes_beside_the_known_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

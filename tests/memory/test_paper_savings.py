@@ -10,7 +10,6 @@ from megatron_lite.config.known_models import preset
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.flops import replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.recompute.schedule import plan_stage
 
@@ -57,20 +56,3 @@ def test_selective_recomputation_saves_the_share_of_the_activations_that_the_pap
     scores = 5 * model.num_attention_heads * SEQ_LENGTH / model.hidden_size
     assert whole == sbh * (34 + scores) / 8 and selective == sbh * 34 / 8  # table 2
     assert 1 - selective / whole == pytest.approx(saved, abs=0.005)
-
-
-@pytest.mark.parametrize(("name", "reported"), [("175b", 0.027), ("530b", 0.016)])
-def test_selective_recomputation_costs_a_third_of_the_flops_that_the_paper_reports(
-    name: str, reported: float
-) -> None:
-    """Section 5 adds s/6h of the FLOPs, which are those of attention in forward and backward.
-
-    The forward, which a replay repeats, is a third of them.
-    """
-    model = model_of(name)
-    sizes: dict[str, Any] = dict(batch=1, seq_length=SEQ_LENGTH)
-    again = replay_flops(
-        model, plan_stage(SELECTIVE, model.num_layers), device="cuda", tp_size=8, **sizes
-    )
-    share = again / step_flops(model, padded_vocab_size=VOCAB, **sizes)
-    assert 3 * share == pytest.approx(reported, abs=0.001)

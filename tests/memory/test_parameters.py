@@ -13,7 +13,8 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages
 from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.model.gpt import GPTModel
-from tests.support.models import build_tiny_model, padded_vocab_size, tiny_config, tp_state
+from tests.support.equality import VARIANTS, variant_config
+from tests.support.models import build_tiny_model, padded_vocab_size, tp_state
 from tests.support.ranks import run_ranks
 
 LLAMA = dict(
@@ -25,18 +26,7 @@ LLAMA = dict(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
-MODELS = {
-    "gpt": tiny_config(),
-    "untied": tiny_config(untie_embeddings_and_output_weights=True),
-    "llama": tiny_config(**LLAMA),
-    "tied llama with biased qkv": tiny_config(
-        **{**LLAMA, "add_qkv_bias": True, "untie_embeddings_and_output_weights": False}
-    ),
-    "normed queries": tiny_config(qk_layernorm=True, squared_relu=True),
-    "normed queries, RMSNorm": tiny_config(
-        qk_layernorm=True, normalization="RMSNorm", position_embedding_type="none"
-    ),
-}
+MODELS = {name: variant_config(name, num_layers=3) for name in VARIANTS}
 
 
 def held(model: GPTModel) -> int:

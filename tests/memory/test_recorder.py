@@ -21,12 +21,6 @@ from tests.support.models import build_tiny_model, sample_tokens, tiny_config, t
 TOKENS, LABELS = sample_tokens()
 UNIFORM_2 = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
 CORE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=("core_attn",))
-PLANS = {
-    "none": dict(),
-    "uniform 2": UNIFORM_2,
-    "core_attn": CORE_ATTENTION,
-    "distributed": dict(UNIFORM_2, distribute_saved_activations=True),
-}
 
 
 def tiny_model(
@@ -54,34 +48,21 @@ def recorded(flags: dict[str, object]) -> Timeline:
         return record_timeline(model, lambda: mean_loss(model), name="x")
 
 
-def assert_recording_changes_no_gradient(
-    parallel: ParallelState, flags: dict[str, object], *, record: bool = True
-) -> None:
-    model = tiny_model(parallel, flags)
-    start = parallel.rng.snapshot()
-    mean_loss(model).backward()
-    plain = take_grads(model)
-    parallel.rng.restore(start)
-    if record:
-        record_timeline(model, lambda: mean_loss(model), name="x")
-    else:
+@pytest.mark.parametrize("flags", [{}, UNIFORM_2, CORE_ATTENTION])
+def test_recording_changes_no_gradient(flags: dict[str, object]) -> None:
+    with tp_state(1) as parallel:
+        model = tiny_model(parallel, flags)
+        start = parallel.rng.snapshot()
         mean_loss(model).backward()
-    grads = take_grads(model)
+        plain = take_grads(model)
+        parallel.rng.restore(start)
+        record_timeline(model, lambda: mean_loss(model), name="x")
+        grads = take_grads(model)
     assert len(plain) == len(list(model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(plain, grads, strict=True))
 
 
-@pytest.mark.parametrize(
-    "flags", [PLANS["none"], UNIFORM_2, CORE_ATTENTION], ids=["none", "uniform 2", "core_attn"]
-)
-def test_recording_changes_no_gradient(flags: dict[str, object]) -> None:
-    with tp_state(1) as parallel:
-        assert_recording_changes_no_gradient(parallel, flags)
-
-
-@pytest.mark.parametrize(
-    "flags", [PLANS["none"], UNIFORM_2, CORE_ATTENTION], ids=["none", "uniform 2", "core_attn"]
-)
+@pytest.mark.parametrize("flags", [{}, UNIFORM_2, CORE_ATTENTION])
 def test_activations_at_the_end_of_forward_are_those_of_the_meter(flags: dict[str, object]) -> None:
     with tp_state(1) as parallel:
         model = tiny_model(parallel, flags)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import shlex
 from collections import Counter
 from typing import Any
 
@@ -13,16 +12,9 @@ import pytest
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import size
 from megatron_lite.description.operations import Collective
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.explain.prices import flags_of
-from megatron_lite.memory.explain.recompute_report import (
-    Report,
-    explain,
-    layers_name,
-    likely_device,
-)
+from megatron_lite.memory.explain.recompute_report import Report, explain, likely_device
 from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.flops import hardware_flops, replay_flops, step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
@@ -167,14 +159,10 @@ def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(p
     assert abs(lengths[0] - lengths[1]) <= 3
 
 
-@pytest.mark.parametrize("width", [80, 100])
 @pytest.mark.parametrize(("run", "policy"), thirds(CASES))
-def test_the_text_fits_its_columns_and_has_the_exact_totals(
-    run: str, policy: str, width: int
-) -> None:
+def test_the_text_has_the_exact_totals(run: str, policy: str) -> None:
     report = report_of(run + policy, "cpu")
-    lines = report_text(report, width).split("\n")
-    assert max(map(len, lines)) <= width
+    lines = report_text(report).split("\n")
     own, step = report.own.memory, report.own.step
     for name, number in (
         ("  kept in all ", own.kept_bytes),
@@ -184,14 +172,6 @@ def test_the_text_fits_its_columns_and_has_the_exact_totals(
         (line,) = (line for line in lines if line.startswith(name))
         assert f"{number:,}" in line.split()
     assert len([line for line in lines if line.startswith("> ")]) == 1
-
-
-@pytest.mark.parametrize("policy", POLICIES + SPLIT)
-def test_the_flags_of_a_policy_give_it_again(policy: str) -> None:
-    run = TINY + "--tensor-model-parallel-size 2 "
-    config = config_of(run + policy)
-    again = parse_args([*run.split(), *shlex.split(flags_of(config))]).config
-    assert again.recompute == config.recompute
 
 
 @pytest.mark.parametrize(
@@ -207,10 +187,6 @@ def test_layers_that_are_treated_alike_are_one_group(
     policy: str, groups: list[tuple[str, int]]
 ) -> None:
     assert groups_of(report_of(TINY + policy)) == groups
-
-
-def test_many_layers_have_a_short_name() -> None:
-    assert layers_name(range(1, 80, 3)) == "layers 1, 4, .. 79"
 
 
 @pytest.mark.parametrize(
@@ -281,47 +257,34 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words: str) -> None:
     assert sum(row.execution == report.own.execution for row in report.policies) == 1
 
 
-def test_on_a_cpu_nothing_is_moved_to_the_host() -> None:
-    assert not any("@host" in row.name for row in report_of(TINY, "cpu").policies)
-
-
-SBH = 2048 * 4 * 6144
-
-
 @pytest.mark.parametrize(
-    ("words", "device", "text"),
+    ("words", "device", "texts"),
     [
-        (GPT_22B + FULL + "uniform --recompute-num-layers 48", "cuda", "hardly drops: "),
-        (TINY + UNFUSED + "--attention-dropout 0 " + SELECTIVE + "core_attn", "cpu", "not drop: "),
         # s 12, b 3, h 32 in float32: 4608 bytes for each of 5 units
-        (TINY + "--recompute-policy *:full@host", "cuda", "@host copies 22.500 KiB to the host"),
-        (TINY + "--recompute-policy *:full@host", "cpu", "On a CPU @host frees nothing: 22.500 K"),
-        # two outputs of the norms, and the statistics of both
-        (GPT_22B + SELECTIVE + "layernorm", "cuda", size(2 * 2 * SBH + 2 * 8 * 2048 * 4)),
-        (GPT_22B + SELECTIVE + "activation", "cuda", f"activation {size(2 * 4 * SBH // 8)}."),
-        (GPT_22B + SELECTIVE + "dropout", "cuda", f"dropout {size(2 * SBH - 2 * 16)}."),
-        (GPT_22B + SELECTIVE + "core_attn", "cuda", "core_attn is moot: "),
-        (TINY + SELECTIVE + "mlp activation", "cpu", "activation adds nothing to mlp, "),
-        (TINY.replace("size 98", "size 50000"), "cuda", "The head keeps "),
-        (GPT_22B, "cuda", "Nothing is recomputed. With --recompute-granularity full "),
-        (GPT_22B, "cuda", "--recompute-modules layernorm activation dropout the whole peak is"),
+        (
+            TINY + "--recompute-policy *:full@host",
+            "cuda",
+            ["@host copies 22.500 KiB to the host", "The head keeps "],
+        ),
+        (
+            TINY + "--recompute-policy *:full@host",
+            "cpu",
+            ["On a CPU @host frees nothing: 22.500 K", "The head keeps "],
+        ),
+        (GPT_22B + SELECTIVE + "core_attn", "cuda", ["core_attn is moot: "]),
+        (TINY + SELECTIVE + "mlp activation", "cpu", ["activation adds nothing to mlp, "]),
+        (GPT_22B + FULL + "uniform", "cuda", []),
+        (GPT_22B + UNFUSED + SELECTIVE + "core_attn", "cuda", []),
+        # with dropout a CPU has no flash kernel
+        (GPT_22B + SELECTIVE + "core_attn", "cpu", []),
     ],
 )
-def test_a_note_is_made_where_it_holds(words: str, device: str, text: str) -> None:
-    assert len([note for note in report_of(words, device).notes if text in note]) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "device", "number"),
-    [
-        (GPT_22B + FULL + "uniform", "cuda", 0),
-        (GPT_22B + UNFUSED + SELECTIVE + "core_attn", "cuda", 1),  # what it frees
-        (GPT_22B + SELECTIVE + "core_attn", "cpu", 1),  # with dropout a CPU has no flash kernel
-        (TINY + FULL + "uniform", "cpu", 0),
-    ],
-)
-def test_no_note_is_made_elsewhere(words: str, device: str, number: int) -> None:
-    assert len(report_of(words, device).notes) == number
+def test_a_note_is_made_where_it_holds_and_nowhere_else(
+    words: str, device: str, texts: list[str]
+) -> None:
+    notes = report_of(words, device).notes
+    assert len(notes) == len(texts)
+    assert all(text in note for text, note in zip(texts, notes, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -349,10 +312,7 @@ def test_the_device_is_the_one_that_training_would_take(
 
 
 def test_the_text_has_the_parameters_of_the_model_and_of_a_rank() -> None:
-    """24 ranks are more than are shown. A rank: 2 (12 h^2 + 7 h) / 8 + 12 h, and embeddings
-    (51200 / 8 + 2048) h."""
+    """A rank: 2 (12 h^2 + 7 h) / 8 + 12 h, and embeddings (51200 / 8 + 2048) h."""
     pipeline = "--pipeline-model-parallel-size 24 --num-virtual-stages-per-pipeline-rank 2"
-    report = report_of(GPT_22B.replace("50303", "50256") + pipeline)
-    text = report_text(report, 80)
-    assert max(map(len, text.split("\n"))) <= 80
+    text = report_text(report_of(GPT_22B.replace("50303", "50256") + pipeline), 80)
     assert "    parameters  22.068 billion; 165.235 million on this rank" in text

@@ -63,7 +63,7 @@ def test_the_file_is_the_documented_one(tmp_path: Path) -> None:
 )
 def test_what_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "bad.json").write_bytes(text)
-    with pytest.raises(InputError, match=r"bad\.json: not JSON, so not .* \(.*\)$"):
+    with pytest.raises(InputError, match=r"bad\.json: not a file of --memory-timeline, v"):
         read_timeline(str(tmp_path / "bad.json"))
 
 
@@ -72,25 +72,19 @@ def test_what_is_not_json_is_refused(tmp_path: Path, text: bytes) -> None:
     [
         (dict(format="something else"), "'format'"),
         (dict(version=2), "'version'"),
-        (dict(phases=["forward", "backward"]), "'phases'"),
         (dict(categories=["activation"]), "'categories'"),
         (dict(name=None), "'name'"),
         (dict(modules="abc"), "'modules'"),
-        (dict(operators=[1]), "'operators'"),
         (dict(events=[]), "'events'"),
-        (dict(events={"0": 1}), "'events'"),
         (dict(predicted={"0": 1}), "'predicted'"),
         (dict(predicted=[[3, 0, 0, 1]]), "row 0 of 'predicted'"),
         (dict(predicted=[[0, 0, 0, 1], [0, 0, 1]]), "row 1 of 'predicted'"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1]]), "row 0 of"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1, 1], 5]), "row 1 of"),
         (dict(events=[[0, 3, 0, 0, 1, 1, 1, 1]]), "row 0 of"),
-        (dict(events=[[0, 0, 3, 0, 1, 1, 1, 1]]), "row 0 of"),
-        (dict(events=[[0, 0, 0, 3, 1, 1, 1, 1]]), "row 0 of"),
         (dict(events=[[0, 0, -1, 0, 1, 1, 1, 1]]), "row 0 of"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1, -1]]), "row 0 of"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1, 2**63]]), "row 0 of"),
-        (dict(events=[[0, 0, 0, 0, 1, 1, 1, 1.0]]), "row 0 of"),
         (dict(events=[[0, 0, 0, 0, 1, 1, 1, True]]), "row 0 of"),
         (dict(events=[[4, 0, 0, 0, 1, 1, 1, 1], [4, 0, 0, 0, 1, 1, 1, 1]]), "out of order"),
     ],
@@ -100,7 +94,7 @@ def test_a_wrong_schema_is_refused_by_the_part_that_is_wrong(
 ) -> None:
     (tmp_path / "bad.json").write_text(json.dumps({**document(tmp_path), **changes}))
     with pytest.raises(
-        InputError, match=rf"bad\.json: not a memory timeline of version 1: .*{fault}"
+        InputError, match=rf"bad\.json: not a file of --memory-timeline, version 1: .*{fault}"
     ):
         read_timeline(str(tmp_path / "bad.json"))
 
