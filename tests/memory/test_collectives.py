@@ -45,50 +45,29 @@ TORCH_NAMES = {
 }
 
 
-def full(method: str, count: int, *, split: bool = False) -> RecomputeConfig:
-    return RecomputeConfig(
-        recompute_granularity="full",
-        recompute_method=method,
-        recompute_num_layers=count,
-        distribute_saved_activations=split,
-    )
-
-
-def selective(*modules: str) -> RecomputeConfig:
-    return RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+POLICIES = (
+    "*:none",
+    "*:core_attn",
+    "*:mlp",
+    "*:layernorm+activation",
+    "*:layernorm+mlp+core_attn",
+    "*:full",
+    "*:full/2",
+    "0:full; *:none",
+    "*:ops(matmul)",
+    "*:ops(collective)",
+    "*:ops(collective/2,attention)",
+    "0:ops(collective);1:none;2:mlp",
+)
+SPLIT = ("*:full@split", "*:full/2@split", "*:full/3@split", "0:mlp;1:none;2:full@split")
 
 
 def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
     """Every policy, with and without its tail; NUM_LAYERS is not divisible by 2."""
-    configs = {
-        "none": RecomputeConfig(),
-        "core_attn": selective("core_attn"),
-        "mlp": selective("mlp"),
-        "layernorm+activation": selective("layernorm", "activation"),
-        "layernorm+mlp+core_attn": selective("layernorm", "mlp", "core_attn"),
+    plans = {
+        policy: plan_stage(RecomputeConfig(recompute_policy=policy), NUM_LAYERS)
+        for policy in (*POLICIES, *(SPLIT if can_split else ()))
     }
-    for split in (False, True) if can_split else (False,):
-        for method, count in (
-            ("uniform", 1),
-            ("uniform", 2),
-            ("uniform", 3),
-            ("block", 1),
-            ("block", 7),
-        ):
-            configs[f"{method} {count}{' split' if split else ''}"] = full(
-                method, count, split=split
-            )
-    configs["mixed"] = RecomputeConfig(
-        recompute_policy="0:mlp;1:none;2:full@split" if can_split else "0:mlp;1:none;2:full"
-    )
-    for policy in (
-        "*:ops(matmul)",
-        "*:ops(collective)",
-        "*:ops(collective/2,attention)",
-        "0:ops(collective);1:none;2:mlp",
-    ):
-        configs[policy] = RecomputeConfig(recompute_policy=policy)
-    plans = {name: plan_stage(config, NUM_LAYERS) for name, config in configs.items()}
     return plans | {
         f"{name}, whole tail": replace(plan, skip_tail=False) for name, plan in plans.items()
     }

@@ -19,22 +19,11 @@ from megatron_lite.config.operators import IN_GROUPS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.predict.kept_tensors import EMBEDDING, activation_terms
 from megatron_lite.memory.predict.replays import replayed_calls
-from megatron_lite.memory.predict.stage_course import replays_of
-from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    padded_vocab_size,
-    sample_tokens,
-    tp_state,
-)
+from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
@@ -149,55 +138,3 @@ def test_an_attention_kernel_that_draws_dropout_is_repeated_under_every_policy()
     assert [[matmul.name for matmul in call.matmuls] for _, _, call in again] == [
         ["scores", "context"]
     ]
-
-
-class Rebuilt(LiveStorages):
-    """Bytes that each replay leaves behind, in their order: alive at the next operator, and not
-    before the replay."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: set[int] | None = None
-        self.added: list[int] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if is_recomputing() and self.before is None:
-            self.before = set(self.storages())
-        elif (
-            not is_recomputing()
-            and self.before is not None
-            and func is not torch.ops.aten.detach.default
-        ):
-            self.added.append(
-                sum(size for address, size in self.storages().items() if address not in self.before)
-            )
-            self.before = None
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("variant", ["gpt2", "qwen", "nemotron"])
-def test_a_replay_adds_exactly_what_the_peak_says(variant: str, policy: str) -> None:
-    """On one rank: a backend's thread lets go of a collective's tensors late. Without rotary
-    tables: they are there before."""
-    config = variant_config(
-        variant, num_layers=NUM_LAYERS, hidden_dropout=0.1, position_embedding_type="none"
-    )
-    plan, here = plan_stage(RecomputeConfig(recompute_policy=policy), NUM_LAYERS), sizes(1, False)
-    with tp_state(1) as parallel:
-        model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan)
-        with Rebuilt() as live:
-            model.loss(*sample_tokens()).mean().backward()
-    terms = activation_terms(config, plan, here)
-    added = []
-    for moment in replays_of(config, plan, here):
-        kept_so_far = sum(
-            term.num_bytes
-            for term in terms
-            if term.operation == EMBEDDING
-            or (term.layer is not None and term.layer <= moment.first_layer)
-        )
-        added.append(moment.held_bytes - kept_so_far)
-    assert live.added == added and len(added) == sum(bool(segment.ops) for segment in plan.segments)

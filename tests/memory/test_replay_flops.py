@@ -17,10 +17,8 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.flash_flops import FORMULAS
-from tests.support.limits import HANG_S
 from tests.support.models import build_tiny_model, padded_vocab_size, sample_tokens, tp_state
 from tests.support.pairs import only
-from tests.support.ranks import run_ranks
 
 BATCH, SEQ_LENGTH = 3, 8
 
@@ -132,37 +130,6 @@ def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant: str, bac
     assert (
         wrong_figures(config, named, [[counted(config, plan, 1) for plan in named.values()]]) == {}
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "backend", "tp_size", "sequence_parallel"),
-    [
-        pytest.param("gpt2", "unfused", 2, False, marks=pytest.mark.long),
-        pytest.param("llama", "flash", 2, True, marks=pytest.mark.long),
-        pytest.param("qwen", "unfused", 4, False, marks=pytest.mark.long),
-    ],
-)
-def test_the_ranks_together_compute_the_figure(
-    variant: str, backend: str, tp_size: int, sequence_parallel: bool
-) -> None:
-    config = variant_config(variant, num_layers=3, attention_backend=backend)
-    named = {
-        name: plan
-        for name, plan in plans(config.num_layers).items()
-        if not {"layernorm", "activation"} & plan.segments[0].regions
-    }
-    # One rank computes the figure of every plan in another test.
-    named = dict(list(named.items())[:: 5 * tp_size - 3])
-
-    def work(rank: int, world_size: int) -> list[int]:
-        return [
-            counted(config, plan, world_size, sequence_parallel=sequence_parallel)
-            for plan in named.values()
-        ]
-
-    figures = run_ranks(work, tp_size, timeout=3 * HANG_S, detail=False)
-    assert wrong_figures(config, named, figures) == {}
 
 
 # Three layers of h = 2, one head, f = 8, s = 3, b = 1. Multiply-adds per token of a layer: qkv 12,

@@ -181,20 +181,6 @@ def run_of(flags: str) -> RunConfig:
     return parse_args(f"{SIZES} --global-batch-size 16 {flags}".split()).config
 
 
-@pytest.mark.parametrize("policy", ["*:none", "*:full/1", "*:full/2", "*:mlp", "*:full/1@host"])
-def test_a_layer_more_adds_the_same_bytes_however_many_there_are(policy: str) -> None:
-    peaks = [
-        step_peak(
-            run_of(f"--num-layers {number} --recompute-policy {policy}"),
-            0,
-            device="cuda",
-            dp_cp_size=1,
-        ).num_bytes
-        for number in (4, 6, 8, 80, 82)
-    ]
-    assert peaks[1] - peaks[0] == peaks[2] - peaks[1] == peaks[4] - peaks[3]
-
-
 def test_the_fullest_rank_is_the_one_with_the_highest_peak() -> None:
     for flags in (
         "--pipeline-model-parallel-size 4 --num-layers 8",
