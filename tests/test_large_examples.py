@@ -16,7 +16,7 @@ from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import GIB
 from megatron_lite.memory.explain.recompute_report import explain
-from megatron_lite.memory.predict.parameter_counts import parameter_count, rank_parameter_count
+from megatron_lite.memory.predict.states import parameter_count, rank_parameter_count
 from megatron_lite.recompute.recompute_plan import keep_everything
 from tests.support.bubble import bubble
 from tests.support.pairs import only

@@ -18,7 +18,7 @@ from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
 from megatron_lite.memory.explain.recompute_report import likely_device
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.parameter_counts import parameter_count
+from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.model.norm import NORMS
 from megatron_lite.optim.lr_schedule import DECAYS
 from megatron_lite.recompute.recompute_plan import keep_everything

@@ -33,7 +33,7 @@ from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.predict.parameter_counts import parameter_count
+from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.optim.loss_scale import LossScaleState
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.spike import MeanLossState

@@ -80,7 +80,7 @@ def choose_policy(
 def fitted(run: Run, budget_bytes: int) -> Chosen | Unreachable:
     """Returns the run with the fastest policy that fits the budget, or that no policy fits."""
     whole = run.chosen(with_policy(run.config, None))
-    if whole.peak.num_bytes <= budget_bytes:
+    if whole.peak.fits(budget_bytes):
         return whole
     search = RankMixes(run)
     spaces = search.spaces(search.least(), budget_bytes)
@@ -107,7 +107,7 @@ def fitted(run: Run, budget_bytes: int) -> Chosen | Unreachable:
     if best is not None:
         return best
     smallest = search.smallest()
-    return smallest if smallest.peak.num_bytes <= budget_bytes else Unreachable(smallest)
+    return smallest if smallest.peak.fits(budget_bytes) else Unreachable(smallest)
 
 
 def quickly_fitted(run: Run, budget_bytes: int) -> RunConfig | None:

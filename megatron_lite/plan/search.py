@@ -84,7 +84,7 @@ class Search:
         if not self.fixed_policy:
             return fitted(run, budget_bytes)
         chosen = run.chosen(config)
-        return chosen if chosen.peak.num_bytes <= budget_bytes else Unreachable(chosen)
+        return chosen if chosen.peak.fits(budget_bytes) else Unreachable(chosen)
 
     def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> SearchResult:
         """Returns the fastest plans of so many ranks. most: how many plans to return."""
@@ -162,7 +162,7 @@ class Search:
             for config in faster[-NEAREST:]
         ]
         for chosen in sorted(found, key=lambda one: one.peak.num_bytes):
-            if chosen.peak.num_bytes > budget_bytes:
+            if not chosen.peak.fits(budget_bytes):
                 plan = self.plan(chosen, num_ranks)
                 if plan.time.seconds < limit:
                     return plan

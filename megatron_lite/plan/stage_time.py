@@ -24,8 +24,8 @@ from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.parameter_counts import parameter_count
 from megatron_lite.memory.predict.replays import replayed_bytes, replayed_calls
+from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.hardware import Group
 from megatron_lite.plan.operation_time import (
     REPLAYED_MATMULS,

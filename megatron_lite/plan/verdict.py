@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
-from megatron_lite.memory.predict.parameter_counts import parameter_count
+from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.auto_policy import Budget, Unreachable
 from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal
 from megatron_lite.plan.problem import Problem
@@ -71,7 +71,7 @@ def verdict(problem: Problem, num_ranks: int, budget: Budget) -> FitVerdict:
             near = tuple(_neighbours(search, best, num_bytes))
             return FitVerdict(word, num_ranks, budget, found, largest, near)
         # The next round has a chance only if the smallest peak is within its budget.
-        if found.smallest is None or found.smallest.peak.num_bytes > budget.memory_bytes:
+        if found.smallest is None or not found.smallest.peak.fits(budget.memory_bytes):
             break
     return FitVerdict(DOES_NOT_FIT, num_ranks, budget, found)
 

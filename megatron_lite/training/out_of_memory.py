@@ -25,8 +25,7 @@ import torch
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
-from megatron_lite.memory.predict.parameter_counts import rank_parameter_count
-from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.memory.predict.states import rank_parameter_count, rank_states
 from megatron_lite.memory.predict.step_peak import StepPeak
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.peak_memory import own_step_peak
@@ -45,9 +44,6 @@ WORDS = (
 LIBRARIES = 256 * 2**20
 LARGEST_TERMS = 3
 MANY_LAYERS = 10_000
-# The share of each term of a predicted peak that counts as certain: a rank may hold less than a
-# bound, and an estimate of a workspace may be off.
-CERTAIN = {"exact": 1.0, "estimate": 0.5, "bound": 0.5}
 STATUS, MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -82,7 +78,7 @@ def check_peak_fits(config: RunConfig, parallel: ParallelState, num_microbatches
     if training.allow_predicted_out_of_memory or training.torch_compile:
         return
     peak = own_step_peak(config, parallel, num_microbatches)
-    certain = round(sum(CERTAIN[term.tag] * term.num_bytes for term in peak.terms))
+    certain = peak.certain_bytes
     _require(
         parallel,
         certain,
@@ -239,7 +235,7 @@ def advice(config: RunConfig, peak: StepPeak, parallel: ParallelState, *, when: 
     may = "an unknown amount" if allowed is None else f"{size(allowed)}{by_flag}"
     if allowed is None:
         end = "docs/memory.md lists what needs less"
-    elif peak.num_bytes <= allowed:
+    elif peak.fits(allowed):
         end = (
             "The step should fit, so something else takes memory: other processes on the device, "
             "or fragmentation (docs/memory.md)"

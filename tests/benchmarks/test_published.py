@@ -7,7 +7,7 @@ import statistics
 import pytest
 
 from benchmarks.published import LLAMA_RUN, MEGATRON_RUNS, rows
-from megatron_lite.memory.predict.parameter_counts import parameter_count
+from megatron_lite.memory.predict.states import parameter_count
 
 # The predicted TFLOP/s of today. A change of the model shows here and in docs/planning.md.
 PREDICTED = {

@@ -11,7 +11,7 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_config import from_hf, read_hf_file, to_hf
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.memory.predict.parameter_counts import parameter_count
+from megatron_lite.memory.predict.states import parameter_count
 
 GPT2 = """{
   "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1,

@@ -7,7 +7,7 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.memory.predict.parameter_counts import parameter_count
+from megatron_lite.memory.predict.states import parameter_count
 
 # The sums over the tensors of the published checkpoints; tied embeddings count once.
 EXACT = {

@@ -11,7 +11,7 @@ import pytest
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import stages
-from megatron_lite.memory.predict.parameter_counts import parameter_count
+from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.model.gpt import GPTModel
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, padded_vocab_size, tp_state

@@ -10,7 +10,7 @@ from megatron_lite.config.units import ByteUnit, count, flops, percent, plural, 
 from megatron_lite.description.operations import KeptTensor
 from megatron_lite.memory.explain.prices import flags_of
 from megatron_lite.memory.explain.recompute_report import Report
-from megatron_lite.memory.predict.parameter_counts import parameter_count, rank_parameter_count
+from megatron_lite.memory.predict.states import parameter_count, rank_parameter_count
 from megatron_lite.memory.predict.step_peak import band
 from megatron_lite.recompute.schedule import policy_by_stage
 

@@ -55,6 +55,9 @@ EXACT: Tag = "exact"
 BOUND: Tag = "bound"
 ESTIMATE: Tag = "estimate"
 ROUNDING, CUBLAS = "rounding of the allocator", "two workspaces of cuBLAS"
+# The share of each term that counts as certain: a rank may hold less than a bound, and an estimate
+# of a workspace may be off.
+CERTAIN = {EXACT: 1.0, BOUND: 0.5, ESTIMATE: 0.5}
 KEPT, REBUILT = "activations kept for backward", "activations rebuilt by a replay"
 CUBLAS_BYTES = 2 * 2**25  # of the streams of forward and backward, on Hopper
 
@@ -88,13 +91,23 @@ class StepPeak:
         """The sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
 
+    def fits(self, num_bytes: int) -> bool:
+        """Returns whether these bytes are enough for the step.
+
+        The planner, `--recompute-policy auto` and the message of a run out of memory ask it. The
+        start of a run refuses only what surely does not fit, by `certain_bytes`.
+        """
+        return self.num_bytes <= num_bytes
+
+    @property
+    def certain_bytes(self) -> int:
+        """The certain part of the sum. A run that needs more than there is cannot fit."""
+        return round(sum(CERTAIN[term.tag] * term.num_bytes for term in self.terms))
+
     @property
     def beside_tensors(self) -> int:
         """The bytes that a GPU holds beside tensors: the rounding of states, and cuBLAS."""
-        return self._sum(ROUNDING, CUBLAS)
-
-    def _sum(self, *names: str) -> int:
-        return sum(term.num_bytes for term in self.terms if term.name in names)
+        return sum(term.num_bytes for term in self.terms if term.name in (ROUNDING, CUBLAS))
 
 
 class _Fullest(NamedTuple):
