@@ -48,20 +48,11 @@ FULL, SELECTIVE = (
 )
 POLICIES = [
     "",
-    FULL + "uniform",
     FULL + "uniform --recompute-num-layers 2",
-    FULL + "uniform --recompute-num-layers 9",
-    FULL + "block --recompute-num-layers 3",
     FULL + "block --recompute-num-layers 9",
-    SELECTIVE + "core_attn",
-    SELECTIVE + "mlp layernorm",
-    SELECTIVE + "pointwise",
     SELECTIVE + "core_attn pointwise",
     "--recompute-policy 0-1:full/2;2:core_attn+pointwise;3:mlp",
-    "--recompute-policy 4:none;*:full/2",
-    "--recompute-policy every-2:full",
     "--recompute-policy every-2:mlp@host;every-2+1:full@host",
-    "--recompute-policy 2:none@host;*:full/2",
     (
         "--recompute-policy "
         "0-1:ops(matmul,attention);2-3:ops(matmul/2,collective,max,aten.baddbmm.default);4:full"
@@ -72,33 +63,19 @@ POLICIES = [
     SELECTIVE + "mlp core_attn --recompute-verify",
 ]
 SPLIT = [
-    policy + " --distribute-saved-activations" for policy in POLICIES if policy.startswith(FULL)
-]
-SPLIT += [
     "--recompute-policy 0-2:full/2@split;3:none;*:full@split",
     "--recompute-policy 0-2:full/2@split+host;3:full@split;*:none --contiguous-saved-activations",
 ]
-LAYOUTS = {
-    "": POLICIES,
-    "--tensor-model-parallel-size 2 ": POLICIES + SPLIT,
-    "--tensor-model-parallel-size 2 --sequence-parallel ": POLICIES,
+TP = "--tensor-model-parallel-size 2 "
+RUNS = {
+    TINY: POLICIES,
+    LLAMA + TP: POLICIES + SPLIT,
+    TINY + TP + "--sequence-parallel ": POLICIES,
+    LLAMA + "--context-parallel-size 3 ": POLICIES,
+    TINY + UNFUSED + "--context-parallel-size 2 ": POLICIES,
+    LLAMA + TP + "--context-parallel-size 2 --cp-comm-type allgather ": POLICIES,
 }
-CASES = [
-    (model + layout, policy)
-    for model in (TINY, LLAMA)
-    for layout, policies in LAYOUTS.items()
-    for policy in policies
-]
-CASES += [
-    (run, policy)
-    for run in (
-        LLAMA + "--context-parallel-size 3 ",
-        TINY + UNFUSED + "--context-parallel-size 2 ",
-        LLAMA
-        + "--tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type allgather ",
-    )
-    for policy in POLICIES
-]
+CASES = [(run, policy) for run, policies in RUNS.items() for policy in policies]
 
 
 def config_of(words: str) -> RunConfig:
