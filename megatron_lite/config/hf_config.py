@@ -6,14 +6,14 @@ the reason. Keys that change no size become notes. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError
-from megatron_lite.config.hf_families import FAMILIES, REASONS
-from megatron_lite.config.hf_rules import REQUIRED, Config
+from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.hf_families import DATA, FAMILIES, REASONS
+from megatron_lite.config.hf_rules import REQUIRED, Config, Groups, Rotary, Rule, Unrotated, Windows
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import as_whole, quoted, shown
@@ -22,32 +22,14 @@ CONFIG = "config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 MOST_IDS = 64  # of one key: some models have several ends of a text
 # Keys that say nothing about the model, besides those that begin with _.
-NEUTRAL = frozenset(
-    (
-        *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version"),
-        *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"),
-        *("initializer_range", "output_attentions", "output_hidden_states", "return_dict"),
-        *("pretraining_tp", "auto_map", "id2label", "label2id", "task_specific_params"),
-        *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-        *("summary_type", "summary_use_proj", "n_ctx", "num_labels", "gradient_checkpointing"),
-        *("keys_to_ignore_at_inference", "name_or_path", "attn_implementation", "is_decoder"),
-        *("vocab_size", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder"),
-        *("original_max_position_embeddings", "classifier_dropout", "transformers.js_config"),
-        *("max_window_layers", "is_llama_config"),
-    )
-)
+NEUTRAL = frozenset(DATA["neutral"])
 # Fields that say how a run trains or computes, and fields that have several values for the same
 # model: the meaning of these is compared instead.
-NOT_COMPARED = frozenset(
-    (
-        *("hidden_dropout", "attention_dropout", "attention_backend", "norm_impl"),
-        *("attention_softmax_in_fp32", "fp32_residual_connection", "init_method_std"),
-        *("no_rope_freq", "window_size", "window_attn_skip_freq", "rope_scaling_factor"),
-        *("group_query_attention", "num_query_groups", "rotary_base", "rotary_percent"),
-        *("use_rope_scaling", "rotary_seq_len_interpolation_factor"),
-        *("bias_gelu_fusion", "add_qkv_bias"),
-    )
-)
+NOT_COMPARED = frozenset(DATA["not compared"])
+TYPES = {"int": int, "float": float, "bool": bool, "str": str}
+RULES: Mapping[str, Callable[..., Rule]] = {
+    one.__name__: one for one in (Groups, Windows, Unrotated, Rotary)
+}
 
 
 class HfModel(NamedTuple):
@@ -109,25 +91,48 @@ def from_hf(config: Any) -> HfModel:
             f"model_type {quoted(name)} has no counterpart here{reason}, only {', '.join(FAMILIES)}"
         )
     family, reader = FAMILIES[name], Config(config)
-    fields = dict(family.fields)
-    for key, entry in family.keys.items():
-        null = {} if entry.null is REQUIRED else {"null": entry.null}
-        value = reader.value(key, entry.type, entry.default, **null)
-        fields[entry.field] = not value if entry.inverted else value
-    for key, rule in family.only.items():
-        if reader.get(key) not in rule.values:
-            raise ValueError(f"{key} {quoted(config[key])} has no counterpart: {rule.reason}")
+    fields, keys = dict(family["fields"]), dict[str, str]()
+    for key, row in family["keys"].items():
+        fields[row["field"]] = value = _field_of(reader, key, row)
+        first = keys.setdefault(row["field"], key)
+        if first != key and config.get(first, row["default"]) != config.get(key, row["default"]):
+            raise ValueError(
+                f"{first} {config.get(first)} with {key} {value}: both are {flag(row['field'])}"
+            )
+    for key, only in family["only"].items():
+        if reader.get(key) not in only["values"]:
+            raise ValueError(f"{key} {quoted(config[key])} has no counterpart: {only['reason']}")
     vocab_size = reader.value("vocab_size", int, REQUIRED)
     if vocab_size < 1:
         raise ValueError(f"vocab_size must be at least 1 (got {vocab_size})")
-    for part in family.rules:
-        part.read(reader, fields)
+    for rule in _rules(family):
+        rule.read(reader, fields)
     unread = [
         str(key) for key in config if key not in reader.seen | NEUTRAL and str(key)[:1] != "_"
     ]
     notes = [f"keys that are not read: {shown(', '.join(unread))}"] if unread else []
     inexact = tuple(reader.inexact)
     return HfModel(name, fields, vocab_size, inexact, (*inexact, *notes), token_ids_of(config))
+
+
+def _field_of(reader: Config, key: str, row: Mapping[str, Any]) -> Any:
+    """Returns the value of the field that a key gives."""
+    null = {"null": row["null"]} if "null" in row else {}
+    value = reader.value(key, TYPES[row["type"]], row.get("default", REQUIRED), **null)
+    if "values" not in row:
+        return not value if row.get("inverted") else value
+    if value not in row["values"]:
+        raise ValueError(
+            f"{key} {quoted(value)} has no counterpart: only {', '.join(row['values'])}"
+        )
+    return row["values"][value]
+
+
+def _rules(family: Mapping[str, Any]) -> list[Rule]:
+    return [
+        RULES[one["rule"]](**{k: v for k, v in one.items() if k != "rule"})
+        for one in family["rules"]
+    ]
 
 
 def token_ids_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,14 +178,16 @@ def to_hf(model: ModelConfig, vocab_size: int, family: str | None = None) -> dic
 
 def _written(model: ModelConfig, vocab_size: int, name: str) -> dict[str, Any]:
     family = FAMILIES[name]
-    config: dict[str, Any] = {"model_type": name, "architectures": [family.architecture]}
-    for key, entry in family.keys.items():
-        value = getattr(model, entry.field)
-        config[key] = not value if entry.inverted else value
-    only = {key: rule.values[-1] for key, rule in family.only.items()}
+    config: dict[str, Any] = {"model_type": name, "architectures": [family["architecture"]]}
+    for key, row in family["keys"].items():
+        value = getattr(model, row["field"])
+        if "values" in row:
+            value = next(theirs for theirs, ours in row["values"].items() if ours == value)
+        config[key] = not value if row.get("inverted") else value
+    only = {key: row["values"][-1] for key, row in family["only"].items()}
     config |= {key: value for key, value in only.items() if value is not None}
-    for part in family.rules:
-        config |= part.write(model)
+    for rule in _rules(family):
+        config |= rule.write(model)
     return {**config, "vocab_size": vocab_size, "initializer_range": model.init_method_std}
 
 

@@ -1,15 +1,14 @@
-"""The parts from which a family of Hugging Face models is described.
+"""The facts about a family of Hugging Face models that are not one key of its config.json.
 
-A family maps a config.json to the fields of ModelConfig and back. The same description serves both
-directions: each part has `read`, which sets fields from a config, and `write`, which returns keys
-that express a model. The keys need not express it exactly, because an export reads them back and
-compares. Standard library only.
+The same rule serves both directions: `read` sets fields of ModelConfig from a config, and `write`
+returns keys that express a model. The keys need not express it exactly, because an export reads
+them back and compares. Standard library only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 from megatron_lite.config.model import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS, ModelConfig
@@ -20,13 +19,12 @@ Values = dict[str, Any]
 REQUIRED = object()
 MOST_SIZE = 2**40  # larger than any size of a model
 SLIDING, FULL = "sliding_attention", "full_attention"
-TANH_GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 LLAMA3 = {
     "low_freq_factor": SLOW_TURNS,
     "high_freq_factor": FAST_TURNS,
     "original_max_position_embeddings": ORIGINAL_LENGTH,
 }
-ROTARY_KEYS = {"rope_theta", "rope_type", "type", "factor", "partial_rotary_factor", *LLAMA3}
+ROTARY_KEYS = {"rope_theta", "rope_type", "factor", "partial_rotary_factor", *LLAMA3}
 
 
 class Config:
@@ -81,91 +79,6 @@ class Rule(Protocol):
     def write(self, model: ModelConfig) -> Values: ...
 
 
-class Key(NamedTuple):
-    """A key of a config that is a field.
-
-    default: the value that transformers takes if the key is missing. null: the value for null.
-    inverted: whether the field is the opposite of the key.
-    """
-
-    field: str
-    type: type
-    default: Any = REQUIRED
-    null: Any = REQUIRED
-    inverted: bool = False
-
-
-class Only(NamedTuple):
-    """A key with the only values that can be mapped. reason: why others cannot.
-
-    The last value is the one that an exported config has.
-    """
-
-    values: Sequence[Any]
-    reason: str
-
-
-class TensorNames(NamedTuple):
-    """Modules that hold the parts of one module here, and the layout of their tensors.
-
-    layout: a key of `LAYOUTS` in convert/hf_tensors.py.
-    """
-
-    theirs: Sequence[str]
-    layout: str = "same"
-
-
-class FamilyTensors(NamedTuple):
-    """The names of a family's modules, each by the name of the module here.
-
-    base: the prefix of all tensors but those of the head. Files of a model that was saved without
-        its head lack it.
-    head: the module of the untied output weight.
-    outer: the modules outside of a layer, without the base.
-    layer: the place of a layer below the base, and its modules.
-    """
-
-    base: str
-    head: str
-    outer: Mapping[str, str | TensorNames]
-    layer: tuple[str, Mapping[str, str | TensorNames]]
-
-
-class FamilyKeys(NamedTuple):
-    """One model_type.
-
-    architecture: the class of transformers that holds the model with its head.
-    keys, only, fields: what a key becomes, what it must be, and what all members have in common.
-    rules: the other facts, in the order in which they are read.
-    tensors: the names of its weights, which the converter reads.
-    """
-
-    architecture: str
-    keys: Mapping[str, Key]
-    only: Mapping[str, Only]
-    fields: Mapping[str, Any]
-    rules: tuple[Rule, ...]
-    tensors: FamilyTensors
-
-
-class Alike(NamedTuple):
-    """Two keys that must have the same value, which is one field here. reason: why they must."""
-
-    keys: Sequence[str]
-    field: str
-    default: Any
-    reason: str
-
-    def read(self, config: Config, fields: Values) -> None:
-        first, second = (config.value(key, type(self.default), self.default) for key in self.keys)
-        if first != second:
-            raise ValueError(f"{self.keys[0]} {first} with {self.keys[1]} {second}: {self.reason}")
-        fields[self.field] = first
-
-    def write(self, model: ModelConfig) -> Values:
-        return dict.fromkeys(self.keys, getattr(model, self.field))
-
-
 class Groups(NamedTuple):
     """The key/value heads. default: g, if the key is missing. None: each head has its own."""
 
@@ -179,24 +92,6 @@ class Groups(NamedTuple):
 
     def write(self, model: ModelConfig) -> Values:
         return {"num_key_value_heads": model.query_groups}
-
-
-class Gelu(NamedTuple):
-    """The key of an activation that is exact GELU or its tanh formula."""
-
-    key: str
-    default: str
-
-    def read(self, config: Config, fields: Values) -> None:
-        name, known = config.value(self.key, str, self.default), (*TANH_GELUS, "gelu")
-        if name not in known:
-            raise ValueError(
-                f"{self.key} {quoted(name)} has no counterpart: only {', '.join(known)}"
-            )
-        fields["bias_gelu_fusion"] = name != "gelu"
-
-    def write(self, model: ModelConfig) -> Values:
-        return {self.key: "gelu_new" if model.bias_gelu_fusion else "gelu"}
 
 
 class Windows(NamedTuple):
@@ -320,27 +215,21 @@ class Rotary(NamedTuple):
         Raises ValueError if two places contradict: versions of transformers differ in which of
         them they read.
         """
-        newer, older = config.object("rope_parameters"), config.object("rope_scaling")
         outside = config.get(self.base)
         base = self.default_base if outside is None else outside
-        both = [
+        both = map(config.object, ("rope_parameters", "rope_scaling"))
+        places = [
             {"rope_theta": base, "rope_type": one.get("type", "default"), **one}
-            for one in (newer, older)
+            for one in [one for one in both if one] or [{}]
         ]
-        places = [place for place, one in zip(both, (newer, older), strict=True) if one]
-        names = {name for place in places for name in place} - {"type"}
-        differing = sorted(
-            name for name in names if any(one.get(name) != places[0].get(name) for one in places)
-        )
-        if outside is not None and any(one["rope_theta"] != outside for one in places):
-            differing = [self.base]
-        if differing:
+        for place in places:
+            place.pop("type", None)
+        found = places[0]
+        if found != places[-1] or (outside is not None and found["rope_theta"] != outside):
             raise ValueError(
-                f"rope_parameters, rope_scaling and {self.base} differ in "
-                f"{shown(', '.join(differing))}, and versions of transformers read one or the "
-                "other: remove one"
+                f"rope_parameters, rope_scaling and {self.base} differ, and versions of "
+                "transformers read one or the other: remove one"
             )
-        found = places[0] if places else both[0]
         unknown = found.keys() - ROTARY_KEYS
         if unknown and found["rope_type"] in (None, "default", "linear", "llama3"):
             raise ValueError(

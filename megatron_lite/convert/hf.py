@@ -132,7 +132,7 @@ def _places(folder: Path, family: str) -> dict[str, TensorInFile]:
             opened = open_tensors(file).__enter__()
             for name in opened.keys():  # noqa: SIM118, no mapping
                 found[name] = TensorInFile(file, name, opened.get_slice(name))
-    has_base = any(name.startswith(f"{FAMILIES[family].tensors.base}.") for name in found)
+    has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name in found)
     return {known_name(family, name, has_base=has_base): one for name, one in found.items()}
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.hf_families import FAMILIES
-from megatron_lite.config.hf_rules import TensorNames
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.weights import layer_of
 
@@ -89,9 +88,16 @@ LAYOUTS: dict[str, TensorLayout] = {
 }
 
 
+class TensorNames(NamedTuple):
+    """Modules that hold the parts of one module here, and the layout of their tensors."""
+
+    theirs: Sequence[str]
+    layout: str = "same"
+
+
 def head_of(family: str) -> str:
     """Returns the name of the untied output weight."""
-    return f"{FAMILIES[family].tensors.head}.weight"
+    return f"{FAMILIES[family]['head']}.weight"
 
 
 def row_of(family: str, name: str) -> TensorNames:
@@ -100,20 +106,19 @@ def row_of(family: str, name: str) -> TensorNames:
     Raises InputError if the table of the family has no such parameter.
     """
     module, _, kind = name.rpartition(".")
-    tensors = FAMILIES[family].tensors
+    tensors = FAMILIES[family]
     if module == "output_layer":
         return TensorNames((head_of(family),))
-    prefix, modules = tensors.base, tensors.outer
+    prefix, modules = tensors["base"], tensors["outer"]
     layer, module = layer_of(module)
     if layer is not None:
-        place, modules = tensors.layer
-        prefix = f"{prefix}.{place}.{layer}"
+        prefix, modules = f"{prefix}.{tensors['layers']}.{layer}", tensors["layer"]
     found = modules.get(module)
     if found is None:
         raise InputError(
             f"the row {family} of FAMILIES in config/hf_families.py has no name for {module}"
         )
-    row = TensorNames((found,)) if isinstance(found, str) else found
+    row = TensorNames((found,)) if isinstance(found, str) else TensorNames(**found)
     return TensorNames(tuple(f"{prefix}.{part}.{kind}" for part in row.theirs), row.layout)
 
 
@@ -142,6 +147,4 @@ def known_name(family: str, name: str, *, has_base: bool) -> str:
     has_base: whether the names in the files begin with the family's base, but for the head.
     """
     name = RENAMED.get((family, name), name)
-    return (
-        name if has_base or name == head_of(family) else f"{FAMILIES[family].tensors.base}.{name}"
-    )
+    return name if has_base or name == head_of(family) else f"{FAMILIES[family]['base']}.{name}"

@@ -145,7 +145,7 @@ def test_what_changes_no_size_becomes_a_note() -> None:
         ),
         (
             changed(LLAMA_3_8B, rope_scaling={"rope_type": "default", "rope_theta": 10000.0}),
-            "rope_theta differ in rope_theta",
+            "rope_scaling and rope_theta differ",
         ),
         (
             changed(
@@ -153,7 +153,7 @@ def test_what_changes_no_size_becomes_a_note() -> None:
                 rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
                 rope_scaling={"type": "linear", "factor": 2.0},
             ),
-            "differ in rope_theta",
+            "rope_scaling and rope_theta differ",
         ),
         (changed(LLAMA_3_8B, quantization_config={}), "quantization_config {} has no counterpart"),
         (changed(QWEN3_0_6B, attention_bias=True), "attention_bias True has no counterpart"),
