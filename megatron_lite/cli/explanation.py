@@ -6,7 +6,6 @@ which takes seconds, for the last one only.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import textwrap
@@ -16,13 +15,10 @@ from functools import partial
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
-from megatron_lite.config.invocation import SCRIPT, shell_lines, subcommand
+from megatron_lite.config.invocation import SCRIPT, subcommand
 from megatron_lite.config.notices import notices as notices_of
-from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.parser import help_columns
-from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.units import ByteUnit, parse_bytes
 from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.prices import ComparedRun, full, with_flags
@@ -31,8 +27,7 @@ from megatron_lite.memory.explain.report_text import report_text
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.plan.auto_policy import choose_policy, with_chosen_policy
-from megatron_lite.plan.hardware import CPU_MACHINE, load_hardware, machine_for_policy
-from megatron_lite.plan.problem import KEPT_RECOMPUTE, SEARCHED
+from megatron_lite.plan.hardware import load_hardware, machine_for_policy
 
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
@@ -68,8 +63,8 @@ def explanation(
 
     world_size: the number of ranks that the launcher started. 1: the explanation is for one
         data-parallel rank, since no launcher started more.
-    program: the name of the program that the user started. The last lines have the command that
-        starts the planner beside it.
+    program: the name of the program that the user started. The last lines name the
+        planner beside it.
 
     Raises InputError for a fault in the tokenizer's files, and for a batch or a number of ranks
     that the run would refuse.
@@ -90,22 +85,18 @@ def explanation(
         )
     except ValueError as error:
         raise InputError(str(error)) from error
-    intro = (
-        "The fastest layout, micro-batch and policy of this run that fit into memory are printed "
-        "by this command."
+    end = (
+        f"{' '.join(subcommand(program, 'plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
+        "NAME finds the fastest layout, micro-batch and policy of this run that fit into memory; "
+        "--dump-config prints RUN.json."
     )
-    if machine is None and config.parallel.distributed_backend != "gloo":
-        intro += f" Replace {USUAL_GPU} by your GPU, or by {CPU_MACHINE}."
-        if device == "cpu":
-            intro += (
-                " No GPU is here, so the figures above are a CPU's: --machine NAME gives a GPU's."
-            )
+    if machine is None and device == "cpu" and config.parallel.distributed_backend != "gloo":
+        end += " No GPU is here, so the figures above are a CPU's: --machine NAME gives a GPU's."
     return [
         *(notice for notice in [*notices, *chosen] if notice not in told_in_report),
         report_text(report, help_columns()),
         "",
-        *textwrap.wrap(intro, help_columns()),
-        shell_lines(planner_command(config, num_ranks, program)),
+        *textwrap.wrap(end, help_columns(), break_on_hyphens=False),
     ]
 
 
@@ -135,33 +126,6 @@ def auto_settings(config: RunConfig, device: str, num_ranks: int) -> list[Compar
     except InputError:
         return []
     return [ComparedRun(f"auto {words}", with_flags(config, recompute_policy=text))]
-
-
-def planner_command(config: RunConfig, num_ranks: int, program: str = SCRIPT) -> list[str]:
-    """Returns the words of the command that plans a run: its own flags without layout and policy.
-
-    The dimensions that the planner searches are left out, so it searches all of them. The
-    vocabulary size must be known.
-    program: the name of the program that the user started.
-    """
-    training, machine = config.training, config.logging.machine
-    if machine is None:
-        # A machine without a GPU may be where its owner plans, so only a flag chooses the CPU.
-        on_cpu = config.parallel.distributed_backend == "gloo"
-        machine = CPU_MACHINE if on_cpu else USUAL_GPU
-    kind = "--machine" if machine.endswith(".json") else "--gpu"
-    words = [*subcommand(program, "plan"), "--gpus", str(num_ranks), kind, machine]
-    if training.memory_limit is not None:
-        words += ["--memory-budget", training.memory_limit, "--reserve", "0"]
-    left_out = {"global_batch_size", "memory_limit", "machine", *SEARCHED}
-    for topic in (DataParallelConfig, RecomputeConfig):
-        left_out.update(one.name for one in dataclasses.fields(topic))
-    left_out -= {"grad_reduce_in_bf16", *KEPT_RECOMPUTE}
-    batch = training.batch_size(config.parallel.data_parallel_size(num_ranks))
-    words += [*flags_of(config, without=left_out), "--global-batch-size", str(batch)]
-    if not (training.bf16 or training.fp16):
-        words += ["--fix", "bf16=false"]
-    return words
 
 
 def print_dry_run_memory(

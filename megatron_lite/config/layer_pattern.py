@@ -86,21 +86,23 @@ def _tree_of(text: str) -> ast.expr:
 
 def _value_of(node: ast.expr) -> Any:
     """Returns a number or a list of numbers. Raises ValueError or TypeError for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.List):
-        numbers = [_value_of(one) for one in node.elts]
-        if not all(isinstance(one, int) for one in numbers):
-            raise ValueError("a list inside a list: join lists with +")
-        return numbers
-    if not isinstance(node, ast.BinOp) or not isinstance(node.op, (ast.Add, ast.Mult)):
-        raise ValueError(f"{ast.unparse(node)[:40]!r} is no number, list, sum or product")
-    left, right = _value_of(node.left), _value_of(node.right)
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=parts):
+            numbers = [_value_of(one) for one in parts]
+            if list in map(type, numbers):
+                raise ValueError("a list inside a list: join lists with +")
+            return numbers
+        case ast.BinOp(op=ast.Add() | ast.Mult()):
+            left, right = _value_of(node.left), _value_of(node.right)
+        case _:
+            raise ValueError(f"{ast.unparse(node)[:40]!r} is no number, list, sum or product")
     sizes = [len(one) if isinstance(one, list) else one for one in (left, right)]
-    is_sum, is_list = isinstance(node.op, ast.Add), list in (type(left), type(right))
+    is_sum = isinstance(node.op, ast.Add)
     # The size is known before the value is built: [0]*9999*9999 cannot fill the memory.
     size = sum(sizes) if is_sum else sizes[0] * sizes[1]
-    if size > (LONGEST_LIST if is_list else LARGEST_NUMBER):
+    if size > (LONGEST_LIST if list in (type(left), type(right)) else LARGEST_NUMBER):
         raise ValueError(f"{size} is more than {LONGEST_LIST} layers")
     return left + right if is_sum else left * right
 

@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -146,12 +146,12 @@ def flags_of(config: RunConfig, *, without: Collection[str] = ()) -> list[str]:
 
     Fields with their default values are left out, and so are the fields in `without`.
     """
-    words: list[str] = []
-    for name, field in run_fields().items():
-        value = getattr(getattr(config, field.topic), name)
-        if value != field.default and name not in without:
-            words += flag_words(name, value)
-    return words
+    return [
+        word
+        for name, words in changed_settings(config).items()
+        if name not in without
+        for word in words
+    ]
 
 
 def flag_words(field: str, value: Any) -> list[str]:
@@ -208,17 +208,19 @@ def build_run(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         raise InputError(str(error)) from None
 
 
-def changed_settings(config: RunConfig) -> Iterator[tuple[str, list[str]]]:
-    """Yields the topic and the words of each setting that differs from its default.
+def changed_settings(config: RunConfig) -> dict[str, list[str]]:
+    """Returns the words of each setting that differs from its default, by field.
 
     A setting that its topic derives from others, such as --kv-channels, counts only if its value is
     not the derived one.
     """
+    changed = {}
     for name, field in run_fields().items():
         values = getattr(config, field.topic)
         value = getattr(values, name)
         if value != field.default and not _is_derived(values, name, field.default):
-            yield field.topic, flag_words(name, value)
+            changed[name] = flag_words(name, value)
+    return changed
 
 
 def _is_derived(values: Any, name: str, default: Any) -> bool:

@@ -6,6 +6,7 @@ Standard library only.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron_lite.config.plain import shown
@@ -69,18 +70,19 @@ def size(num_bytes: int) -> str:
 
 def flops(number: int) -> str:
     """Returns a text such as "1.324 TFLOP"."""
-    for factor, prefix in ((10**15, "P"), (10**12, "T"), (10**9, "G")):
-        if number >= factor:
-            return f"{number / factor:,.3f} {prefix}FLOP"
-    return f"{number / 10**6:,.3f} MFLOP"
+    return _scaled(number, {10**15: "PFLOP", 10**12: "TFLOP", 10**9: "GFLOP", 10**6: "MFLOP"})
 
 
 def count(number: int) -> str:
     """Returns a text such as "8.030 billion"."""
-    for factor, name in ((10**9, "billion"), (10**6, "million")):
-        if number >= factor:
-            return f"{number / factor:,.3f} {name}"
-    return f"{number:,}"
+    return (
+        _scaled(number, {10**9: "billion", 10**6: "million"}) if number >= 10**6 else f"{number:,}"
+    )
+
+
+def _scaled(number: int, names: Mapping[int, str]) -> str:
+    factor = next((one for one in names if number >= one), min(names))
+    return f"{number / factor:,.3f} {names[factor]}"
 
 
 def percent(share: float) -> str:

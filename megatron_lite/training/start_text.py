@@ -10,7 +10,7 @@ import dataclasses
 import shlex
 
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import changed_settings
+from megatron_lite.config.run_flags import changed_settings, run_fields
 from megatron_lite.config.units import plural
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.log_files import log_file_path
@@ -53,12 +53,13 @@ def short_settings(config: RunConfig) -> list[str]:
     log = log_file_path(config)
     everything = "--dump-config prints all" if log is None else f"all of them: {log}"
     topics: dict[str, list[str]] = {}
-    for topic, (flag, *values) in changed_settings(config):
+    for name, (flag, *values) in changed_settings(config).items():
         text = shlex.join(values)
         if len(text) > LONGEST_VALUE:
             count = f" ({len(values)} words)" if len(values) > 2 else ""
             text = f"{text[: LONGEST_VALUE - 3 - len(count)]}...{count}"
-        topics.setdefault(topic.replace("_", " "), []).append(f"{flag} {text}".rstrip())
+        topic = run_fields()[name].topic.replace("_", " ")
+        topics.setdefault(topic, []).append(f"{flag} {text}".rstrip())
     return [
         f"settings that differ from the defaults ({everything})",
         *(f"  {topic:12} {' '.join(settings)}" for topic, settings in topics.items()),

@@ -51,7 +51,7 @@ def test_a_path_of_a_file_is_a_machine(tmp_path: Path) -> None:
         (dict(memory_bandwidth=1e99), "memory_bandwidth must be in"),
         (dict(inside=dict(latency_s=0.0, bandwidth=0.0)), "inside.bandwidth must be in"),
         (dict(inside=7), "inside: expected an object"),
-        (dict(sources=["a"]), "sources: expected an object of texts"),
+        (dict(sources=["a"]), "sources: expected collections.abc.Mapping"),
         ("{", "wrong.json"),
         ("[" * 100_000, "wrong.json"),
         ('{"a": 1, "a": 2}', "is given twice"),
