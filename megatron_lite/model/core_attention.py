@@ -88,7 +88,7 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.window = config.layer_window(layer)
         self.always_unfused = config.always_unfused
-        self.unfused_with_dropout = config.builds_scores(rng.device.type)
+        self.builds_scores = config.builds_scores
         self.dropout = config.attention_dropout
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.head_dim**-0.5
@@ -119,7 +119,7 @@ class CoreAttention(nn.Module):
         ours = dropout_p == 0.0 and has_kernel(query)  # our own Functions of torch's kernels
         if (
             self.always_unfused
-            or (dropout_p > 0.0 and self.unfused_with_dropout)
+            or (dropout_p > 0.0 and self.builds_scores(query.device.type))
             or (sharded and not (ours and readable.is_plain))
         ):
             return self._unfused(query, key, value, readable, dropout_p, skip_tail)
