@@ -132,22 +132,3 @@ def test_a_pipeline_trains_as_one_process_does(layout: Layout) -> None:
         assert worst < 1e-9
         names |= set(held)
     assert names == expected.weights.keys()
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {"window_attn_skip_freq": DIFFERING["window_attn_skip_freq"][::-1]},
-        {"no_rope_freq": DIFFERING["no_rope_freq"][::-1]},
-        {"window_size": (4, 0)},
-        {"window_size": None, "window_attn_skip_freq": None},
-        {"no_rope_freq": None},
-    ],
-    ids=str,
-)
-def test_other_windows_or_rotations_are_another_model(overrides: dict[str, Any]) -> None:
-    """So the comparisons above would see them."""
-    other = train(
-        Layout(), config_of(**overrides), steps=1, micro_batches=MICRO_BATCHES, dtype=torch.float64
-    )
-    assert abs(other.losses[0] / single_process().losses[0] - 1.0) > 1e-5

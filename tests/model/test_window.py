@@ -13,11 +13,8 @@ from torch import Tensor
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model import core_attention
 from megatron_lite.model.core_attention import CoreAttention, Readable, masked_attention
-from megatron_lite.model.rotary import rotary_tables
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
-from megatron_lite.recompute.region_runner import Regions
-from tests.support.equality import LLAMA
-from tests.support.models import SEQ_LENGTH, build_tiny_model, tiny_config, tp_state
+from tests.support.models import tiny_config, tp_state
 
 S, B, A, D = 9, 2, 6, 4
 SCALE = D**-0.5
@@ -157,36 +154,3 @@ def test_a_window_adds_nothing_to_what_attention_keeps(backend: str, dtype: torc
 
 
 # --- the model ---
-
-
-def test_a_layer_without_rotary_embedding_is_that_of_a_model_without_positions() -> None:
-    hidden_states = draw(SEQ_LENGTH, B, 32, seed=9)
-
-    def attended(**overrides: Any) -> list[Tensor]:
-        """What attention of each of two layers makes of the same hidden states."""
-        with tp_state(1) as parallel, torch.no_grad():
-            model = build_tiny_model(
-                tiny_config(**{**LLAMA, "num_layers": 2, **overrides}), parallel
-            )
-            tables = rotary_tables(
-                SEQ_LENGTH, 6, 10000.0, device=torch.device("cpu"), dtype=torch.float64
-            )
-            return [
-                layer.self_attention(
-                    hidden_states,
-                    tables,
-                    Regions(
-                        rebuilt=frozenset(),
-                        rng=parallel.rng,
-                        layer=number,
-                        skip_region_tails=False,
-                        verify=False,
-                    ),
-                )
-                for number, layer in enumerate(model.decoder.layers)
-            ]
-
-    rotated, plain = attended(), attended(position_embedding_type="none")
-    mixed = attended(no_rope_freq=(1, 0))
-    assert torch.equal(mixed[0], plain[0]) and torch.equal(mixed[1], rotated[1])
-    assert not torch.equal(plain[0], rotated[0]) and not torch.equal(plain[1], rotated[1])

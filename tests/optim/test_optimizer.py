@@ -14,14 +14,8 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim import grad_buffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
-from tests.support.equality import GQA, difference, variant_config
-from tests.support.models import (
-    build_tiny_model,
-    sample_tokens,
-    tiny_config,
-    tp_state,
-    whole_tensor,
-)
+from tests.support.equality import difference, variant_config
+from tests.support.models import build_tiny_model, sample_tokens, tp_state, whole_tensor
 from tests.support.ranks import run_ranks
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
@@ -228,29 +222,6 @@ def test_clipping_of_a_sharded_model_is_that_of_clip_grad_norm_on_the_unsharded_
         assert {
             name for name, grad in expected.items() if difference(grad, grads[name]) > 1e-6
         } == set()
-
-
-def test_biases_and_vectors_do_not_decay_and_matrices_and_embeddings_do():
-    """With gradients of zero a step only decays: by 1 - rate * weight_decay."""
-    config = tiny_config(num_layers=1, normalization="LayerNorm", qk_layernorm=True, **GQA)
-    with tp_state(1) as parallel:
-        model = build_tiny_model(config, parallel)
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        Optimizer(model, OptimizerConfig(weight_decay=0.5), parallel).step(0.1)
-    decayed = set()
-    for name, parameter in model.named_parameters():
-        if torch.equal(parameter, before[name]):
-            continue
-        torch.testing.assert_close(parameter.detach(), before[name] * 0.95)
-        decayed.add(name.removeprefix("decoder.layers.0."))
-    assert decayed == {
-        "embedding.word_embeddings.weight",
-        "embedding.position_embeddings.weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_proj.weight",
-    }
 
 
 def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():

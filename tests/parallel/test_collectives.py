@@ -3,19 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import count
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
-from megatron_lite.parallel import collectives, timing
 from megatron_lite.parallel.collectives import (
-    KeepsResults,
     all_gather_first_dim,
     all_reduce,
     all_reduce_,
@@ -23,10 +15,7 @@ from megatron_lite.parallel.collectives import (
     reduce_scatter_first_dim,
     start_all_gather_into_,
     start_reduce_scatter_into_,
-    start_shift,
 )
-from megatron_lite.parallel.timing import WAITING, timed_waiting
-from megatron_lite.pipeline.links import Links
 from tests.support.ranks import run_ranks
 
 T = 3
@@ -85,65 +74,4 @@ def test_broadcast_counts_its_source_within_the_group():
     assert run_ranks(work, T) == [None, [2.0, 2.0], [2.0, 2.0]]
 
 
-class _KeepsNothing(KeepsResults):
-    """Under it the collectives are functional operators."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def _message(group: ProcessGroup) -> None:
-    """Both ranks send to each other, one the hidden states and one the gradient, and wait for
-    both."""
-    links = Links((group,) * 4, shape=(3,), dtype=torch.float32, device=torch.device("cpu"))
-    arriving = links.receive("backward" if group.rank() == 0 else "forward")
-    links.send(torch.ones(3), "forward" if group.rank() == 0 else "backward")
-    arriving.wait()
-    links.wait_sent()
-
-
 WHOLE, OWN = torch.ones(8), torch.ones(4)  # values of two ranks, and of one
-OPERATORS = [
-    ("all_reduce", WHOLE),
-    ("all_gather_first_dim", OWN),
-    ("reduce_scatter_first_dim", WHOLE),
-]
-
-
-def _waits(group: ProcessGroup) -> list[tuple[Callable[[], object], int]]:
-    """Each way to wait for another rank, and how many waits it is."""
-    return [
-        *((lambda n=name, x=x: getattr(collectives, n)(x, group), 1) for name, x in OPERATORS),
-        (lambda: all_reduce_(WHOLE, group), 1),
-        (lambda: start_all_gather_into_(WHOLE.clone(), OWN, group).wait(), 1),
-        (lambda: start_reduce_scatter_into_(OWN.clone(), WHOLE, group).wait(), 1),
-        (lambda: broadcast_(WHOLE, group), 1),
-        (lambda: collectives.all_gather_bytes(b"text", group), 2),
-        (lambda: start_shift(OWN, group).wait(), 1),
-        (lambda: _message(group), 2),
-    ]
-
-
-def _clock_that_ticks_when_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = count()
-    clock = SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    monkeypatch.setattr(timing, "time", clock)
-
-
-def test_each_wait_is_counted_once(monkeypatch):
-    """The clock ticks once each time it is read: a wait takes one second of it."""
-
-    def work(rank, world_size):
-        _clock_that_ticks_when_read(monkeypatch)
-        with timed_waiting():
-            for act, waits in _waits(dist.group.WORLD):
-                before = WAITING.seconds
-                act()
-                assert WAITING.seconds - before == waits
-            with _KeepsNothing():
-                for name, operand in OPERATORS:
-                    before = WAITING.seconds
-                    getattr(collectives, name)(operand, dist.group.WORLD)
-                    assert WAITING.seconds - before == 1, name
-
-    run_ranks(work, 2)

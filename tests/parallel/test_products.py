@@ -62,21 +62,6 @@ def test_on_cuda_a_16_bit_product_is_added_unrounded_and_is_no_tensor(
     assert calls == {"first" if first else "later": 1}
 
 
-@pytest.mark.parametrize("first", [False, True])
-@torch.no_grad()
-def test_a_large_16_bit_product_is_computed_in_parts(
-    first: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_gradient, "product_rows", lambda width: 10)
-    # whole numbers, whose sums are exact in any order
-    x, dy = (torch.randint(-3, 4, (7, size)).bfloat16() for size in (20, 33))
-    start = torch.randn(33, 20)
-    total = torch.full_like(start, torch.nan) if first else start.clone()
-    weight_gradient.add_weight_product_(total, x, dy, first=first)
-    whole = (dy.double().t() @ x.double()).float()
-    assert torch.equal(total, whole if first else start + whole)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("first", [False, True])
 @torch.no_grad()

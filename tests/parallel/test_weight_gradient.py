@@ -177,55 +177,6 @@ def test_the_sum_is_that_of_unrounded_products(calls: Calls) -> None:
     assert torch.equal(buffer.grads["weight"], expected)
 
 
-@NEEDS_GRAD_DTYPE
-@pytest.mark.parametrize("function", ["apex", "addmm of CUDA"])
-@pytest.mark.parametrize("policy", ["*:full/2", "*:core_attn+layernorm+mlp", "*:ops(matmul)"])
-def test_no_recompute_policy_changes_a_bit_of_unrounded_sums(
-    monkeypatch: pytest.MonkeyPatch, policy: str, function: str
-) -> None:
-    """Nor does the choice between the two, where both sum in float32."""
-    by_kernel, by_addmm = apex.install(monkeypatch), cuda_addmm.install(monkeypatch)
-    calls = by_kernel if function == "apex" else by_addmm
-    plain, recomputed = (
-        summed("gpt2", 1, fused=True, function=function, dtype=torch.bfloat16, policy=each)
-        for each in ("*:none", policy)
-    )
-    assert all(torch.equal(grad, recomputed[key]) for key, grad in plain.items())
-    num_calls = calls[KERNEL] or calls["first"] + calls["later"]
-    assert num_calls == 2 * 2 * 3 * (2 * 4 + 1)  # runs, steps, micro-batches, weights
-    by_apex = summed("gpt2", 1, fused=True, dtype=torch.bfloat16)
-    for key, grad in plain.items():
-        assert difference(grad, by_apex[key]) < EPSILON[torch.float32], key
-
-
-@NEEDS_GRAD_DTYPE
-def test_hooks_that_wait_for_a_gradient_run_once_and_see_all_of_it(calls: Calls) -> None:
-    """Of a tied weight too, which gets its gradient from the kernel and from autograd."""
-    with tp_state(1) as parallel:
-        model = build_tiny_model(variant_config("gpt2"), parallel, dtype=torch.bfloat16)
-        buffer = GradBuffer(dict(model.named_parameters()), parallel)
-        weights = matmul_weights(model)
-        accumulate_with_(kernel(), [(weight, buffer.grads[key]) for key, weight in weights.items()])
-        seen: dict[int, list[Tensor]] = {id(weight): [] for weight in weights.values()}
-
-        def arrived(owner: Tensor) -> None:
-            assert owner.grad is not None
-            seen[id(owner)].append(owner.grad.clone())
-
-        for weight in weights.values():
-            weight.register_post_accumulate_grad_hook(arrived)
-        plain = build_tiny_model(variant_config("gpt2"), parallel, dtype=torch.bfloat16)
-        expected = GradBuffer(dict(plain.named_parameters()), parallel).grads
-        for number in (1, 2):
-            for one in (model, plain):
-                one.loss(*sample_tokens(number)).mean().backward()
-            for key, weight in weights.items():
-                assert len(seen[id(weight)]) == number
-                assert difference(expected[key], seen[id(weight)][-1]) < EPSILON[torch.bfloat16], (
-                    key
-                )
-
-
 def log_of(config: RunConfig) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as out:
         run_to_end(config)
@@ -275,24 +226,6 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
     count = calls["first"] + calls["later"] if function == "addmm of CUDA" else calls[KERNEL]
     assert count == 4 * num_calls  # micro-batches
     assert said(log) == f"weight gradients are summed in float32: 9 weights by {expected}"
-
-
-@NEEDS_GRAD_DTYPE
-def test_under_the_compiler_only_what_it_does_not_compile_uses_the_kernel(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The graphs run as they are: what is asked for is which weights are in them."""
-    monkeypatch.setattr("megatron_lite.training.build_trainer.compile_layers_", lambda model: None)
-    config = tiny_run(
-        training=dict(bf16=True, train_iters=1, eval_iters=0, torch_compile=True),
-        model=dict(untie_embeddings_and_output_weights=True),
-    )
-    log = log_of(replace(config, recompute=RecomputeConfig(activation_memory_budget=0.5)))
-    assert calls[KERNEL] == 4
-    assert said(log).endswith(
-        ": 8 weights by autograd after rounding them to 16 bits, because the graph of a compiled "
-        "layer cannot call the kernel; output_layer.weight by NVIDIA apex's kernel"
-    )
 
 
 @pytest.mark.parametrize(
