@@ -114,7 +114,9 @@ class CoreAttention(nn.Module):
             Flash attention, one kernel, skips nothing.
         """
         dropout_p = self.dropout if self.training else 0.0
-        readable = Readable(reach(self.window, query.shape[0] * self.cp.size), document_starts)
+        length = query.shape[0] * self.cp.size
+        window = None if self.window is None else reach(self.window, length)
+        readable = Readable(window, document_starts)
         sharded = self.cp.group is not None
         ours = dropout_p == 0.0 and has_kernel(query)  # our own Functions of torch's kernels
         if (

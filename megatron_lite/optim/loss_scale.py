@@ -22,16 +22,6 @@ BACKOFF_FACTOR, GROWTH_FACTOR = 0.5, 2.0
 MOST_STEPS = 2**62
 
 
-def scale_backward(loss: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns `loss` (0-d) itself, with a hook: its backward gives the gradients of loss x scale.
-
-    Computing the product would have the same effect, and would keep one more tensor.
-    """
-    if scale is not None:
-        loss.register_hook(scale.mul)
-    return loss
-
-
 @dataclass(frozen=True, kw_only=True)
 class LossScaleState:
     """The state of a dynamic scale in a checkpoint.

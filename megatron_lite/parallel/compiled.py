@@ -156,7 +156,7 @@ class _Applied(torch.autograd.Function):
         ctx: Any, pair: Pair, kernels: CompiledKernels | None, constants: Any, *inputs: Tensor
     ) -> Tensor:
         results = run(kernels, pair.forward, *inputs, **constants)
-        output, *statistics = _as_tuple(results)
+        output, *statistics = results if isinstance(results, tuple) else (results,)
         ctx.save_for_backward(*inputs[pair.kept], *statistics)
         ctx.backward_function = pair.backward
         if kernels is not None and pair.fused is not None:
@@ -166,12 +166,9 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _as_tuple(run(ctx.kernels, ctx.backward_function, grad_output, *ctx.saved_tensors))
+        grads = run(ctx.kernels, ctx.backward_function, grad_output, *ctx.saved_tensors)
+        grads = grads if isinstance(grads, tuple) else (grads,)
         return None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads))
-
-
-def _as_tuple(results: Any) -> tuple[Tensor, ...]:
-    return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
 def run(
@@ -191,7 +188,8 @@ def _in_float32(function: Function) -> Function:
     """
 
     def wide(*tensors: Tensor, **constants: Any) -> Any:
-        output, *others = _as_tuple(function(*map(_widened, tensors), **constants))
+        results = function(*map(_widened, tensors), **constants)
+        output, *others = results if isinstance(results, tuple) else (results,)
         output = output.to(tensors[0].dtype).contiguous()
         return (output, *others) if others else output
 

@@ -18,6 +18,7 @@ import datetime
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -97,7 +98,7 @@ class ParallelState:
         """This rank's place in `dp_cp_group`."""
         return self.dp_rank * self.cp_size + self.cp_rank
 
-    @property
+    @cached_property
     def dp_cp_size(self) -> int:
         """The size of `dp_cp_group`."""
         return self.dp_size * self.cp_size

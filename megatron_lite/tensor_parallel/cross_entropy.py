@@ -362,7 +362,9 @@ def row_statistics(logits: Tensor, labels: LocalLabels, columns: Columns) -> Row
     total, at_label = torch.zeros_like(maximum), torch.zeros_like(maximum)
     if num_ids:
         # The largest softmax of a row is 1 / total, and torch's softmax is faster than its exp.
-        for part in _parts(rows):
+        step = rows_at_a_time(rows.shape[0], num_ids, rows.device.type)
+        for start in range(0, rows.shape[0], step):
+            part = slice(start, start + step)
             maximum[part] = rows[part].amax(-1).to(dtype)
             total[part] = torch.softmax(rows[part], -1, dtype=dtype).amax(-1).reciprocal_()
         at_label = rows.gather(-1, labels.column.unsqueeze(-1)).squeeze(-1).to(dtype)
@@ -395,13 +397,10 @@ def write_gradient_(
     """
     # The gradient of a row is dloss (softmax - one_hot). The softmax over the columns of all ranks
     # is `share` times the softmax over this rank's columns.
-    grad = grad_losses.to(share.dtype)
-    factors = [
-        factor.unsqueeze(-1) for factor in (grad * share, -grad * labels.here, labels.column)
-    ]
+    grad, column = grad_losses.to(share.dtype), labels.column.unsqueeze(-1)
+    softmax, at_label = (grad * share).unsqueeze(-1), (-grad * labels.here).unsqueeze(-1)
     num_ids, kernels = columns.num_ids, columns.kernels
     if num_ids and kernels is not None and not torch.is_grad_enabled():
-        softmax, at_label, column = factors
         maximum, total, _ = kernels(statistics_of_rows, logits, labels.column, num_ids=num_ids)
         scale = softmax / total.unsqueeze(-1)
         kernels(
@@ -410,17 +409,15 @@ def write_gradient_(
         return
     logits[:, num_ids:] = 0.0
     rows = logits[:, :num_ids]
-    for part in _parts(rows) if num_ids else ():
-        softmax, at_label, column = (factor[part] for factor in factors)
-        gradient = torch.softmax(rows[part], -1, dtype=softmax.dtype).mul_(softmax)
-        rows[part] = gradient.scatter_add_(-1, column, at_label)
-        del gradient  # it would live on while the next one is made
-
-
-def _parts(rows: Tensor) -> Iterator[slice]:
-    """Yields the row ranges that are computed in float32 one after the other."""
-    step = rows_at_a_time(rows.shape[0], rows.shape[1], rows.device.type)
-    return (slice(start, start + step) for start in range(0, rows.shape[0], step))
+    step = rows_at_a_time(rows.shape[0], num_ids, rows.device.type)
+    for start in range(0, rows.shape[0] if num_ids else 0, step):
+        part = slice(start, start + step)
+        # No name holds the gradient of some rows while that of the next ones is made.
+        rows[part] = (
+            torch.softmax(rows[part], -1, dtype=softmax.dtype)
+            .mul_(softmax[part])
+            .scatter_add_(-1, column[part], at_label[part])
+        )
 
 
 def statistics_of_rows(

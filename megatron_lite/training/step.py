@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.embedding import residual_dtype
 from megatron_lite.model.gpt import LossGradient, ModelStages
-from megatron_lite.optim.loss_scale import scale_backward
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState
@@ -213,11 +212,15 @@ class MicroBatchLoss:
         mask: [b, s], the loss mask. None: all tokens count.
         """
         if mask is None:
-            return scale_backward(losses.mean() * self.factor, self.scale)
-        total = (losses * mask).sum()
-        if self.mask_factors is not None:
-            scale_backward(total, self.mask_factors[number])
-        return scale_backward(total, self.scale)
+            loss = losses.mean() * self.factor
+        else:
+            loss = (losses * mask).sum()
+            if self.mask_factors is not None:
+                loss.register_hook(self.mask_factors[number].mul)
+        # The hook has the effect of a product with the scale, which would keep one more tensor.
+        if self.scale is not None:
+            loss.register_hook(self.scale.mul)
+        return loss
 
     def gradient(self, labels: Tensor, mask: Tensor | None, number: int) -> LossGradient:
         """Returns a function that computes the gradient of the token losses, for GPTModel.losses.
