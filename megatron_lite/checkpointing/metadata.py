@@ -163,15 +163,20 @@ class Metadata:
                 raise ValueError(
                     f"{' x '.join(AXES)} must be at most {plain.MOST_RANKS} (got {ranks})"
                 )
+
+            def optional(kind: type, name: str) -> Any:
+                given = values.get(name)
+                return None if given is None else plain.from_plain(kind, given, name)
+
             found = cls(
                 progress=Progress.from_plain(plain.field(values, "progress")),
                 parameters={},
                 **sizes,
                 num_updates=plain.whole(values, "num_updates", 0, MOST_UPDATES),
                 data=plain.as_object(plain.field(values, "data"), "data"),
-                loss_scale=LossScaleState.from_plain(values.get("loss_scale")),
-                mean_loss=MeanLossState.from_plain(values.get("mean_loss")),
-                schedule=LrSchedule.from_plain(values.get("schedule")),
+                loss_scale=optional(LossScaleState, "loss_scale"),
+                mean_loss=optional(MeanLossState, "mean_loss"),
+                schedule=optional(LrSchedule, "schedule"),
                 computed_on=plain.as_line(values.get("computed_on", ""), "computed_on"),
                 missing=tuple(plain.as_list(values.get("missing", []), "missing")),
             )

@@ -171,26 +171,20 @@ def _attend_in_named_group(
     return _attend(query, key, value, group_of_name(group), comm_type, scale)
 
 
-class KeysValuesOf(NamedTuple):
-    """One part: the keys and values [2, n, b, g, d] of the rank `source`."""
-
-    source: int
-    keys_values: Tensor
-
-
 class Exchange(NamedTuple):
     """The two functions of one way to exchange parts.
 
-    parts: yields all parts: this rank's own first, and then those of the ranks before it.
+    parts: yields all parts, each with its rank: this rank's own first, and then those of the
+        ranks before it.
     sum: returns the sum of the gradients of every rank's part, over all ranks, for tensors like the
         given part.
     """
 
-    parts: Callable[[Tensor, ProcessGroup], Iterator[KeysValuesOf]]
+    parts: Callable[[Tensor, ProcessGroup], Iterator[tuple[int, Tensor]]]
     sum: Callable[[Tensor, ProcessGroup], RingSum | ScatteredSum]
 
 
-def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[KeysValuesOf]:
+def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yields all parts as they arrive around the ring.
 
     `own` must not be written to before all parts have arrived.
@@ -200,7 +194,7 @@ def around_the_ring(own: Tensor, group: ProcessGroup) -> Iterator[KeysValuesOf]:
     # Each part is sent on before it is yielded, so the transfer runs beside the caller's work.
     for step in range(size):
         onwards = start_shift(current, group) if step < size - 1 else None
-        yield KeysValuesOf((rank - step) % size, current)
+        yield (rank - step) % size, current
         current = own if onwards is None else onwards.wait()
 
 
@@ -234,14 +228,14 @@ class RingSum:
         return self._travelling.wait()
 
 
-def gathered(own: Tensor, group: ProcessGroup) -> Iterator[KeysValuesOf]:
+def gathered(own: Tensor, group: ProcessGroup) -> Iterator[tuple[int, Tensor]]:
     """Yields all parts from one all-gather, which runs beside the work on this rank's own part."""
     rank, size = group.rank(), group.size()
     gather = start_all_gather_first_dim(own, group)
-    yield KeysValuesOf(rank, own)
+    yield rank, own
     whole = gather.wait().view(size, *own.shape)
     for step in range(1, size):
-        yield KeysValuesOf((rank - step) % size, whole[(rank - step) % size])
+        yield (rank - step) % size, whole[(rank - step) % size]
 
 
 class ScatteredSum:

@@ -1,6 +1,6 @@
 """The description of the sharded linear layers as operations.
 
-It describes tensor_parallel/linear.py. With t > 1 they issue:
+It describes tensor_parallel/layers.py. With t > 1 they issue:
 
                           forward              backward
     column (qkv, fc1)     -                    all-reduce of dx

@@ -97,7 +97,7 @@ def _flash(of: Shape, inputs: Tensors, starts: Tensors, *, windowed: bool) -> Op
 
     The kernel keeps its inputs, its output and one number per row: the log of the row's sum of
     exponentials. Its backward builds the scores again. With a window the layer keeps the same
-    tensors, since its mask is built again too (model/core_attention.py). With documents it also
+    tensors, since its mask is built again too (model/attention.py). With documents it also
     keeps their starts. The exception is a mask with dropout on CUDA: torch's own function keeps
     the mask.
 

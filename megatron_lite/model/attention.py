@@ -2,22 +2,52 @@
 
 The output rows of linear_qkv are in Megatron's order, group by group: [q .. q k v][q .. q k v] ..
 Each rank's rows are therefore whole groups.
+
+torch's kernels know neither windows nor the documents of --reset-attention-mask. They take a mask
+of s x s elements, or with documents one for each sample, which autograd would keep for backward.
+The Function below builds the mask again instead. A layer with a mask therefore keeps the same
+tensors as a layer without one.
+
+    device    kernel, forward and backward            the mask
+    CPU       _scaled_dot_product_flash_attention     with is_causal, which skips the keys that are
+              _for_cpu                                later, half of the work
+    CUDA      _scaled_dot_product_efficient           alone, expanded over samples and heads
+              _attention
 """
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lite.config.checks import chosen
+from megatron_lite.config.layer_pattern import reach
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
-from megatron_lite.model.core_attention import CoreAttention
+from megatron_lite.context_parallel.attention_kernels import (
+    Attended,
+    attend,
+    attend_backward,
+    has_kernel,
+    heads_first,
+    heads_last,
+    takes_groups,
+)
+from megatron_lite.context_parallel.sharded_attention import EXCHANGES, context_parallel_attention
+from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
+from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.sequence_spans import ContextParallel
+from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
@@ -124,3 +154,257 @@ class _SplitHeads(torch.autograd.Function):
         queries = grad_query.unflatten(2, (-1, ctx.queries_per_group))  # [s, b, g/t, q, d]
         whole = torch.cat((queries, grad_key.unsqueeze(3), grad_value.unsqueeze(3)), 3)
         return whole.flatten(2), None, None
+
+
+class CoreAttention(nn.Module):
+    """Attention itself: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d].
+
+    It has no parameters, and issues collectives on cp.group alone.
+
+    "flash" is torch's scaled_dot_product_attention, with the kernel that torch picks for the
+    device. Flash kernels keep their inputs, their output and one float32 per row. "auto" is flash.
+
+    "unfused" builds a/t * s^2 * b scores. For each score it keeps the softmax in the scores' dtype.
+    With dropout it also keeps the mask (1 byte) and the dropped softmax. Under
+    --attention-softmax-in-fp32 it keeps the float32 softmax beside a 16-bit one. With query groups
+    it keeps key and value repeated for every head.
+
+    With dropout on a CPU both are unfused: torch has no flash kernel for that case, and would build
+    the scores itself.
+
+    Under context parallelism s stands for s/c. Flash keeps the same tensors of this rank's tokens.
+    Unfused attention gathers keys and values, keeps them whole, and builds a/t * s/c * s * b
+    scores. Context-parallel attention with dropout, with a window, or of shapes that no kernel
+    takes is unfused on every device.
+
+    With the starts of documents a query reads no key of an earlier document. The mask [b, 1, s, s]
+    is built in forward and again in backward, like that of a window. Flash attention keeps the
+    starts, which all layers share. With several samples and heads, unfused attention copies the
+    mask for every head.
+
+    layer: the layer's number in the whole model, counted from 0. It decides whether attention has a
+    window. A window adds nothing to the kept bytes, with one exception. Unfused attention adds the
+    mask to its scores, which keeps no mask, and flash attention builds its mask [s, s] again in
+    backward (model/attention.py). The exception is torch's own attention with a mask, which
+    runs with dropout on CUDA and for shapes that no CUDA kernel of attention_kernels.py takes. In
+    that case each layer with a window keeps a mask of its own.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rng: RngStreams,
+        cp: ContextParallel | None = None,
+        *,
+        layer: int,
+        kernels: CompiledKernels | None = None,
+    ) -> None:
+        super().__init__()
+        self.window = config.layer_window(layer)
+        self.always_unfused = config.always_unfused
+        self.builds_scores = config.builds_scores
+        self.dropout = config.attention_dropout
+        self.softmax_in_fp32 = config.attention_softmax_in_fp32
+        self.scale = config.head_dim**-0.5
+        self.rng = rng
+        self.kernels = kernels
+        self.cp = cp or ContextParallel()
+        if self.cp.group is not None:
+            chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        document_starts: Tensor | None = None,
+        skip_tail: bool = False,
+    ) -> Tensor:
+        """Runs attention.
+
+        document_starts: [b, s] of the whole sequence (model/gpt.py). A query reads no key of
+            an earlier document.
+        skip_tail: the output's values are never read. Unfused attention then skips its last matmul.
+            Flash attention, one kernel, skips nothing.
+        """
+        dropout_p = self.dropout if self.training else 0.0
+        length = query.shape[0] * self.cp.size
+        window = None if self.window is None else reach(self.window, length)
+        readable = Readable(window, document_starts)
+        sharded = self.cp.group is not None
+        ours = dropout_p == 0.0 and has_kernel(query)  # our own Functions of torch's kernels
+        if (
+            self.always_unfused
+            or (dropout_p > 0.0 and self.builds_scores(query.device.type))
+            or (sharded and not (ours and readable.is_plain))
+        ):
+            return self._unfused(query, key, value, readable, dropout_p, skip_tail)
+        if sharded:
+            attended = context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale)
+            return attended.flatten(2)
+        if ours and not (readable.is_plain and takes_groups(query, key)):
+            return masked_attention(query, key, value, readable, scale=self.scale).flatten(2)
+        # torch's own attention, which keeps its mask
+        mask = None if readable.is_plain else causal_mask(query, readable)
+        query, key, value = map(heads_first, (query, key, value))
+        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
+            attended = F.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=mask,
+                dropout_p=dropout_p,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+            return heads_last(attended).flatten(2)
+
+    def _unfused(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        readable: Readable,
+        dropout_p: float,
+        skip_tail: bool,
+    ) -> Tensor:
+        s, b, heads, _ = query.shape
+        mask = causal_mask(query, readable, self.cp)
+        if mask.dim() > 2:  # [b, 1, s, s] for every head
+            mask = mask.expand(-1, heads, -1, -1).flatten(0, 1)
+        if self.cp.group is not None:  # one gather for both: [s, 2, b, g/t, d]
+            key, value = gather_from_sequence_parallel_region(
+                torch.stack((key, value), 1), self.cp.group
+            ).unbind(1)
+        if heads > key.shape[2]:  # the heads of a query group are neighbours
+            key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
+        # [b a/t, s, d]
+        query, key, value = (x.flatten(1, 2).transpose(0, 1) for x in (query, key, value))
+        # [b a/t, s, s]. The mask is the term that baddbmm adds, so nothing keeps it for backward.
+        scores = torch.baddbmm(mask, query, key.transpose(1, 2), alpha=self.scale)
+        dtype = scores.dtype
+        if self.softmax_in_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
+        weights = F.softmax(scores, dim=-1, dtype=dtype).to(value.dtype)
+        weights = dropout(weights, dropout_p, self.rng, TENSOR_PARALLEL, self.kernels)
+        attended: Tensor = applied(WEIGHTED_SUM, None, weights, value, skip_tail=skip_tail)
+        return attended.transpose(0, 1).reshape(s, b, -1)
+
+
+def weighted_sum(weights: Tensor, value: Tensor, *, skip_tail: bool) -> Tensor:
+    """Returns the batched product [n, s, m] x [n, m, d] -> [n, s, d].
+
+    skip_tail: leaves out the matmul. The result has the right shape and arbitrary values.
+    """
+    if skip_tail:
+        return value.new_empty(()).expand(*weights.shape[:-1], value.shape[-1])
+    return torch.bmm(weights, value)
+
+
+def weighted_sum_backward(grad: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of both factors."""
+    return torch.bmm(grad, value.transpose(1, 2)), torch.bmm(weights.transpose(1, 2), grad)
+
+
+WEIGHTED_SUM = Pair(weighted_sum, weighted_sum_backward, slice(0, 2))
+
+
+class Readable(NamedTuple):
+    """The keys up to its own that a query may read. Without both fields it reads them all.
+
+    reach: query i of a window reads the keys from i - reach on.
+    starts: [b, s], the start of each token's document (model/gpt.py). A query reads no key of
+        an earlier document.
+    """
+
+    reach: int | None = None
+    starts: Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a query reads all keys up to its own, as torch's `is_causal` says."""
+        return self.reach is None and self.starts is None
+
+
+def causal_mask(query: Tensor, readable: Readable, cp: ContextParallel | None = None) -> Tensor:
+    """Returns 0 for each key that a query reads, and -inf for the others, in the query's dtype.
+
+    [s, s], or with documents [b, 1, s, s]. The mask is added to scores. query: [s, ..]. Under
+    context parallelism it is [s/c, s], with the keys in the order of a gather over the ranks.
+    """
+    cp = cp or ContextParallel()
+    positions = cp.positions_by_rank(query.shape[0], query.device)
+    keys, queries = positions.flatten(), positions[cp.rank]
+    hidden = keys > queries.unsqueeze(-1)
+    first = None if readable.starts is None else readable.starts[:, queries]  # [b, s/c]
+    if readable.reach is not None:
+        nearest = queries - readable.reach
+        first = nearest if first is None else first.maximum(nearest)
+    if first is not None:
+        hidden = hidden | (keys < first.unsqueeze(-1))
+    mask = query.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+    return mask if readable.starts is None else mask.unsqueeze(1)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, readable: Readable, *, scale: float
+) -> Tensor:
+    """Returns attention to the readable keys, [s, b, a/t, d]. Needs `has_kernel(query)`.
+
+    query: [s, b, a/t, d]. key, value: [s, b, g/t, d].
+    Keeps five tensors for backward, as torch's own causal attention does, and the starts:
+
+        query, key, value   the arguments themselves; views of one storage stay views
+        output              [s, b, a/t, d], which linear_proj keeps too
+        log-sum-exp         of each row, [b, a/t, s] in float32 (float64 for float64)
+
+    It issues no collective and draws no random number.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = in_autocast_dtype(query, key, value)
+    return _MaskedAttention.apply(query, key, value, readable.starts, readable.reach, scale)
+
+
+class _MaskedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor | None,
+        reach: int | None,
+        scale: float,
+    ) -> Tensor:
+        # One call of torch's kernel: an ops(attention) policy can keep its result.
+        first_query, first_key, first_value = map(heads_first, (query, key, value))
+        mask = _mask(query, Readable(reach, starts))
+        attended = attend(first_query, first_key, first_value, causal=True, scale=scale, mask=mask)
+        ctx.reach, ctx.scale = reach, scale
+        output = heads_last(attended.output)
+        ctx.save_for_backward(query, key, value, output, attended.lse, starts)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, lse, starts = ctx.saved_tensors
+        grad, first_query, first_key, first_value = map(
+            heads_first, (grad_output.contiguous(), query, key, value)
+        )
+        grads = attend_backward(
+            grad,
+            first_query,
+            first_key,
+            first_value,
+            Attended(heads_first(output), lse),
+            causal=True,
+            scale=ctx.scale,
+            mask=_mask(query, Readable(ctx.reach, starts)),
+        )
+        return *map(heads_last, grads), None, None, None
+
+
+def _mask(query: Tensor, readable: Readable) -> Tensor | None:
+    return None if readable.is_plain else causal_mask(query, readable)

@@ -83,7 +83,21 @@ class LanguageModelEmbedding(nn.Module):
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         hidden_states = self.word_embeddings(tokens)
         if self.position_embeddings is not None:
-            hidden_states = hidden_states + self._positions(hidden_states.shape[0], position_ids)
+            # Under sequence parallelism this rank's tokens are the rank-th part of the spans'
+            # tokens. Context parallelism may give a rank two separate stretches of the sequence.
+            context, length = self.context, hidden_states.shape[0]
+            start, shards = (
+                (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
+            )
+            if position_ids is not None:
+                positions = self.position_embeddings(start, length, position_ids)
+            else:
+                stretches = [
+                    self.position_embeddings(span.start, span.stop - span.start)
+                    for span in part_of(context.cp.spans(shards * length), start, length)
+                ]
+                positions = stretches[0] if len(stretches) == 1 else torch.cat(stretches)
+            hidden_states = hidden_states + positions
         if self.residual_dtype is not None:
             hidden_states = hidden_states.to(self.residual_dtype)
         return dropout(
@@ -93,20 +107,3 @@ class LanguageModelEmbedding(nn.Module):
             self.residual_stream,
             self.context.kernels,
         )
-
-    def _positions(self, length: int, position_ids: Tensor | None) -> Tensor:
-        """Returns the position embeddings of this rank's tokens, [length, 1 or b, h]."""
-        assert self.position_embeddings is not None
-        # Context parallelism may give a rank two separate stretches of the sequence.
-        context = self.context
-        # Under sequence parallelism this rank's tokens are the rank-th part of the spans' tokens.
-        start, shards = (
-            (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
-        )
-        if position_ids is not None:
-            return self.position_embeddings(start, length, position_ids)
-        stretches = [
-            self.position_embeddings(span.start, span.stop - span.start)
-            for span in part_of(context.cp.spans(shards * length), start, length)
-        ]
-        return stretches[0] if len(stretches) == 1 else torch.cat(stretches)

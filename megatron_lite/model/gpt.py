@@ -27,8 +27,7 @@ from megatron_lite.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
-from megatron_lite.tensor_parallel.linear import column_parallel_linear
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, column_parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
 

@@ -146,7 +146,11 @@ class GradBuffer:
             for bucket in remaining:
                 self._start(bucket)
             for bucket in self.buckets:
-                self._finish(bucket)
+                assert bucket.started is not None
+                reduced = bucket.started.wait()
+                if reduced.dtype != bucket.flat.dtype:  # it was sent in bf16
+                    bucket.flat[bucket.own].copy_(reduced)
+                bucket.started, bucket.awaited = None, set(bucket.places)
         if self._overlaps:
             self._sum_over_model(None)
         self._num_started = 0
@@ -226,10 +230,3 @@ class GradBuffer:
             bucket.started = start_reduce_scatter_into_(sent[bucket.own], sent, self._group)
         else:
             bucket.started = start_all_reduce_(sent, self._group)
-
-    def _finish(self, bucket: Bucket) -> None:
-        assert bucket.started is not None
-        reduced = bucket.started.wait()
-        if reduced.dtype != bucket.flat.dtype:  # it was sent in bf16
-            bucket.flat[bucket.own].copy_(reduced)
-        bucket.started, bucket.awaited = None, set(bucket.places)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.config import plain
 from megatron_lite.config.optimizer_settings import LossScaleConfig
 
 BACKOFF_FACTOR, GROWTH_FACTOR = 0.5, 2.0
@@ -45,11 +44,6 @@ class LossScaleState:
                 f"loss_scale.good_steps must be in [0, {MOST_STEPS}] and patience within it (got "
                 f"{self.good_steps} and {self.patience})"
             )
-
-    @classmethod
-    def from_plain(cls, values: object) -> LossScaleState | None:
-        """Reads a JSON object; None for null. ValueError: it has numbers that no run has."""
-        return None if values is None else plain.from_plain(cls, values, "loss_scale")
 
 
 class LossScale:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from megatron_lite.config import plain
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.optimizer_settings import (
     LR_DECAY_STYLES,
@@ -107,11 +106,6 @@ class LrSchedule:
                 f"--lr-wsd-decay-iters ({self.wsd_samples:g} samples) is longer than what follows "
                 f"the warm-up ({left:g} samples)"
             )
-
-    @classmethod
-    def from_plain(cls, values: object) -> LrSchedule | None:
-        """Reads a JSON object; None for null. ValueError: it is not a schedule."""
-        return None if values is None else plain.from_plain(cls, values, "schedule")
 
     def taken_from(self, saved: LrSchedule) -> LrSchedule:
         """Returns the schedule of a run that continues with the schedule of its checkpoint.

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lite.config import plain
-
 WINDOW = 100  # the losses that the mean covers
 SETTLED = 20  # the losses that the mean needs before a loss is compared with it
 
@@ -36,11 +34,6 @@ class MeanLossState:
                 f"mean_loss.mean must be finite and count in [0, {WINDOW}] (got {self.mean} and "
                 f"{self.count})"
             )
-
-    @classmethod
-    def from_plain(cls, values: object) -> MeanLossState | None:
-        """Reads a JSON object; None for null. ValueError: it has numbers that no run has."""
-        return None if values is None else plain.from_plain(cls, values, "mean_loss")
 
 
 class SpikeGuard:

@@ -83,11 +83,6 @@ class CompiledKernels:
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledKernels:
         return self
 
-    @property
-    def num_graphs(self) -> int:
-        """The number of graphs that were compiled so far."""
-        return len(self._graphs)
-
 
 def missing_compiler() -> str | None:
     """Returns what inductor lacks to build kernels for a CPU, as "needs .."; None: nothing."""

@@ -17,7 +17,7 @@ from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.model.core_attention import Readable, causal_mask
+from megatron_lite.model.attention import Readable, causal_mask
 from megatron_lite.training.batches import DocumentRules, cut
 from tests.support.corpora import written
 from tests.support.documents import EOD, packed_text

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.model.core_attention import CoreAttention
+from megatron_lite.model.attention import CoreAttention
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.optim.optimizer import Optimizer

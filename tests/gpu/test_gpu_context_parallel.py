@@ -18,7 +18,6 @@ from megatron_lite.context_parallel.attention_kernels import has_kernel
 from megatron_lite.context_parallel.sharded_attention import (
     EXCHANGES,
     Exchange,
-    KeysValuesOf,
     context_parallel_attention,
 )
 from megatron_lite.parallel.sequence_spans import ContextParallel, select
@@ -42,10 +41,10 @@ class InMemory:
         return len(self.parts)
 
 
-def parts_in_memory(own: Tensor, group: Any) -> Iterator[KeysValuesOf]:
+def parts_in_memory(own: Tensor, group: Any) -> Iterator[tuple[int, Tensor]]:
     for step in range(group.size()):
         source = (group.rank() - step) % group.size()
-        yield KeysValuesOf(source, group.parts[source])
+        yield source, group.parts[source]
 
 
 class SumInMemory:

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.model import core_attention
-from megatron_lite.model.core_attention import CoreAttention, Readable, masked_attention
+from megatron_lite.model import attention as core_attention
+from megatron_lite.model.attention import CoreAttention, Readable, masked_attention
 from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 from tests.support.models import tiny_config, tp_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.model import core_attention
+from megatron_lite.model import attention as core_attention
 from megatron_lite.training import batches
 from megatron_lite.training.batches import MaskedMean
 from megatron_lite.training.step import StageRunner

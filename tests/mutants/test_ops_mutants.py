@@ -11,7 +11,7 @@ from megatron_lite.description import linears
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute import hooked, ops, saved
 from megatron_lite.recompute.randomness import Randomness
-from megatron_lite.tensor_parallel import linear
+from megatron_lite.tensor_parallel import layers as linear
 from tests.memory import test_layer_operators
 from tests.recompute import test_ops
 from tests.support.mutants import Mutant, assert_seen, replaces

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.context_parallel import sharded_attention as attention
 from megatron_lite.context_parallel.attention_kernels import attend
-from megatron_lite.model import core_attention, layer, norm
+from megatron_lite.model import attention, layer, norm
 from megatron_lite.optim import adam_update, grad_buffer, layouts
 from megatron_lite.optim.muon_update import MOMENTUM, Muon
 from megatron_lite.optim.optimizer import Optimizer
@@ -52,7 +51,7 @@ def layers_count_from_the_start_of_their_stage(
         real(self, model, context, plan, stage)
 
 
-@replaces("attend_backward", core_attention)
+@replaces("attend_backward", attention)
 def backward_forgets_the_mask(real, *args, mask, **kwargs):
     return real(*args, **kwargs)
 

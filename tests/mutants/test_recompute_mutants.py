@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 
-from megatron_lite.model import core_attention, layer
+from megatron_lite.model import attention, layer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
@@ -82,7 +82,7 @@ def residual_masks_of_a_replay_come_from_the_other_stream(
     return real(residual, branch, probability, regions, stream, **facts)
 
 
-@replaces("dropout", core_attention)
+@replaces("dropout", attention)
 def attention_masks_of_a_replay_are_shared_by_ranks(real, weights, dropped, rng, stream, *others):
     stream = DEFAULT if is_recomputing() else stream
     return real(weights, dropped, rng, stream, *others)

@@ -16,7 +16,7 @@ from megatron_lite.model import norm
 from megatron_lite.optim import optimizer as norms
 from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.rng import TENSOR_PARALLEL
-from megatron_lite.tensor_parallel import layers, linear
+from megatron_lite.tensor_parallel import layers
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support.dropout_masks import mask_faults, masks_of_one_forward
 from tests.support.equality import differences, gradients, train, unsharded_gradients
@@ -25,12 +25,12 @@ from tests.support.mutants import replaces
 from tests.support.ranks import run_ranks
 
 
-@replaces("start_all_reduce_", linear)
+@replaces("start_all_reduce_", layers)
 def f_without_all_reduce(_, tensor, group):
     return Started(tensor, None)
 
 
-@replaces("start_reduce_scatter_first_dim", linear)
+@replaces("start_reduce_scatter_first_dim", layers)
 def sequence_gather_with_a_slice_backward(_, tensor, group):
     return Started(tensor.chunk(group.size())[group.rank()], None)
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
+from megatron_lite.config.plain import from_plain
 from megatron_lite.optim.loss_scale import LossScale, LossScaleState
 from megatron_lite.optim.optimizer import Optimizer
 from tests.optim.test_optimizer import RATES, Plain
@@ -69,7 +70,9 @@ def test_a_restored_scale_goes_on_as_the_saved_one(
     scales(original, before)
     state = original.state()
     assert state is not None
-    restored.restore(LossScaleState.from_plain(json.loads(json.dumps(asdict(state)))))
+    restored.restore(
+        from_plain(LossScaleState, json.loads(json.dumps(asdict(state))), "loss_scale")
+    )
     assert scales(restored, after) == scales(original, after)
 
 
@@ -79,7 +82,9 @@ def test_a_restored_scale_goes_on_as_the_saved_one(
 )
 def test_a_state_that_no_run_has_is_refused(fault: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="loss_scale.[a-z_]+ must be"):
-        LossScaleState.from_plain({"scale": 8.0, "good_steps": 0, "patience": 1, **fault})
+        from_plain(
+            LossScaleState, {"scale": 8.0, "good_steps": 0, "patience": 1, **fault}, "loss_scale"
+        )
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.05])

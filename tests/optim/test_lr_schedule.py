@@ -17,6 +17,7 @@ from megatron_lite.config.optimizer_settings import (
     WSD_DECAY_STYLES,
     LrScheduleConfig,
 )
+from megatron_lite.config.plain import from_plain
 from megatron_lite.optim.lr_schedule import LrSchedule
 
 
@@ -149,8 +150,8 @@ def test_a_schedule_taken_from_a_checkpoint_equals_megatron_core(style, wsd_styl
 
 def test_a_schedule_is_stored_as_json_and_read_again_without_rounding():
     stored = schedule(lr=0.1, min_lr=1 / 3e5, lr_warmup_fraction=0.07, decoupled_lr=0.3)
-    read = LrSchedule.from_plain(json.loads(json.dumps(dataclasses.asdict(stored))))
-    assert read == stored and LrSchedule.from_plain(None) is None
+    read = from_plain(LrSchedule, json.loads(json.dumps(dataclasses.asdict(stored))), "schedule")
+    assert read == stored
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_a_schedule_is_stored_as_json_and_read_again_without_rounding():
 )
 def test_a_damaged_schedule_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        LrSchedule.from_plain({**dataclasses.asdict(schedule()), **changes})
+        from_plain(LrSchedule, {**dataclasses.asdict(schedule()), **changes}, "schedule")
 
 
 @pytest.mark.parametrize(

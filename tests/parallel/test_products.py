@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel import weight_gradient
-from megatron_lite.tensor_parallel.linear import row_parallel_linear
+from megatron_lite.tensor_parallel.layers import row_parallel_linear
 from tests.support import cuda_addmm
 
 

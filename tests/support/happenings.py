@@ -14,7 +14,7 @@ from megatron_lite.checkpointing import write
 from megatron_lite.data import datasets
 from megatron_lite.data import gpt_dataset as gpt
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.tensor_parallel import linear
+from megatron_lite.tensor_parallel import layers as linear
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import loop
 from megatron_lite.training.step import StageRunner

@@ -1,6 +1,6 @@
 """The operator f of 1909.08053, for references that enter a tensor-parallel region.
 
-The product has it as a part of tensor_parallel/linear.py.
+The product has it as a part of tensor_parallel/layers.py.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from megatron_lite.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
-from megatron_lite.tensor_parallel.linear import column_parallel_linear
+from megatron_lite.tensor_parallel.layers import column_parallel_linear
 from tests.support.changes import with_fields
 from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
