@@ -145,8 +145,15 @@ def _launch(env: Mapping[str, str], names: _Variables) -> Launch:
         raise InputError(
             f"rank {rank} is not in [0, {world_size}), the world size that {names.launcher} gives"
         )
-    if names == TORCHRUN:
-        _check_not_alone(env, world_size)
+    # A RANK that is left from somewhere else must not make each process a run of its own. The
+    # processes of torchrun are not checked: a launcher may start several runs of it.
+    if names == TORCHRUN and "TORCHELASTIC_RUN_ID" not in env:
+        other = _variables(env)
+        if other is not None and world_size < (started := _integer(env, other.size, 1)):
+            raise InputError(
+                f"WORLD_SIZE is {world_size}, but {other.launcher} started {started} processes: "
+                "unset RANK and WORLD_SIZE, or set them for each process"
+            )
     if names.launcher == "slurm":
         nodes = env.get("SLURM_STEP_NODELIST") or _text(env, "SLURM_JOB_NODELIST")
         job, step = (_integer(env, f"SLURM_{what}_ID", 0) for what in ("JOB", "STEP"))
@@ -170,20 +177,6 @@ def _launch(env: Mapping[str, str], names: _Variables) -> Launch:
     if not 0 <= launch.master_port < 2**16:
         raise InputError(f"MASTER_PORT must be in [0, {2**16}) (got {launch.master_port})")
     return replace(launch, rank=rank, world_size=world_size)
-
-
-def _check_not_alone(env: Mapping[str, str], world_size: int) -> None:
-    """Raises InputError if WORLD_SIZE is less than the processes that a launcher started.
-
-    Such a RANK is left from somewhere else, and each process would train by itself. torchrun's own
-    processes are not checked: a launcher may start several runs of torchrun.
-    """
-    other = None if "TORCHELASTIC_RUN_ID" in env else _variables(env)
-    if other is not None and world_size < (started := _integer(env, other.size, 1)):
-        raise InputError(
-            f"WORLD_SIZE is {world_size}, but {other.launcher} started {started} processes: unset "
-            "RANK and WORLD_SIZE, or set them for each process"
-        )
 
 
 def first_host(nodelist: str) -> str:

@@ -81,7 +81,7 @@ class RngStreams:
             self._seed(
                 derive_seed("stream", seed, name, dp_rank, rank, *([pp_rank] if pp_rank else []))
             )
-            self._states[name] = self._get()
+            self._states[name] = self.state()
 
     @contextmanager
     def fork(self, name: str) -> Iterator[None]:
@@ -98,13 +98,18 @@ class RngStreams:
             self._switch(previous)
 
     def state(self) -> Tensor:
-        """Returns a copy of the current stream's state."""
-        return self._get()
+        """Returns a copy of the current stream's state.
+
+        The state of a CUDA generator is in host memory, so this does not wait for the device.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.get_rng_state(self.device)
+        return torch.get_rng_state()
 
     @contextmanager
     def drawn_from(self, state: Tensor) -> Iterator[None]:
         """Repeats the draws that followed `state` inside the block. No stream advances."""
-        before = self._get()
+        before = self.state()
         self._set(state)
         try:
             yield
@@ -113,7 +118,7 @@ class RngStreams:
 
     def snapshot(self) -> RngSnapshot:
         """Returns the states of all streams. Later draws do not change the snapshot."""
-        self._states[self.current] = self._get()
+        self._states[self.current] = self.state()
         return RngSnapshot(self.current, dict(self._states))
 
     def restore(self, snapshot: RngSnapshot) -> None:
@@ -134,17 +139,9 @@ class RngStreams:
         if name == self.current:
             return
         state = self._states[name]
-        self._states[self.current] = self._get()
+        self._states[self.current] = self.state()
         self._set(state)
         self.current = name
-
-    # The state of a CUDA generator is in host memory: none of these methods waits for the device.
-    def _get(self) -> Tensor:
-        return (
-            torch.cuda.get_rng_state(self.device)
-            if self.device.type == "cuda"
-            else torch.get_rng_state()
-        )
 
     def _set(self, state: Tensor) -> None:
         if self.device.type == "cuda":

@@ -102,7 +102,7 @@ class _FakeStreams(RngStreams):
         self._fake = fake
         super().__init__(device, seed=0)
 
-    def _get(self) -> Tensor:
+    def state(self) -> Tensor:
         # A state is a tensor that no operator creates, and so is a converted one.
         return self._fake.from_tensor(torch.get_rng_state())
 

@@ -190,7 +190,7 @@ class DeviceStreams(RngStreams):
         self.generator = torch.Generator()
         super().__init__(torch.device("cuda"), seed=3)
 
-    def _get(self) -> Tensor:
+    def state(self) -> Tensor:
         return self.generator.get_state()
 
     def _set(self, state: Tensor) -> None:

@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
-
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 HAS_CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather")
 NEEDS_GRAD_DTYPE = pytest.mark.skipif(
@@ -19,12 +17,4 @@ NEEDS_GRAD_DTYPE = pytest.mark.skipif(
 )
 NEEDS_MUON = pytest.mark.skipif(
     not hasattr(torch.optim, "Muon"), reason="this torch has no torch.optim.Muon to compare with"
-)
-NEEDS_CUSTOM_COLLECTIVES = pytest.mark.skipif(
-    not HAS_CUSTOM_COLLECTIVES,
-    reason="this torch's FSDP2 has no custom collectives, which bound its buffers",
-)
-NEEDS_GROUPED_KERNEL = pytest.mark.skipif(
-    not cpu_attention_takes_groups(),
-    reason="this torch's attention kernel for CPUs takes no query groups: keys are repeated",
 )
