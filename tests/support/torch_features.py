@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
-HAS_CUSTOM_COLLECTIVES = hasattr(FSDPModule, "set_custom_all_gather")
 NEEDS_GRAD_DTYPE = pytest.mark.skipif(
     not HAS_GRAD_DTYPE,
     reason="this torch has no Tensor.grad_dtype, a float32 gradient of a 16-bit parameter",
