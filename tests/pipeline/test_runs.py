@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from arguments import parse_args
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
+from megatron_lite.memory.predict.pipeline_memory import rank_memory, ticks
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.build_trainer import build_trainer
@@ -95,3 +97,27 @@ def test_micro_batches_that_do_not_fit_the_interleaved_order_are_one_error():
         return True
 
     assert run_ranks(work, 2) == [True, True]
+
+
+SIZES = (
+    "--num-layers 8 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 "
+    "--micro-batch-size 1 --vocab-size 99 "
+)
+KEPT = "--num-microbatches-with-partial-activation-checkpoints 1 "
+
+
+@pytest.mark.parametrize(("num_chunks", "num_kept"), [(1, 2), (2, 6), (3, 8)])
+def test_a_rank_never_holds_more_than_with_the_micro_batches_that_are_priced(num_kept, num_chunks):
+    words = (
+        SIZES.replace("--num-layers 8", "--num-layers 18")
+        + "--pipeline-model-parallel-size 3 --recompute-policy *:full "
+        + KEPT.replace("1 ", f"{num_kept} ")
+    )
+    words += f"--num-virtual-stages-per-pipeline-rank {num_chunks} " if num_chunks > 1 else ""
+    config = parse_args((words + "--global-batch-size 120").split()).config
+    for rank in range(3):
+        longest = max(
+            tick.kept_bytes for tick in ticks(config, "cpu", rank=rank, num_microbatches=120)
+        )
+        assert rank_memory(config, "cpu", rank).held_bytes == longest
