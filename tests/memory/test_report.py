@@ -246,7 +246,7 @@ def test_the_other_policies_are_priced_as_they_would_be_run(words: str) -> None:
         (
             TINY + "--recompute-policy *:full@host",
             "cpu",
-            ["On a CPU @host frees nothing: 22.500 K", "The head keeps "],
+            ["On a CPU @host frees nothing: 22.500 K"],
         ),
         (GPT_22B + SELECTIVE + "core_attn", "cuda", ["core_attn is moot: "]),
         (TINY + SELECTIVE + "mlp activation", "cpu", ["activation adds nothing to mlp, "]),
