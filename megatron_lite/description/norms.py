@@ -26,6 +26,7 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.shape import Shape
 
 ATTENTION_DROPOUT, MLP_DROPOUT = "attention dropout", "mlp dropout"
+STATISTICS = {"LayerNorm": 2, "RMSNorm": 1}  # the numbers that a norm keeps for each row
 
 
 def norm_before(
@@ -143,12 +144,15 @@ def norm_statistics(of: Shape, name: str, rows: int, *, wide: bool = False) -> K
     wide: whether the rows are in float32.
     """
     sizes, model = of.sizes, of.model
-    cpu_kernel = sizes.device == "cpu" and model.norm_impl == "torch" and not sizes.compiled_kernels
-    number = of.element if cpu_kernel and not wide else sizes.accumulate_bytes
-    per_row = {"LayerNorm": 2 * number, "RMSNorm": sizes.accumulate_bytes}
-    return KeptTensor(
-        f"{name} statistics", rows * chosen("--normalization", model.normalization, per_row)
+    in_rows_dtype = (
+        model.normalization == "LayerNorm"
+        and model.norm_impl == "torch"
+        and sizes.device == "cpu"
+        and not (sizes.compiled_kernels or wide)
     )
+    numbers = rows * chosen("--normalization", model.normalization, STATISTICS)
+    num_bytes = numbers * (of.element if in_rows_dtype else sizes.accumulate_bytes)
+    return KeptTensor(f"{name} statistics", num_bytes)
 
 
 def norm_keeps(of: Shape, name: str) -> tuple[KeptTensor, ...]:

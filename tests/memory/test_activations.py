@@ -73,31 +73,22 @@ class Figures(NamedTuple):
 def policies(*, can_split: bool) -> Iterator[RecomputeConfig]:
     """None, every set of regions, units of one and two layers, results of operators; some in host
     memory or in one allocation."""
-    yield RecomputeConfig()
-    for count in range(1, len(MODULES) + 1):
-        for modules in itertools.combinations(MODULES, count):
-            yield RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
-    for method, layers in (("uniform", 1), ("uniform", 2), ("block", 1), ("block", 2)):
-        for split in (False, True) if can_split else (False,):
-            yield RecomputeConfig(
-                recompute_granularity="full",
-                recompute_method=method,
-                recompute_num_layers=layers,
-                distribute_saved_activations=split,
-            )
+    region_sets = itertools.chain.from_iterable(
+        itertools.combinations(MODULES, count) for count in range(1, len(MODULES) + 1)
+    )
+    split = ("*:full@split", "0:full@split;*:none", "*:full/2@split+host")
     for policy in (
+        "*:none",
+        *(f"*:{'+'.join(names)}" for names in region_sets),
+        *("*:full", "*:full/2", "0:full; *:none", "0-1:full; *:none"),
         *HOST_POLICIES,
-        *(("*:full/2@split+host", "0:full@split; *:full/2@split+host") if can_split else ()),
+        *((*split, "0:full@split; *:full/2@split+host") if can_split else ()),
     ):
         yield RecomputeConfig(recompute_policy=policy)
         if "full" in policy:
             yield RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=True)
     for policy, tail_skip in itertools.product(OPS_POLICIES, (True, False)):
         yield RecomputeConfig(recompute_policy=policy, recompute_tail_skip=tail_skip)
-    yield RecomputeConfig(
-        recompute_policy=f"*:full/2{'@split' if can_split else ''}",
-        contiguous_saved_activations=True,
-    )
 
 
 def figures(

@@ -51,51 +51,36 @@ class Fullest(NamedTuple):
     replay: int
 
 
-def full(method: str, count: int, *, split: bool = False) -> RecomputeConfig:
-    return RecomputeConfig(
-        recompute_granularity="full",
-        recompute_method=method,
-        recompute_num_layers=count,
-        distribute_saved_activations=split,
-    )
+REGION_SETS = chain.from_iterable(
+    combinations(MODULES, number) for number in range(1, len(MODULES) + 1)
+)
+POLICIES = (
+    "*:none",
+    *(f"*:{'+'.join(names)}" for names in REGION_SETS),
+    *("*:full", "*:full/2", "*:full/3", "0:full; *:none"),
+    *("0:full;1:core_attn+pointwise;2:mlp", "0:none;1:full;2:layernorm"),
+    "*:none@host",
+    "*:full/2@host",
+    "*:layernorm+activation@host",
+    "0:none@host; 1:full; 2:core_attn+mlp@host",
+    "0:full@host; 1:full; 2:mlp@host",
+    "0:layernorm@host; 1-2:none",
+    "*:none@host(core_attn)",
+    "*:none@host(attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm)",
+    "0:none@host(linear_fc1+activation); 1:full; 2:none@host(linear_fc2)",
+)
+SPLIT = (
+    *("*:full@split", "*:full/2@split", "*:full/3@split", "0:full@split; *:none"),
+    *("0:full@split;1:none;2:full@split", "*:full@split+host"),
+    "0:none@host; 1:full@split+host; 2:full@split",
+)
 
 
 def policies(*, can_split: bool) -> dict[str, RecomputePlan]:
-    configs = {"none": RecomputeConfig()}
-    for modules in chain.from_iterable(
-        combinations(MODULES, size) for size in range(1, len(MODULES) + 1)
-    ):
-        configs["+".join(modules)] = RecomputeConfig(
-            recompute_granularity="selective", recompute_modules=modules
-        )
-    for split in (False, True) if can_split else (False,):
-        for method, count in (
-            ("uniform", 1),
-            ("uniform", 2),
-            ("uniform", 3),
-            ("block", 1),
-            ("block", 7),
-        ):
-            configs[f"{method} {count}{' split' if split else ''}"] = full(
-                method, count, split=split
-            )
-    mixed = ["0:full;1:core_attn+pointwise;2:mlp", "0:none;1:full;2:layernorm"] + [
-        "0:full@split;1:none;2:full@split"
-    ] * can_split
-    mixed += [
-        "*:none@host",
-        "*:full/2@host",
-        "*:layernorm+activation@host",
-        "0:none@host; 1:full; 2:core_attn+mlp@host",
-        "0:full@host; 1:full; 2:mlp@host",
-        "0:layernorm@host; 1-2:none",
-        "*:none@host(core_attn)",
-        "*:none@host(attn_norm+qkv_linear+core_attn+attn_proj+mlp_norm)",
-        "0:none@host(linear_fc1+activation); 1:full; 2:none@host(linear_fc2)",
-    ]
-    mixed += ["*:full@split+host", "0:none@host; 1:full@split+host; 2:full@split"] * can_split
-    configs |= {policy: RecomputeConfig(recompute_policy=policy) for policy in mixed}
-    return {name: plan_stage(config, NUM_LAYERS) for name, config in configs.items()}
+    return {
+        policy: plan_stage(RecomputeConfig(recompute_policy=policy), NUM_LAYERS)
+        for policy in (*POLICIES, *(SPLIT if can_split else ()))
+    }
 
 
 @contextmanager
@@ -237,6 +222,6 @@ def test_so_it_is_on_a_rank_of_two(variant: str, sequence_parallel: bool) -> Non
 
 def test_a_replay_names_the_layers_that_are_rebuilt() -> None:
     config, alone = variant_config("gpt2", num_layers=NUM_LAYERS), sizes(1, sequence_parallel=False)
-    for policy, layers in ((full("uniform", 2), [(2, 2), (0, 1)]), (RecomputeConfig(), [])):
-        replays = replays_of(config, plan_stage(policy, NUM_LAYERS), alone)
-        assert [one[:2] for one in replays] == layers
+    for policy, layers in (("*:full/2", [(2, 2), (0, 1)]), ("*:none", [])):
+        plan = policies(can_split=False)[policy]
+        assert [one[:2] for one in replays_of(config, plan, alone)] == layers

@@ -111,9 +111,9 @@ def fault(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     ("name", "text", "message"),
     [
         ("missing.json", None, "missing.json"),
-        ("bad.json", "{", "not JSON"),
+        ("bad.json", "{", "not a file of --memory-timeline"),
         ("schema.json", '{"format": "megatron_lite memory timeline", "version": 7}', "version"),
-        ("empty.json", "", "not JSON"),
+        ("empty.json", "", "not a file of --memory-timeline"),
     ],
 )
 def test_a_file_that_will_not_do_is_one_line(
