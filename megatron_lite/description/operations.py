@@ -7,7 +7,7 @@ operators, FLOPs, collectives and parameter counts as sums over this tuple. Stan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -243,10 +243,6 @@ class LayerDescription:
             yield from ((operation.module, one) for one in operation.parameters)
             if operation.name == LINEAR_PROJ:
                 yield from ((norm.module, one) for norm in late for one in norm.parameters)
-
-    def inside(self, regions: Set[str]) -> Iterator[Operation]:
-        """Yields the operations that lie in one of the regions."""
-        return (one for one in self.operations if not regions.isdisjoint(one.regions))
 
     def tail(self, region: str | None = None) -> frozenset[tuple[str, int]]:
         """Returns the calls that a replay can leave out if its output is not read.

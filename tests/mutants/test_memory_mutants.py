@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_lite.memory.measure import step_meter
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.tensor_parallel import cross_entropy
-from tests.memory import test_kept_bytes, test_live_storages
+from tests.memory import test_kept_bytes
 from tests.support.mutants import Mutant, assert_seen, replaces
 from tests.tensor_parallel import test_cross_entropy
 from tests.training import test_dry_run
@@ -37,19 +37,10 @@ def host_memory_is_memory_of_the_device(_):
     return False
 
 
-@replaces("_read", LiveStorages)
-def a_resized_storage_keeps_its_size(_, self, known):
-    return None
-
-
 MUTANTS: list[Any] = [
     Mutant(
         host_memory_is_memory_of_the_device,
         test_dry_run.test_beside_a_gpu_host_memory_is_no_part_of_the_peak,
-    ),
-    Mutant(
-        a_resized_storage_keeps_its_size,
-        test_live_storages.test_a_resize_outside_of_operators_counts_once_it_is_read_again,
     ),
     Mutant(
         chunks_add_up_in_bf16,

@@ -56,7 +56,9 @@ def replayed_calls(
         # output of a replay.
         for region in segment.regions if skip_tail else ():
             skipped |= layer.tail(region)
-        for operation in layer.operations if segment.unit else layer.inside(segment.regions):
+        for operation in layer.operations:
+            if not segment.unit and segment.regions.isdisjoint(operation.regions):
+                continue
             yield from (
                 ReplayedCall(number, operation, call)
                 for position, call in enumerate(operation.calls)
@@ -69,12 +71,11 @@ def replayed_bytes(layers: Sequence[LayerDescription], segment: Segment, *, skip
 
     layers: the descriptions of the segment's layers.
     """
-    if segment.unit or segment.ops:
-        again = [operation for layer in layers for operation in layer.operations]
-        # The last operation adds the output of the tail to the residual.
-        again = again[:-1] if skip_tail else again
-    else:
-        again = [one for layer in layers for one in layer.inside(segment.regions)]
+    again = [operation for layer in layers for operation in layer.operations]
+    if not (segment.unit or segment.ops):
+        again = [one for one in again if not segment.regions.isdisjoint(one.regions)]
+    elif skip_tail:  # the last operation adds the output of the tail to the residual
+        again = again[:-1]
     return sum(operation.moved.forward for operation in again)
 
 
