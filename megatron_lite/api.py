@@ -4,14 +4,14 @@ recompute policy on any model.
     config = run_config(num_layers=4, hidden_size=256, ...)
     train(config)
 
-Importing this module does not import torch; `train` and `apply_policy_` do. docs/python-api.md has
-examples.
+Importing this module does not import torch; `train`, `apply_policy_` and `fit_memory_` do.
+docs/python-api.md has examples.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -23,6 +23,7 @@ from megatron_lite.config.units import parse_bytes
 if TYPE_CHECKING:
     from torch import nn
 
+    from megatron_lite.fit.memory_fit import Fit
     from megatron_lite.model.gpt import ModelStages
     from megatron_lite.plan.verdict import FitVerdict
     from megatron_lite.recompute.recompute_plan import RecomputePlan
@@ -33,6 +34,7 @@ __all__ = [
     "TrainedRun",
     "apply_policy_",
     "explain",
+    "fit_memory_",
     "peak_bytes",
     "plan",
     "remove_policy_",
@@ -210,3 +212,23 @@ def remove_policy_(model: nn.Module) -> int:
     from megatron_lite.recompute import apply
 
     return apply.remove_policy_(model)
+
+
+def fit_memory_(
+    model: nn.Module,
+    budget: str | None,
+    *,
+    step: Callable[..., Any],
+    optimizer: Any = None,
+    layers_fqn: str | Sequence[str] | None = None,
+    maximize: str | None = None,
+) -> Fit:
+    """Puts on any model the fastest recompute policy with which a step fits a budget.
+
+    `megatron_lite.fit.memory_fit` describes the arguments.
+    """
+    from megatron_lite.fit import memory_fit
+
+    return memory_fit.fit_memory_(
+        model, budget, step=step, optimizer=optimizer, layers_fqn=layers_fqn, maximize=maximize
+    )

@@ -36,6 +36,7 @@ FLOORS = {
     "training": 5,
     "pages": 5,
     "convert": 5,
+    "fit": 5,
     "tools": 6,
     "cli": 6,
 }
@@ -44,6 +45,8 @@ ROOF = ("arguments", "pretrain_gpt")
 ROOF_OF_PACKAGE = ("__main__", "api")
 STANDARD_LIBRARY_ONLY = ("config", "description")
 WITHOUT_TORCH = ("data", "memory.predict", "memory.explain", "plan", "pages")
+# What fits any model knows nothing of this project's own model, engine and flags.
+BY_FIT = ("config.units", "fit", "memory.measure", "recompute")
 NOT_BY_PREDICTIONS = ("megatron_lite.memory.measure", "megatron_lite.memory.explain")
 BANNED = {
     "pickle.load": r"\bpickle\.loads?\b|from pickle import",
@@ -88,6 +91,8 @@ def faults_of(source: str, module: str) -> list[str]:
                 faults.append(f"{name}: {module} does not import torch")
         elif module.startswith(f"{PACKAGE}.memory.predict") and name.startswith(NOT_BY_PREDICTIONS):
             faults.append(f"{name}: predictions know neither of measuring nor of explaining")
+        elif folder == "fit" and not name.startswith(tuple(f"{PACKAGE}.{one}" for one in BY_FIT)):
+            faults.append(f"{name}: only {', '.join(BY_FIT)} are for fit/")
         elif target != folder and FLOORS.get(target, 99) >= FLOORS[folder]:
             faults.append(
                 f"{name}: floor {FLOORS.get(target, 'unknown')} from floor {FLOORS[folder]}"
@@ -158,6 +163,7 @@ def test_no_source_unpickles_evaluates_text_or_keeps_globals(path: Path) -> None
         # a sibling
         ("megatron_lite.supervision.watch", "from megatron_lite.checkpointing.saver import Saver"),
         ("megatron_lite.supervision.exits", "from megatron_lite.training.loop import Trainer"),
+        ("megatron_lite.fit.step", "from megatron_lite.parallel.rng import DEFAULT"),
         ("megatron_lite.config.model", "import torch"),
         ("megatron_lite.config.model", "from numpy import ndarray"),
         ("megatron_lite.description.operations", "import torch"),

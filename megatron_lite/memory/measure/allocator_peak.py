@@ -13,15 +13,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+MARK = "megatron_lite: mark of allocated bytes"
+
 
 class AllocatorPeak:
     """The result of `allocator_peak`, which is known once the block has ended.
 
     peak_bytes: the most bytes that the block had allocated at once. Freeing memory that is older
         than the block counts 0.
+    marks: the bytes at each call of `mark`, and the most bytes since the call before.
     """
 
-    peak_bytes = 0
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self.marks: list[tuple[int, int]] = []
+
+    def mark(self) -> None:
+        """Marks this moment of the block."""
+        from torch.profiler import record_function
+
+        with record_function(MARK):
+            pass
 
 
 @contextmanager
@@ -33,6 +45,7 @@ def allocator_peak() -> Iterator[AllocatorPeak]:
     found = AllocatorPeak()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         yield found
+    # (time, address, bytes); a mark has no bytes
     events: list[tuple[int, int, int]] = []
     pending: list[Any] = list(profiled.profiler.kineto_results.experimental_event_tree())
     while pending:
@@ -42,14 +55,20 @@ def allocator_peak() -> Iterator[AllocatorPeak]:
             events.append(
                 (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
             )
+        elif event.name == MARK:
+            events.append((event.start_time_ns, 0, 0))
     # The profiler keeps events as a tree of calls. In the order of time a negative size is a free.
     alive: dict[int, int] = {}
-    total = 0
+    total = highest = 0
     for _, address, size in sorted(events, key=lambda event: event[0]):
         if size > 0:
             # The profiler does not see what a thread of gloo frees. Its memory is used again.
             total += size - alive.get(address, 0)
             alive[address] = size
-        else:
+        elif size < 0:
             total -= alive.pop(address, 0)
+        else:
+            found.marks.append((total, highest))
+            highest = total
+        highest = max(highest, total)
         found.peak_bytes = max(found.peak_bytes, total)

@@ -1,0 +1,124 @@
+"""Reads the bytes that a device has given out, at marks in a step: one gauge for each way to see.
+
+    CudaGauge   torch's allocator counts all that is on the device; events of the GPU tell the time
+    CpuGauge    a profiler follows the allocator; the processor's time counts
+    FakeGauge   a dispatch mode adds up the storages of fake tensors, and estimates the time
+
+A gauge is a context. After it, `readings` has one reading for each call of `mark` inside.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from megatron_lite.memory.measure.step_meter import StepMeter
+from megatron_lite.recompute.contents import tensors_of
+
+
+class Reading(NamedTuple):
+    """What a mark shows: the bytes then, the most since the mark before, and the time in ns."""
+
+    num_bytes: int
+    peak: int
+    nanoseconds: int
+
+
+class CudaGauge(AbstractContextManager["CudaGauge"]):
+    """Reads a GPU. held: not used, since the allocator counts what was there before."""
+
+    def __init__(self, device: torch.device, held: int) -> None:
+        self._device = device
+        self._marks: list[tuple[int, int, torch.cuda.Event]] = []
+        self.readings: list[Reading] = []
+
+    def mark(self) -> None:
+        """Reads the device, without waiting for it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        memory = torch.cuda.memory_stats(self._device)
+        self._marks.append(
+            (memory["allocated_bytes.all.current"], memory["allocated_bytes.all.peak"], event)
+        )
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.synchronize(self._device)
+        self.readings = [
+            Reading(now, peak, int(self._marks[0][2].elapsed_time(event) * 1e6))
+            for now, peak, event in self._marks
+        ]
+
+
+class CpuGauge(AbstractContextManager["CpuGauge"]):
+    """Reads torch's allocator of a CPU. held: the bytes of the model from before the block."""
+
+    def __init__(self, device: torch.device, held: int) -> None:
+        self._block, self._held = allocator_peak(), held
+        self._times: list[int] = []
+        self.readings: list[Reading] = []
+
+    def __enter__(self) -> CpuGauge:
+        self._found = self._block.__enter__()
+        return self
+
+    def mark(self) -> None:
+        """Reads the allocator."""
+        self._found.mark()
+        self._times.append(time.process_time_ns())
+
+    def __exit__(self, *error: Any) -> None:
+        self._block.__exit__(*error)
+        self.readings = [
+            Reading(self._held + now, self._held + peak, nanoseconds)
+            for (now, peak), nanoseconds in zip(self._found.marks, self._times, strict=False)
+        ]
+
+
+class FakeGauge(StepMeter):
+    """Reads fake tensors. An operator is taken to last as long as its arithmetic, or as its tensors
+    need to pass through memory.
+
+    flops, bandwidth: per second, of the machine.
+    """
+
+    flops, bandwidth = 5e14, 2.5e12
+
+    def __init__(self, device: torch.device, held: int) -> None:
+        super().__init__()
+        self._held, self._seconds = held, 0.0
+        self.readings: list[Reading] = []
+
+    def mark(self) -> None:
+        """Reads the sum of the storages."""
+        now, peak = self._held + self._total, self._held + self.peak_bytes
+        self.readings.append(Reading(now, peak, int(self._seconds * 1e9)))
+        self.peak_bytes = self._total
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not func.is_view:
+            moved = sum(each.nbytes for each in tensors_of((args, kwargs, result)))
+            count = flop_registry.get(func._overloadpacket)
+            flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
+            self._seconds += max(flops / self.flops, moved / self.bandwidth)
+        return result
+
+    def after(self, func: Any) -> None:
+        """Compares the sum with the peak."""
+        self._forget_dead()
+        self.peak_bytes = max(self.peak_bytes, self._total)
+
+
+Gauge = CudaGauge | CpuGauge | FakeGauge

@@ -1,0 +1,86 @@
+"""The repeated layers of a model, and which of them are alike.
+
+Layers are of one kind if they have the same classes, parameters, frozen parameters and settings.
+Numbers are not compared, because a layer may hold its own number. What is measured on one layer of
+a kind holds for all of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+class LayerList(NamedTuple):
+    """A list of layers. name: its name in the model."""
+
+    name: str
+    layers: tuple[nn.Module, ...]
+
+
+def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> list[LayerList]:
+    """Returns the lists of layers of a model: those that are named, or the outermost ones in which
+    a layer is repeated.
+
+    Raises ValueError if a name is no module, or if no layer is repeated.
+    """
+    if layers_fqn is not None:
+        names = [layers_fqn] if isinstance(layers_fqn, str) else list(layers_fqn)
+        known = dict(model.named_modules())
+        for name in names:
+            if not isinstance(known.get(name), LISTS):
+                lists = [one for one, module in known.items() if isinstance(module, LISTS)]
+                raise ValueError(
+                    f"layers_fqn {name!r}: the model has no ModuleList, ModuleDict or Sequential "
+                    f"of this name; it has {', '.join(lists[:9]) or 'none'}"
+                )
+        return [LayerList(name, _layers_of(known[name])) for name in names]
+    found = {id(one.layers[0]): one for one in _outermost(model, "")}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no list in which a layer is repeated, so no policy can "
+            "save memory: name the list of its layers with layers_fqn"
+        )
+    return list(found.values())
+
+
+def kind_of(layer: nn.Module) -> Hashable:
+    """Returns a value that is equal for layers of one kind."""
+    weights = tuple(
+        (name, tuple(weight.shape), weight.dtype, weight.requires_grad)
+        for name, weight in layer.named_parameters()
+    )
+    settings = tuple(
+        (type(module), *(item for item in vars(module).items() if isinstance(item[1], (bool, str))))
+        for module in layer.modules()
+    )
+    return weights, settings
+
+
+def _outermost(module: nn.Module, name: str) -> Iterator[LayerList]:
+    if isinstance(module, LISTS) and _repeats(layers := _layers_of(module)):
+        yield LayerList(name, layers)
+        return
+    for child, inside in module.named_children():
+        yield from _outermost(inside, f"{name}.{child}" if name else child)
+
+
+def _layers_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    # children() leaves out a module that stands twice
+    return tuple(each for each in module._modules.values() if each is not None)
+
+
+def _repeats(layers: tuple[nn.Module, ...]) -> bool:
+    """Tells whether a layer is repeated. A layer has modules inside, or is no class of torch."""
+    kinds = Counter(
+        kind_of(layer)
+        for layer in layers
+        if any(True for _ in layer.parameters())
+        and (any(True for _ in layer.children()) or "torch." not in f"{type(layer).__module__}.")
+    )
+    return max(kinds.values(), default=0) > 1

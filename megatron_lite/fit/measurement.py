@@ -1,0 +1,252 @@
+"""Measures what each action on each kind of layers costs and saves in a step.
+
+    1   The step runs with every layer rebuilt in full, which needs about the least memory.
+    2   It runs again with other actions on single layers of each kind. The differences at these
+        layers are what the actions cost and save. One such step tries several actions, on
+        different layers; if that fails, one at a time.
+
+Before a step is measured it runs once, since first calls copy what they might write to. Before that
+all other actions than `full` run verified, so that replays prove themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lite.fit.gauges import Gauge
+from megatron_lite.fit.layers import LayerList, kind_of
+from megatron_lite.fit.plans import NEVER, Option, Plan, Problem, policy_text
+from megatron_lite.fit.step import BACKWARD, FORWARD, Span, Step, bytes_of, update_bytes
+from megatron_lite.recompute.apply import apply_policy_, remove_policy_
+from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.verify import RecomputeMismatch
+
+FULL = "full"
+CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
+ON_HOST = ("none@host", "full@host")  # they need a GPU, which has pinned memory beside it
+IMPOSSIBLE = 1 << 60  # the bytes of an action that a layer cannot have
+
+
+class Measurement:
+    """A measured step.
+
+    problem: what plans.py chooses from.
+    terms: the bytes of weights, gradients and optimizer states.
+    notes: what a reader should know of the figures.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lists: Sequence[LayerList],
+        step: Callable[[], Any],
+        optimizer: Any,
+        device: torch.device,
+        gauge: Callable[[torch.device, int], Gauge],
+        *,
+        has_values: bool = True,
+    ) -> None:
+        """optimizer: see update_bytes. gauge: makes what reads the device (gauges.py).
+
+        has_values: whether tensors are real. Fake ones neither need a first run nor prove replays.
+        Raises ValueError if the step runs no backward through the layers.
+        """
+        self._model, self._lists, self._has_values = model, lists, has_values
+        self._device, self._gauge = device, gauge
+        self._layers = [layer for one in lists for layer in one.layers]
+        self._step = Step(model, self._layers, step)
+        states = tensors_of(list(getattr(optimizer, "state", {}).values()))
+        weights = [*model.parameters(), *model.buffers()]
+        self._held = bytes_of([*weights, *states, *(each.grad for each in model.parameters())])
+        self._missing, self._update = update_bytes(model, optimizer, device)
+        self.terms = {
+            "weights and buffers": bytes_of(weights),
+            "gradients": bytes_of(each for each in model.parameters() if each.requires_grad),
+            "optimizer states": bytes_of(states) + self._missing,
+        }
+        self.notes: list[str] = []
+        spans = self._measured([FULL] * len(self._layers))
+        if all(span.name != BACKWARD for span in spans):
+            raise ValueError(
+                f"the step runs no backward through {', '.join(one.name for one in lists)}: call "
+                "loss.backward() in it, on a loss that depends on trainable parameters"
+            )
+        self._order = list(dict.fromkeys(span.layer for span in spans if span.name == FORWARD))
+        self.problem = self._problem(spans, [*CANDIDATES, *ON_HOST * (device.type == "cuda")])
+        if self._step.varies:
+            self.notes.append(
+                "note: the step has inputs of other shapes each time; these figures are for the "
+                "largest of its first runs"
+            )
+
+    def apply_(self, plan: Plan) -> dict[str, str]:
+        """Puts a plan on the model. Returns the policy of each list of layers, by its name."""
+        actions = ["none"] * len(self._layers)
+        for number, option in zip(self._order, plan.choice, strict=True):
+            actions[number] = option.action
+        return self._apply_(actions)
+
+    def peak(self) -> int:
+        """Returns the peak of a step with the policy that is on the model, on the fullest rank."""
+        spans = self._read()
+        peak = max(span.peak for span in spans) + self._missing
+        return self._of_all_ranks([max(peak, spans[-1].end + self._update)])[0]
+
+    def name_of(self, place: int) -> str:
+        """Returns the name of a layer of the problem."""
+        names = [f"{one.name}.{n}" for one in self._lists for n in range(len(one.layers))]
+        return names[self._order[place]]
+
+    def _apply_(self, actions: Sequence[str], *, verify: bool = False) -> dict[str, str]:
+        rest, policies = list(actions), {}
+        for name, layers in self._lists:
+            policies[name] = policy_text(rest[: len(layers)])
+            apply_policy_(self._model, layers_fqn=name, policy=policies[name], verify=verify)
+            rest = rest[len(layers) :]
+        return policies
+
+    def _read(self) -> list[Span]:
+        if self._has_values:
+            self._step.run()
+        return self._step.run(self._gauge(self._device, self._held))
+
+    def _measured(self, actions: Sequence[str]) -> list[Span]:
+        """Returns the parts of a step with these actions, and leaves the model without a policy."""
+        try:
+            if self._has_values and set(actions) != {FULL}:
+                self._apply_(actions, verify=True)
+                self._step.run()
+                remove_policy_(self._model)
+            self._apply_(actions)
+            return self._read()
+        finally:
+            remove_policy_(self._model)
+
+    def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
+        kinds: dict[Any, list[int]] = {}
+        for number in self._order:
+            kinds.setdefault(kind_of(self._layers[number]), []).append(number)
+        _check_ranks(list(kinds.values()))
+        waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
+        found: dict[tuple[int, str], Option] = {}
+        while any(actions for _, actions in waiting):
+            tried: dict[int, tuple[int, str]] = {}
+            for numbers, actions in waiting:
+                # The first and the last layer of a kind may have other neighbours.
+                for number in (numbers[1:-1] or numbers)[: len(actions)]:
+                    tried[number] = numbers[0], actions.pop(0)
+            found |= self._compared(tried, spans)
+        options: dict[int, list[Option]] = {}
+        for numbers in kinds.values():
+            agreed = self._agreed([found[numbers[0], action] for action in candidates])
+            options |= dict.fromkeys(numbers, agreed)
+        places = {number: place for place, number in enumerate(self._order)}
+        counts = Counter[int]()
+        tops = {name: [NEVER] * (len(places) + 1) for name in ("", FORWARD, BACKWARD)}
+        for span in spans:
+            counts |= span.alive
+            alive = max((places[layer] + 1 for layer in span.alive), default=0)
+            place = places.get(span.layer, -1)
+            # Later layers may have kept something already, in another forward of the same step.
+            if span.name == "" or alive > place + 1:
+                tops[""][alive] = max(tops[""][alive], span.peak)
+            else:
+                tops[span.name][place] = max(tops[span.name][place], span.peak)
+        tops = {
+            name: self._of_all_ranks([peak + self._missing for peak in peaks])
+            for name, peaks in tops.items()
+        }
+        end, time = self._of_all_ranks([spans[-1].end, sum(span.nanoseconds for span in spans)])
+        return Problem(
+            options=[options[number] for number in self._order],
+            counts=[counts[number] or 1 for number in self._order],
+            forward=tops[FORWARD],
+            backward=tops[BACKWARD],
+            outside=tops[""],
+            update=end + self._update,
+            nanoseconds=time,
+        )
+
+    def _compared(
+        self, tried: dict[int, tuple[int, str]], full: list[Span]
+    ) -> dict[tuple[int, str], Option]:
+        """Returns the options that are tried, by kind and action.
+
+        tried: the kind and the action of some layers. All others are rebuilt in full.
+        """
+        try:
+            actions = [tried[n][1] if n in tried else FULL for n in range(len(self._layers))]
+            spans = self._measured(actions)
+        except (RuntimeError, RecomputeMismatch) as error:
+            if len(tried) == 1:  # the device has too little memory, or the layer cannot follow
+                (key,) = tried.values()
+                self.notes.append(f"note: {key[1]} is left out: {str(error).splitlines()[0]}")
+                return {key: Option(key[1], IMPOSSIBLE)}
+            found: dict[tuple[int, str], Option] = {}
+            for number, key in tried.items():
+                found |= self._compared({number: key}, full)
+            return found
+        return {
+            key: Option(
+                key[1],
+                *(
+                    now - before
+                    for now, before in zip(
+                        _figures(spans, number), _figures(full, number), strict=True
+                    )
+                ),
+            )
+            for number, key in tried.items()
+        }
+
+    def _agreed(self, options: list[Option]) -> list[Option]:
+        """Returns the options of a kind that all ranks can follow, each as dear as on any rank."""
+        # A layer that keeps everything does the least, also where clocks are not exact.
+        quickest = min(0, *(option.nanoseconds for option in options))
+        options[0] = options[0]._replace(nanoseconds=quickest)
+        columns = [self._of_all_ranks(column) for column in list(zip(*options, strict=True))[1:]]
+        rows = zip((option.action for option in options), *columns, strict=True)
+        return [*(one for row in rows if (one := Option(*row)).kept < IMPOSSIBLE), Option(FULL)]
+
+    def _of_all_ranks(self, figures: Sequence[int]) -> list[int]:
+        """Returns the highest of each figure over all ranks."""
+        if not _has_ranks():
+            return list(figures)
+        highest = torch.tensor(figures, device=self._device)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        return list(highest.tolist())
+
+
+def _figures(spans: list[Span], layer: int) -> list[int]:
+    """Returns the figures of an Option for a layer, which are not compared with anything yet."""
+    own = [span for span in spans if span.layer == layer]
+    forward = [span for span in own if span.name == FORWARD]
+    backward = [span for span in own if span.name == BACKWARD]
+    return [
+        max((span.end - span.start for span in forward), default=0),
+        max((span.peak - span.start for span in forward), default=0),
+        max((span.peak - span.start for span in backward), default=0),
+        sum(span.nanoseconds for span in own),
+    ]
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _check_ranks(kinds: list[list[int]]) -> None:
+    """Raises ValueError unless all ranks call the same kinds of layers in the same order."""
+    if _has_ranks():
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, kinds)
+        if any(one != kinds for one in told):
+            raise ValueError(
+                "the ranks call other layers, or in another order, so no policy serves all of "
+                "them: fit the model before it is split into stages"
+            )

@@ -1,0 +1,223 @@
+"""A memory budget for any model: `fit_memory_` puts the fastest policy that fits on it.
+
+measurement.py measures single layers, plans.py chooses an action for each layer, and a real step
+confirms the choice. If its peak is above the budget, the next smaller plan is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lite.config.units import parse_bytes, size
+from megatron_lite.fit.gauges import CpuGauge, CudaGauge
+from megatron_lite.fit.layers import layer_lists
+from megatron_lite.fit.measurement import Measurement
+from megatron_lite.fit.plans import Plan, fastest, neighbours, smallest
+from megatron_lite.recompute.apply import remove_policy_
+
+TRIES = 5  # of plans that may turn out to be above the budget
+MOST_SAMPLES = 1 << 20  # of a micro-batch
+
+
+class UnreachableError(ValueError):
+    """No policy fits the budget."""
+
+
+@dataclass(kw_only=True)
+class Fit:
+    """A policy that is on a model, and the peak of a step with it. `print(fit)` describes it.
+
+    policies: the policy of each list of layers, by its name in the model.
+    budget: the bytes that a step may take; None if there is no budget.
+    measured: the peak of a real step, on the rank with the highest one. plan.peak is predicted.
+    plan: what the policies do, layer by layer.
+    plain: the plan in which all layers keep everything.
+    faster: the faster plan for the fewest bytes more. smaller: the fastest that needs fewer bytes.
+    batch: the micro-batch, if the largest one was asked for.
+    notes: what a reader should know of the figures.
+    """
+
+    model: nn.Module
+    policies: dict[str, str]
+    budget: int | None
+    measured: int
+    plan: Plan
+    plain: Plan
+    faster: Plan | None
+    smaller: Plan | None
+    notes: list[str]
+    batch: int | None = None
+
+    def remove(self) -> None:
+        """Takes the policy off the model."""
+        remove_policy_(self.model)
+
+    def __str__(self) -> str:
+        fits = "no budget" if self.budget is None else f"fits {size(self.budget)}"
+        batch = "" if self.batch is None else f" with a micro-batch of {self.batch}"
+        off = self.plan.peak / self.measured - 1
+        lines = [
+            f"{fits}{batch}: a step takes {size(self.measured)} "
+            f"({size(self.plan.peak)} predicted, {off:+.2%})",
+            *(f"policy of {name or 'the model'}: {text}" for name, text in self.policies.items()),
+            f"price: {self.price(self.plan)}, estimated from single layers",
+        ]
+        for word, plan in (("faster", self.faster), ("smaller", self.smaller)):
+            if plan is not None:
+                lines.append(f"next {word} plan: {size(plan.peak)}, {self.price(plan)}")
+        return "\n".join([*lines, *self.notes])
+
+    def price(self, plan: Plan) -> str:
+        """Returns the time of a plan as a text."""
+        longer = plan.nanoseconds / max(self.plain.nanoseconds, 1) - 1
+        return f"{longer:+.1%} against a step that keeps everything"
+
+
+def fit_memory_(
+    model: nn.Module,
+    budget: str | None,
+    *,
+    step: Callable[..., Any],
+    optimizer: Any = None,
+    layers_fqn: str | Sequence[str] | None = None,
+    maximize: str | None = None,
+) -> Fit:
+    """Puts on the model the fastest recompute policy with which a step fits the budget.
+
+    The step runs about eight times. Weights, gradients, buffers and generators are then as before.
+    Under torch.distributed every rank calls this function. The highest peak of all ranks decides,
+    and all ranks get the same policy.
+
+    budget: such as "20GiB", for all that torch allocates on the model's device: weights, gradients,
+        optimizer states, activations, logits and temporaries. On a CPU, tensors that exist before
+        do not count if they belong to neither model nor optimizer. None: the policy is to keep
+        everything, and the result tells what a step takes.
+    step: runs a forward and its backward, such as `lambda: model(**batch).loss.backward()`. It may
+        accumulate gradients over several. It must not update weights.
+    optimizer: the optimizer, or what makes one of parameters, such as its class. Its states count
+        as if they existed, and so does its update.
+    layers_fqn: the names of the lists of layers. None: the outermost ones with a repeated layer.
+    maximize: "batch" finds the largest micro-batch that fits. `step` then takes its size.
+
+    Raises ValueError if the budget is too small, or if the model or the step cannot be measured.
+    """
+    if budget is not None and not (isinstance(budget, str) and budget.strip()[-1:].isalpha()):
+        raise ValueError(f"budget {budget!r}: give bytes with a unit, such as '20GiB'")
+    limit = None if budget is None else parse_bytes("budget", budget, least=1)
+    if maximize not in (None, "batch") or (maximize and limit is None):
+        raise ValueError(f"maximize {maximize!r}: give 'batch' and a budget, or leave it out")
+    device = check_model(model)
+    lists = layer_lists(model, layers_fqn)
+    gauge = CudaGauge if device.type == "cuda" else CpuGauge
+
+    def measured(run: Callable[[], Any]) -> Measurement:
+        return Measurement(model, lists, run, optimizer, device, gauge)
+
+    if maximize is None or limit is None:
+        return fitted(model, measured(step), limit)
+    return _largest_batch(model, lambda batch: measured(lambda: step(batch)), limit)
+
+
+def check_model(model: nn.Module) -> torch.device:
+    """Returns the device of a model.
+
+    Raises ValueError if it has several, is compiled, or rebuilds activations already.
+    """
+    devices = {each.device for each in model.parameters()}
+    if len(devices) != 1:
+        names = ", ".join(map(str, devices)) or "none"
+        raise ValueError(f"the model must lie on one device (got {names}): move it there")
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"torch.compile is around {name or 'the model'}: compiled code has other memory, "
+                "and layers with a policy run uncompiled. Fit the model before it is compiled"
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"{name or 'the model'} has gradient_checkpointing on, which rebuilds the layers "
+                "already: call model.gradient_checkpointing_disable()"
+            )
+    return devices.pop()
+
+
+def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
+    """Puts the fastest plan that fits on the model, once a step has confirmed it.
+
+    Raises UnreachableError if none fits.
+    """
+    problem = measured.problem
+    plain = problem.plan([options[0] for options in problem.options])
+    limit = plain.peak if budget is None else budget
+    for _ in range(TRIES):
+        plan = plain if budget is None else fastest(problem, limit)
+        if plan is None:
+            break
+        policies = measured.apply_(plan)
+        try:
+            peak = measured.peak()
+            if budget is None or peak <= budget:
+                faster, smaller = neighbours(problem, plan)
+                return Fit(
+                    model=model,
+                    policies=policies,
+                    budget=budget,
+                    measured=peak,
+                    plan=plan,
+                    plain=plain,
+                    faster=faster,
+                    smaller=smaller,
+                    notes=measured.notes,
+                )
+        except BaseException:
+            remove_policy_(model)
+            raise
+        remove_policy_(model)
+        measured.notes.append(
+            f"note: a plan of {size(plan.peak)} took {size(peak)}, so a smaller one was tried"
+        )
+        limit = plan.peak - (peak - budget)
+    least = smallest(problem)
+    _, where, place = max(problem.peaks(least.choice))
+    if where.endswith(("of", "after")):
+        where += f" {measured.name_of(place)}"
+    rest = max(0, least.peak - sum(measured.terms.values()))
+    terms = {**measured.terms, "activations and temporaries": rest}
+    most = max(terms, key=lambda name: terms[name])
+    raise UnreachableError(
+        f"budget {size(budget or 0)}: no policy fits. The smallest reachable peak is "
+        f"{size(least.peak)}, in {where}, of which {size(terms[most])} are {most}: give a larger "
+        "budget, or a step of fewer samples or tokens" + "".join(f"; {x}" for x in measured.notes)
+    )
+
+
+def _largest_batch(model: nn.Module, measured: Callable[[int], Measurement], budget: int) -> Fit:
+    """Returns the fit of the largest micro-batch that fits the budget."""
+    fits, above = 0, MOST_SAMPLES
+    while above - fits > 1:
+        batch = min(2 * fits or 1, (fits + above) // 2)
+        try:
+            plan = fastest(measured(batch).problem, budget)
+        except torch.OutOfMemoryError:
+            plan = None
+        if plan is None:
+            above = batch
+        else:
+            fits = batch
+    if fits + 1 == MOST_SAMPLES:
+        raise ValueError(f"maximize 'batch': step(n) fits for every n up to {fits}: does it use n?")
+    for batch in range(max(1, fits), 0, -1):
+        try:
+            found = fitted(model, measured(batch), budget)
+        except UnreachableError:
+            if batch == 1:
+                raise
+            continue
+        found.batch = batch
+        return found
+    raise AssertionError("a micro-batch of 1 fits, or raises")

@@ -1,0 +1,172 @@
+"""The fastest choice of one action for each layer within a budget.
+
+The bytes of a step are known for the policy that rebuilds every layer in full. Another action
+changes them by what it keeps more from the layer's forward to its backward, and by the peaks inside
+these two. Layers run forward in order and backward in reverse, so the bytes at a layer depend on
+what the layers before it keep. The search goes through the layers in order, and keeps every state
+(bytes so far, time so far) that no other state beats in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+MOST_STATES = 4000  # of one layer; of more, those with nearly the same bytes are joined
+NEVER = -(1 << 62)  # a peak that does not happen
+ENDLESS = 1 << 62
+
+
+class Option(NamedTuple):
+    """An action of a layer, compared with a full recompute.
+
+    kept: how many bytes more wait for backward.
+    forward, backward: how much higher the peak inside is, above the bytes at its begin.
+    nanoseconds: how much longer all its calls in a step take.
+    """
+
+    action: str
+    kept: int = 0
+    forward: int = 0
+    backward: int = 0
+    nanoseconds: int = 0
+
+
+class Plan(NamedTuple):
+    """An option for each layer, with the peak and the time of a step."""
+
+    choice: tuple[Option, ...]
+    peak: int
+    nanoseconds: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """The measured bytes of a step in which every layer is rebuilt in full.
+
+    options: the options of each layer, in the order of the layers' forwards.
+    counts: how many calls of a layer wait for their backward at once.
+    forward, backward: the peak inside each layer.
+    outside: the peak outside of layers, by how many layers have kept something.
+    update: the peak of the optimizer's update.
+    nanoseconds: the time of the step.
+    """
+
+    options: Sequence[Sequence[Option]]
+    counts: Sequence[int]
+    forward: Sequence[int]
+    backward: Sequence[int]
+    outside: Sequence[int]
+    update: int
+    nanoseconds: int
+
+    def peaks(self, choice: Sequence[Option]) -> Iterator[tuple[int, str, int]]:
+        """Yields the peaks of a step: the bytes, where they are, and the number of the layer."""
+        kept = 0
+        yield self.update, "the optimizer's update", 0
+        yield self.outside[0], "what is before the layers", 0
+        for number, option in enumerate(choice):
+            yield self.forward[number] + kept + option.forward, "the forward of", number
+            kept += self.counts[number] * option.kept
+            yield self.backward[number] + kept + option.backward, "the backward of", number
+            yield self.outside[number + 1] + kept, "what comes after", number
+
+    def plan(self, choice: Sequence[Option]) -> Plan:
+        """Returns a choice with its peak and its time."""
+        longer = sum(option.nanoseconds for option in choice)
+        peak = max(peak for peak, _, _ in self.peaks(choice))
+        return Plan(tuple(choice), peak, self.nanoseconds + longer)
+
+
+class _State(NamedTuple):
+    kept: int
+    nanoseconds: int
+    before: _State | None
+    option: Option | None
+
+
+def fastest(problem: Problem, budget: int) -> Plan | None:
+    """Returns the fastest plan whose peak is at most the budget, or None."""
+    if max(problem.update, problem.outside[0]) > budget:
+        return None
+    states = [_State(0, 0, None, None)]
+    for number, options in enumerate(problem.options):
+        after = []
+        for state in states:
+            for option in options:
+                kept = state.kept + problem.counts[number] * option.kept
+                if budget >= max(
+                    problem.forward[number] + state.kept + option.forward,
+                    problem.backward[number] + kept + option.backward,
+                    problem.outside[number + 1] + kept,
+                ):
+                    time = state.nanoseconds + option.nanoseconds
+                    after.append(_State(kept, time, state, option))
+        states = _unbeaten(after)
+    if not states:
+        return None
+    choice, state = [], states[-1]
+    while state.before is not None and state.option is not None:
+        choice.append(state.option)
+        state = state.before
+    return problem.plan(choice[::-1])
+
+
+def smallest(problem: Problem) -> Plan:
+    """Returns the plan with the smallest peak, to within 0.1 %."""
+    least = [min(options, key=lambda option: option.kept) for options in problem.options]
+    return _smallest(problem, problem.plan(least), lambda plan: True)
+
+
+def neighbours(problem: Problem, plan: Plan) -> tuple[Plan | None, Plan | None]:
+    """Returns the plan that is faster for the fewest bytes more, to within 0.1 % of these, and the
+    fastest plan with a smaller peak."""
+    best = fastest(problem, ENDLESS)
+    faster = None
+    if best is not None and best.nanoseconds < plan.nanoseconds:
+        faster = _smallest(problem, best, lambda other: other.nanoseconds < plan.nanoseconds)
+    return faster, fastest(problem, plan.peak - 1)
+
+
+def policy_text(actions: Sequence[str]) -> str:
+    """Returns the policy that gives the layers of a list their actions."""
+    if len(set(actions)) == 1:
+        return f"*:{actions[0]}"
+    starts = [n for n, action in enumerate(actions) if n == 0 or action != actions[n - 1]]
+    layers: dict[str, list[str]] = {}
+    for start, end in zip(starts, [*starts[1:], len(actions)], strict=True):
+        named = f"{start}-{end - 1}" if end - start > 1 else f"{start}"
+        layers.setdefault(actions[start], []).append(named)
+    layers.pop("none", None)  # what no rule names keeps everything
+    return "; ".join(f"{','.join(named)}:{action}" for action, named in layers.items())
+
+
+def _smallest(problem: Problem, best: Plan, is_right: Callable[[Plan], bool]) -> Plan:
+    """Returns the right plan with the smallest peak. best: the right plan to begin with."""
+    low = 0
+    while best.peak - low > max(1, best.peak // 1000):
+        middle = (low + best.peak) // 2
+        found = fastest(problem, middle)
+        if found is not None and is_right(found):
+            best = found
+        else:
+            low = middle
+    return best
+
+
+def _unbeaten(states: list[_State]) -> list[_State]:
+    """Returns the states that no other beats in bytes and in time, by rising bytes.
+
+    Of equal ones the first stays: in it, the layers that keep less come first.
+    """
+    states.sort(key=lambda state: state[:2])
+    kept: list[_State] = []
+    for state in states:
+        if not kept or state.nanoseconds < kept[-1].nanoseconds:
+            kept.append(state)
+    if len(kept) <= MOST_STATES:
+        return kept
+    step = (kept[-1].kept - kept[0].kept) // MOST_STATES + 1
+    # The last state of each step is the fastest one. The first of all is the smallest.
+    return [kept[0], *{state.kept // step: state for state in kept[1:]}.values()]

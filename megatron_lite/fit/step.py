@@ -1,0 +1,249 @@
+"""Runs a user's step so that the model is as before, and reads the bytes at its layers.
+
+The forward of a layer begins and ends with the hooks of its module. Its backward begins when the
+gradient of its output is there, and ends when that of its input is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from megatron_lite.fit.gauges import Gauge, Reading
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.recompute.own_generators import GLOBAL, GeneratorState, drawn_again
+
+FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, OUTSIDE = "f", "fe", "b", "be", ""
+
+
+class Event(NamedTuple):
+    """A mark in a step: the begin or end of the forward or backward of one call of a layer."""
+
+    name: str = OUTSIDE
+    layer: int = -1
+    call: int = -1
+
+
+class Span(NamedTuple):
+    """A part of a step.
+
+    name, layer: FORWARD or BACKWARD of a layer, or OUTSIDE of layers.
+    alive: how many calls of each layer wait for their backward, or are in it.
+    start, end: the bytes at its begin and end. peak: the most bytes in it.
+    """
+
+    name: str
+    layer: int
+    alive: Counter[int]
+    start: int
+    end: int
+    peak: int
+    nanoseconds: int
+
+
+class Step:
+    """A step of the user: a function that runs forwards and backwards of the model.
+
+    layers: the layers of the model, which get numbers in this order.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Sequence[nn.Module], step: Callable[[], Any]
+    ) -> None:
+        self._model, self._layers, self._step = model, layers, step
+        self._shapes: list[list[Any]] = []  # of the inputs, in each run
+        self._largest: tuple[int, Any] = (0, None)
+        self._events: list[Event] = []
+
+    @property
+    def varies(self) -> bool:
+        """Whether the first two runs had inputs of different shapes."""
+        return any(shapes != self._shapes[0] for shapes in self._shapes[:2])
+
+    def run(self, gauge: Gauge | None = None) -> list[Span]:
+        """Runs the step once. Returns its parts, if a gauge reads them.
+
+        If the inputs vary, every call of the model in a read step gets the largest one so far.
+        """
+        self._shapes.append([])
+        with unchanged(self._model), ExitStack() as stack:
+            see = partial(self._see_inputs, is_read=gauge is not None)
+            stack.callback(self._model.register_forward_pre_hook(see, with_kwargs=True).remove)
+            if gauge is None:
+                self._step()
+                return []
+            self._events = []
+            for handle in self._mark_layers(gauge):
+                stack.callback(handle.remove)
+            with gauge:
+                self._mark(gauge, Event())
+                self._step()
+                self._mark(gauge, Event())
+        return _spans(self._events, gauge.readings)
+
+    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Any, *, is_read: bool) -> Any:
+        tensors = tensors_of((args, kwargs))
+        self._shapes[-1].append([tuple(each.shape) for each in tensors])
+        if (size := sum(each.numel() for each in tensors)) > self._largest[0]:
+            self._largest = size, (args, kwargs)
+        return self._largest[1] if is_read and self.varies else None
+
+    def _mark(self, gauge: Gauge, event: Event, *_: Any) -> None:
+        self._events.append(event)
+        gauge.mark()
+
+    def _mark_layers(self, gauge: Gauge) -> Iterator[Any]:
+        calls = Counter[int]()
+
+        def mark(layer: int, name: str, tensors: Any, gradient: str) -> None:
+            calls[layer] += name == FORWARD
+            self._mark(gauge, Event(name, layer, calls[layer]))
+            for tensor in tensors_of(tensors):
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    event = Event(gradient, layer, calls[layer])
+                    tensor.register_hook(partial(self._mark, gauge, event))
+                    return  # other tensors, such as masks, may be those of all layers
+
+        for number, layer in enumerate(self._layers):
+            yield layer.register_forward_pre_hook(
+                lambda _, args, kwargs, n=number: mark(n, FORWARD, (args, kwargs), BACKWARD_END),
+                with_kwargs=True,
+            )
+            yield layer.register_forward_hook(
+                lambda _, args, output, n=number: mark(n, FORWARD_END, output, BACKWARD)
+            )
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Restores gradients, buffers and generators after the block, bit by bit.
+
+    Raises ValueError if an optimizer is about to update weights in the block, and after the block
+    if the model itself has written to a parameter.
+    """
+    parameters = dict(model.named_parameters())
+    versions = [each._version for each in parameters.values()]
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    gradients = [(each, each.grad) for each in parameters.values()]
+    copies = [
+        (each, each._version, each.detach().to("cpu", copy=True))
+        for each in (
+            *(gradient for _, gradient in gradients if gradient is not None),
+            *tensors_of([buffers for _, buffers in held]),
+        )
+    ]
+    devices = {each.device for each in parameters.values() if each.device.type == "cuda"}
+    hook = register_optimizer_step_pre_hook(_refuse_update)
+    with torch.random.fork_rng(devices), drawn_again(map(GeneratorState.of, GLOBAL)):
+        try:
+            yield
+        finally:
+            hook.remove()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for buffers, before in held:
+                buffers.clear()
+                buffers.update(before)
+            with torch.no_grad():
+                for tensor, version, values in copies:
+                    if tensor._version != version:
+                        tensor.copy_(values)
+    for (name, each), version in zip(parameters.items(), versions, strict=True):
+        if each._version != version:
+            raise ValueError(
+                f"the step wrote to the parameter {name}, which cannot be undone: leave out of the "
+                "step what changes weights"
+            )
+
+
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Returns the bytes of the storages of this rank's tensors, each once."""
+    storages = [_local(each).untyped_storage() for each in tensors if each is not None]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())
+
+
+def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tuple[int, int]:
+    """Returns the bytes of an optimizer's states that do not exist yet, and the peak of an update
+    above weights, gradients and existing states.
+
+    A copy of the optimizer runs one update of tensors that have no memory.
+
+    optimizer: an optimizer, or what makes one of parameters, such as its class; or None.
+    Raises ValueError if the update cannot run so, and there are no states yet.
+    """
+    if optimizer is None:
+        return 0, 0
+    is_made = isinstance(optimizer, Optimizer)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    groups = optimizer.param_groups if is_made else [{"params": trained}]
+    stand_ins = [
+        {**group, "params": [nn.Parameter(_local(each).to("meta")) for each in group["params"]]}
+        for group in groups
+    ]
+    existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0
+    try:
+        new = copy.copy(optimizer) if is_made else optimizer(stand_ins)
+        new.state = defaultdict(dict)
+        new.param_groups = stand_ins if is_made else new.param_groups
+        for group in new.param_groups:
+            for each in group["params"]:
+                each.grad = torch.empty_like(each)
+            # Without a choice torch updates all tensors of a GPU at once, which takes memory.
+            is_fused = group.get("fused")
+            if device.type == "cuda" and group.get("foreach", 0) is None:
+                group["foreach"] = not is_fused
+            group["fused"] = False if is_fused else is_fused
+        with LiveStorages() as live:
+            type(new).step(new)
+            states = bytes_of(tensors_of(list(new.state.values())))
+            temporary = live.peak_bytes - live.total_bytes()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        if existing:
+            return 0, 0
+        raise ValueError(
+            f"the states of {optimizer} cannot be counted before they exist ({error}): give an "
+            "optimizer that has run a step"
+        ) from error
+    missing = max(0, states - existing)
+    return missing, missing + temporary
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return local
+
+
+def _refuse_update(optimizer: Optimizer, *_: Any) -> None:
+    raise ValueError(
+        f"the step runs {type(optimizer).__name__}.step(), which would change the weights: leave "
+        "it out, and give optimizer=, whose states are then counted"
+    )
+
+
+def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
+    """Returns the parts of a step between the marks."""
+    spans, alive, present = [], Counter[int](), Event()
+    for event, now, after in zip(events, readings, readings[1:], strict=False):
+        # Between two layers, the gradient begins one backward before it ends the other.
+        if event.name != BACKWARD_END or event[1:] == present[1:]:
+            if present.name == BACKWARD:
+                alive -= Counter([present.layer])
+            present = event if event.name in (FORWARD, BACKWARD) else Event()
+        if event.name == FORWARD_END:
+            alive += Counter([event.layer])
+        nanoseconds = after.nanoseconds - now.nanoseconds
+        spans.append(
+            Span(
+                *present[:2], alive.copy(), now.num_bytes, after.num_bytes, after.peak, nanoseconds
+            )
+        )
+    return spans

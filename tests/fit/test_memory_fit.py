@@ -1,0 +1,331 @@
+"""A budget holds for the real allocator, and neither the model nor the gradients change by it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+
+from megatron_lite.api import fit_memory_
+from megatron_lite.config.units import size
+from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from tests.support.foreign_families import FAMILIES
+from tests.support.ranks import run_ranks
+
+# A layer keeps some 5 KB of generator states, which weigh in models as small as these.
+STATES_OF_GENERATORS = 8192
+
+
+class Block(nn.Module):
+    """A layer with a residual, dropout and a buffer that it writes to."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.1)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns [b, s, width]."""
+        self.calls += 1
+        return hidden + self.dropout(self.down(torch.relu(self.up(self.norm(hidden)))))
+
+
+class Model(nn.Module):
+    """Lists of blocks that run one after another, and a head. tied: the head is the embedding."""
+
+    def __init__(self, *lists: list[int], tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        for number, inner in enumerate(lists):
+            setattr(self, f"part{number}", nn.ModuleList(Block(32, one) for one in inner))
+        self.num_lists, self.head = len(lists), nn.Linear(32, 50, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns the loss of predicting the ids themselves."""
+        hidden = self.embedding(ids)
+        for number in range(self.num_lists):
+            for block in getattr(self, f"part{number}"):
+                hidden = block(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
+
+
+def ids(batch: int = 2, length: int = 40) -> Tensor:
+    """Returns token ids."""
+    return torch.arange(batch * length).reshape(batch, length) % 50
+
+
+def gradients(model: nn.Module, step: Callable[[], Any]) -> dict[str, Any]:
+    """Returns the gradients and buffers of a step from a fixed seed, after the model's own."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    step()
+    return {
+        name: None if each.grad is None else each.grad.clone()
+        for name, each in model.named_parameters()
+    }
+
+
+def held(model: nn.Module) -> int:
+    """Returns the bytes of weights and buffers, tied ones once."""
+    every = [*model.parameters(), *model.buffers()]
+    return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in every}.values())
+
+
+def check(model: nn.Module, step: Callable[[], Any], shares: tuple[float, ...]) -> float:
+    """Fits the model to budgets between the smallest and the plain peak. Returns how far the worst
+    prediction was off."""
+    plain = gradients(model, step)
+    whole = fit_memory_(model, None, step=step)
+    whole.remove()
+    with pytest.raises(ValueError, match="no policy fits. The smallest reachable peak is") as error:
+        fit_memory_(model, "1KiB", step=step)
+    words = str(error.value).split("peak is ")[1].split()
+    unit = {"KiB": 2**10, "MiB": 2**20}[words[1].rstrip(",")]
+    least, off = float(words[0]) * unit, 0.0
+    for share in shares:
+        budget = int(least * 1.001 + share * (whole.measured - least))
+        fit = fit_memory_(model, f"{budget}B", step=step)
+        assert fit.measured <= budget
+        off = max(off, abs(fit.plan.peak / fit.measured - 1))
+        model.zero_grad()
+        with allocator_peak() as peak:
+            step()
+        assert held(model) + peak.peak_bytes <= budget + STATES_OF_GENERATORS
+        for name, gradient in gradients(model, step).items():
+            expected = plain[name]
+            assert (gradient is None) == (expected is None)
+            assert gradient is None or torch.equal(gradient, expected), name
+        fit.remove()
+    return off
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: Model([64] * 6), id="alike"),
+        pytest.param(lambda: Model([64] * 4, [96] * 4, tied=True), id="two lists, tied"),
+        pytest.param(lambda: Model([64, 96, 128, 64, 96, 128, 64]), id="three kinds"),
+    ],
+)
+def test_the_peak_is_within_the_budget_and_gradients_are_the_same(
+    model: Callable[[], nn.Module],
+) -> None:
+    torch.manual_seed(1)
+    made = model()
+    assert check(made, lambda: made(ids()).backward(), (0.0, 0.5)) < 0.03
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "T5"])
+def test_models_of_transformers_fit(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    assert check(model, lambda: family.loss(model, 0).backward(), (0.3,)) < 0.03
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_family_fits_five_budgets(name: str) -> None:
+    family = FAMILIES[name]
+    model = family.build()
+    try:
+        check(model, lambda: family.loss(model, 0).backward(), (0.0, 0.2, 0.4, 0.6, 0.8))
+    except (ValueError, RuntimeError):
+        if not family.may_refuse:
+            raise
+
+
+@pytest.mark.long
+def test_the_prediction_of_a_larger_model_is_within_one_per_cent() -> None:
+    config = transformers.Qwen3Config(
+        vocab_size=500, num_hidden_layers=8, hidden_size=128, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, intermediate_size=384,
+    )  # fmt: skip
+    model, tokens = transformers.Qwen3ForCausalLM(config).train(), ids(2, 256)
+    off = check(
+        model, lambda: model(input_ids=tokens, labels=tokens).loss.backward(), (0.0, 0.4, 0.8)
+    )
+    assert off < 0.01
+
+
+def test_frozen_layers_autocast_and_accumulation_fit() -> None:
+    model = Model([64] * 5)
+    for name, each in model.named_parameters():
+        each.requires_grad = "up" in name or "head" in name
+
+    def step() -> None:
+        for length in (40, 30):  # micro-batches of a step
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(ids(2, length))
+            loss.backward()
+
+    check(model, step, (0.3,))
+
+
+def test_the_call_leaves_model_and_generators_as_they_were() -> None:
+    model = Model([64] * 4)
+    model(ids()).backward()
+    named = dict(model.named_parameters())
+    before = {name: (each.clone(), each.grad.clone()) for name, each in named.items()}
+    grads = {name: each.grad for name, each in named.items()}
+    buffers = {name: each.clone() for name, each in model.named_buffers()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+
+    def step() -> None:
+        random.random(), np.random.rand()
+        model(ids()).backward()
+
+    fit_memory_(model, None, step=step, optimizer=torch.optim.AdamW).remove()
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])
+    for name, each in named.items():
+        assert each.grad is grads[name] and "forward" not in vars(model.part0[0])
+        assert torch.equal(each, before[name][0]) and torch.equal(each.grad, before[name][1])
+    for name, each in model.named_buffers():
+        assert torch.equal(each, buffers[name])
+
+
+def test_states_of_an_optimizer_count_whether_they_exist_or_not() -> None:
+    model = Model([64] * 4)
+    weights = sum(each.nbytes for each in model.parameters())
+
+    def peak(optimizer: Any) -> int:
+        model.zero_grad()
+        fit = fit_memory_(model, None, step=lambda: model(ids()).backward(), optimizer=optimizer)
+        fit.remove()
+        return fit.measured
+
+    made = torch.optim.AdamW(model.parameters())
+    plain, by_class, by_object = peak(None), peak(torch.optim.AdamW), peak(made)
+    steps = 4 * len(list(model.parameters()))  # AdamW counts the steps of each parameter
+    assert by_class == by_object == plain + 2 * weights + steps
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    made.step()
+    assert peak(made) == by_class
+    assert peak(torch.optim.SGD) == plain
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    model = Model([64] * 3)
+
+    def step(batch: int) -> None:
+        model(ids(batch)).backward()
+
+    budget = fit_memory_(model, None, step=lambda: step(5))
+    budget.remove()
+    found = fit_memory_(model, f"{budget.measured}B", step=step, maximize="batch")
+    found.remove()
+    assert found.batch is not None and found.batch >= 5 and found.measured <= budget.measured
+    with pytest.raises(ValueError, match="no policy fits"):
+        fit_memory_(model, f"{budget.measured}B", step=lambda: step(found.batch + 1))
+
+
+def test_a_step_of_changing_shapes_counts_with_the_largest() -> None:
+    model, long = Model([64] * 4), ids(2, 60)
+    batches = iter([ids(2, 20), long, *[ids(2, 10)] * 99])
+    fit = fit_memory_(model, None, step=lambda: model(next(batches)).backward())
+    fit.remove()
+    largest = fit_memory_(model, None, step=lambda: model(long).backward())
+    largest.remove()
+    assert fit.measured == largest.measured
+    assert "other shapes each time" in str(fit) and "other shapes" not in str(largest)
+
+
+def test_the_text_names_the_policy_the_peak_and_the_price() -> None:
+    model = Model([64] * 6)
+    step: Any = lambda: model(ids()).backward()  # noqa: E731
+    whole = fit_memory_(model, None, step=step)
+    whole.remove()
+    fit = fit_memory_(model, f"{whole.measured - 1}B", step=step)
+    first, *rest = str(fit).splitlines()
+    assert first.startswith(f"fits {size(whole.measured - 1)}: a step takes {size(fit.measured)} (")
+    assert f"policy of part0: {fit.policies['part0']}" in rest
+    assert any(line.startswith("price: ") for line in rest)
+    assert any(line.startswith("next smaller plan: ") for line in rest)
+    fit.remove()
+    assert all("forward" not in vars(block) for block in model.part0)
+
+
+def updates(model: nn.Module) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> None:
+        model(ids()).backward()
+        optimizer.step()
+
+    return step
+
+
+def compiled() -> Model:
+    model = Model([64] * 3)
+    model.part0[0].compile(backend="eager")
+    return model
+
+
+def checkpointed() -> nn.Module:
+    model = FAMILIES["GPT-2"].build()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "settings", "text"),
+    [
+        (None, dict(budget="20"), "budget '20': give bytes with a unit, such as '20GiB'"),
+        (None, dict(budget=20), "budget 20: give bytes with a unit"),
+        (None, dict(budget="20 parsecs"), "such as 40GiB"),
+        (None, dict(maximize="speed"), "maximize 'speed': give 'batch'"),
+        (None, dict(maximize="batch", budget=None), "give 'batch' and a budget"),
+        (
+            None,
+            dict(layers_fqn="blocks"),
+            "layers_fqn 'blocks': the model has no ModuleList.*part0",
+        ),
+        (None, dict(step=lambda model: model(ids())), "the step runs no backward through part0"),
+        (None, dict(step=lambda model: updates(model)()), r"the step runs SGD.step\(\)"),
+        (None, dict(optimizer=lambda groups: 1 / 0), "division by zero"),
+        (lambda: nn.Linear(2, 2), {}, "Linear has no list in which a layer is repeated"),
+        (compiled, {}, "torch.compile is around part0.0"),
+        (checkpointed, {}, "gradient_checkpointing_disable"),
+    ],
+)
+def test_a_wrong_call_is_refused_with_the_reason(
+    build: Callable[[], nn.Module] | None, settings: dict[str, Any], text: str
+) -> None:
+    model = (build or (lambda: Model([64] * 3)))()
+    before = {name: each.clone() for name, each in model.named_parameters()}
+    step = settings.pop("step", lambda model: model(ids()).backward())
+    with pytest.raises((ValueError, ZeroDivisionError), match=text):
+        fit_memory_(model, step=lambda: step(model), **{"budget": "1GiB", **settings})
+    assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
+
+
+def fit_on_rank(rank: int, world_size: int) -> tuple[dict[str, str], int]:
+    """Fits a model whose batch is larger on rank 1."""
+    torch.manual_seed(1)
+    model = Model([64] * 4)
+
+    def step() -> None:
+        model(ids(2 + 2 * rank)).backward()
+        for each in model.parameters():
+            dist.all_reduce(each.grad)
+
+    whole = fit_memory_(model, None, step=step)
+    whole.remove()
+    fit = fit_memory_(model, f"{whole.measured - 20_000}B", step=step)
+    return fit.policies, fit.measured
+
+
+def test_ranks_get_the_policy_of_the_fullest_one() -> None:
+    first, second = run_ranks(fit_on_rank, 2)
+    assert first == second and first[0]["part0"] != "*:none"
