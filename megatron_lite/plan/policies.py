@@ -9,20 +9,17 @@ when it rebuilds a layer: K is what the stage keeps for a micro-batch, C what th
 one keep, and q what the replay adds. Layers with a large q come first: the order by falling q
 minimizes the largest C + q, for any numbers (Jackson's rule).
 
-`best_mix` tries the numbers of layers in that order. A price for each kept byte tells which starts
-cannot win: all seconds plus all bytes at that price are at least the number of layers times the
-cheapest choice. The best mix of two choices, found first, gives the price. Standard library only.
+`best_mix` takes the best two choices: with one limit on bytes and one on the number of layers, two
+are the best wherever parts of a layer could be chosen. It then moves single layers to faster
+choices while they fit. Standard library only.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
-
-MOST_VISITS = 500  # of a search; up to there it is exact
 
 
 class LayerPrice(NamedTuple):
@@ -48,15 +45,6 @@ class Room(NamedTuple):
     in_flight: int
     limit: int
 
-    def most_kept(self, fullest: int) -> int:
-        """Returns the most bytes that the layers may keep for one micro-batch.
-
-        fullest: the most bytes of the layers of one micro-batch at the replay of one of them.
-        """
-        if self.in_flight == 1:
-            return self.limit if fullest <= self.limit else -1
-        return min(self.limit // self.in_flight, (self.limit - fullest) // (self.in_flight - 1))
-
 
 class Mix(NamedTuple):
     """The number of layers of each choice, in order, and the seconds of the replays."""
@@ -80,76 +68,42 @@ def mix_peak(choices: Sequence[LayerPrice], counts: Sequence[int], in_flight: in
     return (in_flight - 1) * kept + fullest
 
 
-def best_mix(
-    choices: Sequence[LayerPrice], num_layers: int, room: Room, *, below: float = math.inf
-) -> Mix | None:
-    """Returns the fastest mix that the room holds, or None if it holds none.
+def best_mix(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> Mix | None:
+    """Returns a fast mix that the room holds, or None if it holds no choice for all layers."""
 
-    below: only a mix with fewer seconds counts.
-    """
-    best, price = _best_of_two(choices, num_layers, room)
-    if best is not None and best.seconds >= below:
-        best = None
-    order = layer_order(choices)
-    cheapest = _least([choices[place].seconds + price * choices[place].kept for place in order])
-    least_kept = _least([choices[place].kept for place in order])
-    visits = 0
+    def mix(*layers: tuple[int, int]) -> Mix:
+        """Returns the mix of pairs (choice, number of layers)."""
+        counts = [0] * len(choices)
+        for place, count in layers:
+            counts[place] += count
+        return Mix(tuple(counts), sum(count * choices[place].seconds for place, count in layers))
 
-    def visit(counts: tuple[int, ...], kept: int, fullest: int, seconds: float) -> None:
-        """Tries all numbers of the choices after the first ones in order, which are given."""
-        nonlocal best, visits
-        start, left = len(counts), num_layers - sum(counts)
-        if start == len(order):
-            by_choice = dict(zip(order, counts, strict=True))
-            best = Mix(tuple(by_choice[place] for place in range(len(order))), seconds)
-            return
-        visits += 1
-        choice, further = choices[order[start]], []
-        for count in range(left + 1) if start + 1 < len(order) else (left,):
-            now, spent = kept + count * choice.kept, seconds + count * choice.seconds
-            full = max(fullest, now + choice.rebuilt) if count else fullest
-            spare, rest = room.most_kept(full) - now, left - count
-            if rest * least_kept[start + 1] <= spare:
-                bound = spent + max(rest * cheapest[start + 1] - price * spare, 0.0)
-                further.append((bound, count, now, full, spent))
-        for bound, count, now, full, spent in sorted(further):
-            # A bound that is equal but for rounding cannot win.
-            limit = (below if best is None else best.seconds) * (1.0 - 1e-12)
-            if bound >= limit or visits >= MOST_VISITS:
-                break
-            visit((*counts, count), now, full, spent)
+    def fits(one: Mix) -> bool:
+        return mix_peak(choices, one.counts, room.in_flight) <= room.limit
 
-    visit((), 0, 0, 0.0)
-    return best
-
-
-def _best_of_two(
-    choices: Sequence[LayerPrice], num_layers: int, room: Room
-) -> tuple[Mix | None, float]:
-    """Returns the fastest mix of two choices, and the seconds that it pays for a byte."""
-    best, price = None, 0.0
-    for slow, fast in itertools.permutations(range(len(choices)), 2):
-        pair = choices[slow], choices[fast]
-        if pair[1].seconds > pair[0].seconds:
-            continue
-        count = bisect.bisect_right(
+    pairs = [
+        (slow, fast)
+        for slow, fast in itertools.product(range(len(choices)), repeat=2)
+        if choices[fast].seconds <= choices[slow].seconds
+    ]
+    found = []
+    for slow, fast in pairs:
+        # As many layers of the faster choice as the room holds. More of them take more bytes.
+        count = bisect.bisect_left(
             range(num_layers + 1),
-            room.limit,
-            key=lambda number: mix_peak(pair, (num_layers - number, number), room.in_flight),
+            True,
+            key=lambda number: not fits(mix((slow, num_layers - number), (fast, number))),
         )
-        count = max(count - 1, 0)
-        seconds = (num_layers - count) * pair[0].seconds + count * pair[1].seconds
-        if best is not None and seconds >= best.seconds:
-            continue
-        if mix_peak(pair, (num_layers - count, count), room.in_flight) <= room.limit:
-            counts = [0] * len(choices)
-            counts[slow], counts[fast] = num_layers - count, count
-            best = Mix(tuple(counts), seconds)
-            more = pair[1].kept - pair[0].kept
-            price = (pair[0].seconds - pair[1].seconds) / more if more > 0 else 0.0
-    return best, price
-
-
-def _least(values: Sequence[float]) -> list[float]:
-    """Returns the least of the values from each place on, and 0 at the end."""
-    return [*reversed([*itertools.accumulate(reversed(values), min)]), 0.0]
+        found += [mix((slow, num_layers - count + 1), (fast, count - 1))] if count else []
+    best = min(found, key=lambda one: one.seconds, default=None)
+    while best is not None:
+        faster = [
+            mix(*enumerate(best.counts), (slow, -1), (fast, 1))
+            for slow, fast in pairs
+            if best.counts[slow]
+        ]
+        faster = [one for one in faster if one.seconds < best.seconds and fits(one)]
+        if not faster:
+            return best
+        best = min(faster, key=lambda one: one.seconds)
+    return None

@@ -191,8 +191,8 @@ class RankMixes:
                 # Hosted layers come first, so all others have their bytes on top of theirs.
                 kept = room.in_flight * count * hosted.price.kept
                 rest = room._replace(limit=room.limit - kept)
-                mix = _best_mix(prices, stage.num_layers - count, rest, below=below - seconds)
-                if mix is None:
+                mix = _best_mix(prices, stage.num_layers - count, rest)
+                if mix is None or mix.seconds + seconds >= below:
                     continue
                 whole = Mix((*mix.counts, count), mix.seconds + seconds)
                 found = StageMix((*on_device, hosted), whole)
@@ -218,25 +218,16 @@ class RankMixes:
     def config(self, mixes: Sequence[StageMix]) -> RunConfig:
         """Returns the run with the mixes as its policy.
 
-        The text of a policy has a limited length. With many stages, neighbouring ranks share the
-        mix of the first of them, which has the most micro-batches in flight.
+        The text of a policy has a limited length. With many stages, the ranks between the first and
+        the last share the mix of the first of them, which has the most micro-batches in flight.
         """
         rules = [mix.rules() for mix in mixes]
         if all(rule.action == KEEP and rule.store == "device" for one in rules for rule in one):
             return with_policy(self.run.config, None)
-        together = 1
-        while together < 2 * self.size:
-            text = self._text([rules[self._leader(rank, together)] for rank in range(self.size)])
-            if len(text) <= MAX_LENGTH:
-                return with_policy(self.run.config, text)
-            together *= 2
-        return with_policy(self.run.config, "*:full")
-
-    def _leader(self, rank: int, together: int) -> int:
-        """Returns the rank whose rules this one has. The first and the last have their own."""
-        if rank in (0, self.size - 1):
-            return rank
-        return rank - (rank - 1) % together
+        text = self._text(rules)
+        if len(text) > MAX_LENGTH:
+            text = self._text([rules[self.alike(rank)] for rank in range(self.size)])
+        return with_policy(self.run.config, text if len(text) <= MAX_LENGTH else "*:full")
 
     def _text(self, rules: Sequence[tuple[Rule, ...]]) -> str:
         """Returns the policy of these rules by rank. The most frequent rules name no stage."""
