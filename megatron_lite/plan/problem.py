@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -23,7 +24,7 @@ VIRTUAL = (
 )
 # The fields that a layout sets. A value that the user gives fixes the dimension.
 SEARCHED = frozenset((TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, *VIRTUAL))
-DATA_PARALLEL = frozenset(("use_distributed_optimizer", "use_torch_fsdp2"))
+DATA_PARALLEL = ("use_distributed_optimizer", "use_torch_fsdp2")
 # The recompute settings that the search leaves as they are. Any other one fixes the policy.
 KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
 USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
@@ -46,6 +47,16 @@ class Problem(NamedTuple):
     fixed: Mapping[str, Any] = {}
     recompute: RecomputeConfig | None = None
     host_bytes: int = 0
+
+
+def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Returns the run with other values, by field. Raises ValueError if training refuses it."""
+    fields: Mapping[str, Any] = run_fields()
+    changed: Values = {}
+    for name, value in values.items():
+        changed.setdefault(fields[name].topic, {})[name] = value
+    topics = {name: replace(getattr(config, name), **own) for name, own in changed.items()}
+    return replace(config, **topics)
 
 
 def problem_of(
@@ -87,7 +98,7 @@ def problem_of(
             recompute = RecomputeConfig(**{**kept, **policy})
         except ValueError as error:
             raise InputError(str(error)) from None
-    fixed = {name: value for name, value in chosen.items() if name in SEARCHED | DATA_PARALLEL}
+    fixed = {name: value for name, value in chosen.items() if name in SEARCHED.union(DATA_PARALLEL)}
     return Problem(base, hardware, fixed, recompute, host_bytes)
 
 

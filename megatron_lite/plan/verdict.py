@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
@@ -15,7 +14,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.auto_policy import Budget, Unreachable
 from megatron_lite.plan.layouts import KINDS, LOSS_CHUNKS, kind_of, layouts, refusal
-from megatron_lite.plan.problem import Problem
+from megatron_lite.plan.problem import LOSS_CHUNK, MICRO_BATCH, Problem, with_fields
 from megatron_lite.plan.rank_mixes import with_policy
 from megatron_lite.plan.search import Plan, Search, SearchResult
 
@@ -122,68 +121,64 @@ def largest_micro_batch(search: Search, plan: Plan, budget_bytes: int) -> Plan:
     """
     largest = plan
     while (size := 2 * largest.config.training.micro_batch_size) <= LARGEST_MICRO_BATCH:
-        change = _Change("", plan.num_ranks, training={"micro_batch_size": size})
-        found = _neighbour(search, plan.config, change, budget_bytes)
+        found = _neighbour(
+            search, plan.config, "", plan.num_ranks, {MICRO_BATCH: size}, budget_bytes
+        )
         if found is None or not found.fits:
             break
         largest = found.plan
     return largest
 
 
-class _Change(NamedTuple):
-    """A change of a run: its words, the ranks, and the fields of two topics that get new values."""
-
-    words: str
-    num_ranks: int
-    training: Mapping[str, Any] = {}
-    data_parallel: Mapping[str, Any] = {}
-
-
 def _neighbours(search: Search, plan: Plan, budget_bytes: int) -> Iterator[Neighbour]:
     """Yields the plans one step away that are legal, each with its own best policy."""
     base = plan.config if search.fixed_policy else with_policy(plan.config, None)
-    for change in _changes(search, base, plan.num_ranks):
-        if (found := _neighbour(search, base, change, budget_bytes)) is not None:
+    for words, num_ranks, fields in _changes(search, base, plan.num_ranks):
+        found = _neighbour(search, base, words, num_ranks, fields, budget_bytes)
+        if found is not None:
             yield found
 
 
 def _neighbour(
-    search: Search, base: RunConfig, change: _Change, budget_bytes: int
+    search: Search,
+    base: RunConfig,
+    words: str,
+    num_ranks: int,
+    fields: Mapping[str, Any],
+    budget_bytes: int,
 ) -> Neighbour | None:
     """Returns a changed run with its best policy, or None if training would refuse it."""
     try:
-        config = replace(
-            base,
-            training=replace(base.training, **change.training),
-            data_parallel=replace(base.data_parallel, **change.data_parallel),
-        )
-        found = search.fit(config, change.num_ranks, budget_bytes)
+        found = search.fit(with_fields(base, fields), num_ranks, budget_bytes)
         fits = not isinstance(found, Unreachable)
         chosen = found.smallest if isinstance(found, Unreachable) else found
-        return Neighbour(change.words, search.plan(chosen, change.num_ranks), fits)
+        return Neighbour(words, search.plan(chosen, num_ranks), fits)
     except ValueError:
         return None
 
 
-def _changes(search: Search, base: RunConfig, ranks: int) -> Iterator[_Change]:
+def _changes(
+    search: Search, base: RunConfig, ranks: int
+) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Yields the words of each change, the ranks, and the new values by field."""
     size, chunk = base.training.micro_batch_size, base.loss_chunk_size
-    yield _Change("double the micro-batch", ranks, {"micro_batch_size": 2 * size})
+    yield "double the micro-batch", ranks, {MICRO_BATCH: 2 * size}
     if size % 2 == 0:
-        yield _Change("halve the micro-batch", ranks, {"micro_batch_size": size // 2})
+        yield "halve the micro-batch", ranks, {MICRO_BATCH: size // 2}
     if base.training.loss_chunk_size is not None:
-        yield _Change("no --loss-chunk-size", ranks, {"loss_chunk_size": None})
+        yield "no --loss-chunk-size", ranks, {LOSS_CHUNK: None}
     smaller = LOSS_CHUNKS[-1] if chunk is None else chunk // 2
     if smaller:
-        yield _Change(f"--loss-chunk-size {smaller}", ranks, {"loss_chunk_size": smaller})
+        yield f"--loss-chunk-size {smaller}", ranks, {LOSS_CHUNK: smaller}
     if search.run(base, ranks).dp_cp_size > 1:
         off = {name: False for flags in KINDS.values() for name in flags}
         for kind, flags in KINDS.items():
             if kind != kind_of(base):
-                yield _Change(kind, ranks, data_parallel={**off, **flags})
+                yield kind, ranks, {**off, **flags}
     node = search.problem.hardware.ranks_per_node
     more = ranks + node if ranks >= node else 2 * ranks
     for count in (more, 2 * ranks):
         with suppress(ValueError):  # the batch does not divide over so many
             base.training.num_microbatches(base.parallel.data_parallel_size(count))
-            yield _Change(f"{count} GPUs", count)
+            yield f"{count} GPUs", count, {}
             break
