@@ -130,13 +130,6 @@ def test_draws_come_as_often_as_their_probability() -> None:
         )
 
 
-def test_greedy_takes_the_largest_logit_and_draws_nothing() -> None:
-    generator = torch.Generator().manual_seed(5)
-    before = generator.get_state()
-    assert next_token(torch.tensor([0.5, -1.0, 2.5, 2.0]), Sampling(greedy=True), generator) == 2
-    assert torch.equal(generator.get_state(), before)
-
-
 # --- the loop over tokens ---
 
 
@@ -178,12 +171,6 @@ def test_generation_stops_before_the_end_of_document() -> None:
     model = CountingModel()
     assert count_from(model, [3, 4], max_new_tokens=20, eod=8) == [5, 6, 7]
     assert len(model.contexts) == 4
-
-
-def test_the_context_is_the_last_tokens_of_the_window() -> None:
-    model = CountingModel()
-    assert count_from(model, [1, 2, 3], max_new_tokens=4, window=5) == [4, 5, 6, 7]
-    assert model.contexts == [[1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [2, 3, 4, 5, 6]]
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
