@@ -260,10 +260,10 @@ def test_a_harmless_flag_of_megatron_is_one_here_too(
     assert note in " ".join(printed.out.split()) and printed.err == ""
 
 
-def test_a_fault_in_a_policy_is_pointed_at(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_in_a_policy_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan.main([*SMALL, "--gpus", "1", "--recompute-policy", "*:all"]) == 2
-    message, text, mark = capsys.readouterr().err.splitlines()
-    assert "expected an action" in message and text.index("a") == mark.index("^")
+    message = capsys.readouterr().err
+    assert "expected an action" in message and "(got 'all'), in the rule '*:all'" in message
 
 
 def test_a_memory_limit_is_the_memory_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
