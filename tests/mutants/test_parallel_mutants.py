@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.context_parallel import sharded_attention
 from megatron_lite.context_parallel.attention_kernels import attend
 from megatron_lite.model import attention, layer, norm
 from megatron_lite.optim import adam_update, grad_buffer, layouts
@@ -77,7 +78,7 @@ def the_loss_mask_is_forgotten(
     return gradient(self, labels, torch.ones_like(mask) if mask is not None else None, number)
 
 
-@replaces("attend_backward", attention)
+@replaces("attend_backward", sharded_attention)
 def backward_with_the_log_sum_exp_of_each_part(
     real, grad_output, query, key, value, attended, **facts
 ):
