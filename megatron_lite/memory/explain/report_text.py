@@ -169,9 +169,10 @@ def _step(report: Report) -> Iterator[Block]:
     if report.dp_cp_size > 1:
         where += f", on the first of {report.dp_cp_size} data-parallel ranks"
     yield (
-        f"  Reached in the {step.moment}{where}. exact: to the byte. bound: it may be less. "
-        f"estimate: the whole peak is {band(report.config, report.sizes.device)} that of a real "
-        "step. The allocator's fragmentation comes on top.",
+        f"  Reached in the {step.moment}{where}. exact: to the byte, as the allocator counts it. "
+        "bound: it may be less. estimate: the whole peak is "
+        f"{band(report.config, report.sizes.device)} that of a real step. The "
+        "allocator's fragmentation comes on top.",
         2,
     )
     sharding = report.config.data_parallel

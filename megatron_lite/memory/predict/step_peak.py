@@ -65,7 +65,8 @@ CUBLAS_BYTES = 2 * 2**25  # of the streams of forward and backward, on Hopper
 class PeakTerm(NamedTuple):
     """A part of the peak.
 
-    tag: "exact"; "bound" if it is the most that the part can be; or "estimate".
+    tag: "exact", with what CUDA's allocator rounds of activations; "bound" if it is the most that
+        the part can be; or "estimate".
     """
 
     name: str
