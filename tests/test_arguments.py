@@ -114,17 +114,6 @@ def test_all_flags_that_are_unknown_or_refused_are_listed(
     ]
 
 
-@pytest.mark.parametrize("topic", ["refused", "ignored"])
-def test_help_lists_all_flags_that_set_no_field(
-    topic: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_args(["--help", topic])
-    words = capsys.readouterr().out.split()
-    assert stop.value.code == 0
-    assert {"refused": {*REFUSED}, "ignored": {*NO_EFFECT}}[topic] <= set(words)
-
-
 @pytest.mark.parametrize(
     ("old", "today"),
     [

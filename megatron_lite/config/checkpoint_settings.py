@@ -31,6 +31,7 @@ class CheckpointConfig:
     save_retain_interval: int | None = setting(
         "keep the checkpoints of iterations that are multiples of it, and the last ones",
         least=1,
+        multiple_of=("save_interval",),
         without="save",
     )
     save_keep_last: int | None = setting(
@@ -58,12 +59,6 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.save_interval is not None and (self.save_retain_interval or 0) % self.save_interval:
-            raise ValueError(
-                f"--save-retain-interval {self.save_retain_interval} is not a multiple of "
-                f"--save-interval {self.save_interval}: most of the iterations that it would keep "
-                "are not saved"
-            )
 
     @property
     def continues(self) -> bool:

@@ -44,7 +44,7 @@ class DataConfig:
     data_sharding: with dataloader_type cyclic, each data-parallel rank shuffles a range of its own.
     """
 
-    seq_length: int = required("tokens of a sample", least=1)
+    seq_length: int = required("tokens of a sample", least=1, upto="max_position_embeddings")
     data_path: tuple[str, ...] = setting(
         "prefix of PREFIX.bin and PREFIX.idx; several, or weight and prefix in turn, are blended",
         (),

@@ -86,7 +86,7 @@ def take_ignored(given: dict[str, Any]) -> list[str]:
     found = [flag for flag in NO_EFFECT if given.pop(flag, None)]
     if len(found) > MOST_REASONS:
         return [
-            f"{len(found)} flags have no effect here (--help ignored has the reasons): "
+            f"{len(found)} flags have no effect here (--help FLAG has the reason): "
             + ", ".join(found)
         ]
     return [f"{flag} has no effect {NO_EFFECT[flag]}" for flag in found]

@@ -90,6 +90,7 @@ ACTIVATIONS = {
     "squared_relu": ActivationFacts(fc1_blocks=1, moved=(4, 7)),
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
+OF_RANKS = ("tensor_model_parallel_size",)
 ALWAYS_UNFUSED = {"auto": False, "flash": False, "unfused": True}
 ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
@@ -121,10 +122,15 @@ class ModelConfig:
 
     num_layers: int = required("transformer layers", least=1, most=MOST_LAYERS)
     hidden_size: int = required("channels of the residual stream", least=1)
-    num_attention_heads: int = required("attention heads", least=1)
+    num_attention_heads: int = required(
+        "attention heads", least=1, multiple_of=OF_RANKS, why="each rank holds an equal part"
+    )
     max_position_embeddings: int = required("longest sequence that the model can read", least=1)
     ffn_hidden_size: int | None = setting(
-        "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu", least=1
+        "channels inside the MLP; derived: 4 x hidden, or 8/3 x hidden with --swiglu",
+        least=1,
+        multiple_of=OF_RANKS,
+        why="each rank holds an equal part",
     )
     kv_channels: int | None = setting("channels of one head; derived: hidden / heads", least=1)
     group_query_attention: bool = switch("share keys and values among groups of heads")

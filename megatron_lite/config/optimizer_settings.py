@@ -155,7 +155,9 @@ class LrScheduleConfig:
     """
 
     lr: float | None = setting("largest learning rate (needed to train)", least=0.0)
-    min_lr: float = setting("smallest learning rate, at the end of the decay", 0.0, least=0.0)
+    min_lr: float = setting(
+        "smallest learning rate, at the end of the decay", 0.0, least=0.0, upto="lr"
+    )
     lr_decay_style: str = setting("shape of the decay", "linear", choices=LR_DECAY_STYLES)
     lr_decay_iters: int | None = setting(
         "iterations until --min-lr; derived: the whole run", least=1, excludes=OF_SAMPLES, why=ALIKE
@@ -175,7 +177,9 @@ class LrScheduleConfig:
         below=1.0,
         excludes=("lr_warmup_iters", "lr_warmup_samples"),
     )
-    lr_warmup_init: float = setting("learning rate at the start of the warm-up", 0.0, least=0.0)
+    lr_warmup_init: float = setting(
+        "learning rate at the start of the warm-up", 0.0, least=0.0, upto="lr"
+    )
     lr_wsd_decay_style: str = setting(
         "how WSD (warm-up, stable, decay) falls at its end", "exponential", choices=WSD_DECAY_STYLES
     )
@@ -196,7 +200,7 @@ class LrScheduleConfig:
         "--lr of the word embedding and the output layer, if it differs", least=0.0
     )
     decoupled_min_lr: float | None = setting(
-        "their --min-lr; derived: --min-lr", least=0.0, without="decoupled_lr"
+        "their --min-lr; derived: --min-lr", least=0.0, upto="decoupled_lr", without="decoupled_lr"
     )
     use_checkpoint_opt_param_scheduler: bool = switch(
         "a run that continues takes learning-rate schedule and weight decay from its checkpoint",
@@ -213,15 +217,6 @@ class LrScheduleConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if self.lr is not None and self.min_lr > self.lr:
-            raise ValueError(f"--min-lr {self.min_lr} is above --lr {self.lr}")
-        if self.lr is not None and self.lr_warmup_init > self.lr:
-            raise ValueError(f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}")
-        if self.decoupled_lr is not None and (self.decoupled_min_lr or 0.0) > self.decoupled_lr:
-            raise ValueError(
-                f"--decoupled-min-lr {self.decoupled_min_lr} is above --decoupled-lr "
-                f"{self.decoupled_lr}"
-            )
         if (
             self.lr_decay_style == "WSD"
             and self.lr_wsd_decay_iters is None
@@ -256,6 +251,7 @@ class LossScaleConfig:
         "--no-check-for-nan-in-loss-and-grad",
         1.0,
         above=0,
+        upto="initial_loss_scale",
         without="fp16",
     )
     loss_scale_window: float = setting(
@@ -274,9 +270,4 @@ class LossScaleConfig:
             raise ValueError(
                 "--loss-scale-window counts steps: give a whole number (got "
                 f"{self.loss_scale_window})"
-            )
-        if self.min_loss_scale > self.initial_loss_scale:
-            raise ValueError(
-                f"--min-loss-scale {self.min_loss_scale} is above --initial-loss-scale "
-                f"{self.initial_loss_scale}"
             )

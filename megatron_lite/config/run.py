@@ -68,16 +68,11 @@ class RunConfig:
         check_relations([getattr(self, one.name) for one in dataclasses.fields(self)])
         parallel, seq_length = self.parallel, self.data.seq_length
         tp_size = parallel.tensor_model_parallel_size
-        # Each tensor-parallel rank holds whole heads and groups, and an equal part of the MLP.
-        for name, value in (
-            ("--num-attention-heads", self.model.num_attention_heads),
-            ("--num-query-groups", self.model.query_groups),
-            ("--ffn-hidden-size", self.model.ffn_size),
-        ):
-            if value % tp_size:
-                raise ValueError(
-                    f"{name} {value} is not divisible by --tensor-model-parallel-size {tp_size}"
-                )
+        if self.model.query_groups % tp_size:
+            raise ValueError(
+                f"--num-query-groups {self.model.query_groups} is not divisible by "
+                f"--tensor-model-parallel-size {tp_size}: each rank holds whole groups"
+            )
         if seq_length % parallel.sequence_parts:
             # A context-parallel rank holds two spans of the sequence, one from each end: a causal
             # mask then gives all ranks equal work (parallel/sequence_spans.py).
@@ -88,11 +83,6 @@ class RunConfig:
             raise ValueError(
                 f"--seq-length {seq_length} is not divisible by {' x '.join(parts)} = "
                 f"{parallel.sequence_parts}: each rank holds an equal part of the sequence"
-            )
-        if seq_length > self.model.max_position_embeddings:
-            raise ValueError(
-                f"--seq-length {seq_length} is above --max-position-embeddings "
-                f"{self.model.max_position_embeddings}"
             )
         self.training.batch_steps(seq_length)
         self._check_context_parallel()

@@ -31,6 +31,8 @@ class Setting(NamedTuple):
     parse: reads the text of the flag. None: the type of the field does.
     refused: other values that Megatron has, with the rest of the sentence that refuses each.
     least, most, above, below: the bounds of the value, which must be finite.
+    upto, multiple_of: a field, and fields, of any topic: the value may not be above it, and must be
+        a multiple of each.
     why: the reason for the bounds, the needs or the exclusions.
     is_path: whether an empty text is a fault, as an unset shell variable makes it.
     needs, excludes: conditions that must hold, or must not, unless the field has its default.
@@ -52,6 +54,8 @@ class Setting(NamedTuple):
     most: float | None = None
     above: float | None = None
     below: float | None = None
+    upto: str = ""
+    multiple_of: Sequence[str] = ()
     why: str = ""
     is_path: bool = False
     needs: Sequence[str] = ()
@@ -130,12 +134,15 @@ def condition(text: str, configs: Sequence[Any]) -> Condition:
     """Returns what a condition of `Setting` says about the configs."""
     field, sign, value = re.split("([=>]|$)", text, maxsplit=1)
     said = " ".join(filter(None, (flag(field), sign.replace("=", ""), value.replace("/", " or "))))
-    for config in configs:
-        if hasattr(config, field):
-            found = getattr(config, field)
-            holds = found > int(value) if sign == ">" else str(found) in value.split("/")
-            return Condition(field, holds if sign else bool(found), said)
-    return Condition(field, None, said)
+    if not any(hasattr(config, field) for config in configs):
+        return Condition(field, None, said)
+    found = _found(field, configs)
+    holds = found > int(value) if sign == ">" else str(found) in value.split("/")
+    return Condition(field, holds if sign else bool(found), said)
+
+
+def _found(field: str, configs: Sequence[Any]) -> Any:
+    return next((getattr(one, field) for one in configs if hasattr(one, field)), None)
 
 
 def check_settings(config: Any) -> None:
@@ -160,9 +167,16 @@ def check_relations(configs: Sequence[Any]) -> None:
     for config in configs:
         for one in dataclasses.fields(config):
             facts, value = one.metadata["setting"], getattr(config, one.name)
+            said = typed(one.name, facts, value)
+            for other in (facts.upto, *facts.multiple_of):
+                number = _found(other, configs)
+                if value is None or number is None:
+                    continue
+                if value > number if other == facts.upto else value % number:
+                    rule = "is above" if other == facts.upto else "is not divisible by"
+                    raise ValueError(f"{said} {rule} {flag(other)} {number}{facts.reason}")
             if value == one.default:
                 continue
-            said = typed(one.name, facts, value)
             for need in facts.needs:
                 found = condition(need, configs)
                 if found.holds is False:

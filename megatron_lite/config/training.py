@@ -42,7 +42,9 @@ class TrainingConfig:
 
     micro_batch_size: int = required("samples of one forward pass on one rank", least=1)
     global_batch_size: int | None = setting(
-        "samples of one iteration over all ranks; derived: one micro-batch per replica", least=1
+        "samples of one iteration over all ranks; derived: one micro-batch per replica",
+        least=1,
+        multiple_of=("micro_batch_size",),
     )
     rampup_batch_size: tuple[int, ...] = setting(
         "START INCREMENT SAMPLES: a batch that grows from START to --global-batch-size by "
@@ -151,11 +153,6 @@ class TrainingConfig:
         check_settings(self)
         if self.memory_limit is not None:
             parse_bytes("--memory-limit", self.memory_limit, least=1)
-        if self.global_batch_size is not None and self.global_batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"--global-batch-size {self.global_batch_size} is not divisible by "
-                f"--micro-batch-size {self.micro_batch_size}"
-            )
         if self.step_batch_size_schedule is not None:
             self._check_steps(self.step_batch_size_schedule)
         if self.rampup_batch_size:
