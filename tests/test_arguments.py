@@ -86,18 +86,6 @@ def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is() -> Non
     assert parse(f"{full} --recompute-modules mlp").config == parse(full).config
 
 
-@pytest.mark.parametrize(
-    ("words", "today"),
-    [
-        ("--global_batch_size 4", "--global-batch-size 4"),
-        ("--global_batch_size=4", "--global-batch-size=4"),
-        ("--batch_size 4", "--micro-batch-size 4"),
-    ],
-)
-def test_underscores_in_a_flag_are_read_as_dashes(words: str, today: str) -> None:
-    assert parse(words).config == parse(today).config != parse("").config
-
-
 def test_all_flags_that_are_unknown_or_refused_are_listed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -117,8 +105,8 @@ def test_all_flags_that_are_unknown_or_refused_are_listed(
 @pytest.mark.parametrize(
     ("old", "today"),
     [
-        ("--batch-size 3", "--micro-batch-size 3"),
-        ("--batch-size=3", "--micro-batch-size 3"),
+        ("--global_batch_size 4", "--global-batch-size 4"),
+        ("--batch_size=3", "--micro-batch-size 3"),
         ("--warmup 0.1", "--lr-warmup-fraction 0.1"),
         ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
         ("--layernorm-epsilon 1e-6", "--norm-epsilon 1e-6"),
@@ -215,17 +203,12 @@ MANY = (
 )
 
 
-def test_a_dumped_run_is_read_back_equal(tmp_path: Path) -> None:
-    config = parse(MANY).config
+def test_a_dumped_run_is_read_back_equal_and_flags_override_it(tmp_path: Path) -> None:
+    config = parse(f"{MANY} --seed 7").config
     path = tmp_path / "run.json"
     path.write_text(config.to_json())
     assert parse_args(["--config-json", str(path)]).config == config
-
-
-def test_flags_override_the_file_even_with_a_default_value(tmp_path: Path) -> None:
-    config = parse(f"{MANY} --seed 7 --log-interval 3").config
-    path = tmp_path / "run.json"
-    path.write_text(config.to_json())
+    # a flag overrides the file, also with its default
     read = parse_args(["--config-json", str(path), "--seed", "1234"]).config
     assert read == replace(config, training=replace(config.training, seed=1234))
 
@@ -235,24 +218,6 @@ def test_sizes_that_follow_from_others_follow_an_overriding_flag(tmp_path: Path)
     path.write_text(parse("").config.to_json())
     model = parse_args(["--config-json", str(path), "--hidden-size", "32"]).config.model
     assert (model.kv_channels, model.ffn_hidden_size) == (8, 128)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "Expecting property name"),
-        ("[]", "run: expected an object, got list"),
-        ("{}", "run: missing field data, model, tokenizer, training"),
-    ],
-)
-def test_a_file_that_is_no_run_is_named(
-    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(text)
-    assert fault_of(["--config-json", str(path)], capsys).startswith(
-        f"--config-json {path}: {message}"
-    )
 
 
 def test_dump_config_prints_json_to_stdout_and_notices_to_stderr(
@@ -292,7 +257,7 @@ def test_a_number_of_any_length_is_one_short_line(capsys, text, message):
 
 
 @pytest.mark.parametrize(
-    "content", ["[" * 200_000, '{"a":' * 200_000, '{"model": {"num_layers": 1%s}}' % ("0" * 5000)]
+    "content", ["{", "[]", "[" * 200_000, '{"model": {"num_layers": 1%s}}' % ("0" * 5000)]
 )
 def test_a_config_file_beyond_all_bounds_is_one_short_line(capsys, tmp_path, content):
     (tmp_path / "run.json").write_text(content)
@@ -301,12 +266,3 @@ def test_a_config_file_beyond_all_bounds_is_one_short_line(capsys, tmp_path, con
     error = capsys.readouterr().err
     assert error.startswith(f"pretrain_gpt.py: error: --config-json {tmp_path}/run.json: ")
     assert error.count("\n") == 1 and len(error) < 400
-
-
-def test_a_config_file_without_an_end_is_not_read_to_its_end(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        parse_args(["--config-json", "/dev/zero"])
-    assert (
-        "error: --config-json /dev/zero: is no regular file, and pipes, devices and folders are "
-        "not read\n" in capsys.readouterr().err
-    )

@@ -47,18 +47,6 @@ def test_a_misspelt_subcommand_is_one_line(capsys: pytest.CaptureFixture[str]) -
     assert error.count("\n") == 1 and "did you mean generate?" in error
 
 
-@pytest.mark.parametrize("name", command.SUBCOMMANDS)
-def test_each_subcommand_has_a_help_under_its_own_name(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        assert main([name, "--help"]) == 0
-    except SystemExit as stop:
-        assert stop.code == 0
-    usage = " ".join(capsys.readouterr().out.split()[:6])
-    assert usage.startswith("usage: ") and f"megatron-lite {name}" in usage
-
-
 @pytest.mark.parametrize(
     "words",
     [
