@@ -182,7 +182,7 @@ class TokenizerConfig:
         # Nothing reads these fields, as a notice says. The path may be of another machine.
         for one in fields(self):
             unread = one.metadata["setting"].without
-            if unread and not condition(unread, [self]).holds:
+            if unread and not condition(unread, vars(self)).holds:
                 object.__setattr__(self, one.name, one.default)
         names = self.tokenizer_special_tokens
         missing = [name for name in NEEDED_TOKENS if name not in names]

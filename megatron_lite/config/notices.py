@@ -92,13 +92,15 @@ def _unread(config: RunConfig, given: Collection[str]) -> Rows:
             ),
         ),
     }
-    configs = [getattr(config, topic) for topic in topics()]
+    values = {
+        name: value for topic in topics() for name, value in vars(getattr(config, topic)).items()
+    }
     for name, one in run_fields().items():
         is_unread, why = rows.get(name, (False, ""))
         if not is_unread and one.facts.without:
-            needed = condition(one.facts.without, configs)
+            needed = condition(one.facts.without, values)
             is_unread, why = not needed.holds, f"without {needed.text}"
-        is_set = name in given or getattr(getattr(config, one.topic), name) != one.default
+        is_set = name in given or values[name] != one.default
         yield "settings", is_unread and is_set, f"{flag_of(name)} has no effect {why}"
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import ContradictionError, flag
@@ -123,26 +124,23 @@ def typed(field: str, facts: Setting, value: Any) -> str:
 
 
 class Condition(NamedTuple):
-    """Whether a condition holds; None if none of the configs has its field. text: its flags."""
+    """Whether a condition holds; None if its field is not known. text: its flags."""
 
     field: str
     holds: bool | None
     text: str
 
 
-def condition(text: str, configs: Sequence[Any]) -> Condition:
-    """Returns what a condition of `Setting` says about the configs."""
+def condition(text: str, values: Mapping[str, Any]) -> Condition:
+    """Returns what a condition of `Setting` says about the values of fields."""
     field, sign, value = re.split("([=>]|$)", text, maxsplit=1)
-    said = " ".join(filter(None, (flag(field), sign.replace("=", ""), value.replace("/", " or "))))
-    if not any(hasattr(config, field) for config in configs):
+    words = (flag(field), sign.replace("=", ""), value.replace("/", " or "))
+    said = " ".join(filter(None, words))
+    if field not in values:
         return Condition(field, None, said)
-    found = _found(field, configs)
+    found = values[field]
     holds = found > int(value) if sign == ">" else str(found) in value.split("/")
     return Condition(field, holds if sign else bool(found), said)
-
-
-def _found(field: str, configs: Sequence[Any]) -> Any:
-    return next((getattr(one, field) for one in configs if hasattr(one, field)), None)
 
 
 def check_settings(config: Any) -> None:
@@ -162,30 +160,39 @@ def check_settings(config: Any) -> None:
 
 
 def check_relations(configs: Sequence[Any]) -> None:
-    """Raises ContradictionError for a field that lacks what it needs, or is beside what it
-    excludes. A condition on a field that no config has is left to the caller with all of them."""
+    """Raises ValueError for a field that is above another, that another does not divide, that
+    lacks what it needs, or that is beside what it excludes. A rule about a field that no config has
+    is left to the caller with all of them."""
+    values = {name: value for config in configs for name, value in vars(config).items()}
     for config in configs:
-        for one in dataclasses.fields(config):
-            facts, value = one.metadata["setting"], getattr(config, one.name)
-            said = typed(one.name, facts, value)
+        for name, facts, default in _related(config.__class__):
+            value = values[name]
             for other in (facts.upto, *facts.multiple_of):
-                number = _found(other, configs)
+                number = values.get(other)
                 if value is None or number is None:
                     continue
                 if value > number if other == facts.upto else value % number:
                     rule = "is above" if other == facts.upto else "is not divisible by"
+                    said = typed(name, facts, value)
                     raise ValueError(f"{said} {rule} {flag(other)} {number}{facts.reason}")
-            if value == one.default:
-                continue
-            for need in facts.needs:
-                found = condition(need, configs)
-                if found.holds is False:
-                    raise ContradictionError(f"{said} needs {found.text}{facts.reason}", one.name)
-            for other in facts.excludes:
-                found = condition(other, configs)
-                if found.holds:
+            for text in (*facts.needs, *facts.excludes) if value != default else ():
+                found, said = condition(text, values), typed(name, facts, value)
+                if text in facts.needs and found.holds is False:
+                    raise ContradictionError(f"{said} needs {found.text}{facts.reason}", name)
+                if text in facts.excludes and found.holds:
                     raise ContradictionError(
                         f"{said} excludes {found.text}{facts.reason}. Leave one of them out",
-                        one.name,
-                        *([] if ">" in other else [found.field]),  # a size is no alternative
+                        name,
+                        *([] if ">" in text else [found.field]),  # a size is no alternative
                     )
+
+
+@cache
+def _related(config_class: Any) -> list[tuple[str, Setting, Any]]:
+    """Returns the fields with a rule about other fields, their facts and their defaults."""
+    return [
+        (one.name, facts, one.default)
+        for one in dataclasses.fields(config_class)
+        if (facts := one.metadata["setting"])
+        and (facts.upto or facts.multiple_of or facts.needs or facts.excludes)
+    ]
