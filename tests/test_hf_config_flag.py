@@ -40,13 +40,6 @@ def test_the_file_gives_the_model_and_its_vocabulary(text: str, tmp_path: Path) 
         assert not [notice for notice in parsed.notices if "--hf-config" in notice]
 
 
-def test_a_tokenizer_with_fewer_ids_leaves_the_vocabulary_whole(tmp_path: Path) -> None:
-    path = written(tmp_path, QWEN2_0_5B)
-    flags = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
-    config = parse_args([*RUN, "--hf-config", path, *flags]).config
-    assert config.tokenizer.true_vocab_size == 151936
-
-
 def test_flags_override_the_file_and_a_notice_names_both(tmp_path: Path) -> None:
     path = written(tmp_path, LLAMA_3_8B)
     flags = ["--num-layers", "4", "--vocab-size", "999", "--hidden-size", "4096"]

@@ -76,21 +76,6 @@ def test_explain_prints_what_it_prints_for_the_sizes(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    ("words", "assumed"),
-    [
-        ("--num-layers 4", ""),
-        ("--model nothing", ""),
-        ("--model", ""),
-        ("--preset qwen3-8b", "--seq-length 8192 --micro-batch-size 1 --bf16"),
-        ("--model gpt2 --fp16 --seq-length=64", "--micro-batch-size 1"),
-        ("--model gpt2 --micro_batch_size 2 --bf16", "--seq-length 1024"),
-    ],
-)
-def test_explain_assumes_only_what_is_missing(words: str, assumed: str) -> None:
-    assert assumed_words(words.split()) == assumed.split()
-
-
-@pytest.mark.parametrize(
     ("name", "nearest"),
     [
         ("meta-llama/Meta-Llama-3-8B", "llama3-8b"),
@@ -110,9 +95,3 @@ def test_an_unknown_name_gets_the_nearest_ones(
     error = capsys.readouterr().err
     assert f"--model {name!r} is not known: did you mean " in error and error.count("\n") == 1
     assert nearest in error.partition("? The names are")[0]
-
-
-def test_two_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_args([*RUN, "--model", "gpt2", "--hf-config", "nowhere"])
-    assert "--hf-config and --model each describe the model: give one" in capsys.readouterr().err

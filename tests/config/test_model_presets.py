@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.known_models import PRESETS, preset
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.memory.predict.states import parameter_count
@@ -49,8 +48,3 @@ def test_a_preset_has_about_the_parameters_in_its_name(name: str) -> None:
 
 def test_every_preset_is_compared() -> None:
     assert set(EXACT) | set(ROUNDED) == set(PRESETS)
-
-
-def test_an_unknown_name_lists_those_that_are_known() -> None:
-    with pytest.raises(InputError, match="'llama9' is not known.*llama3-8b.*--hf-config"):
-        preset("llama9")
