@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
-from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
+from megatron_lite.parallel.rng import Generators
 from megatron_lite.parallel.tensor_hash import prepare
 from megatron_lite.parallel.torch_internals import disable_dynamo, is_transformed
 from megatron_lite.parallel.weights import weights_in_use
@@ -36,10 +35,11 @@ from megatron_lite.recompute.hooked import How, rebuild_call
 from megatron_lite.recompute.layer_state import Written
 from megatron_lite.recompute.offload import Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators
+from megatron_lite.recompute.randomness import DefaultGenerators
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
+from megatron_lite.recompute.saved import has_values
 from megatron_lite.recompute.stores import Stores
 from megatron_lite.recompute.turns import Turns
-from megatron_lite.recompute.versions import has_values
 
 MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some
 CALLERS = frozenset({"_call_impl", "_slow_forward"})
@@ -273,7 +273,7 @@ class _Shared:
         """Warns with `text`, but only the first time."""
         if text not in self._notified:
             self._notified.add(text)
-            warnings.warn(text, stacklevel=_level_outside_libraries())
+            warnings.warn(text, stacklevel=2)
 
     def streams(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -303,43 +303,6 @@ class _Shared:
             yield
         if layer == self._host_layers[-1]:
             self._offload.finish()
-
-
-class DefaultGenerators:
-    """torch's default generators of the devices that a layer uses, as one stream."""
-
-    def __init__(self, devices: set[torch.device]) -> None:
-        self._cuda = sorted(device.index for device in devices if device.type == "cuda")
-        self.device = torch.device("cuda", self._cuda[0]) if self._cuda else torch.device("cpu")
-
-    def snapshot(self) -> RngSnapshot:
-        """Returns the present states."""
-        if not self._cuda:
-            return RngSnapshot(DEFAULT, {DEFAULT: torch.get_rng_state()})
-        return RngSnapshot(
-            DEFAULT, {f"cuda:{index}": torch.cuda.get_rng_state(index) for index in self._cuda}
-        )
-
-    def restore(self, snapshot: RngSnapshot) -> None:
-        """Puts the states of a snapshot back."""
-        for name, state in snapshot.states.items():
-            if name == DEFAULT:
-                torch.set_rng_state(state)
-            else:
-                torch.cuda.set_rng_state(state, name)
-
-
-def _level_outside_libraries() -> int:
-    """Returns the `stacklevel` with which the caller warns at the line of the user's program.
-
-    Libraries lie in the folder of torch, or are this package. Without another frame it is the
-    outermost one.
-    """
-    libraries = tuple(f"{Path(file).parents[1]}/" for file in (torch.__file__, __file__))
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:

@@ -12,8 +12,6 @@ contents of other objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,11 +23,9 @@ from megatron_lite.parallel.torch_internals import (
     tree_path_text,
     tree_unflatten,
 )
-from megatron_lite.recompute.contents import CONSTANT, contents, same
+from megatron_lite.recompute.contents import Contents
 from megatron_lite.recompute.layer_state import ReplayInputs, Written
-from megatron_lite.recompute.own_generators import GeneratorState, is_generator
-from megatron_lite.recompute.saved import SavedValue
-from megatron_lite.recompute.versions import has_values, version_of
+from megatron_lite.recompute.saved import SavedValue, has_values, version_of
 
 
 class Arguments:
@@ -46,31 +42,22 @@ class Arguments:
         self._name, self._written = name, written
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self._described: Any = (args, kwargs)
-        first = written.arguments is None
         self._kept: dict[int, _Tensor] = {}
-        self._contents: dict[int, list[Any]] = {}
-        self.generators: list[GeneratorState] = []
+        self._others = Contents()
         # Before the forward runs, it is not known which arguments it writes to. The first call
         # copies all tensors. Later calls copy only those that an earlier call wrote to.
-        copies: dict[int, _Tensor] = {}
+        known: dict[int, _Tensor] = {}
         for place, value in enumerate(self._leaves):
-            if isinstance(value, Tensor):
-                # A parameter is passed on itself. A tensor passed twice is one tensor in the
-                # replay.
-                if not (value.is_leaf and isinstance(value, nn.Parameter)):
-                    known = copies.get(id(value))
-                    copied = (
-                        known is None
-                        and (first or place in (written.arguments or ()))
-                        and has_values(value)
+            if not isinstance(value, Tensor):
+                self._others.add(str(place), value)
+            # A parameter is passed on itself. A tensor passed twice is one tensor in the replay.
+            elif not (value.is_leaf and isinstance(value, nn.Parameter)):
+                if id(value) not in known:
+                    known[id(value)] = _Tensor(
+                        value, written.arguments is None or place in written.arguments
                     )
-                    self._kept[place] = copies[id(value)] = known or _Tensor(
-                        value, value.detach().clone() if copied else None
-                    )
-            elif is_generator(value):
-                self.generators.append(GeneratorState.of(value))
-            elif not isinstance(value, CONSTANT):
-                self._contents[place] = list(contents(value))
+                self._kept[place] = known[id(value)]
+        self.generators = [state for _, state in self._others.generators]
 
     def tensors(self) -> list[Tensor]:
         """Returns all tensors among the arguments. Call it before `settle`, which drops them."""
@@ -90,14 +77,21 @@ class Arguments:
                 "change it once more. Call the model without it (for a cache: "
                 "use_cache=False), or take the layer out of the policy"
             )
-        silently = self._written_silently() if self._written.arguments is None else set()
+        # BatchNorm's kernels do not count their writes to statistics, so the first call, which has
+        # copies of all arguments, compares the values.
         if self._written.arguments is None:
             self._written.arguments = set()
+            pairs = {
+                each: (each.copy, each.tensor)
+                for each in self._kept.values()
+                if each.copy is not None
+            }
+            for each, differs in zip(pairs, differing([*pairs.values()]), strict=True):
+                each.is_written = differs
         for place, kept in self._kept.items():
             if kept.saved is not None:
                 continue
-            was_written = version_of(kept.tensor) != kept.version or kept in silently
-            if was_written:
+            if kept.is_written or version_of(kept.tensor) != kept.version:
                 self._written.arguments.add(place)
                 if kept.copy is None:
                     raise RuntimeError(
@@ -106,7 +100,7 @@ class Arguments:
                         "replay. The next forward makes one; to avoid this one error, take the "
                         "layer out of the policy"
                     )
-            kept.settle(was_written or place in self._written.arguments)
+            kept.settle(place in self._written.arguments)
         # From here on only the hooks keep the tensors. A reference here would hold the device
         # memory of tensors that the hooks moved to the host or discarded.
         self._leaves = [
@@ -114,20 +108,9 @@ class Arguments:
         ]
         self._described = None
 
-    def _changed_objects(self) -> Iterator[int]:
-        for place, before in self._contents.items():
-            if not same(before, list(contents(self._leaves[place]))):
-                yield place
-
-    def _written_silently(self) -> set[_Tensor]:
-        """Returns which arguments have other values at the same version, as BatchNorm's statistics.
-
-        Only the first call copies all arguments.
-        """
-        pairs = {
-            kept: (kept.copy, kept.tensor) for kept in self._kept.values() if kept.copy is not None
-        }
-        return set(compress(pairs, differing(list(pairs.values()))))
+    def _changed_objects(self) -> list[int]:
+        """Returns the places of the arguments that have changed, but tensors."""
+        return [int((owner or name).partition(".")[0]) for name, owner in self._others.changed()]
 
     def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns (args, kwargs) for a replay: the values of the forward, in new containers.
@@ -166,15 +149,16 @@ class _Tensor:
     saved: the tensor or the copy, kept through the saved-tensor hooks; set by `settle`.
     """
 
-    def __init__(self, tensor: Tensor, copy: Tensor | None) -> None:
-        self.tensor, self.copy, self.version = tensor, copy, version_of(tensor)
-        self.requires_grad = tensor.requires_grad
+    def __init__(self, tensor: Tensor, may_be_written: bool) -> None:
+        self.tensor, self.version = tensor, version_of(tensor)
+        is_copied = may_be_written and has_values(tensor)
+        self.copy = tensor.detach().clone() if is_copied else None
+        self.requires_grad, self.is_written = tensor.requires_grad, False
         self.saved: SavedValue | None = None
-        self._is_written = False
 
     def settle(self, is_written: bool) -> None:
         """Keeps the tensor for backward, or its copy if the forward wrote to the tensor."""
-        self._is_written = is_written
+        self.is_written = is_written
         self.saved = SavedValue(self.copy if is_written and self.copy is not None else self.tensor)
         self.copy = None
         del self.tensor
@@ -195,4 +179,4 @@ class _Tensor:
                 f"needs it: {error}"
             ) from error
         # The replay writes to it again, and a later replay needs the value from before.
-        return value.clone() if self._is_written else value
+        return value.clone() if self.is_written else value

@@ -129,7 +129,7 @@ class _Checkpoint(torch.autograd.Function):
         if call.split_group is not None:
             ctx.shape = values[0].shape
             tensors[0] = split_for_rank(values[0], call.split_group)
-        ctx.streams = None if randomness is None else randomness.names
+        ctx.filled = None if randomness is None else randomness.filled()
         ctx.save_for_backward(
             *tensors.values(), *(() if randomness is None else randomness.copies())
         )
@@ -195,9 +195,7 @@ def _replay(ctx: Any) -> _Replay:
         values[place] = tensor.detach()
     if call.split_group is not None:
         values[0] = _whole_input(ctx, values[0])
-    randomness = (
-        None if ctx.streams is None else Randomness(call.rng, ctx.streams, saved[len(ctx.places) :])
-    )
+    randomness = None if ctx.filled is None else ctx.filled(saved[len(ctx.places) :])
     received: dict[int, Tensor] = {}
     # The context covers only the run. The gradient of the replay runs after it, under the settings
     # that backward was called with, as it would without recomputation.

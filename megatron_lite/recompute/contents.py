@@ -1,30 +1,37 @@
-"""The parts of any object in one flat sequence, by which two moments of it are compared."""
+"""All that a layer or an argument holds: its containers, tensors, arrays and generators.
+
+`Contents` is what one moment finds. Three modules read it: layer_state.py restores for a replay
+what a layer held before its forward, witness.py compares a layer before and after a replay, and
+call_arguments.py finds arguments that a forward changed.
+
+The attributes of a module or of an object of Python are a dictionary, so they are a container like
+a list. Restoring refills the containers themselves: their holders, and handles that remove a hook,
+go on referring to them.
+"""
 
 from __future__ import annotations
 
+import sys
 import types
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
+from operator import is_
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
-from megatron_lite.recompute.own_generators import GeneratorState, is_generator
-from megatron_lite.recompute.versions import version_of
+from megatron_lite.recompute.randomness import ARRAYS, GeneratorState, is_generator
+from megatron_lite.recompute.saved import version_of
 
-MAX_PARTS = 10_000  # how many parts of an object are compared
+MAX_PARTS = 10_000  # so many parts of Python objects are looked at
+PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 CONSTANT = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
+    *PLAIN,
     torch.dtype,
     torch.device,
     torch.Size,
@@ -36,18 +43,10 @@ CONSTANT = (
     types.MethodType,
     types.ModuleType,
 )
-
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+RESTORED = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
 LIBRARIES = frozenset({"torch", "megatron_lite", "functools"})  # their objects are not looked into
-
-
-def has_attributes(value: Any) -> bool:
-    """Tells whether the value is an object of Python whose state is its attributes."""
-    return (
-        type(getattr(value, "__dict__", None)) is dict
-        and not isinstance(value, (*CONSTANT, Tensor, np.ndarray))
-        and not is_generator(value)
-        and type(value).__module__.partition(".")[0] not in LIBRARIES
-    )
+STANDARD = frozenset(vars(nn.Module()))  # the attributes of every module
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -56,69 +55,208 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 class Value(NamedTuple):
-    """A tensor inside an object, and its version."""
+    """The value of a tensor, without its graph, and its version."""
 
     tensor: Tensor
     version: int | None
 
 
-def contents(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yields the parts of an object in one flat sequence: attributes and items, and their parts.
+@dataclass
+class Part:
+    """A tensor or an array.
 
-    Each tensor comes with its version, an array and a generator with a hash. Types and numbers of
-    parts are included, so that equal sequences mean equal structures.
+    name: its name within the layer or argument.
+    owner: the name of the object of Python that holds it; "" if a module does.
+    version: a number that changes with each write.
     """
-    seen = set() if seen is None else seen
-    if isinstance(value, Tensor):
-        yield Value(value, version_of(value))
-        return
-    if isinstance(value, CONSTANT) or id(value) in seen or len(seen) >= MAX_PARTS:
-        yield value
-        return
-    seen.add(id(value))
-    yield type(value)
-    if isinstance(value, np.ndarray):
-        yield hash((value.shape, value.tobytes()))
-        return
-    if is_generator(value):
-        state = GeneratorState.of(value).state
-        yield from contents(state.numpy() if isinstance(state, Tensor) else state, set())
-        return
-    if type(value).__module__.partition(".")[0] in LIBRARIES:
-        return
-    parts = list(_parts(value))
-    yield len(parts)
-    for part in parts:
-        yield from contents(part, seen)
+
+    name: str
+    owner: str
+    value: Any
+    version: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version = self.version_now()
+
+    def version_now(self) -> int | None:
+        """Returns the present version: that of a tensor, or a hash of an array."""
+        if isinstance(self.value, Tensor):
+            return version_of(self.value)
+        return hash((self.value.shape, self.value.tobytes()))
 
 
-def _parts(value: Any) -> Iterator[Any]:
+class _Container(NamedTuple):
+    """A container with its items; those of a dictionary are pairs. name, owner: as in Part."""
+
+    name: str
+    owner: str
+    value: Any
+    items: list[Any]
+
+
+class Contents:
+    """What a value holds at one moment. Each container, tensor and generator is found once.
+
+    enters: tells by its name whether an object of Python is looked into.
+    """
+
+    def __init__(self, enters: Callable[[str], bool] = lambda name: True) -> None:
+        self._enters, self._known, self._room = enters, set[int](), MAX_PARTS
+        self.containers: list[_Container] = []
+        self.parts: dict[str, Part] = {}
+        self.generators: list[tuple[str, GeneratorState]] = []  # each with its owner
+
+    @classmethod
+    def of_layer(
+        cls, layer: nn.Module, enters: Callable[[str], bool] = lambda name: True
+    ) -> Contents:
+        """Returns what the modules of a layer hold. FSDP2 exchanges parameters by itself, so
+        they are left out under it."""
+        contents, exchanged = cls(enters), ("_parameters",) if is_sharded(layer) else ()
+        for path, module in layer.named_modules():
+            found, prefix = vars(module), f"{path}." if path else ""
+            contents.note(path, found)
+            for name, value in found.items():
+                if name not in STANDARD:
+                    contents.add(f"{prefix}{name}", value)
+                elif name not in exchanged and type(value) in RESTORED:  # not those of a script
+                    contents.note(path, value)
+            for name in {"_parameters", "_buffers"}.difference(exchanged):
+                for key, value in found[name].items():
+                    contents.add(f"{prefix}{key}", value)
+        return contents
+
+    def note(self, name: str, value: Any, owner: str = "") -> None:
+        """Adds a container, without what its items hold."""
+        self._known.add(id(value))
+        self.containers.append(_Container(name, owner, value, _items(value)))
+
+    def add(self, name: str, value: Any, owner: str = "") -> None:
+        """Adds a value and all that it holds."""
+        if isinstance(value, CONSTANT) or id(value) in self._known:
+            return
+        self._known.add(id(value))
+        if isinstance(value, (Tensor, *ARRAYS)):
+            self.parts[name] = Part(name, owner, value)
+        elif is_generator(value):
+            self.generators.append((owner, GeneratorState.of(value)))
+        elif type(value).__module__.partition(".")[0] not in LIBRARIES:
+            if not isinstance(value, CONTAINERS):
+                owner = owner or name
+                if self._room <= 0 or not self._enters(owner):
+                    return
+            self._add_items(name, value, owner)
+            attributes = getattr(value, "__dict__", None)
+            if type(attributes) is dict:
+                self._add_items(name, attributes, owner or name)
+
+    def _add_items(self, name: str, value: Any, owner: str) -> None:
+        if not isinstance(value, (tuple, frozenset)):
+            self.note(name, value, owner)
+        pairs = value.items() if isinstance(value, dict) else enumerate(_items(value))
+        for number, (key, each) in enumerate(pairs):
+            self._room -= bool(owner)
+            self.add(f"{name}.{key if type(key) is str else number}", each, owner)
+
+    def changed(self) -> Iterator[tuple[str, str]]:
+        """Yields the name and the owner of everything that is another now, except generators that
+        modules hold: these may draw."""
+        for name, owner, value, items in self.containers:
+            now = _items(value)
+            if not _is_same(tuple(items), tuple(now)):
+                before = dict(items) if isinstance(value, dict) else {}
+                keys = [key for key in before if not _is_same(before[key], value.get(key, self))]
+                yield ".".join(filter(None, [name, *map(str, keys[:1])])), owner
+        for part in self.parts.values():
+            if part.version_now() != part.version:
+                yield part.name, part.owner
+        for owner, state in self.generators:
+            if owner and state.is_changed():
+                yield f"a generator of {owner}", owner
+
+    def settle(self, owners: Collection[str]) -> None:
+        """Drops what objects hold that are not among `owners`, and graphs of earlier results.
+
+        Otherwise each forward of a layer that assigns `self.aux = ...` would hold the graph of the
+        forward before it.
+        """
+        self.containers = [each for each in self.containers if each.owner in owners]
+        self.generators = [each for each in self.generators if each[0] in owners]
+        for each in self.containers:
+            each.items[:] = _without_old_graphs(each.items, _items(each.value))
+
+    @contextmanager
+    def restored(self, exchange: Callable[[Any], Any] = lambda each: each) -> Iterator[None]:
+        """Gives the containers their items inside the block; then their present ones.
+
+        exchange: returns what takes the place of a value.
+        """
+        pairs = [
+            (each.value, each.items, _items(each.value))
+            for each in self.containers
+            if type(each.value) in RESTORED
+        ]
+        try:
+            for value, items, _ in pairs:
+                _refill(value, [mapped(item, exchange) for item in items])
+            yield
+        finally:
+            for value, _, now in pairs:
+                _refill(value, now)
+
+
+def mapped(item: Any, function: Callable[[Any], Any]) -> Any:
+    """Returns `function(item)`; for a tuple, that of each of its values."""
+    if type(item) is not tuple:
+        return function(item)
+    parts = tuple(mapped(each, function) for each in item)
+    return item if all(map(is_, item, parts)) else parts
+
+
+def is_sharded(layer: nn.Module) -> bool:
+    """Tells whether FSDP2 exchanges the parameters of a module in the layer."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(
+        isinstance(module, fsdp.FSDPModule) for module in layer.modules()
+    )
+
+
+def _items(value: Any) -> list[Any]:
+    """Returns the items of a container; pairs for a dictionary, and for the slots of an object."""
     if isinstance(value, dict):
-        for item in value.items():
-            yield from item
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        yield from value
-    named = dict(getattr(value, "__dict__", {}))
-    named |= {
-        name: getattr(value, name)
-        for kind in type(value).__mro__
-        for name in getattr(kind, "__slots__", ())
-        if hasattr(value, name)
-    }
-    for attribute in named.items():
-        yield from attribute
+        return [*value.items()]
+    if isinstance(value, CONTAINERS):
+        return [*value]
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    return [(name, getattr(value, name, None)) for name in slots]
 
 
-def same(before: list[Any], now: list[Any]) -> bool:
-    """Tells whether two sequences of `contents` are equal."""
-    return len(before) == len(now) and all(map(_equal, before, now))
+def _without_old_graphs(items: list[Any], now: list[Any]) -> list[Any]:
+    """Returns items in which a tensor with a graph is a Value, unless it is among `now` as well."""
+    held = {id(one) for item in now for one in (item if type(item) is tuple else [item])}
+
+    def valued(one: Any) -> Any:
+        is_old = type(one) is Tensor and one.grad_fn is not None and id(one) not in held
+        return Value(one.detach(), version_of(one)) if is_old else one
+
+    return [mapped(item, valued) for item in items]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Value):
-        return one.tensor is other.tensor and one.version == other.version
-    return isinstance(one, (bool, int, float, complex, str, bytes)) and bool(one == other)
+    if type(one) is tuple is type(other):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return type(one) is type(other) and type(one) in PLAIN and bool(one == other)
+
+
+def _refill(value: Any, items: list[Any]) -> None:
+    if _is_same(tuple(_items(value)), tuple(items)):
+        return  # somebody may iterate over it
+    value.clear()
+    if isinstance(value, dict):
+        value.update(dict(items))
+    elif isinstance(value, set):
+        value.update(items)
+    else:
+        value.extend(items)

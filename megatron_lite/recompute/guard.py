@@ -37,32 +37,21 @@ class Signature(NamedTuple):
     ) -> Signature:
         """Returns the signature of a call of the layer."""
         given = tree_leaves((args, kwargs))
+        tensors = [each for each in given if isinstance(each, Tensor)]
         modules, parameters = list(layer.modules()), list(layer.parameters())
-        return cls(
-            hash(
-                (
-                    tuple(module.training for module in modules),
-                    tuple(map(_kind_of_argument, given)),
-                    tuple(kwargs),
-                    tuple(
-                        kind_of(hook)
-                        for module in modules
-                        for name in HOOKS
-                        for hook in vars(module)[name].values()
-                    ),
-                    tuple(
-                        kind_of(hook)
-                        for parameter in parameters
-                        for name in PARAMETER_HOOKS
-                        for hook in (getattr(parameter, name, None) or {}).values()
-                    ),
-                    tuple(kind_of(vars(module).get("forward")) for module in modules),
-                    tuple(parameter.requires_grad for parameter in parameters),
-                    surroundings.kinds(),
-                )
-            ),
-            tuple(tuple(value.shape) for value in given if isinstance(value, Tensor)),
+        hooks = [vars(module)[name] for module in modules for name in HOOKS]
+        hooks += [getattr(each, name) or {} for each in parameters for name in PARAMETER_HOOKS]
+        kinds = (
+            *(module.training for module in modules),
+            *(type(each) for each in given),
+            *((each.dtype, each.requires_grad, each.layout) for each in tensors),
+            *kwargs,
+            *(kind_of(hook) for found in hooks for hook in found.values()),
+            *(kind_of(vars(module).get("forward")) for module in modules),
+            *(parameter.requires_grad for parameter in parameters),
+            surroundings.kinds(),
         )
+        return cls(hash(kinds), tuple(tuple(each.shape) for each in tensors))
 
 
 class Guard:
@@ -103,9 +92,3 @@ class Guard:
         self._seen.add(signature.kinds)
         if len(self._shapes) < MAX_SHAPES:
             self._shapes.add(signature)
-
-
-def _kind_of_argument(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.dtype, value.requires_grad, value.layout
-    return type(value)

@@ -44,14 +44,12 @@ from megatron_lite.recompute.call_arguments import Arguments
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.ops import KeptResults
-from megatron_lite.recompute.own_generators import drawn_again
 from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.randomness import Randomness
-from megatron_lite.recompute.saved import SavedParameter, unpacked
+from megatron_lite.recompute.randomness import Randomness, drawn_again
+from megatron_lite.recompute.saved import SavedParameter, check_unwritten, unpacked, version_of
 from megatron_lite.recompute.surroundings import Surroundings
 from megatron_lite.recompute.turns import Turns
 from megatron_lite.recompute.verify import RecomputeMismatch
-from megatron_lite.recompute.versions import check_unwritten, version_of
 from megatron_lite.recompute.witness import Witness, hash_last
 
 NO_TASK = -1  # torch's number for "not inside a backward"
@@ -289,7 +287,6 @@ class _LayerCall:
         if self._is_complete:
             rebuilt.check()
         if witness is not None:
-            witness.look()
             witness.compare(rebuilt.tensors)
             self._witness = None if witness.is_done else witness
         return rebuilt.values

@@ -37,8 +37,7 @@ from megatron_lite.parallel.torch_internals import (
     without_dispatch_key,
 )
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.saved import SavedValue
-from megatron_lite.recompute.versions import version_of
+from megatron_lite.recompute.saved import SavedValue, version_of
 
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
 Run = Callable[[Place, tuple[Any, ...], dict[str, Any]], Any]
@@ -143,11 +142,8 @@ class KeptResults:
         Versions alone would miss some writes: the results of torch's `unsafe_` view operators do
         not share the version of the tensor that they are a part of.
         """
-        arguments = schema_of(operator).arguments
-        given = {
-            argument.name: value for argument, value in zip(arguments, args, strict=False)
-        } | kwargs
-        for argument in arguments:
+        given = _named(operator, args, kwargs)
+        for argument in schema_of(operator).arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for tensor in tensors_of(given.get(argument.name)):
                     result = self._storages.get(address_of(tensor.untyped_storage()))
@@ -277,7 +273,9 @@ def _check(operator: Any, name: str, setting: str) -> None:
 def _draws_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tells whether this call is of an attention kernel with dropout, which draws random
     numbers."""
-    names = [argument.name for argument in schema_of(operator).arguments]
-    if "dropout_p" not in names:
-        return False
-    return dict(zip(names, args, strict=False), **kwargs).get("dropout_p", 0.0) > 0.0
+    return bool(_named(operator, args, kwargs).get("dropout_p", 0.0) > 0.0)
+
+
+def _named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    names = (argument.name for argument in schema_of(operator).arguments)
+    return dict(zip(names, args, strict=False)) | kwargs

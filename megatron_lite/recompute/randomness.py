@@ -1,37 +1,39 @@
-"""The states of random-number generators and of autocast, which a replay repeats."""
+"""The states of random-number generators and of autocast, which a replay repeats.
+
+`Randomness` is of torch's default generators, whose states are kept like saved tensors.
+`GeneratorState` is of any other generator that a layer holds or gets, and of the global generators
+of NumPy and Python.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.rng import Generators, RngSnapshot
+from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
 from megatron_lite.recompute.saved import SavedValue
 
-
-class StreamNames(NamedTuple):
-    """The name of the current stream, and the names of all streams in the order of their states."""
-
-    current: str
-    names: tuple[str, ...]
+CPU = "cpu"
 
 
-@dataclass(frozen=True)
-class Randomness:
+class Randomness(NamedTuple):
     """The states of all generators that a replay may draw from.
 
-    states: one state for each named stream. The state of the CPU generator follows, unless the
-        streams already are on the CPU.
+    current: the name of the current stream.
+    states: one state for each named stream, and that of the CPU generator, unless the streams
+        already are on the CPU.
     """
 
     streams: Generators
-    names: StreamNames
-    states: Sequence[Tensor]
+    current: str
+    states: dict[str, Tensor]
 
     @classmethod
     def now(cls, streams: Generators) -> Randomness:
@@ -39,12 +41,8 @@ class Randomness:
         snapshot = streams.snapshot()
         # On the CPU the current stream uses the CPU generator, so the snapshot has its state
         # already.
-        cpu = () if streams.device.type == "cpu" else (torch.get_rng_state(),)
-        return cls(
-            streams,
-            StreamNames(snapshot.current, tuple(snapshot.states)),
-            (*snapshot.states.values(), *cpu),
-        )
+        cpu = {} if streams.device.type == "cpu" else {CPU: torch.get_rng_state()}
+        return cls(streams, snapshot.current, snapshot.states | cpu)
 
     def copies(self) -> list[Tensor]:
         """Returns copies of the states, each in its own storage.
@@ -52,13 +50,17 @@ class Randomness:
         Snapshots share the tensors of streams that did not draw in between. With copies, each call
         keeps as many bytes as the memory model predicts for it.
         """
-        return [state.clone() for state in self.states]
+        return [state.clone() for state in self.states.values()]
+
+    def filled(self) -> Callable[[Iterable[Tensor]], Randomness]:
+        """Returns a function that makes this object from the states alone, which it does not
+        hold."""
+        return partial(_filled, self.streams, self.current, tuple(self.states))
 
     def kept(self) -> Callable[[], Randomness]:
         """Keeps the states through the saved-tensor hooks in force; the result returns them."""
-        streams, names = self.streams, self.names
-        states = [SavedValue(state) for state in self.copies()]
-        return lambda: Randomness(streams, names, [state.tensor() for state in states])
+        filled, states = self.filled(), [SavedValue(state) for state in self.copies()]
+        return lambda: filled(state.tensor() for state in states)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -74,12 +76,118 @@ class Randomness:
             before._restore()
 
     def _restore(self) -> None:
-        self.streams.restore(
-            RngSnapshot(self.names.current, dict(zip(self.names.names, self.states, strict=False)))
-        )
-        # The state of the CPU generator, if it was kept, has no name and comes last.
-        for cpu in self.states[len(self.names.names) :]:
+        states = dict(self.states)
+        cpu = None if self.streams.device.type == "cpu" else states.pop(CPU)
+        self.streams.restore(RngSnapshot(self.current, states))
+        if cpu is not None:
             torch.set_rng_state(cpu)
+
+
+def _filled(
+    streams: Generators, current: str, names: tuple[str, ...], states: Iterable[Tensor]
+) -> Randomness:
+    return Randomness(streams, current, dict(zip(names, states, strict=True)))
+
+
+class DefaultGenerators:
+    """torch's default generators of the CPU and of these devices, as one stream."""
+
+    device = torch.device("cpu")  # the snapshots have the state of the CPU generator
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._all = {CPU: torch.default_generator} | {
+            str(device): torch.cuda.default_generators[device.index]
+            for device in sorted(devices, key=str)
+            if device.type == "cuda"
+        }
+
+    def snapshot(self) -> RngSnapshot:
+        """Returns the present states."""
+        return RngSnapshot(DEFAULT, {name: each.get_state() for name, each in self._all.items()})
+
+    def restore(self, snapshot: RngSnapshot) -> None:
+        """Puts the states of a snapshot back."""
+        for name, state in snapshot.states.items():
+            self._all[name].set_state(state)
+
+
+np = sys.modules.get("numpy")  # torch imports it, unless it is not installed
+ARRAYS: tuple[type, ...] = () if np is None else (np.ndarray,)
+# kind: (reads the state, sets it)
+_ACCESS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+}
+GLOBAL = [random.random.__self__]  # type: ignore[attr-defined]
+if np is not None:
+    _ACCESS |= {
+        np.random.Generator: (
+            lambda each: each.bit_generator.state,
+            lambda each, state: setattr(each.bit_generator, "state", state),
+        ),
+        np.random.BitGenerator: (
+            lambda each: each.state,
+            lambda each, state: setattr(each, "state", state),
+        ),
+        np.random.RandomState: (
+            lambda each: each.get_state(legacy=False),
+            lambda each, state: each.set_state(state),
+        ),
+    }
+    GLOBAL.append(np.random.random_sample.__self__)
+
+
+def is_generator(value: Any) -> bool:
+    """Tells whether the value is a generator whose state can be restored."""
+    return isinstance(value, tuple(_ACCESS)) and not isinstance(value, random.SystemRandom)
+
+
+class GeneratorState(NamedTuple):
+    """A generator that a layer holds or gets, or a global one of Python or NumPy, and a state."""
+
+    generator: Any
+    state: Any
+
+    @classmethod
+    def of(cls, generator: Any) -> GeneratorState:
+        """Returns the generator with its present state."""
+        return cls(generator, _access(generator)[0](generator))
+
+    def is_changed(self) -> bool:
+        """Tells whether the generator has drawn since."""
+        return bool(_bits(GeneratorState.of(self.generator).state) != _bits(self.state))
+
+    def restore(self) -> None:
+        """Puts the generator into the state."""
+        _access(self.generator)[1](self.generator, self.state)
+
+
+def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    return next(access for kind, access in _ACCESS.items() if isinstance(generator, kind))
+
+
+def _bits(state: Any) -> Any:
+    """Returns a state in a form that can be compared."""
+    if isinstance(state, dict):
+        return {name: _bits(each) for name, each in state.items()}
+    return state.tolist() if hasattr(state, "tolist") else state
+
+
+@contextmanager
+def drawn_again(states: Iterable[GeneratorState]) -> Iterator[None]:
+    """Makes the generators repeat inside the block the draws that followed these states.
+
+    After the block they continue as if nothing had been drawn in it.
+    """
+    states = list(states)
+    before = [GeneratorState.of(each.generator) for each in states]
+    try:
+        for each in states:
+            each.restore()
+        yield
+    finally:
+        for each in before:
+            each.restore()
 
 
 def autocast_states(kinds: set[str]) -> list[dict[str, Any]]:

@@ -24,7 +24,9 @@ from megatron_lite.parallel.torch_internals import (
     untraced,
     write_count_of,
 )
-from megatron_lite.recompute.versions import check_unwritten, version_of
+
+IN_FORCE = object()
+_PLAIN: Any = (Tensor.detach, None)
 
 
 class SavedHandle(Protocol):
@@ -41,6 +43,39 @@ class MovedStorage(Protocol):
         """Returns its bytes on the device of the original, ready for the current stream."""
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """Returns the number of in-place writes so far, to the tensor or a view of it.
+
+    It is None for an inference tensor, whose writes torch does not count.
+    """
+    return None if tensor.is_inference() else write_count_of(tensor)
+
+
+def check_unwritten(
+    tensor: Tensor, version: int | None, *, what: str = "tensor", purpose: str = "kept for backward"
+) -> None:
+    """Raises RuntimeError if the tensor has been written to since it was at `version`.
+
+    autograd makes this check for the tensors that it saves itself, but not with saved-tensor hooks.
+
+    what: the noun for the tensor in the message.
+    purpose: the reason why it must not change, in the message.
+    """
+    if (now := version_of(tensor)) != version:
+        raise RuntimeError(
+            f"a {what} {list(tensor.shape)} {purpose} has been modified by an inplace operation: "
+            f"it is at version {now}, expected {version}"
+        )
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Tells whether the tensor has values that can be copied and compared.
+
+    A tensor on the meta device and a fake tensor have none.
+    """
+    return tensor.device.type != "meta" and not is_fake(tensor)
+
+
 @contextmanager
 def exchanging(exchange: Callable[[Tensor], SavedHandle | None]) -> Iterator[None]:
     """Keeps `exchange(tensor)` in place of each tensor that is saved inside the block.
@@ -50,14 +85,7 @@ def exchanging(exchange: Callable[[Tensor], SavedHandle | None]) -> Iterator[Non
     outer = hooks_in_force()
 
     def pack(tensor: Tensor) -> SavedHandle:
-        kept = exchange(tensor)
-        if kept is not None:
-            return kept
-        # An operation may save its own output. Kept as it is, the output would hold its graph, and
-        # the graph would hold the output: a cycle.
-        if outer is None:
-            return _Passed(tensor.detach(), None, version_of(tensor))
-        return _Passed(outer.pack(tensor), outer.unpack, None)
+        return exchange(tensor) or SavedValue(tensor, outer)
 
     with torch.autograd.graph.saved_tensors_hooks(untraced(pack), unpacked):
         yield
@@ -105,66 +133,43 @@ def moving(
             moved.clear()
 
 
-class Hooks(NamedTuple):
-    """A pair of saved-tensor hooks."""
-
-    pack: Callable[[Tensor], Any]
-    unpack: Callable[[Any], Tensor]
-
-
-def hooks_in_force() -> Hooks | None:
-    """Returns the innermost pair of hooks, or None. torch has no public function for it."""
-    top = saved_tensors_hooks_in_force(False)
-    return None if top is None else Hooks(*top)
+def hooks_in_force() -> Any:
+    """Returns the innermost pair of hooks (pack, unpack), or None."""
+    return saved_tensors_hooks_in_force(False)
 
 
 class SavedValue:
-    """A tensor kept through the saved-tensor hooks in force, as autograd keeps its saved tensors.
+    """A tensor kept through saved-tensor hooks, as autograd keeps its saved tensors.
 
     The tensor stays kept as long as this object lives.
+
+    hooks: a pair of them; by default those in force. None: the tensor itself is kept.
     """
 
     __slots__ = ("_packed", "_unpack", "_version")
 
-    def __init__(self, tensor: Tensor) -> None:
-        hooks = hooks_in_force()
-        self._packed: Any = tensor.detach() if hooks is None else hooks.pack(tensor)
-        self._unpack = None if hooks is None else hooks.unpack
-        self._version = version_of(tensor)
+    def __init__(self, tensor: Tensor, hooks: Any = IN_FORCE) -> None:
+        pair: Any = hooks_in_force() if hooks is IN_FORCE else hooks
+        # An output with its graph would hold that graph: a cycle.
+        pack, self._unpack = pair or _PLAIN
+        self._packed, self._version = pack(tensor), version_of(tensor)
 
     def tensor(self) -> Tensor:
         """Returns the tensor, detached from any graph.
 
-        RuntimeError: it was written to since. If hooks were in force, that check is left to them.
+        RuntimeError: it was written to since. If there are hooks, that check is left to them:
+            torch makes none then.
         """
-        if self._unpack is not None:
-            return self._unpack(self._packed).detach()
-        check_unwritten(self._packed, self._version)
-        return self._packed.detach()
+        if self._unpack is None:
+            check_unwritten(self._packed, self._version)
+            return self._packed.detach()
+        tensor: Tensor = self._unpack(self._packed)
+        return tensor.detach()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Returns the whole storage of a tensor as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-
-
-class _Passed(NamedTuple):
-    """A saved tensor as the hooks that were in force before packed it, or the tensor itself.
-
-    version: the version of the tensor if there were no such hooks. torch does not check versions
-        if hooks are in force, so these hooks do.
-    """
-
-    packed: Any
-    unpack: Callable[[Any], Tensor] | None
-    version: int | None
-
-    def tensor(self) -> Tensor:
-        if self.unpack is not None:
-            return self.unpack(self.packed)
-        check_unwritten(self.packed, self.version)
-        tensor: Tensor = self.packed
-        return tensor
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megatron_lite.parallel.torch_internals import (
     push_function_mode,
     without_torch_function,
 )
-from megatron_lite.recompute.layer_state import registered_as
+from megatron_lite.recompute.contents import Contents
 from megatron_lite.recompute.randomness import autocast_states
 
 GPUS = ("cuda", "xpu")
@@ -83,25 +83,24 @@ class Surroundings(NamedTuple):
     autocast: the settings of each kind of device.
     flags: the values of the settings of `_flags`.
     modes: the modes on torch's functions, outermost first.
-    hooks: the dictionaries of hooks on all modules, each with its contents.
+    hooks: the dictionaries of hooks on all modules.
     """
 
     autocast: list[dict[str, Any]]
     flags: tuple[Any, ...]
     modes: tuple[Any, ...]
-    hooks: tuple[tuple[dict[Any, Any], dict[Any, Any]], ...]
+    hooks: Contents
 
     @classmethod
     def now(cls, kinds: set[str]) -> Surroundings:
         """Returns the present settings. kinds: the kinds of devices in use, such as "cuda"."""
         for kind in kinds:
             _settle_attention(kind)
-        return cls(
-            autocast_states(kinds),
-            tuple(read() for read, _ in _flags()),
-            tuple(function_modes()),
-            tuple((found, dict(found)) for found in hooks_of_all_modules),
-        )
+        hooks = Contents()
+        for found in hooks_of_all_modules:
+            hooks.note("", found)
+        flags = tuple(read() for read, _ in _flags())
+        return cls(autocast_states(kinds), flags, tuple(function_modes()), hooks)
 
     def kinds(self) -> tuple[Any, ...]:
         """Returns the settings with the kinds of modes and hooks in place of these, as a key."""
@@ -109,7 +108,7 @@ class Surroundings(NamedTuple):
             tuple(tuple(state.values()) for state in self.autocast),
             str(self.flags),
             tuple(map(type, self.modes)),
-            tuple(kind_of(hook) for _, hooks in self.hooks for hook in hooks.values()),
+            tuple(kind_of(hook) for found in self.hooks.containers for _, hook in found.items),
         )
 
     @contextmanager
@@ -120,7 +119,7 @@ class Surroundings(NamedTuple):
                 if (now := read()) != then:
                     around.callback(put, now)
                     put(then)
-            around.enter_context(registered_as(self.hooks))
+            around.enter_context(self.hooks.restored())
             around.enter_context(_modes_as(self.modes))
             for state in self.autocast:
                 around.enter_context(torch.autocast(**state))

@@ -20,7 +20,6 @@ difference.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,12 +33,17 @@ from megatron_lite.parallel.torch_internals import (
     tree_flatten_with_path,
     tree_path_text,
 )
-from megatron_lite.recompute.contents import Value, contents, same, tensors_of
-from megatron_lite.recompute.graph import Graph, inputs_of
+from megatron_lite.recompute.contents import Contents, is_sharded, tensors_of
 from megatron_lite.recompute.guard import Guard, Signature
-from megatron_lite.recompute.layer_state import STANDARD, is_sharded
-from megatron_lite.recompute.verify import Execution, RecomputeMismatch, described, unobserved
-from megatron_lite.recompute.versions import version_of
+from megatron_lite.recompute.saved import version_of
+from megatron_lite.recompute.verify import (
+    Execution,
+    Graph,
+    RecomputeMismatch,
+    described,
+    inputs_of,
+    unobserved,
+)
 
 ROUNDING = 1e-3  # relative to a result's largest value, for kernels that add in any order
 NUM_LAST = 4  # so many saved tensors are compared at the point where replays may stop
@@ -70,7 +74,6 @@ class Witness:
         self._is_sharded = is_sharded(layer)
         self._doubtful: dict[int, Tensor] = {}
         self._chosen: dict[int, Tensor] = {}
-        self._left: list[_Belongings] = []
 
     @property
     def is_done(self) -> bool:
@@ -86,7 +89,7 @@ class Witness:
             for path, value in paths
             if isinstance(value, Tensor)
         }
-        self._replay = run = _LayerRun(given, dict(self._attributes()))
+        self._replay = run = _LayerRun(given, self._attributes())
         with unobserved():
             for place, value in given.items():
                 run.see(place, value)
@@ -106,7 +109,7 @@ class Witness:
         """Ends the forward or a replay, with the layer in the state after it."""
         run = self._replay
         run.outputs = tensors_of(outputs)
-        lost = dict(self._attributes())
+        lost = self._attributes()
         seen = {f"result {number}": tensor for number, tensor in enumerate(run.outputs)} | lost
         with unobserved():
             # All of them are alive, so an address belongs to one. Several operators save a tensor.
@@ -135,9 +138,8 @@ class Witness:
         run.inputs, run.given = {}, []
 
     def look(self) -> None:
-        """Takes note of what the layer holds, before and after a replay."""
-        with unobserved():
-            self._left.append(_Belongings(self._layer))
+        """Takes note of what the layer holds before a replay."""
+        self._before = _Belongings(self._layer)
 
     def chosen(self, kept: tuple[int, Tensor]) -> Tensor:
         """Returns a tensor that the replay saved, or in its place the forward's bits."""
@@ -151,10 +153,9 @@ class Witness:
         RecomputeMismatch: they differ.
         """
         places = self._forward.differences(self._replay, self._name, whole=False)
-        before, now = self._left
-        if name := before.first_other(now):
+        if (name := self._before.first_other()) is not None:
             self._refuse(f"it changed {name}, a second time after the forward")
-        self._left = []
+        del self._before
         self._judge(places, rebuilt)
         self._replay, self._doubtful = _LayerRun({}, {}), {}
         if self._signature is not None:
@@ -233,17 +234,14 @@ class Witness:
             + " take the layer out of the policy"
         )
 
-    def _attributes(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the buffers, and the tensors with a graph among the modules' attributes."""
-        for path, module in self._layer.named_modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield f"buffer {path}.{name}", buffer
-            for name, value in vars(module).items():
-                if name not in STANDARD:
-                    for number, each in enumerate(tensors_of(value)):
-                        if each.grad_fn is not None:
-                            yield f"attribute {path}.{name} {number}", each
+    def _attributes(self) -> dict[str, Tensor]:
+        """Returns the tensors that the layer's modules hold, without parameters."""
+        parts = Contents.of_layer(self._layer, lambda name: False).parts
+        return {
+            f"tensor {name}": part.value
+            for name, part in parts.items()
+            if isinstance(part.value, Tensor) and not isinstance(part.value, nn.Parameter)
+        }
 
 
 class _LayerRun(Execution):
@@ -279,42 +277,27 @@ class _LayerRun(Execution):
 
 
 class _Belongings:
-    """Describes a layer at one moment: hashes of tensors, and the contents of other attributes."""
+    """What a layer holds before a replay, with hashes of its tensors."""
 
     def __init__(self, layer: nn.Module) -> None:
-        seen: set[int] = set()
-        self.parts: dict[str, list[Any]] = {}
-        tensors: dict[str, Tensor] = {}
-        exchanged = is_sharded(layer)  # FSDP2 exchanges parameters by itself
-        for path, module in layer.named_modules():
-            for registry in (
-                [module._buffers] if exchanged else [module._parameters, module._buffers]
-            ):
-                for name, value in registry.items():
-                    if value is not None:
-                        tensors[f"{path}.{name}".lstrip(".")] = value
-            for name, value in vars(module).items():
-                if name not in STANDARD and name != "forward":
-                    key = f"attribute {path}.{name}".replace(" .", " ")
-                    parts = self.parts[key] = list(contents(value, seen))
-                    for number, part in enumerate(parts):
-                        if isinstance(part, Value):
-                            tensors[f"{key} {number}"] = part.tensor
-        self.names = list(tensors)
-        self.hashes = [quick_hash(each) for each in tensors.values()]
+        self._contents = Contents.of_layer(layer)
+        self._tensors = {
+            name: part.value
+            for name, part in self._contents.parts.items()
+            if isinstance(part.value, Tensor)
+        }
+        self._hashes = self._hashed()
 
-    def first_other(self, now: _Belongings) -> str | None:
-        """Returns the name of what has changed, or None."""
-        names = [
-            name for name, parts in self.parts.items() if not same(parts, now.parts.get(name, []))
-        ]
-        values = read([*self.hashes, *now.hashes])
-        if self.names == now.names:
-            pairs = zip(
-                self.names, values[: len(self.names)], values[len(self.names) :], strict=True
-            )
-            names = [name for name, one, other in pairs if one != other] + names
-        return names[0] if names else None
+    def _hashed(self) -> list[Tensor]:
+        with unobserved():
+            return [quick_hash(each) for each in self._tensors.values()]
+
+    def first_other(self) -> str | None:
+        """Returns the name of something that has changed since, or None."""
+        values = read([*self._hashes, *self._hashed()])
+        pairs = zip(self._tensors, values, values[len(self._hashes) :], strict=False)
+        names = [name for name, one, other in pairs if one != other]
+        return next(iter([*names, *(name for name, _ in self._contents.changed())]), None)
 
 
 def hash_last(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.checkpoint import checkpoint
-from megatron_lite.recompute.discard import DiscardedOutputs
+from megatron_lite.recompute.region_runner import DiscardedOutputs
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 

@@ -104,7 +104,7 @@ def test_a_buffer_that_was_written_to_after_the_forward_is_named() -> None:
             return self.body(hidden * self.scale)
 
     with pytest.raises(
-        RuntimeError, match=r"layers\.1: its buffer scale was written to after the forward"
+        RuntimeError, match=r"layers\.1: its tensor scale was written to after the forward"
     ):
         run_with(Scaled, "*:full", lambda model, hidden: model.layers[1].scale.add_(1))
 
@@ -128,7 +128,7 @@ def test_what_the_first_forward_left_alone_and_a_later_one_writes_to_is_named_on
             state = torch.get_rng_state()
             with pytest.raises(
                 RuntimeError,
-                match=r"layers\.0 wrote to its buffer count, which its first forward did not",
+                match=r"layers\.0 wrote to its tensor count, which its first forward did not",
             ):
                 model(batches()[1])
             model.layers[0].count.zero_()
