@@ -4,25 +4,22 @@ recompute policy on any model.
     config = run_config(num_layers=4, hidden_size=256, ...)
     train(config)
 
-Importing this module does not import torch; `train`, `apply_policy_` and `fit_memory_` do.
-docs/python-api.md has examples.
+Importing this module loads nothing else: each function imports what it needs. A policy on a model
+of another library loads torch and a part of megatron_lite/recompute. docs/python-api.md has
+examples.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from megatron_lite.config.checks import InputError
-from megatron_lite.config.known_models import preset as load_preset
-from megatron_lite.config.run import RunConfig
-from megatron_lite.config.run_flags import build_run, run_fields, topics
-from megatron_lite.config.units import parse_bytes
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from megatron_lite.config.checks import InputError
+    from megatron_lite.config.run import RunConfig
     from megatron_lite.fit.memory_fit import Fit
     from megatron_lite.model.gpt import ModelStages
     from megatron_lite.plan.verdict import FitVerdict
@@ -41,6 +38,16 @@ __all__ = [
     "run_config",
     "train",
 ]
+
+
+_CLASSES = {"InputError": "config.checks", "RunConfig": "config.run"}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a class of this interface that is defined elsewhere."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"megatron_lite.{_CLASSES[name]}"), name)
 
 
 class TrainedRun(NamedTuple):
@@ -72,8 +79,12 @@ def run_config(*, preset: str | None = None, **settings: Any) -> RunConfig:
     Raises TypeError for a name that is no field, or for a field without a default that is missing.
     Raises ValueError for a value that breaks a rule; the message names the flag.
     """
+    from megatron_lite.config.run_flags import build_run, run_fields, topics
+
     if preset is not None:
-        known = load_preset(preset)
+        from megatron_lite.config import known_models
+
+        known = known_models.preset(preset)
         # NullTokenizer adds one id to its vocab_size.
         settings = {**known.fields, "vocab_size": known.vocab_size - 1, **settings}
     fields = run_fields()
@@ -175,6 +186,9 @@ def plan(
     "fits", "tight" (with a part of the reserve only) or "does not fit".
     Raises InputError if training would refuse every layout.
     """
+    import dataclasses
+
+    from megatron_lite.config.units import parse_bytes
     from megatron_lite.plan.auto_policy import Budget, default_reserve
     from megatron_lite.plan.hardware import load_hardware
     from megatron_lite.plan.problem import problem_of

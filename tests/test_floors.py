@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.counts import tokens_of
 from tests.support.pairs import in_one_test
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +45,9 @@ FLOORS = {
 ROOF = ("arguments", "pretrain_gpt")
 # The package's own modules that stand above all folders: the command and the public functions.
 ROOF_OF_PACKAGE = ("__main__", "api")
+# The part that puts policies on models of other libraries, and the tokens that it may load.
+OTHER_MODELS = "megatron_lite.recompute.apply"
+MOST_TOKENS_FOR_OTHER_MODELS = 30_000
 STANDARD_LIBRARY_ONLY = ("config", "description")
 WITHOUT_TORCH = ("data", "memory.predict", "memory.explain", "plan", "pages")
 # What fits any model knows nothing of this project's own model, engine and flags.
@@ -102,6 +107,59 @@ def faults_of(source: str, module: str) -> list[str]:
 
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def reached_from(module: str) -> set[str]:
+    """Returns the project's modules that `module` imports, themselves or through others, late
+    imports among them."""
+    names, waiting, found = {module_name(path) for path in LIBRARY}, [module], set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in names - found:
+            found.add(name)
+            imported = imports_of((ROOT / f"{name.replace('.', '/')}.py").read_text(), name)
+            waiting += [*imported, *(each.rpartition(".")[0] for each in imported)]
+    return found
+
+
+def test_policies_for_models_of_other_libraries_stand_alone() -> None:
+    """They know nothing of our GPT, of its engine for units and regions, of its flags and plans."""
+    found = reached_from(OTHER_MODELS)
+    assert {name for name in found if name.startswith("megatron_lite.config.")} <= {
+        f"megatron_lite.config.{name}"
+        for name in ("checks", "operators", "policy", "regions", "row_blocks")
+    }
+    assert {name.split(".")[1] for name in found} == {"config", "parallel", "recompute"}
+    assert not found & {
+        f"megatron_lite.recompute.{name}"
+        for name in ("checkpoint", "layer_runner", "region_runner", "schedule")
+    }
+    files = [ROOT / f"{name.replace('.', '/')}.py" for name in found]
+    assert tokens_of(files) <= MOST_TOKENS_FOR_OTHER_MODELS
+
+
+def test_importing_them_loads_torch_and_nothing_else() -> None:
+    program = """
+import sys, torch
+before = {name.partition(".")[0] for name in sys.modules}
+from megatron_lite import api
+assert [name for name in sys.modules if name.startswith("megatron_lite.")] == ["megatron_lite.api"]
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+api.apply_policy_(model, layers_fqn="", policy="*:full")
+model(torch.ones(1, 2)).sum().backward()
+print(*(name for name in sys.modules if name.startswith("megatron_lite.")))
+print(*({name.partition(".")[0] for name in sys.modules} - before))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    ours, roots = done.stdout.splitlines()
+    own = {"jinja2", "matplotlib", "numpy", "rich", "safetensors", "transformers", "yaml"}
+    assert not own & set(roots.split())  # torch itself loads sympy
+    assert {"megatron_lite.api", *ours.split()} - reached_from(OTHER_MODELS) <= {
+        "megatron_lite.api",
+        *(f"megatron_lite.{folder}" for folder in FLOORS),
+    }
 
 
 def test_every_folder_has_a_floor() -> None:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from megatron_lite.fit.gauges import Gauge, Reading
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.own_generators import GLOBAL, GeneratorState, drawn_again
+from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
 
 FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, OUTSIDE = "f", "fe", "b", "be", ""
 

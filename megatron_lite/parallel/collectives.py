@@ -23,7 +23,7 @@ from megatron_lite.parallel.timing import WAITING
 from megatron_lite.parallel.torch_internals import (
     CachedMode,
     CachingMode,
-    TorchDispatchMode,
+    KeepsResults,
     dispatch_modes,
     num_dispatch_modes,
 )
@@ -32,10 +32,6 @@ from megatron_lite.parallel.torch_internals import (
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _functional = torch.ops._c10d_functional
-
-
-class KeepsResults(TorchDispatchMode):
-    """A dispatch mode that may keep the results of operators and return them again in a replay."""
 
 
 def results_may_be_kept() -> bool:
@@ -221,3 +217,27 @@ def _waited(result: Tensor) -> Tensor:
     """Returns the result of a functional collective; this device's next kernels may read it."""
     with WAITING:
         return _functional.wait_tensor(result)
+
+
+def are_equal(hashes: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Returns whether all ranks of the group hold the same hashes, 0-d bool.
+
+    Issues one all-reduce of 16 bytes per hash. Does not wait for the device.
+    """
+    # ~x is largest where x is smallest
+    extremes = all_reduce_(torch.cat([hashes, ~hashes]), group, dist.ReduceOp.MAX)
+    largest, smallest = extremes.chunk(2)
+    return (largest == ~smallest).all()
+
+
+def odd_ones_out(hashes: Tensor, group: ProcessGroup | None) -> list[int]:
+    """Returns the indices of this rank's hashes that at most half of the group holds.
+
+    Issues one all-gather, and waits for the device. Returns [] for a group of one rank.
+    """
+    size = 1 if group is None else group.size()
+    gathered = all_gather_first_dim(hashes, group).view(size, -1)
+    agreeing = (gathered == hashes).sum(0)
+    return [
+        number for number, count in enumerate(agreeing.tolist()) if 2 * count <= size and size > 1
+    ]

@@ -1,4 +1,4 @@
-"""Computes a 64-bit hash of a tensor's bits and their places, and compares hashes between ranks.
+"""Computes a 64-bit hash of a tensor's bits and their places.
 
     hash of a block = sum over its words of word * key of the place, modulo 2^64
 
@@ -15,10 +15,8 @@ from functools import cache, reduce
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_lite.config.row_blocks import hashed_at_a_time
-from megatron_lite.parallel.collectives import all_gather_first_dim, all_reduce_
 from megatron_lite.parallel.torch_internals import is_fake
 
 GOLDEN, FIRST, SECOND = (
@@ -62,30 +60,6 @@ def read(hashes: Sequence[Tensor]) -> list[int]:
         here = [number for number, each in enumerate(hashes) if each.device == device]
         values |= zip(here, torch.stack([hashes[number] for number in here]).tolist(), strict=True)
     return [values[number] for number in range(len(hashes))]
-
-
-def are_equal(hashes: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Returns whether all ranks of the group hold the same hashes, 0-d bool.
-
-    Issues one all-reduce of 16 bytes per hash. Does not wait for the device.
-    """
-    # ~x is largest where x is smallest
-    extremes = all_reduce_(torch.cat([hashes, ~hashes]), group, ReduceOp.MAX)
-    largest, smallest = extremes.chunk(2)
-    return (largest == ~smallest).all()
-
-
-def odd_ones_out(hashes: Tensor, group: ProcessGroup | None) -> list[int]:
-    """Returns the indices of this rank's hashes that at most half of the group holds.
-
-    Issues one all-gather, and waits for the device. Returns [] for a group of one rank.
-    """
-    size = 1 if group is None else group.size()
-    gathered = all_gather_first_dim(hashes, group).view(size, -1)
-    agreeing = (gathered == hashes).sum(0)
-    return [
-        number for number, count in enumerate(agreeing.tolist()) if 2 * count <= size and size > 1
-    ]
 
 
 def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:

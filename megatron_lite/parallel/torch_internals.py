@@ -88,6 +88,11 @@ CachingMode = private("torch.utils.checkpoint._CachingTorchDispatchMode")
 CachedMode = private("torch.utils.checkpoint._CachedTorchDispatchMode")
 disable_current_modes = private("torch.utils._python_dispatch._disable_current_modes")
 
+
+class KeepsResults(TorchDispatchMode):  # type: ignore[valid-type, misc]
+    """A dispatch mode that may keep the results of operators and return them again in a replay."""
+
+
 # Process groups.
 world = private("torch.distributed.distributed_c10d._world")
 set_group_timeout = private("torch.distributed.distributed_c10d._set_pg_timeout")

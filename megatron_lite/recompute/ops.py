@@ -27,9 +27,9 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.operators import GROUPS, IN_GROUPS, Choice, parse_entry
-from megatron_lite.parallel.collectives import KeepsResults
 from megatron_lite.parallel.torch_internals import (
     KEY_OF_VERSIONS,
+    KeepsResults,
     address_of,
     schema_of,
     tree_leaves,

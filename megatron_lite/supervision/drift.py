@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.collectives import are_equal, odd_ones_out
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState, gather_texts
-from megatron_lite.parallel.tensor_hash import are_equal, odd_ones_out, quick_hash
+from megatron_lite.parallel.tensor_hash import quick_hash
 
 
 class _HeldTensor(NamedTuple):

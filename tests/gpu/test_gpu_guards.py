@@ -11,7 +11,8 @@ import torch
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.optim.spike import SETTLED, SpikeGuard
-from megatron_lite.parallel.tensor_hash import are_equal, quick_hash
+from megatron_lite.parallel.collectives import are_equal
+from megatron_lite.parallel.tensor_hash import quick_hash
 from megatron_lite.supervision.slow_rank import SlowRanks
 from tests.gpu.test_gpu import finish, on, tiny_run_on
 

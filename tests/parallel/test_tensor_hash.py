@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel import tensor_hash as module
+from megatron_lite.parallel.collectives import are_equal, odd_ones_out
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.state import gather_texts
-from megatron_lite.parallel.tensor_hash import are_equal, odd_ones_out, quick_hash
+from megatron_lite.parallel.tensor_hash import quick_hash
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
