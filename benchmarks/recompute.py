@@ -42,7 +42,8 @@ from benchmarks.harness import (
 from benchmarks.recompute_engines import NONE, Engine, build_contestants, engine_names
 from megatron_lite.config.model import ATTENTION_BACKENDS
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.parallel.rng import RngSnapshot, RngStreams
+from megatron_lite.parallel.generators import RngSnapshot
+from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 
 aten = torch.ops.aten

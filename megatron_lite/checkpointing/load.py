@@ -23,8 +23,9 @@ from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.generators import RngSnapshot
 from megatron_lite.parallel.parameter_spec import spec_of
-from megatron_lite.parallel.rng import DEFAULT, RngSnapshot
+from megatron_lite.parallel.rng import DEFAULT
 from megatron_lite.parallel.state import ParallelState
 
 LONGEST_SHOWN = 200

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+LONGEST_SHOWN = 60
 Entry = TypeVar("Entry")
 
 
@@ -69,3 +70,12 @@ def resolve(config: Any, field: str, value: Any) -> None:
     """
     if getattr(config, field) is None:
         object.__setattr__(config, field, value)
+
+
+def quoted(value: object) -> str:
+    """Returns the value for an error message: only its beginning if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number with more digits than Python prints
+        return "a number of several thousand digits"
+    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + ".."

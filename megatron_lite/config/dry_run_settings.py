@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.config.checks import flag
+from megatron_lite.config.checks import flag, quoted
 from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.plain import parse_whole_number, quoted
+from megatron_lite.config.plain import parse_whole_number
 from megatron_lite.config.setting import check_settings, setting, settings_of
 from megatron_lite.config.stages import stages_of_rank
 

@@ -11,12 +11,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.hf_families import DATA, FAMILIES, REASONS
 from megatron_lite.config.hf_rules import REQUIRED, Config, Groups, Rotary, Rule, Unrotated, Windows
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import as_whole, quoted, shown
+from megatron_lite.config.plain import as_whole, shown
 
 CONFIG = "config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

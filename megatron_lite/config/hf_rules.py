@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from megatron_lite.config.checks import quoted
 from megatron_lite.config.model import FAST_TURNS, ORIGINAL_LENGTH, SLOW_TURNS, ModelConfig
-from megatron_lite.config.plain import MOST_LAYERS, quoted, shown
+from megatron_lite.config.plain import MOST_LAYERS, shown
 
 Values = dict[str, Any]
 

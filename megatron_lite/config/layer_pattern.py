@@ -20,7 +20,8 @@ import re
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.config.plain import quoted, shown
+from megatron_lite.config.checks import quoted
+from megatron_lite.config.plain import shown
 
 if TYPE_CHECKING:
     from megatron_lite.config.model import ModelConfig

@@ -162,6 +162,12 @@ def _of_recompute(config: RunConfig) -> Rows:
     ]
     about += [
         (
+            any(action.router for action in actions),
+            "--recompute-policy +router has no effect: these layers have no router",
+        )
+    ]
+    about += [
+        (
             model.norms_after and REGIONS[region].needs_norms_before,
             f"--recompute-modules {region} has no effect under --norm-position after: no "
             "operation keeps the output of such a norm",

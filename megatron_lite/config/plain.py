@@ -16,6 +16,8 @@ import typing
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron_lite.config.checks import quoted
+
 LARGEST_TEXT = 1 << 20  # characters; a whole run has about 5,000
 SHOWN = 80
 INT64 = range(-(2**63), 2**63)
@@ -80,7 +82,6 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-LONGEST_SHOWN = 60
 LONGEST_LINE = 400
 # A reader builds something for each layer that a file names. No model has more layers than this.
 MOST_LAYERS = 2**16
@@ -172,15 +173,6 @@ def as_line(value: object, name: str) -> str:
     if not isinstance(value, str) or len(value) > LONGEST_LINE or not (value + " ").isprintable():
         raise ValueError(f"{name} must be one line of text (got {quoted(value)})")
     return value
-
-
-def quoted(value: object) -> str:
-    """Returns the value for an error message: only its beginning if it is long."""
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number with more digits than Python prints
-        return "a number of several thousand digits"
-    return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + ".."
 
 
 def from_plain(cls: type, values: Any, where: str, ignored: Collection[str] = ()) -> Any:

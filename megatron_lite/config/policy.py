@@ -14,6 +14,8 @@ tensors lie until then.
              core_attn+layernorm rebuild these regions of each layer
              ops(matmul,attention)
                                  keep the results of these operators and rebuild the rest
+             full+router         besides, keep which experts a router chose, behind any action but
+                                 none. It is so wherever a layer calls top-k, also unsaid.
     store    device              on the device (the default)
              split               1/t of a unit's input on each tensor-parallel rank
              host                in host memory
@@ -29,11 +31,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
+from megatron_lite.config.checks import quoted
 from megatron_lite.config.operators import parse_entry
-from megatron_lite.config.plain import quoted
 from megatron_lite.config.regions import ALIAS, MODULES, PARTS, expanded, store_of
 
 STORES = ("device", "split", "host", "split+host")
@@ -73,23 +75,28 @@ class Layers:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAction:
-    """The action of a rule: at most one field is set. With none, the layer keeps everything.
+    """The action of a rule: at most one of the first three fields is set. With none, the layer
+    keeps everything.
 
     unit: the number of neighbouring layers of a unit, which is rebuilt whole. 0: no unit.
     regions: the regions of the layer that are rebuilt, sorted by name.
     ops: the operators whose results are kept. Everything else is rebuilt.
+    router: whether the text says that the choice of a router is kept.
     """
 
     unit: int = 0
     regions: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
+    router: bool = False
 
     def __str__(self) -> str:
         if self.unit:
-            return "full" if self.unit == 1 else f"full/{self.unit}"
-        if self.ops:
-            return f"ops({','.join(self.ops)})"
-        return "+".join(self.regions) or "none"
+            text = "full" if self.unit == 1 else f"full/{self.unit}"
+        elif self.ops:
+            text = f"ops({','.join(self.ops)})"
+        else:
+            text = "+".join(self.regions) or "none"
+        return f"{text}+router" if self.router else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +204,11 @@ def _layers(text: str) -> Layers:
 
 
 def _action(text: str) -> LayerAction:
+    if (found := re.fullmatch(r"(.*\S)\s*\+\s*router", text)) is not None:
+        kept = _action(found[1])
+        if kept == LayerAction():
+            raise ValueError("none keeps everything, the choice of a router too: leave out +router")
+        return replace(kept, router=True)
     if (inside := re.fullmatch(r"ops\s*\((.*)\)", text)) is not None:
         return LayerAction(ops=tuple(_operator(one.strip()) for one in inside[1].split(",")))
     if text == "none":

@@ -15,11 +15,10 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.layer_pattern import parse_window
 from megatron_lite.config.megatron_values import OTHER_WAYS
 from megatron_lite.config.parser import Parser, reader
-from megatron_lite.config.plain import quoted
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.setting import Setting, settings_of, spelling
 

@@ -16,11 +16,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_lite.parallel.generators import RngSnapshot
 
 DEFAULT = "default"
 TENSOR_PARALLEL = "tensor_parallel"
@@ -33,27 +33,6 @@ def derive_seed(*parts: object) -> int:
     """
     digest = hashlib.sha256("/".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-@dataclass(frozen=True)
-class RngSnapshot:
-    """The state of every stream, and the name of the stream that was current.
-
-    The state tensors are shared between snapshots and must not be modified.
-    """
-
-    current: str
-    states: dict[str, Tensor]
-
-
-class Generators(Protocol):
-    """All the generators that a replay may draw from. Their state can be read and restored."""
-
-    device: torch.device
-
-    def snapshot(self) -> RngSnapshot: ...
-
-    def restore(self, snapshot: RngSnapshot) -> None: ...
 
 
 class RngStreams:

@@ -24,7 +24,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
-from megatron_lite.parallel.rng import Generators
+from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import prepare
 from megatron_lite.parallel.torch_internals import disable_dynamo, is_transformed
 from megatron_lite.parallel.weights import weights_in_use
@@ -37,7 +37,7 @@ from megatron_lite.recompute.offload import Offload
 from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.randomness import DefaultGenerators
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
-from megatron_lite.recompute.saved import has_values
+from megatron_lite.recompute.saved import Args, Kwargs, has_values
 from megatron_lite.recompute.stores import Stores
 from megatron_lite.recompute.turns import Turns
 
@@ -95,7 +95,7 @@ def apply_policy_(
     for notice in notices:
         warnings.warn(notice, stacklevel=2)
     prepare(each for layer in layers for each in layer.parameters() if verify)
-    shared = _Shared([segment.first_layer for segment in plan.segments if segment.on_host], rng)
+    shared = _Shared(plan, rng)
     for segment, layer in zip(plan.segments, layers, strict=True):
         if segment.unit or segment.ops or segment.on_host:
             layer.forward = _Recomputed(
@@ -216,11 +216,7 @@ class _Recomputed:
             return self._recomputed(layer, forward, args, kwargs)
 
     def _recomputed(
-        self,
-        layer: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, layer: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
     ) -> Any:
         forward, args, kwargs = with_own_caches(forward, args, kwargs, self._shared.notify)
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
@@ -236,9 +232,11 @@ class _Recomputed:
             guard=self._guards[valued],
             turns=self._shared.turns,
         )
-        return rebuild_call(forward, args, kwargs, how)
+        results = rebuild_call(forward, args, kwargs, how)
+        self._shared.note_router(self._segment, bool(how.guard.has_router))
+        return results
 
-    def _on_host(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_host(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if not self._segment.on_host:
             return nullcontext()
         # The first tensor is the hidden states, which belong to this layer. All others stay.
@@ -254,12 +252,13 @@ class _Recomputed:
 class _Shared:
     """The host memory, streams and warnings that the layers under one policy share.
 
-    host_layers: the numbers of the layers with @host, in the order of their calls.
+    plan: of these layers, in the order of their calls.
     rng: the named random-number streams that the layers draw from, if any.
     """
 
-    def __init__(self, host_layers: list[int], rng: Generators | None) -> None:
-        self._host_layers, self._rng = host_layers, rng
+    def __init__(self, plan: RecomputePlan, rng: Generators | None) -> None:
+        self._rng, self._without_router = rng, [each for each in plan.segments if each.router]
+        self._host_layers = [each.first_layer for each in plan.segments if each.on_host]
         self._stores: Stores | None = None
         self._offload: Offload | None = None
         self._notified: set[str] = set()
@@ -275,9 +274,14 @@ class _Shared:
             self._notified.add(text)
             warnings.warn(text, stacklevel=2)
 
-    def streams(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Generators:
+    def note_router(self, segment: Segment, has_router: bool) -> None:
+        """Warns if the last layer whose policy says +router has run, and none of them has one."""
+        if has_router:
+            self._without_router = []
+        elif segment in self._without_router[-1:]:
+            self.notify("No layer whose policy says +router calls top-k: no choice is kept")
+
+    def streams(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> Generators:
         """Returns the generators that a layer draws from.
 
         These are the named streams if there are any, otherwise torch's default generators of the

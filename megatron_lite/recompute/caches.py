@@ -20,15 +20,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from megatron_lite.recompute.saved import Args, Kwargs
+
 CACHES = "transformers.cache_utils"
 
 
 def with_own_caches(
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    notify: Callable[[str], None],
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    forward: Callable[..., Any], args: Args, kwargs: Kwargs, notify: Callable[[str], None]
+) -> tuple[Callable[..., Any], Args, Kwargs]:
     """Returns (forward, args, kwargs) with which no run of the layer changes a cache of the caller.
 
     Of each UserDict the contents are passed, of which a replay gets a copy of its own. Gemma's

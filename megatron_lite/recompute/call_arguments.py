@@ -25,7 +25,7 @@ from megatron_lite.parallel.torch_internals import (
 )
 from megatron_lite.recompute.contents import Contents
 from megatron_lite.recompute.layer_state import ReplayInputs, Written
-from megatron_lite.recompute.saved import SavedValue, has_values, version_of
+from megatron_lite.recompute.saved import Args, Kwargs, SavedValue, has_values, version_of
 
 
 class Arguments:
@@ -36,9 +36,7 @@ class Arguments:
     generators: the generators among the arguments, with their states before the forward.
     """
 
-    def __init__(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: Written
-    ) -> None:
+    def __init__(self, name: str, args: Args, kwargs: Kwargs, written: Written) -> None:
         self._name, self._written = name, written
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self._described: Any = (args, kwargs)
@@ -112,7 +110,7 @@ class Arguments:
         """Returns the places of the arguments that have changed, but tensors."""
         return [int((owner or name).partition(".")[0]) for name, owner in self._others.changed()]
 
-    def again(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def again(self) -> tuple[Args, Kwargs]:
         """Returns (args, kwargs) for a replay: the values of the forward, in new containers.
 
         RuntimeError: a tensor or an object among the arguments was changed since the forward.

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.collectives import start_all_gather_first_dim
-from megatron_lite.parallel.rng import Generators
+from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.torch_internals import engine, is_plain_backward
 from megatron_lite.recompute.phase import recomputing
 from megatron_lite.recompute.randomness import Randomness, autocast_states, casts_not_cached

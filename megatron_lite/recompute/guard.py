@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.recompute.layer_state import HOOKS, PARAMETER_HOOKS
+from megatron_lite.recompute.saved import Args, Kwargs
 from megatron_lite.recompute.surroundings import Surroundings, kind_of
 
 MAX_SHAPES = 4  # so many sets of shapes are verified, because lengths may vary for ever
@@ -29,11 +30,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        surroundings: Surroundings,
+        cls, layer: nn.Module, args: Args, kwargs: Kwargs, surroundings: Surroundings
     ) -> Signature:
         """Returns the signature of a call of the layer."""
         given = tree_leaves((args, kwargs))
@@ -61,6 +58,7 @@ class Guard:
     stops_early: whether a replay may end before the layer does, when all saved tensors are rebuilt.
         None until a replay has run to the end.
     calls: the number of calls so far.
+    has_router: whether a forward chose by a top-k call. None before the first one.
     reads_again: whether a Function of the layer reads its saved tensors more than once.
     doubts: the numbers of saved tensors whose bytes differed in a replay, where all else agreed.
     harmless: the numbers of those whose difference backward does not read.
@@ -69,6 +67,7 @@ class Guard:
     def __init__(self, verify: Verify, *, stops_early: bool | None = None) -> None:
         self.verify, self.stops_early = verify, stops_early
         self.reads_again = False
+        self.has_router: bool | None = None
         self.doubts: set[int] = set()
         self.harmless: set[int] = set()
         self.calls = 0

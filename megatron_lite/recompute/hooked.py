@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.rng import Generators
+from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import read
 from megatron_lite.parallel.torch_internals import (
     PythonNode,
@@ -46,7 +46,15 @@ from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.phase import recomputing
 from megatron_lite.recompute.randomness import Randomness, drawn_again
-from megatron_lite.recompute.saved import SavedParameter, check_unwritten, unpacked, version_of
+from megatron_lite.recompute.router import KeptChoices
+from megatron_lite.recompute.saved import (
+    Args,
+    Kwargs,
+    SavedParameter,
+    check_unwritten,
+    unpacked,
+    version_of,
+)
 from megatron_lite.recompute.surroundings import Surroundings
 from megatron_lite.recompute.turns import Turns
 from megatron_lite.recompute.verify import RecomputeMismatch
@@ -86,9 +94,7 @@ def rebuild_saved(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
     return rebuild_call(function, args, {}, How(**how))
 
 
-def rebuild_call(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
-) -> Any:
+def rebuild_call(function: Callable[..., Any], args: Args, kwargs: Kwargs, how: How) -> Any:
     """Returns `function(*args, **kwargs)` itself; backward rebuilds the tensors that it saved.
 
     If gradients are off, the function simply runs. The call keeps for backward: the tensors among
@@ -118,9 +124,7 @@ class _LayerCall:
     refers to the slots weakly, which also shows which of them are still needed.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], how: How
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], args: Args, kwargs: Kwargs, how: How) -> None:
         self.how, self._function = how, function
         written = how.written or Written(state=set(), arguments=set())
         # From here on the state before the forward is read, so this object is made right before it.
@@ -136,6 +140,9 @@ class _LayerCall:
                 signature = Signature.of(how.layer, args, kwargs, self._surroundings)
             if how.guard.wants(signature):
                 self._witness = Witness(how.name, how.rng, how.layer, how.guard, signature)
+        self._choices = None
+        if how.layer is not None and (how.guard.has_router is not False or self._witness):
+            self._choices = KeptChoices()
         self.slots: list[weakref.ref[_SavedSlot]] = []
         self.forms: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
         self._is_complete = False
@@ -146,7 +153,7 @@ class _LayerCall:
         self._was_read: set[tuple[int, int]] = set()
         self._lock = threading.RLock()
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, args: Args, kwargs: Kwargs) -> Any:
         """Runs the function with slots in place of its saved tensors, and returns its outputs."""
         if self._witness is not None:
             self._witness.begin(args, kwargs)
@@ -154,6 +161,8 @@ class _LayerCall:
             around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, unpacked))
             if self.how.results is not None:
                 around.enter_context(self.how.results.keeping())
+            if self._choices is not None:
+                around.enter_context(self._choices.keeping())
             outputs = self._function(*args, **kwargs)
         if self._witness is not None:
             self._witness.end(outputs)
@@ -165,6 +174,9 @@ class _LayerCall:
             self._held = []
         if self.how.results is not None:
             self.how.results.save()
+        if self._choices is not None:
+            has_router = self._choices.save()
+            self.how.guard.has_router = has_router or bool(self.how.guard.has_router)
         self._is_complete = True
         return outputs
 
@@ -291,7 +303,7 @@ class _LayerCall:
             self._witness = None if witness.is_done else witness
         return rebuilt.values
 
-    def _run_again(self, rebuilt: _Rebuilt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_again(self, rebuilt: _Rebuilt, args: Args, kwargs: Kwargs) -> Any:
         # The hooks of the replay come after `again`, so they see only what the function itself
         # saves.
         witness, results = rebuilt.witness, self.how.results
@@ -300,6 +312,8 @@ class _LayerCall:
             around.enter_context(torch.autograd.graph.saved_tensors_hooks(rebuilt.pack, unpack))
             if results is not None:
                 around.enter_context(results.reusing(again=witness is not None))
+            if self._choices is not None:
+                around.enter_context(self._choices.reusing())
             return (self.how.replay or self._function)(*args, **kwargs)
 
 

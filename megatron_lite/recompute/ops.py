@@ -37,10 +37,10 @@ from megatron_lite.parallel.torch_internals import (
     without_dispatch_key,
 )
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.saved import SavedValue, version_of
+from megatron_lite.recompute.saved import Args, Kwargs, SavedValue, version_of
 
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
-Run = Callable[[Place, tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[Place, Args, Kwargs], Any]
 
 
 class KeptResults:
@@ -102,7 +102,7 @@ class KeptResults:
         if self.skip_tail:
             self._open.close()
 
-    def keeps(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def keeps(self, operator: Any, args: Args, kwargs: Kwargs) -> bool:
         """Tells whether the result of this call is kept.
 
         It counts the calls (matmul/2 keeps every second), so every call in the forward must ask
@@ -126,7 +126,7 @@ class KeptResults:
         finally:
             self.counting, self._open = outer
 
-    def _keep(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _keep(self, place: Place, args: Args, kwargs: Kwargs) -> Any:
         operator, _ = place
         result = operator(*args, **kwargs)
         if self.keeps(operator, args, kwargs):
@@ -136,7 +136,7 @@ class KeptResults:
             }
         return result
 
-    def see_write(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def see_write(self, operator: Any, args: Args, kwargs: Kwargs) -> None:
         """Marks the kept results that an operator is about to write to.
 
         Versions alone would miss some writes: the results of torch's `unsafe_` view operators do
@@ -154,10 +154,10 @@ class KeptResults:
                     else:
                         result.is_written = True
 
-    def _run_again(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_again(self, place: Place, args: Args, kwargs: Kwargs) -> Any:
         return place[0](*args, **kwargs)
 
-    def _reuse(self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _reuse(self, place: Place, args: Args, kwargs: Kwargs) -> Any:
         kept = self._kept.get(place)
         if kept is None or _is_written(kept):
             return place[0](*args, **kwargs)
@@ -181,11 +181,7 @@ class _Numbering(KeepsResults):
         self._numbers = Counter[Any]()
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if self._kept.counting is self:
@@ -270,12 +266,12 @@ def _check(operator: Any, name: str, setting: str) -> None:
         )
 
 
-def _draws_dropout(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _draws_dropout(operator: Any, args: Args, kwargs: Kwargs) -> bool:
     """Tells whether this call is of an attention kernel with dropout, which draws random
     numbers."""
     return bool(_named(operator, args, kwargs).get("dropout_p", 0.0) > 0.0)
 
 
-def _named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(operator: Any, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     names = (argument.name for argument in schema_of(operator).arguments)
     return dict(zip(names, args, strict=False)) | kwargs

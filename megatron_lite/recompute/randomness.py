@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lite.parallel.rng import DEFAULT, Generators, RngSnapshot
+from megatron_lite.parallel.generators import Generators, RngSnapshot
 from megatron_lite.recompute.saved import SavedValue
 
 CPU = "cpu"
@@ -103,7 +103,7 @@ class DefaultGenerators:
 
     def snapshot(self) -> RngSnapshot:
         """Returns the present states."""
-        return RngSnapshot(DEFAULT, {name: each.get_state() for name, each in self._all.items()})
+        return RngSnapshot(CPU, {name: each.get_state() for name, each in self._all.items()})
 
     def restore(self, snapshot: RngSnapshot) -> None:
         """Puts the states of a snapshot back."""

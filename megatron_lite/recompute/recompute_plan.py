@@ -30,6 +30,7 @@ class Segment:
     regions: names of the regions inside each layer that backward runs again. Empty in a unit.
     ops: the entries of an `ops(...)` policy. Results of these operators are kept, and all other
         operators run again. Empty in a unit or with regions. A segment with ops has one layer.
+    router: whether the policy says that the choice of a router is kept.
     store: where the kept tensors live: on this device or in host memory. "split" is for the input
         of a unit: each tensor-parallel rank keeps 1/t of it. "split+host" combines both.
         "host(..)" is for a layer that keeps everything: host memory for some parts of it.
@@ -40,6 +41,7 @@ class Segment:
     unit: bool = False
     regions: frozenset[str] = frozenset()
     ops: tuple[str, ...] = ()
+    router: bool = False
     store: Store = "device"
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class Segment:
             unit=self.num_layers if self.unit else 0,
             regions=tuple(sorted(self.regions)),
             ops=self.ops,
+            router=self.router,
         )
 
 
@@ -141,13 +144,17 @@ def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
                 first_layer=first,
                 num_layers=min(action.unit, layers[-1] + 1 - first),
                 unit=True,
+                router=action.router,
                 store=store,
             )
             for first in layers[:: action.unit]
         )
     regions = without_nested(action.regions)
     return (
-        Segment(first_layer=layer, regions=regions, ops=action.ops, store=store) for layer in layers
+        Segment(
+            first_layer=layer, regions=regions, ops=action.ops, router=action.router, store=store
+        )
+        for layer in layers
     )
 
 
@@ -217,6 +224,6 @@ def _is_shorter_unit(segment: Segment, first: Segment) -> bool:
     return (
         first.unit
         and segment.unit
-        and segment.store == first.store
+        and (segment.store, segment.router) == (first.store, first.router)
         and segment.num_layers < first.num_layers
     )

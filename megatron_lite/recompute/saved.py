@@ -29,6 +29,10 @@ IN_FORCE = object()
 _PLAIN: Any = (Tensor.detach, None)
 
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+
 class SavedHandle(Protocol):
     """The object that the graph holds in place of a saved tensor."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
-from megatron_lite.parallel.rng import Generators
+from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import quick_hash, read
 from megatron_lite.parallel.torch_internals import (
     base_of,

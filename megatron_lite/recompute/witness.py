@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megatron_lite.parallel.rng import Generators
+from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import differing, quick_hash, read
 from megatron_lite.parallel.torch_internals import (
     address_of,
@@ -35,7 +35,7 @@ from megatron_lite.parallel.torch_internals import (
 )
 from megatron_lite.recompute.contents import Contents, is_sharded, tensors_of
 from megatron_lite.recompute.guard import Guard, Signature
-from megatron_lite.recompute.saved import version_of
+from megatron_lite.recompute.saved import Args, Kwargs, version_of
 from megatron_lite.recompute.verify import (
     Execution,
     Graph,
@@ -80,7 +80,7 @@ class Witness:
         """Whether later replays of this call need not be compared."""
         return self.guard.verify == "first" and not self.rewritten
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def begin(self, args: Args, kwargs: Kwargs) -> None:
         """Begins the forward or a replay. No saved-tensor hooks of the call may be in force."""
         self._saved, self._producers = [], []
         paths = tree_flatten_with_path((args, kwargs))[0]

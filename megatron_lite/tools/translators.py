@@ -44,6 +44,7 @@ OPERATORS = {
     "ops._c10d_functional.reduce_scatter_tensor.default": "collective",
     "ops.aten.max.default": "max",
 }
+ROUTER = "ops.aten.topk.default"  # its result is the choice of experts
 TORCHTUNE = {
     "enable_activation_checkpointing": ConfigKey(),
     "ac_mode": ConfigKey((str, None), choices=(NONE, WHOLE, SELECTIVE)),
@@ -230,7 +231,8 @@ def _selected(reader: ConfigReader, mode: str, key: str, option: object) -> Rule
 def _operators(keys: Container[str]) -> Rule:
     """Returns a rule for every layer: it keeps these operators' results and rebuilds the rest."""
     ops = dict.fromkeys(name for key, name in OPERATORS.items() if key in keys)
-    return Rule(layers=EVERY, action=LayerAction(ops=tuple(ops)))
+    action = LayerAction(ops=tuple(ops), unit=int(not ops), router=ROUTER in keys)
+    return Rule(layers=EVERY, action=action)
 
 
 def from_section(
@@ -335,7 +337,7 @@ def _of_variant(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
         return reader.every(parameters.get("ac_freq"), "ac_freq")
     names = parameters.get("save_ops_keys") or [None]
     for name in names:
-        reader.choice("save_ops_keys", name, list(OPERATORS))
+        reader.choice("save_ops_keys", name, [*OPERATORS, ROUTER])
     return _operators(names)
 
 

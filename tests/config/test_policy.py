@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,14 +44,15 @@ ACTIONS = st.one_of(
     ).map(lambda ops: LayerAction(ops=tuple(ops))),
 )
 RULES = st.builds(
-    lambda layers, action, store, stage: Rule(
+    lambda layers, action, router, store, stage: Rule(
         layers=tuple(layers),
-        action=action,
+        action=replace(action, router=router and action != LayerAction()),
         stage=stage,
         store=store if action.unit or not store.startswith("split") else "host",
     ),
     st.lists(LAYERS, min_size=1, max_size=3),
     ACTIONS,
+    st.booleans(),
     st.sampled_from(STORES),
     st.one_of(st.none(), st.integers(0, 2)),
 )
@@ -84,6 +87,7 @@ def test_every_layer_has_exactly_one_treatment_and_it_is_that_of_the_first_rule_
             )
             action = LayerAction() if first is None else first.action
             assert segment.unit == bool(action.unit) and segment.ops == action.ops
+            assert segment.router == action.router
             assert segment.regions == set(action.regions) - (
                 {"activation"} if "mlp" in action.regions else set()
             )
@@ -152,6 +156,7 @@ def test_layers_units_and_stages_go_by_their_numbers() -> None:
         ("*:mlp@split", "full@split"),
         ("*:mlp + norm", "(got 'norm')"),
         ("*:mlp+mlp", "named twice"),
+        ("*:none+router", "leave out +router"),
         ("every-0:full", "a step of at least 1"),
         ("every-2+2:full", "a first layer below it"),
         ("*:ops()", "expected an operator"),

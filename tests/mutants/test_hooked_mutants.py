@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import pytest
 
 from megatron_lite.recompute import call_arguments as arguments
-from megatron_lite.recompute import contents, layer_state, witness
+from megatron_lite.recompute import contents, layer_state, router, witness
 from megatron_lite.recompute.randomness import GeneratorState, Randomness
-from tests.recompute import test_hooked, test_hooked_refusals, test_silent
+from tests.recompute import test_hooked, test_hooked_refusals, test_router, test_silent
 from tests.support import odd_layers
 from tests.support.mutants import Mutant, assert_seen, replaces
 
@@ -23,6 +23,11 @@ def a_replay_changes_buffers_once_more(_, self):
 @replaces("_without_old_graphs", contents)
 def an_attribute_holds_the_graph_of_the_forward_before(_, items, now):
     return items
+
+
+@replaces("reusing", router.KeptChoices)
+def a_router_chooses_anew_in_the_replay(_, self):
+    return nullcontext()
 
 
 @replaces("settle", arguments._Tensor)
@@ -72,6 +77,12 @@ MUTANTS = [
     ),
     Mutant(
         the_argument_that_was_written_to_is_replayed, EVERY_KIND, kind(odd_layers.WritesArgument)
+    ),
+    Mutant(
+        a_router_chooses_anew_in_the_replay,
+        test_router.test_a_router_with_noise_trains_as_in_the_plain_model,
+        dict(name="Mixtral", policy="*:full"),
+        error="a replay is not what its forward was|the forward saved|as number",
     ),
     Mutant(random_numbers_go_on_in_the_replay, EVERY_KIND, kind(odd_layers.Block)),
     Mutant(

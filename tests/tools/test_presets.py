@@ -117,6 +117,7 @@ POLICIES: list[tuple[str, str, str, list[str]]] = [
         ["layers_fqn"],
     ),
     ("modalities", OP + "{save_ops_keys: [ops.aten.max.default]}", "*:ops(max)", []),
+    ("modalities", OP + "{save_ops_keys: [ops.aten.topk.default]}", "*:full+router", []),
     ("modalities", OP + f"{{save_ops_keys: [{', '.join(OPERATORS)}]}}", OPS, []),
     ("modalities", LAYER.replace("ac_", "sac_") + "{ac_freq: 2}", "every-2+1:full", []),
     ("modalities", f"{CLASSES}: [GPT2Block]", "*:full", []),

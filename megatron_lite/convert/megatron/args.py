@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_lite.checkpointing.metadata import MOST_SAMPLES, Progress
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import as_whole, from_plain, quoted
+from megatron_lite.config.plain import as_whole, from_plain
 from megatron_lite.convert.megatron.pickles import PickledObject
 from megatron_lite.convert.weights import Described, refused
 

@@ -1,0 +1,184 @@
+"""Routers that choose otherwise in a replay: the forward's choice is kept under every policy.
+
+The oracle is the plain model, whose backward uses the choice of its only forward. The noise comes
+from a list that every call goes on in, so that no replay can repeat it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from megatron_lite.memory.measure.kept_bytes import measure_kept_bytes
+from megatron_lite.recompute.apply import apply_policy_
+from tests.support.foreign_families import DECODER, language_loss
+
+real_topk = torch.topk
+MOE = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+# The prefix of the classes of transformers, and options.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mixtral": dict(num_local_experts=4),
+    "Qwen3Moe": dict(MOE, num_experts=4, norm_topk_prob=True),
+    "GptOss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=8),
+    "DeepseekV3": dict(
+        MOE,
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+    ),
+    "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
+}
+POLICIES = ["*:full", "*:full+router", "*:ops(matmul)+router", "every-2:full@host"]
+
+
+def noise(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes top-k choose by scores with noise, and returns their values without it.
+
+    Returns a function that starts the noise anew.
+    """
+    numbers: list[Iterator[int]] = [itertools.count()]
+
+    def noisy(scores: Tensor, k: int, dim: int = -1, **options: Any) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(next(numbers[0]))
+        added = torch.rand(scores.shape, generator=generator, dtype=torch.float32)
+        indices = real_topk(scores.detach() + 10 * added.to(scores), k, dim, **options)[1]
+        return scores.gather(dim, indices), indices
+
+    monkeypatch.setattr(torch, "topk", noisy)
+    return lambda: numbers.__setitem__(0, itertools.count())
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**(DECODER | FAMILIES[name]))
+    model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+    return model.train()
+
+
+def gradients(
+    model: nn.Module, restart: Callable[[], None], loss: Callable[[nn.Module, int], Tensor]
+) -> list[Tensor | None]:
+    """Returns those of three steps of one batch each."""
+    found: list[Tensor | None] = []
+    for number in range(3):
+        restart()
+        torch.manual_seed(number)
+        model.zero_grad()
+        loss(model, number).backward()
+        found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return found
+
+
+def are_equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return len(one) == len(other) and all(
+        a is b or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_router_with_noise_trains_as_in_the_plain_model(
+    name: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, restart = build(name), noise(monkeypatch)
+    expected = gradients(model, restart, language_loss)
+    apply_policy_(model, layers_fqn="model.layers", policy=policy)
+    assert are_equal(gradients(model, restart, language_loss), expected)
+    gates = [p.grad for n, p in model.named_parameters() if "gate.w" in n or "router.w" in n]
+    assert gates and all(each is not None and each.abs().sum() > 0 for each in gates)
+
+
+class Routed(nn.Module):
+    """A layer of two experts of four for each token. Its noise is in the choice alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weights, chosen = torch.topk(self.gate(hidden).softmax(-1), 2)
+        output = hidden
+        for number, expert in enumerate(self.experts):
+            token, place = (chosen == number).nonzero(as_tuple=True)
+            part = torch.tanh(expert(hidden[token])) * weights[token, place, None]
+            output = output.index_add(0, token, part)
+        return output
+
+
+class Stack(nn.Module):
+    def __init__(self, run: Callable[..., Any] = lambda layer, hidden: layer(hidden)) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers, self.run = nn.ModuleList(Routed() for _ in range(2)), run
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = self.run(layer, hidden)
+        return hidden
+
+
+def squares(model: nn.Module, number: int) -> Tensor:
+    hidden = torch.randn(7, 6, generator=torch.Generator().manual_seed(number))
+    loss: Tensor = model(hidden.requires_grad_()).square().mean()
+    return loss
+
+
+def test_torchs_own_checkpoint_is_wrong_or_raises_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    restart = noise(monkeypatch)
+    expected = gradients(Stack(), restart, squares)
+    theirs = Stack(lambda layer, hidden: checkpoint(layer, hidden, use_reentrant=False))
+    with contextlib.suppress(CheckpointError):
+        assert not are_equal(gradients(theirs, restart, squares), expected)
+    ours = Stack()
+    apply_policy_(ours, layers_fqn="layers", policy="*:full", verify=True)
+    assert are_equal(gradients(ours, restart, squares), expected)
+
+
+def test_a_choice_costs_its_indices_and_survives_a_second_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept, found, restart = [], [], noise(monkeypatch)
+    for policy in ("*:full", None):
+        model = Stack()
+        if policy is not None:
+            apply_policy_(model, layers_fqn="layers", policy=policy)
+        restart()
+        with measure_kept_bytes(model) as measured:
+            loss = squares(model, 0)
+            kept.append(measured.measure(loss).total)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append([each.grad for each in model.parameters()])
+    assert are_equal(*found)
+    hidden, indices, generator = 7 * 6 * 4, 7 * 2 * 8, torch.get_rng_state().numel()
+    assert kept[0] == 2 * (hidden + indices + generator) + hidden < kept[1] + 2 * generator
+
+
+def test_a_layer_without_top_k_pays_nothing_and_a_policy_that_says_router_tells_it() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    apply_policy_(model, layers_fqn="", policy="*:full+router")
+    with pytest.warns(UserWarning, match=r"says \+router calls top-k"):
+        model(torch.ones(2, 6)).sum().backward()
+    modes: list[int] = []
+    model[0].register_forward_hook(
+        lambda *_: modes.append(len(torch.overrides._get_current_function_mode_stack()))
+    )
+    model(torch.ones(3, 6)).sum().backward()  # call 2 is verified
+    model(torch.ones(3, 6)).sum().backward()
+    assert modes[-1] == 0
