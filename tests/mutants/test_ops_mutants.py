@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute import ops
-from megatron_lite.recompute.randomness import Randomness
 from megatron_lite.tensor_parallel import layers as linear
 from tests.recompute import test_ops
 from tests.support.mutants import Mutant, assert_seen, replaces
-
-
-@replaces("replayed", Randomness)
-def random_numbers_go_on_in_the_replay(_, self):
-    return nullcontext()
 
 
 @replaces("results_may_be_kept", collectives, linear)
@@ -30,10 +22,6 @@ def nobody_looks_whether_a_result_was_written_to(_, kept):
 
 
 MUTANTS = [
-    Mutant(
-        random_numbers_go_on_in_the_replay,
-        test_ops.test_a_replay_restores_streams_and_autocast_and_says_what_it_is,
-    ),
     Mutant(
         collectives_write_in_place,
         test_ops.test_no_collective_that_writes_in_place_runs_where_results_are_kept,

@@ -4,8 +4,6 @@ come back, no bit changed."""
 from __future__ import annotations
 
 import gc
-import itertools
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -242,62 +240,3 @@ def test_a_graph_that_is_dropped_without_a_backward_gives_its_slots_back_at_once
             assert in_use(model) == 0
     finally:
         gc.enable()
-
-
-class Broken(Exception):
-    pass
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-def test_an_exception_gives_the_slots_back(in_backward: bool) -> None:
-    model, plain = alone("*:full"), alone("*:full", contiguous=False)
-    runs = itertools.count()
-
-    def breaks(*_: Any) -> None:
-        if next(runs) == int(in_backward):  # the replay is its second run
-            raise Broken
-
-    handle = model.decoder.layers[3].mlp.register_forward_pre_hook(breaks)
-    try:
-        step(model)
-    except Broken:
-        handle.remove()
-    else:
-        pytest.fail("the layer did not break")
-    assert in_use(model) == 0
-    assert equal(step(model), step(plain))
-
-
-def test_the_input_of_a_unit_is_freed() -> None:
-    """It is a copy that is kept."""
-    inputs: list[weakref.ref[torch.UntypedStorage]] = []
-
-    def alive(contiguous: bool) -> int:
-        model = alone("*:full", contiguous=contiguous)
-        inputs.clear()
-        for layer in model.decoder.layers:
-            layer.register_forward_pre_hook(
-                lambda _, args: inputs.append(weakref.ref(args[0].untyped_storage()))
-            )
-        loss = model.loss(*sample_tokens()).mean()
-        count = sum(memory() is not None for memory in inputs)
-        del loss
-        return count
-
-    assert (alive(True), alive(False)) == (0, NUM_LAYERS)
-
-
-def test_slots_are_disjoint_aligned_and_the_smallest_that_fits() -> None:
-    arena = Arena([700, 20, 700, 1500, 20], CPU)
-    taken = [arena.take(size) for size in (20, 600, 10, 700, 1500)]
-    assert addresses(slot.memory for slot in taken) == arena.storages()
-    assert taken[0].memory.untyped_storage().nbytes() == 2 * 512 + 2 * 1024 + 1536
-    assert arena.bytes_in_use == 20 + 600 + 10 + 700 + 1500
-    starts = [int(slot.memory.storage_offset()) for slot in taken]
-    assert starts == [0, 1024, 512, 2048, 3072]
-    with pytest.raises(RuntimeError, match="all 5 slots are in use"):
-        arena.take(1)
-    del taken[3]
-    assert int(arena.take(530).memory.storage_offset()) == 2048
-    with pytest.raises(RuntimeError, match="the input of a unit has 1537 bytes"):
-        arena.take(1537)

@@ -3,7 +3,6 @@ gradients to the bit."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lite.config.recompute import RecomputeConfig
@@ -21,12 +20,6 @@ from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
 LAYERNORM = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",))
-REGIONS = RecomputeConfig(
-    recompute_granularity="selective", recompute_modules=("core_attn", "pointwise")
-)
-IN_AN_MLP = RecomputeConfig(
-    recompute_granularity="selective", recompute_modules=("layernorm", "mlp")
-)
 
 Consumer = Callable[[Tensor], Tensor]
 
@@ -178,24 +171,6 @@ def test_after_the_layer_nothing_is_held_for_discarding() -> None:
     assert memory.expired()
 
 
-def test_a_graph_that_is_dropped_frees_what_it_kept_at_once() -> None:
-    """Notes refer to nodes of the graph: a cycle would wait for the garbage collector."""
-    example = Example()
-    gc.disable()
-    try:
-        output, _ = example.forward(example.linear, torch.square)
-        # leaves a rebuilt tensor in the graph
-        (alone,) = torch.autograd.grad(output, [example.after], retain_graph=True)
-        node = next(iter(find_checkpoints(output.grad_fn)))
-        kept = StorageWeakRef(node.saved_tensors[0].untyped_storage())
-        del node
-        assert not kept.expired()
-        del output, alone
-        assert kept.expired()
-    finally:
-        gc.enable()
-
-
 def find_checkpoints(node: Any) -> set[Any]:
     """The checkpoint nodes of a graph."""
     found = {node} if type(node).__name__ == "_CheckpointBackward" else set()
@@ -228,22 +203,6 @@ def model_grads(
     for number in range(backwards):
         loss.backward(retain_graph=number + 1 < backwards)
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]  # type: ignore[misc]
-
-
-def copying() -> saved_tensors_hooks:
-    """Keeps copies, as an offload would."""
-    return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor)
-
-
-@pytest.mark.parametrize("hooks", [save_on_cpu, copying])
-@pytest.mark.parametrize("recompute", [REGIONS, IN_AN_MLP], ids=["regions", "layernorm+mlp"])
-def test_hooks_around_a_model_with_lent_regions_change_no_gradient(
-    recompute: RecomputeConfig, hooks: Callable[[], object]
-) -> None:
-    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
-    assert equal(
-        model_grads(recompute, hooks=hooks, **dropout), model_grads(RecomputeConfig(), **dropout)
-    )
 
 
 def test_a_lent_norm_reads_its_input_once_so_that_gradients_meet_in_the_same_order() -> None:

@@ -163,38 +163,6 @@ def test_a_copy_of_a_model_has_the_policy_and_is_on_its_own(
     assert_equal(outcome(copied, None, step), outcome(lambda: Model(Norms), None, step))
 
 
-@pytest.mark.parametrize("policy", ["*:full", "*:ops(matmul)", "*:full@host"])
-def test_a_layer_may_name_its_arguments_as_the_engine_does(policy: str) -> None:
-    names = (
-        "function",
-        "args",
-        "kwargs",
-        "rng",
-        "name",
-        "layer",
-        "written",
-        "results",
-        "replay",
-        "verify",
-        "self_",
-    )
-
-    class Named(Block):
-        def forward(self, hidden: Tensor, **given: Tensor) -> Tensor:
-            return self.body(hidden) + sum(given[name] for name in names)
-
-    def run(model: nn.Module) -> list[Tensor]:
-        hidden = model.embedding(batches()[0])
-        for layer in model.layers:
-            hidden = layer(hidden, **{name: hidden * number for number, name in enumerate(names)})
-        hidden.square().mean().backward()
-        return [hidden]
-
-    assert_equal(
-        outcome(lambda: Model(Named), policy, run), outcome(lambda: Model(Named), None, run)
-    )
-
-
 def test_a_graph_outlives_its_policy() -> None:
     def taken_off(model: nn.Module) -> list[Tensor]:
         loss = model(batches()[0])

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.offload import CopyStreams
 from megatron_lite.recompute.phase import is_recomputing
@@ -73,16 +72,6 @@ def test_two_backwards_through_a_retained_graph_equal_those_without(policy: str)
     )
 
 
-def views(weight: Tensor, hidden: Tensor, _: Regions) -> Tensor:
-    """Saves one storage as it is, transposed, in part and detached, and a weight with a view of
-    it."""
-    y = (hidden @ weight).view(6, 2, 2)
-    part, turned = y[1:, :, 0], y.transpose(0, 1)
-    return (
-        part.square().sum() + (turned * y.detach().transpose(0, 1)).sum() + y[0].exp().sum()
-    ) * (hidden @ weight.t()).tanh()
-
-
 def grads_of(layer: Layer, policy: str, rng: RngStreams, copy_streams: CopyStreams) -> list[Tensor]:
     """Of a leaf, through one layer that calls no region."""
     leaf = torch.randn(6, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
@@ -93,22 +82,6 @@ def grads_of(layer: Layer, policy: str, rng: RngStreams, copy_streams: CopyStrea
     ).sum().backward()
     assert stores.host_bytes == 0
     return [leaf.grad]
-
-
-def test_all_views_of_a_storage_go_once_and_come_back_once(rng: RngStreams) -> None:
-    module = nn.Module()
-    module.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(2)))
-    module.forward = partial(views, module.weight)
-    copy_streams = Noting()
-    assert equal(
-        grads_of(module, "*:none@host", rng, copy_streams),
-        grads_of(module, "*:none", rng, CopyStreams()),
-    )
-    whole, scalar = 6 * 4 * 4, 4
-    sizes = [num_bytes for event, num_bytes in copy_streams.events if event == "out"]
-    # hidden; hidden @ weight, whose views are saved; exp of a part; tanh; the factor before it
-    assert sorted(sizes) == sorted([whole, whole, 2 * 2 * 4, whole, scalar])
-    assert [event for event, _ in copy_streams.events].count("back") == len(sizes)
 
 
 def test_a_layer_may_run_a_backward_of_its_own_in_its_forward(rng: RngStreams) -> None:
@@ -246,41 +219,3 @@ def test_the_unit_before_comes_back_while_a_unit_is_replayed_and_no_other(rng: R
         ("replay", 1),
         ("replay", 0),
     ]
-
-
-def test_what_a_layer_kept_comes_back_before_the_layers_backward_in_its_order(
-    rng: RngStreams,
-) -> None:
-    """All of the layer, then all of the one before: the first read starts both."""
-    copy_streams, stores = Noting(), Stores(CPU)
-    stores.copy_streams = copy_streams
-
-    def layer(number: int, hidden: Tensor, _: Regions) -> Tensor:
-        return hidden.repeat(number + 2, 1).tanh().repeat(2, 1).sin().sum(0, keepdim=True)
-
-    output = run_layers(
-        plan_stage(config_of("0-1:none@host; 2:none; *:none@host"), 4),
-        [partial(layer, number) for number in range(4)],
-        torch.ones(1, 1, requires_grad=True),
-        rng=rng,
-        tp_group=None,
-        stores=stores,
-    )
-    copy_streams.events.clear()
-    output.sum().backward()
-    rows = [size // 4 for _, size in copy_streams.events]
-    assert rows == [10, 5, 6, 3, 4, 2]
-
-
-def test_the_model_may_itself_run_in_a_checkpoint(rng: RngStreams) -> None:
-    """Whose replay moves what it saves, and gives it back in the same backward."""
-    model, plain = build("*:none@host"), build("*:none")
-    for each in (model, plain):
-        draw_alike(each)
-        checkpoint(
-            lambda tokens, labels, each=each: each.loss(tokens, labels).mean(),
-            *sample_tokens(),
-            rng=each.context.rng,
-        ).backward()
-    assert equal(*[[parameter.grad for parameter in each.parameters()] for each in (model, plain)])  # type: ignore[arg-type]
-    assert model.decoder.stores.host_bytes == 0

@@ -26,7 +26,7 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel import collectives
-from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.hooked import rebuild_saved
 from megatron_lite.recompute.layer_runner import run_layers
@@ -123,20 +123,6 @@ def test_backward_runs_again_exactly_what_is_not_kept(
         {name: 2 * count for name, count in per_layer.items()}
     )
     assert backward.replayed(("native_layer_norm", "relu")) == {"native_layer_norm": 4, "relu": 2}
-
-
-def test_without_tail_skip_the_whole_layer_runs_again_and_its_last_matmul_is_kept_too() -> None:
-    for policy, addmms in (
-        ("*:ops(attention)", 4),
-        ("*:ops(matmul/3,attention)", 2),
-        ("*:ops(matmul,attention)", 0),
-    ):
-        loss = (
-            build(policy, tail_skip=False, attention_backend="flash").loss(*sample_tokens()).mean()
-        )
-        with Dispatched() as backward:
-            loss.backward()
-        assert backward.replayed(("addmm",))["addmm"] == NUM_LAYERS * addmms
 
 
 def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() -> None:
@@ -338,37 +324,6 @@ def test_backward_may_run_twice_and_finds_the_kept_results_again(rng: RngStreams
     assert all(map(torch.equal, gradients(kept), gradients(three_products)))
 
 
-def test_a_replay_restores_streams_and_autocast_and_says_what_it_is(rng: RngStreams) -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    def layer(x: Tensor) -> Tensor:
-        with rng.fork(TENSOR_PARALLEL):
-            noise = torch.rand_like(x)
-        with rng.fork(DEFAULT):
-            noise = noise + torch.rand_like(x)
-        seen.append(
-            (is_recomputing(), rng.current, torch.is_autocast_enabled("cpu"), noise.sum().item())
-        )
-        return (torch.mm(x, x) * noise).exp().sin()
-
-    leaf = torch.ones(3, 3, requires_grad=True)
-    with rng.fork(TENSOR_PARALLEL), torch.autocast("cpu", torch.bfloat16):
-        output = rebuild_saved(
-            layer, leaf, results=KeptResults(("matmul",), skip_tail=True), rng=rng
-        )
-    torch.rand(5)  # other draws in between
-    before = rng.snapshot()
-    output.float().sum().backward()
-    after = rng.snapshot()
-    assert [one[0] for one in seen] == [False, True] and seen[0][1:] == seen[1][1:] == (
-        TENSOR_PARALLEL,
-        True,
-        seen[0][3],
-    )
-    assert not is_recomputing() and after.current == before.current == DEFAULT
-    assert all(torch.equal(before.states[name], after.states[name]) for name in before.states)
-
-
 def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng: RngStreams) -> None:
     @contextmanager
     def failing_in_replays() -> Iterator[None]:
@@ -420,35 +375,6 @@ def test_nothing_kept_or_rebuilt_outlives_the_backward() -> None:
         loss = model.loss(*sample_tokens()).mean()
         loss.backward()
     assert live.bytes_beside(addresses([loss, *(one.grad for one in model.parameters())])) == 0
-
-
-def test_kept_results_go_through_the_hooks_in_force_and_come_back_from_them(
-    rng: RngStreams,
-) -> None:
-    """Else nobody could count them or move them to the host."""
-    packed, unpacked = [], []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tensor.clone())
-        return packed[-1]
-
-    def unpack(tensor: Tensor) -> Tensor:
-        unpacked.append(tensor)
-        return tensor
-
-    x, y = torch.eye(3).mul(0.3).requires_grad_(), torch.full((3, 3), 0.2)
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        output = rebuild_saved(
-            three_products, x, y, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng
-        )
-    products = [torch.mm(x, y), torch.mm(torch.mm(torch.mm(x, y).sin(), y).cos(), y)]
-    assert [any(torch.equal(one, product) for one in packed) for product in products] == [
-        True,
-        True,
-    ]
-    assert len(packed) == 2 + 2 + 2  # the inputs, the states of two streams, two products
-    output.sum().backward()
-    assert {id(one) for one in unpacked} == {id(one) for one in packed}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

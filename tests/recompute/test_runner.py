@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import REGIONS as ALL_REGIONS
 from megatron_lite.config.regions import RegionFacts
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import region_runner as regions
-from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
@@ -174,86 +171,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(value.__self__)
     elif type(value).__module__.startswith("megatron_lite.recompute"):
         yield from tensors_in(vars(value))
-
-
-@pytest.mark.parametrize(
-    "recompute", [UNITS_OF_TWO, REGIONS, MLP_REGION], ids=["units of two", "regions", "mlp"]
-)
-def test_a_unit_or_region_holds_no_tensor_but_those_saved_for_backward(
-    recompute: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a closure captured, or a context stashed, would escape recomputation, offloading and the
-    count of bytes."""
-    nodes = []
-
-    def noting(function: Callable[..., Any], *args: Any, **facts: Any) -> Any:
-        output = checkpoint(function, *args, **facts)
-        nodes.append(output.grad_fn)
-        return output
-
-    monkeypatch.setattr(runner, "checkpoint", noting)
-    monkeypatch.setattr(regions, "checkpoint", noting)
-    loss = build(recompute, hidden_dropout=0.1, attention_dropout=0.1).loss(*sample_tokens()).mean()
-    assert (
-        len(nodes) == {UNITS_OF_TWO: 2, REGIONS: 4 * NUM_LAYERS, MLP_REGION: NUM_LAYERS}[recompute]
-    )
-    for node in nodes:
-        assert list(tensors_in(vars(node))) == []
-        assert len(list(tensors_in(node.saved_tensors))) >= 1
-    loss.backward()
-    assert [list(tensors_in(vars(node))) for node in nodes] == [[]] * len(nodes)
-
-
-def test_nested_plans_equal_none(rng: RngStreams) -> None:
-    """A unit whose layers are units, of layers with a region of their own."""
-    linears = [nn.Linear(4, 4) for _ in range(4)]
-
-    def drawing(linear: nn.Linear, hidden_states: Tensor) -> Tensor:
-        return torch.tanh(linear(hidden_states) * torch.rand_like(hidden_states))
-
-    def layer(linear: nn.Linear, hidden_states: Tensor, regions: Regions) -> Tensor:
-        return regions.run("core_attn", lambda x, skip_tail: drawing(linear, x), hidden_states)
-
-    def outcome(inner: tuple[Segment, ...], outer: tuple[Segment, ...]) -> list[Tensor]:
-        start = rng.snapshot()
-        inside = RecomputePlan(inner)
-
-        def pair(first: int, hidden_states: Tensor, _: Regions) -> Tensor:
-            layers = [partial(layer, linear) for linear in linears[first : first + 2]]
-            return run_layers(inside, layers, hidden_states, rng=rng, tp_group=None)
-
-        leaf = torch.ones(3, 4, requires_grad=True)
-        output = run_layers(
-            RecomputePlan(outer), [partial(pair, 0), partial(pair, 2)], leaf, rng=rng, tp_group=None
-        )
-        output.sum().backward()
-        grads = [
-            leaf.grad,
-            *(parameter.grad for linear in linears for parameter in linear.parameters()),
-        ]
-        for linear in linears:
-            linear.zero_grad()
-        rng.restore(start)
-        return grads
-
-    keep = (Segment(first_layer=0), Segment(first_layer=1))
-    expected = outcome(keep, keep)
-    for inner in (
-        (
-            Segment(first_layer=0, unit=True),
-            Segment(first_layer=1, regions=frozenset({"core_attn"})),
-        ),
-        (Segment(first_layer=0, num_layers=2, unit=True),),
-    ):
-        for outer in (
-            keep,
-            (Segment(first_layer=0, unit=True), Segment(first_layer=1, unit=True)),
-            (Segment(first_layer=0, num_layers=2, unit=True),),
-        ):
-            assert all(
-                torch.equal(mine, other)
-                for mine, other in zip(outcome(inner, outer), expected, strict=True)
-            )
 
 
 def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(
