@@ -22,7 +22,7 @@ from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.memory.predict.stage_course import replays_of
 from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute import checkpoint, discard, offload
+from megatron_lite.recompute import checkpoint, offload
 from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
@@ -107,7 +107,7 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward) -> Iterator[None]:
         look()
         return tensor
 
-    @replaces("rebuilt_outputs", discard)
+    @replaces("rebuilt_outputs", regions)
     def rebuilding(rebuild: Any, node: Any) -> Any:
         return noted(rebuild(node))
 
