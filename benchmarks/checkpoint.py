@@ -16,7 +16,6 @@ that save in the background.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import shutil
 import statistics
@@ -27,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,7 +35,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.checkpoint_engines import DISK, OURS, Bench, bench, forget_pages, loads, saves
 from benchmarks.engines import PRESETS
-from benchmarks.harness import device_name, spread, write_report
+from benchmarks.harness import heading, in_rounds, new_report, spread, write_report
 from megatron_lite.checkpointing.manifest import MANIFEST, row_of
 
 
@@ -79,32 +77,32 @@ def rows_of(what: str, samples: Mapping[str, list[float]], to: Sequence[float]) 
 
 
 def measure_files(one: Bench, repeats: int, data: memoryview) -> list[Row]:
-    """Times saving, loading and checksums, in turn. The first round does not count."""
+    """Times saving, loading and checksums."""
     for name in (DISK, "safetensors", "torch", "dcp"):
         (one.folder / name).mkdir(parents=True)
-    samples: dict[str, dict[str, list[float]]] = {"save": {}, "load": {}, "checksum": {}}
     with one.saver() as save:
         saving = saves(one, save, iter(range(1, 10**6)), data)
-        loading = loads(one)
-        for number in range(repeats + 1):
-            for what, actions in (("save", saving), ("load", loading)):
-                for name, action in actions.items():
-                    if what == "load":
-                        forget_pages(one.folder)
-                    seconds = timed(action)
-                    if number:
-                        samples[what].setdefault(name, []).append(seconds)
-            step = next(one.directory.glob("iter_*"))
-            files = [path for path in step.iterdir() if path.name != MANIFEST]
-            seconds = timed(partial(list, map(row_of, files)))
-            if number:
-                samples["checksum"].setdefault("SHA-256, from memory", []).append(seconds)
-    rows = [
-        row
-        for what in ("save", "load")
-        for row in rows_of(what, samples[what], samples[what][DISK])
+        saved = in_rounds(
+            {name: partial(timed, action) for name, action in saving.items()}, repeats
+        )
+    step = next(one.directory.glob("iter_*"))
+    files = [path for path in step.iterdir() if path.name != MANIFEST]
+    sums = in_rounds(
+        {"SHA-256, from memory": lambda: timed(lambda: list(map(row_of, files)))}, repeats
+    )
+
+    def cold(action: Callable[[], object]) -> float:
+        forget_pages(one.folder)
+        return timed(action)
+
+    loaded = in_rounds(
+        {name: partial(cold, action) for name, action in loads(one).items()}, repeats
+    )
+    return [
+        *rows_of("save", saved, saved[DISK]),
+        *rows_of("load", loaded, loaded[DISK]),
+        *rows_of("checksum / save", sums, saved[OURS]),
     ]
-    return rows + rows_of("checksum / save", samples["checksum"], samples["save"][OURS])
 
 
 def measure_stall(one: Bench, repeats: int, steps: int) -> list[Row]:
@@ -190,30 +188,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
-    shape = PRESETS[args.preset]
-    report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name(torch.device("cpu")),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "rounds": args.repeats,
-        "steps": args.steps,
-        "dtype": args.dtype,
-        "shape": asdict(shape),
-        "rows": [],
-    }
+    args.shape = PRESETS[args.preset]
+    report = new_report(args)
     with (
         tempfile.TemporaryDirectory(dir=args.directory) as folder,
-        bench(shape, Path(folder), args.dtype) as one,
+        bench(args.shape, Path(folder), args.dtype) as one,
     ):
         size = sum(value.nbytes for value in one.tensors().values())
         report["bytes"] = size
-        print(
-            f"{report['device']}, {report['threads']} CPU thread(s), torch {torch.__version__}, "
-            f"{size / 2**20:.1f} MiB of tensors, medians of {args.repeats} rounds (least-most)\n"
-            f"{HEADER}",
-            flush=True,
-        )
+        print(heading(report), f"{size / 2**20:.1f} MiB of tensors\n{HEADER}", sep="\n", flush=True)
         for rows in (
             measure_files(one, args.repeats, memoryview(os.urandom(size))),
             measure_stall(one, args.repeats, args.steps),

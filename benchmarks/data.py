@@ -13,7 +13,6 @@ memory that the row adds. Mapped pages of files do not count.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -24,8 +23,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
 from benchmarks.data_engines import OURS, Sizes, Task, tasks_of
-from benchmarks.harness import device_name, spread, write_report
+from benchmarks.harness import heading, in_rounds, new_report, spread, write_report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,27 +115,21 @@ def _anonymous_bytes() -> int:
 
 
 def measure(task: Task, repeats: int, clock: Callable[[], float]) -> list[Row]:
-    """Returns a row for each engine. The first round does not count."""
-    times: dict[str, list[float]] = {name: [] for name in task.actions}
-    peaks = dict.fromkeys(task.actions, 0)
-    for number in range(repeats + 1):
-        for name, action in task.actions.items():
-            seconds, added = measured(action, clock)
-            if number:
-                times[name].append(seconds)
-                peaks[name] = max(peaks[name], added)
+    """Returns a row for each engine."""
+    actions = {name: partial(measured, action, clock) for name, action in task.actions.items()}
+    found = {name: list(zip(*of, strict=True)) for name, of in in_rounds(actions, repeats).items()}
     return [
         Row(
             what=task.what,
             engine=name,
             unit=task.unit,
-            seconds=statistics.median(some),
-            per_second=task.count / statistics.median(some),
-            ratio=spread(some, times[OURS]),
-            peak_bytes=peaks[name],
-            samples_s=some,
+            seconds=statistics.median(times),
+            per_second=task.count / statistics.median(times),
+            ratio=spread(times, found[OURS][0]),
+            peak_bytes=max(peaks),
+            samples_s=list(times),
         )
-        for name, some in times.items()
+        for name, (times, peaks) in found.items()
     ]
 
 
@@ -183,20 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     torch.set_num_threads(1)  # each row runs in a fork
     sizes = Sizes(**{name: getattr(args, name) for name in Sizes.__dataclass_fields__})
-    report: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name(torch.device("cpu")),
-        "numpy": __import__("numpy").__version__,
-        "clock": args.clock,
-        "rounds": args.repeats,
-        "sizes": asdict(sizes),
-        "rows": [],
-    }
-    print(
-        f"{report['device']}, one process, {args.clock} time, medians of {args.repeats} rounds "
-        f"(least-most)\n{HEADER}",
-        flush=True,
-    )
+    report = new_report(args)
+    print(heading(report), HEADER, sep="\n", flush=True)
     clock = time.process_time if args.clock == "cpu" else time.perf_counter
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         for task in tasks_of(Path(folder), sizes):

@@ -1,17 +1,10 @@
-"""The setting of a training step, and megatron_lite's own step, ready to be timed.
-
-In bf16 its weights are bf16; masters, moments and gradients are float32. A step clears the
-gradients, runs forward, the loss over the whole vocabulary in float32 and backward, clips at 1.0,
-and updates with fused AdamW.
-"""
+"""The shapes and settings of the benchmarks, and our model and optimizer for one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.optimizer_settings import OptimizerConfig
@@ -20,14 +13,15 @@ from megatron_lite.config.run import default_chunk_size
 from megatron_lite.config.training import TrainingConfig
 from megatron_lite.model.gpt import GPTModel, ModelStages
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.recompute_plan import RecomputePlan
+from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.step import StageRunner, train_step
 
 SEED = 1234
 OURS = "megatron_lite"
@@ -72,6 +66,14 @@ PRESETS = {
         batch_size=4,
         vocab_size=8192,
     ),
+    "1024": Shape(
+        num_layers=16,
+        hidden_size=1024,
+        num_attention_heads=16,
+        seq_length=2048,
+        batch_size=2,
+        vocab_size=32768,
+    ),
     "gpt2": Shape(
         num_layers=12,
         hidden_size=768,
@@ -83,6 +85,17 @@ PRESETS = {
 }
 
 
+# Llama 3 8B but for its vocabulary and depth: benchmarks/step_time.py takes what a card holds.
+LAYER_8B = Shape(
+    num_layers=1,
+    hidden_size=4096,
+    num_attention_heads=32,
+    seq_length=4096,
+    batch_size=1,
+    vocab_size=32768,
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """The settings that the rows of one block have in common."""
@@ -92,6 +105,7 @@ class Setting:
     dtype: str
     dropout: float
     attention_backend: str = "auto"
+    compiled: bool = False  # whether ours has the kernels of --torch-compile
 
     @property
     def tokens(self) -> int:
@@ -121,6 +135,11 @@ class Setting:
             attention_backend=self.attention_backend,
         )
 
+    @property
+    def family(self) -> str:
+        """Which of the two models it is."""
+        return "gpt"
+
     def batch(self) -> MicroBatch:
         """Returns random tokens, the same for every engine."""
         text = torch.randint(
@@ -132,15 +151,17 @@ class Setting:
         return MicroBatch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
 
 
-# runs one training step and returns its loss, 0-d, without waiting for the device
-Step = Callable[[], Tensor]
-
-
 def our_model(
     setting: Setting, parallel: ParallelState, *, plan: RecomputePlan | None = None
 ) -> GPTModel:
     """Returns a freshly initialised model."""
-    context = RankContext.of(parallel, sequence_parallel=False, params_dtype=DTYPES[setting.dtype])
+    context = RankContext.of(
+        parallel,
+        sequence_parallel=False,
+        params_dtype=DTYPES[setting.dtype],
+        kernels=CompiledKernels(setting.device) if setting.compiled else None,
+        loss_kernels=compiled_loss(setting.device),
+    )
     vocab_size = setting.shape.vocab_size
     model = GPTModel(
         setting.model_config(),
@@ -158,21 +179,6 @@ def one_rank(setting: Setting) -> ParallelState:
     return ParallelState(device=setting.device, rng=RngStreams(setting.device, seed=SEED))
 
 
-def our_step(setting: Setting, batch: MicroBatch) -> Step:
-    """Returns megatron_lite's own train_step on one rank."""
-    parallel = one_rank(setting)
-    own = our_model(setting, parallel)
-    own.loss_chunk_size = setting.loss_chunk_size
-    model = ModelStages([own])
-    runner = StageRunner(model, parallel, loss_in_one_pass=setting.loss_in_one_pass)
-    optimizer = our_optimizer(model, parallel, DataParallelConfig())
-
-    def step() -> Tensor:
-        return train_step(runner, optimizer, (batch,), learning_rate=LEARNING_RATE).loss
-
-    return step
-
-
 def our_optimizer(
     model: ModelStages, parallel: ParallelState, data_parallel: DataParallelConfig
 ) -> Optimizer:
@@ -180,3 +186,25 @@ def our_optimizer(
     optimizer = Optimizer(model, OptimizerConfig(), parallel, data_parallel)
     fuse_weight_gradients_(TrainingConfig(micro_batch_size=1), parallel, model, optimizer)
     return optimizer
+
+
+class LlamaSetting(Setting):
+    """The setting of the Llama model: rotary positions, RMSNorm, swiglu, no biases, untied."""
+
+    @property
+    def family(self) -> str:
+        return "llama"
+
+    def model_config(self) -> ModelConfig:
+        return replace(
+            super().model_config(),
+            normalization="RMSNorm",
+            swiglu=True,
+            position_embedding_type="rope",
+            add_bias_linear=False,
+            untie_embeddings_and_output_weights=True,
+            ffn_hidden_size=-(-8 * self.shape.hidden_size // (3 * 64)) * 64,
+        )
+
+
+SETTINGS = {"gpt": Setting, "llama": LlamaSetting}

@@ -6,22 +6,22 @@ import argparse
 import contextlib
 import datetime
 import gc
-import importlib.metadata
 import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from benchmarks.engines import DTYPES, PRESETS, Shape
 
 Spread = tuple[float, float, float]  # median, minimum, maximum
+Sample = TypeVar("Sample")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +55,31 @@ class Clock:
 class Progress:
     """Prints lines on stderr, at most one in ten seconds."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._quiet, self._last = quiet, time.monotonic()
+    def __init__(self) -> None:
+        self._last = time.monotonic()
 
     def __call__(self, text: str) -> None:
-        if not self._quiet and time.monotonic() - self._last > 10.0:
+        if time.monotonic() - self._last > 10.0:
             self._last = time.monotonic()
             print(text, file=sys.stderr, flush=True)
+
+
+def in_rounds(measured: Mapping[str, Callable[[], Sample]], rounds: int) -> dict[str, list[Sample]]:
+    """Returns what each function measures in each round.
+
+    Each round begins with another one. One round before them, which does not count, warms up.
+    """
+    samples: dict[str, list[Sample]] = {name: [] for name in measured}
+    names, progress = list(measured), Progress()
+    for number in range(-1, rounds):
+        for turn in range(len(names)):
+            name = names[(turn + number) % len(names)]
+            progress(f"round {number + 1} of {rounds}, {name}")
+            gc.collect()
+            sample = measured[name]()
+            if number >= 0:
+                samples[name].append(sample)
+    return samples
 
 
 def benchmark_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
@@ -160,38 +178,27 @@ def clock_of(args: argparse.Namespace) -> Clock:
 
 def new_report(args: argparse.Namespace) -> dict[str, Any]:
     """Returns a report with machine and settings, and without rows."""
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "shape")}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name(args.device),
+        "device": device_name(getattr(args, "device", torch.device("cpu"))),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "threads": torch.get_num_threads(),
-        "clock": args.clock,
-        "rounds": args.repeats,
-        "steps_per_round": clock_of(args).steps,
-        "shape": asdict(args.shape),
+        "settings": {name: str(value) for name, value in settings.items()},
+        "shape": asdict(args.shape) if hasattr(args, "shape") else {},
         "rows": [],
     }
 
 
 def heading(report: dict[str, Any]) -> str:
     """Returns two lines: the machine, and the shape that is measured."""
+    settings = report["settings"]
     return (
         f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
-        f"{report['clock']} time, medians of {report['rounds']} rounds\n"
+        f"{settings.get('clock', 'wall')} time, medians of {settings['repeats']} rounds\n"
         + ", ".join(f"{name} {value}" for name, value in report["shape"].items())
     )
-
-
-def versions() -> dict[str, str | None]:
-    """Returns the versions of the libraries; None: not installed."""
-    found: dict[str, str | None] = {}
-    for package in ("torch", "transformers", "numpy"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 def write_report(report: dict[str, Any], file: str | None) -> None:

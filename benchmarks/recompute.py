@@ -15,6 +15,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,13 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.engines import SEED, Setting
 from benchmarks.harness import (
-    Clock,
     Progress,
     Spread,
     benchmark_parser,
     clock_of,
     garbage_kept,
     heading,
+    in_rounds,
     new_report,
     parse_benchmark,
     spread,
@@ -157,22 +158,6 @@ def footprint(engine: Engine, streams: RngStreams, start: RngSnapshot) -> Footpr
     )
 
 
-def time_in_rounds(
-    engines: Sequence[Engine], clock: Clock, *, rounds: int, progress: Progress
-) -> dict[str, list[float]]:
-    """Returns the milliseconds of every engine in every round, which begins with another engine."""
-    samples: dict[str, list[float]] = {engine.name: [] for engine in engines}
-    for number in range(-1, rounds):  # the first round warms up
-        for place_in_round in range(len(engines)):
-            engine = engines[(place_in_round + number) % len(engines)]
-            progress(f"round {number + 1} of {rounds}, {engine.name}")
-            gc.collect()
-            milliseconds = clock.ms(engine.step)
-            if number >= 0:
-                samples[engine.name].append(milliseconds)
-    return samples
-
-
 def rows_of(
     setting: Setting,
     engines: Sequence[Engine],
@@ -201,7 +186,7 @@ def rows_of(
 
 
 def measure(
-    setting: Setting, parallel: ParallelState, args: argparse.Namespace, progress: Progress
+    setting: Setting, parallel: ParallelState, args: argparse.Namespace
 ) -> tuple[list[Row], dict[str, str]]:
     """Measures all engines of one setting. Returns their rows, and who is left out and why."""
     contestants = build_contestants(setting, parallel)
@@ -210,12 +195,15 @@ def measure(
         for engine in contestants.engines
         if not args.engines or engine.name in args.engines or engine.name.endswith(NONE)
     ]
-    start, footprints = parallel.rng.snapshot(), {}
+    start, footprints, progress = parallel.rng.snapshot(), {}, Progress()
     with garbage_kept():
         for engine in engines:
             progress(f"bytes and FLOPs of {engine.name}")
             footprints[engine.name] = footprint(engine, parallel.rng, start)
-        samples = time_in_rounds(engines, clock_of(args), rounds=args.repeats, progress=progress)
+        clock = clock_of(args)
+        samples = in_rounds(
+            {engine.name: partial(clock.ms, engine.step) for engine in engines}, args.repeats
+        )
     return list(rows_of(setting, engines, footprints, samples)), contestants.skipped
 
 
@@ -247,13 +235,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark. Returns 0."""
     args = parse(argv)
-    report: dict[str, Any] = {
-        **new_report(args),
-        "attention_backend": args.attention_backend,
-        "skipped": {},
-    }
+    report: dict[str, Any] = {**new_report(args), "skipped": {}}
     print(heading(report), flush=True)
-    progress = Progress()
     parallel = ParallelState(device=args.device, rng=RngStreams(args.device, seed=SEED))
     for dtype, dropout in itertools.product(args.dtype, args.dropout):
         setting = Setting(
@@ -263,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             dropout=dropout,
             attention_backend=args.attention_backend,
         )
-        rows, skipped = measure(setting, parallel, args, progress)
+        rows, skipped = measure(setting, parallel, args)
         print(
             f"\n{setting.dtype}, dropout {setting.dropout}: none takes {rows[0].ms:.1f} ms",
             HEADER,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from benchmarks.engines import DTYPES, SEED, Setting, our_model
-from benchmarks.peer_engines import transformers_gpt2
+from benchmarks.peers import transformers_gpt2
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage

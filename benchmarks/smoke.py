@@ -13,10 +13,10 @@ MARGIN above its limit.
 from __future__ import annotations
 
 import gc
-import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.contestant_peers import Contestant
 from benchmarks.contestants import OURS, PLAIN, build_contestants
 from benchmarks.engines import PRESETS, Setting
-from benchmarks.harness import Clock, garbage_kept
+from benchmarks.harness import Clock, garbage_kept, in_rounds, spread
+from benchmarks.peers import Contestant
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 
 Pair = tuple[str, str]
@@ -54,7 +54,7 @@ def main() -> int:
     setting = Setting(
         shape=PRESETS["small"], device=torch.device("cpu"), dtype="float32", dropout=0.0
     )
-    found, _ = build_contestants("gpt", setting, peers=["plain"])
+    found, _ = build_contestants(setting, peers=["plain"])
     names = {name for pair in TIME_LIMITS for name in pair}
     contestants = [one for one in found if one.name in names]
     losses, peaks = {}, {}
@@ -88,21 +88,15 @@ def best_attempts(contestants: Sequence[Contestant]) -> dict[Pair, float]:
 
 
 def attempt(contestants: Sequence[Contestant]) -> dict[Pair, float]:
-    """Returns the medians of the ratios over some rounds, each of which begins with another one."""
+    """Returns the medians of the ratios over some rounds."""
     clock = Clock(device=torch.device("cpu"), kind="cpu")
-    times: dict[str, list[float]] = {one.name: [] for one in contestants}
-    for number in range(ROUNDS):
-        for turn in range(len(contestants)):
-            one = contestants[(turn + number) % len(contestants)]
-            one.clear()
-            gc.collect()
-            times[one.name].append(clock.ms(one.run))
-    return {
-        (name, other): statistics.median(
-            own / base for own, base in zip(times[name], times[other], strict=True)
-        )
-        for name, other in TIME_LIMITS
-    }
+
+    def timed(one: Contestant) -> float:
+        one.clear()
+        return clock.ms(one.run)
+
+    times = in_rounds({one.name: partial(timed, one) for one in contestants}, ROUNDS)
+    return {pair: spread(times[pair[0]], times[pair[1]])[0] for pair in TIME_LIMITS}
 
 
 def loss_and_peak(one: Contestant) -> tuple[float, int]:

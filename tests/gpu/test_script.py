@@ -4,7 +4,6 @@ numpy."""
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 import unittest
@@ -25,47 +24,38 @@ def run_script(output: Path, **variables: str) -> subprocess.CompletedProcess[st
         ["bash", str(ROOT / "benchmarks/gpu.sh"), str(output)],
         capture_output=True,
         text=True,
-        timeout=HANG_S,
+        timeout=3 * HANG_S,
         env=environment(PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", **variables),
         check=False,
     )
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_a_machine_with_torch_alone_gets_a_report(tmp_path: Path) -> None:
     """Packages are hidden by modules that cannot be imported. What needs one is skipped and says
     so; the rest passes."""
     for package in OPTIONAL:
         (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package} here')\n")
-    done = run_script(
-        tmp_path / "new" / "gpu.json", DEVICE="cpu", PRESETS="tiny", PYTHONPATH=str(tmp_path)
-    )
+    done = run_script(tmp_path / "new" / "gpu.json", DEVICE="cpu", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "new" / "gpu.json").read_text())
-    assert report["missing_packages"] == list(OPTIONAL)
+    assert set(report["missing_packages"]) >= set(OPTIONAL)
     assert report["torch"] and report["date"] and "git_commit" in report
-    outcomes = {name: test["outcome"] for name, test in report["tests"].items()}
+    parts = report["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, 0)
+    tests = parts["tests"]["result"]
+    outcomes = {name: test["outcome"] for name, test in tests.items()}
     assert outcomes["test_float32_agrees_with_the_cpu_in_float64"] == "passed"
     assert outcomes["test_an_infinite_gradient_changes_nothing"] == "passed"
     assert outcomes["test_a_step_never_waits_for_the_gpu"] == "skipped"
-    assert (
-        report["tests"]["test_a_resumed_run_ends_as_an_uninterrupted_one"]["reason"]
-        == "rich is not installed"
-    )
-    assert "5 minutes" in done.stdout.partition("[1/5]")[0]
-    (stack,) = report["stack"]["blocks"]
-    assert report["stack_status"] == 0 and "transformers" in stack["skipped"]
-    assert [row["name"] for row in stack["rows"]][:2] == ["ours, none", "ours, full"]
-    engines = [(row["dtype"], row["dropout"], row["engine"]) for row in report["step_time"]["rows"]]
-    assert engines[:2] == [("float32", 0.0, "megatron_lite"), ("float32", 0.0, "plain")]
-    assert len(engines) == 10 and engines[-2:] == [
-        ("bf16", 0.1, "plain, autocast"),
-        ("bf16", 0.1, "plain, pure"),
-    ]
-    for row in report["step_time"]["rows"]:
-        assert row["ms"] > 0.0 and len(row["samples_ms"]) == 5
-        # every engine starts from guessing among the vocabulary's 256 ids
-        assert abs(row["loss"] - math.log(256)) < 0.3
+    ended = tests["test_a_resumed_run_ends_as_an_uninterrupted_one"]
+    assert ended["reason"] == "rich is not installed"
+    for name in ("stack-8b", "llama-16x1024", "gpt2"):
+        result = parts[name]["result"]
+        assert [row["name"] for row in result["rows"]][:2] == ["ours, none", "ours, full"]
+        assert "transformers" in result["skipped"]
+    page = (tmp_path / "new" / "gpu.md").read_text()
+    assert page.count("| ours, none |") == 3 and "\n## tests\n" in page
 
 
 @pytest.mark.long

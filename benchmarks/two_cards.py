@@ -1,0 +1,128 @@
+"""Trains one small model in every layout of two ranks, and compares it with one rank.
+
+For each layout: the largest difference of a loss from that of one rank, whether the bytes kept for
+backward are the predicted ones, and the time of a step over that of one rank with the same global
+batch. Two policies of one layout must give the same text of every loss. On two GPUs the ranks talk
+through NCCL; `--device cpu` rehearses over gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+LAYOUTS = {
+    "TP 2": "--tensor-model-parallel-size 2",
+    "TP 2, SP": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "PP 2": "--pipeline-model-parallel-size 2",
+    "CP 2": "--context-parallel-size 2",
+    "DP 2, overlap": "--overlap-grad-reduce",
+    "ZeRO-1, overlap": "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    "FSDP2": "--use-torch-fsdp2",
+}
+POLICIES = {
+    "none": "*:none",
+    "full": "*:full",
+    "pointwise": "*:pointwise",
+    "full@split": "*:full@split",
+    "full@host": "*:full@host",
+}
+SIZES = {
+    "cpu": (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 255"
+    ),
+    "cuda": (
+        "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 4096 --bf16 "
+        "--vocab-size 32000"
+    ),
+}
+COMMON = (
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --mock-data --eval-iters 0 --swiglu "
+    "--normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--hidden-dropout 0 --attention-dropout 0 --deterministic-mode"
+)
+TOLERANCE = {"cpu": 1e-5, "cuda": 2e-2}  # of a loss; the order of sums differs between layouts
+
+
+def rows_of(device: str, ranks: int, flags: str, steps: int) -> list[dict[str, Any]] | str:
+    """Returns what each step of a run wrote, or the end of its errors."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "metrics.jsonl"
+        seq_length = SIZES[device].split("--seq-length ")[1].split()[0]
+        backend = "gloo" if device == "cpu" else "nccl"
+        words = (
+            f"{SIZES[device]} --max-position-embeddings {seq_length} {COMMON} "
+            f"--train-iters {steps} --distributed-backend {backend} --metrics-jsonl {file} {flags}"
+        )
+        program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*program, f"--nproc-per-node={ranks}", str(ROOT / "pretrain_gpt.py"), *words.split()],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        )
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+            return (lines or done.stderr.splitlines() or ["no output"])[0][:160]
+        return [json.loads(line) for line in file.read_text().splitlines() if "lm_loss" in line]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0, or 1 if a loss differs, a policy changes one, or bytes are not as predicted."""
+    parser = argparse.ArgumentParser(prog="two_cards.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=list(SIZES), default="cuda")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    args = parser.parse_args(argv)
+    alone = rows_of(args.device, 1, "", args.steps)
+    if isinstance(alone, str):
+        print(f"one rank: {alone}", file=sys.stderr)
+        return 1
+    status = 0
+    print(f"{'layout':18}{'policy':12}{'loss differs':>13}{'ms':>9}{'/ one rank':>11}  kept bytes")
+    base = statistics.median(row["iteration_ms"] for row in alone[1:])
+    for layout in args.layouts:
+        texts: dict[str, list[float]] = {}
+        for policy in args.policies:
+            flags = f"{LAYOUTS[layout]} --recompute-policy {POLICIES[policy]}"
+            rows = rows_of(args.device, 2, flags, args.steps)
+            if isinstance(rows, str):
+                refused = "@" in policy  # no group to split over, or no memory of a host
+                print(f"{layout:18}{policy:12}{'refused' if refused else 'FAILED'}: {rows}")
+                status = status if refused else 1
+                continue
+            texts[policy] = [row["lm_loss"] for row in rows]
+            differs = max(
+                abs(a["lm_loss"] - b["lm_loss"]) for a, b in zip(alone, rows, strict=True)
+            )
+            ms = statistics.median(row["iteration_ms"] for row in rows[1:])
+            exact = all(
+                row["activation_bytes_predicted"] == row["activation_bytes_measured"]
+                for row in rows
+            )
+            if differs > TOLERANCE[args.device] or not exact:
+                status = 1
+            print(
+                f"{layout:18}{policy:12}{differs:13.2g}{ms:9.1f}{ms / base:11.2f}  "
+                f"{'as predicted' if exact else 'NOT as predicted'}",
+                flush=True,
+            )
+        if len({tuple(losses) for losses in texts.values()}) > 1:
+            print(f"{layout}: A POLICY CHANGES A LOSS: {texts}")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

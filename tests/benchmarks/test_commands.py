@@ -1,0 +1,80 @@
+"""Each benchmark runs, and its rows have what can be checked without a clock."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import checkpoint, data, recompute, step_time
+from benchmarks.checkpoint_engines import DISK
+from benchmarks.engines import PRESETS
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.memory.predict.flops import forward_flops
+
+pytestmark = pytest.mark.long
+TINY = "--device cpu --preset tiny --dtype float32 --threads 1 --repeats 1"
+
+
+def report(module: Any, words: str, folder: Path) -> list[dict[str, Any]]:
+    file = folder / "new" / "report.json"
+    assert module.main([*words.split(), "--json", str(file)]) == 0
+    return json.loads(file.read_text())["rows"]
+
+
+def test_data_rows_have_time_and_memory(tmp_path: Path) -> None:
+    words = "--lines 20 --documents 500 --reads 20 --blend 1000 --datasets 3 --seq-length 64"
+    rows = report(data, f"{words} --repeats 1", tmp_path)
+    assert {row["what"] for row in rows} == {
+        "preprocess",
+        "open",
+        "sample index",
+        "load",
+        "blend index",
+    }
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_a_background_save_waits_less_than_a_save(tmp_path: Path) -> None:
+    words = f"--preset tiny --repeats 2 --steps 2 --threads 1 --directory {tmp_path}"
+    rows = {(row["what"], row["engine"]): row for row in report(checkpoint, words, tmp_path)}
+    assert rows["save", DISK]["ratio"] == rows["load", DISK]["ratio"] == [1.0, 1.0, 1.0]
+    waits = rows["stall", "in the background, waits"]["seconds"]
+    assert waits < rows["save", checkpoint.OURS]["seconds"]
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_every_contestant_of_a_step_has_the_same_loss(family: str, tmp_path: Path) -> None:
+    rows = report(step_time, f"{TINY} --dropout 0 --family {family}", tmp_path)
+    names = [row["name"] for row in rows]
+    assert names[:2] == ["ours, none", "ours, full"] and "transformers, full" in names
+    for row in rows:
+        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4), row["name"]
+    assert abs(rows[0]["loss"] - math.log(256)) < 0.3  # a guess among the vocabulary's 256 ids
+
+
+def test_every_engine_trains_the_same_model_and_units_cost_a_forward(tmp_path: Path) -> None:
+    """A checkpoint that drops gradients would look fast."""
+    found = report(recompute, f"{TINY} --dropout 0", tmp_path)
+    rows, shape = {row["engine"]: row for row in found}, PRESETS["tiny"]
+    for name, row in rows.items():
+        base = rows["transformers, none" if name.startswith("transformers") else "none"]
+        assert row["loss"] == base["loss"], name
+        assert row["grad_norm"] == pytest.approx(base["grad_norm"], rel=1e-4), name
+        assert row["peak_bytes"] > row["kept_bytes"] and row["ms"] > 0.0
+    layers = forward_flops(
+        ModelConfig(
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            max_position_embeddings=shape.seq_length,
+            num_attention_heads=shape.num_attention_heads,
+        ),
+        batch=shape.batch_size,
+        seq_length=shape.seq_length,
+        padded_vocab_size=0,
+    )
+    for name in ("uniform 1, no tail skip", "torch layers, reentrant"):
+        assert rows[name]["flops"] - rows["none"]["flops"] == layers
