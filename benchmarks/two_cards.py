@@ -72,8 +72,9 @@ def rows_of(device: str, ranks: int, flags: str, steps: int) -> list[dict[str, A
             env={**os.environ, "PYTHONPATH": str(ROOT), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         )
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
-            return (lines or done.stderr.splitlines() or ["no output"])[0][:160]
+            lines = done.stderr.splitlines() or ["no output"]
+            own = [line for line in lines if "pretrain_gpt.py: error" in line]
+            return (own or lines)[0][:160]
         return [json.loads(line) for line in file.read_text().splitlines() if "lm_loss" in line]
 
 
