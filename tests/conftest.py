@@ -112,9 +112,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     os.environ[IS_LONG] = "1" if further else "0"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `gpu` where no GPU is visible."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device (benchmarks/gpu.sh)"))
+    """Marks the cases of tests with the mark `runs`, and skips those marked `gpu` without a GPU."""
+    by_test: dict[tuple[object, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("runs"):
+            by_test.setdefault((item.path, item.originalname), []).append(item)  # type: ignore[attr-defined]
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device (benchmarks/gpu.sh)"))
+    for cases in by_test.values():
+        numbers = cases[0].get_closest_marker("runs").kwargs  # type: ignore[union-attr]
+        for kind, number in (
+            ("weekly", len(cases)),
+            ("long", numbers["ci"]),
+            ("", numbers["daily"]),
+        ):
+            for index in range(min(number, len(cases))):  # evenly among the cases
+                item = cases[index * len(cases) // min(number, len(cases))]
+                item.own_markers[:] = [
+                    mark for mark in item.own_markers if mark.name not in ("long", "weekly")
+                ]
+                if kind:
+                    item.add_marker(kind)

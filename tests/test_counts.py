@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.counts import BUDGETS, ROOT, counts, tokens_of
 
 
+@pytest.mark.long
 def test_no_count_is_above_its_budget() -> None:
     found = {name: n for name, n in counts(ROOT) if not name.startswith("bytes of ")}
     assert found.keys() == BUDGETS.keys()

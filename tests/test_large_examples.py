@@ -155,7 +155,7 @@ def test_the_model_has_as_many_parameters_as_its_name_says(name: str) -> None:
     )
 
 
-@pytest.mark.long
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("name", only(PUBLISHED, 0))
 def test_the_header_has_the_predicted_bytes(name: str) -> None:
     expected = [HEADING]
@@ -215,6 +215,7 @@ def test_a_task_of_srun_is_one_rank() -> None:
     assert command[3:] == training_flags(command_of(LARGE / "gpt_530b.sh"))
 
 
+@pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "recompute"),

@@ -76,6 +76,7 @@ class Steps:
             assert self._changed.wait_for(lambda: self._made >= number, HANG_S)
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("layout", "bf16"), only(itertools.product(LAYOUTS, (False, True)), 3, 4))
 def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(
     tmp_path: Path, layout: str, bf16: bool

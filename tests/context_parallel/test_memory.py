@@ -80,6 +80,7 @@ def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple
     return len(cases), wrong
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("layout", "every"),
     only(
@@ -138,6 +139,7 @@ def sent(
     return found
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("layout", "backend"),
     only(

@@ -54,6 +54,7 @@ ZERO_1 = DataParallelConfig(
 )
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("model", "world_size", "layout", "data_parallel"),
     [

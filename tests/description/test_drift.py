@@ -198,6 +198,7 @@ def wrong(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, Any]
     return found
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"), only([(1, False), (2, False), (2, True)], 0, 2)
 )

@@ -37,7 +37,7 @@ def test_the_commands_of_a_page_work_one_after_the_other(page: Path) -> None:
             run(script(block, where, number), where)
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_the_resumed_run_of_the_page_is_the_uninterrupted_one() -> None:
     """The rows of the page's two commands, and those of one run with all iterations."""
     page = ROOT / "docs" / "training.md"

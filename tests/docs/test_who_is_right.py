@@ -111,7 +111,7 @@ def test_a_page_without_the_marks_is_an_error_and_is_left_as_it_was(
     )
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 @pytest.mark.timeout(3600)
 def test_the_command_makes_the_tables_of_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

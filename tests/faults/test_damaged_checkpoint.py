@@ -65,6 +65,7 @@ def ends_as(whole: Path, folder: Path) -> bool:
     return step_bytes(folder, LAST) == step_bytes(whole, LAST) != {}
 
 
+@pytest.mark.runs(daily=3, ci=7)
 @pytest.mark.parametrize(
     ("file", "how"),
     [

@@ -92,6 +92,7 @@ def test_one_ulp_on_one_rank_is_found_and_named(
         assert f"rank 0: {whole}; rank 1: {whole}." in error
 
 
+@pytest.mark.runs(daily=0, ci=3)
 @pytest.mark.parametrize(
     "shape",
     only(

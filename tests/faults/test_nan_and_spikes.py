@@ -131,6 +131,7 @@ def check_skips_one(shape: str, config: RunConfig, where: str, value: float, at:
         assert differing(tensors, oracle) == []
 
 
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(("shape", "where", "value", "named"), only(CASES, 0, 1, 2, 3))
 def test_what_is_not_finite_on_one_rank_skips_the_update_on_all(
     tmp_path: Path, shape: str, where: str, value: float, named: str
@@ -222,6 +223,7 @@ def spike_config(shape: str, ratio: float | None, **settings: Any) -> RunConfig:
     )
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("shape", only(["dp2", "tp2", "pp2", "alone", "zero1-overlap", "fsdp2"], 0))
 def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(
     tmp_path: Path, shape: str

@@ -60,6 +60,7 @@ FILES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.runs(daily=4, ci=15)
 @NUMBERS
 @FILES
 def test_a_read_that_is_always_refused_stops_the_run(
@@ -75,6 +76,7 @@ def test_a_read_that_is_always_refused_stops_the_run(
     assert generate.main(f"--load {steps} --prompt 1 --max-new-tokens 1".split()) == 0
 
 
+@pytest.mark.runs(daily=4, ci=15)
 @NUMBERS
 @FILES
 def test_a_read_that_is_refused_for_a_moment_is_tried_again(

@@ -61,6 +61,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, losses
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("rank", "place", "names", "iteration"),
     only(
@@ -173,6 +174,7 @@ def _interrupted(place: str, *ranks: int, iteration: int = 0) -> Callable[[int],
     return prepare
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("ranks", "place", "iteration"),
     only(

@@ -107,6 +107,7 @@ class Clock:
         return self._now
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("shape", "ranks"), only([("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)], 0)
 )

@@ -78,6 +78,7 @@ def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None)
     return trainer.progress.iteration, error
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     "shape",
     [

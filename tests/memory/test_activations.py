@@ -187,6 +187,7 @@ def differences(
     return len(sampled(cases[::every], every=5, at_most=3)), wrong
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "every"),
     [

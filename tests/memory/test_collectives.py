@@ -128,6 +128,7 @@ def predicted(
     )
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("sequence_parallel", "dtype"),
     only([(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)], 0, 2),

@@ -59,6 +59,7 @@ def wrong_bytes(
     return found
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"), only([(1, False), (2, False), (2, True)], 0)
 )
@@ -68,6 +69,7 @@ def test_the_bytes_of_every_policy_are_the_measured_ones(
     assert run_ranks(wrong_bytes, tp_size, sequence_parallel, detail=False) == [{}] * tp_size
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_every_moment_of_every_policy_is_the_measured_one(config: ModelConfig) -> None:
     config = replace(
@@ -78,6 +80,7 @@ def test_every_moment_of_every_policy_is_the_measured_one(config: ModelConfig) -
     assert test_peak.differences(0, 1, config, False) == {}
 
 
+@pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_the_flops_of_every_policy_are_the_counted_ones(config: ModelConfig) -> None:
     named = {

@@ -129,6 +129,7 @@ except InputError as error:
 """
 
 
+@pytest.mark.long
 def test_a_library_without_some_names_is_imported_and_does_what_does_not_need_them() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, check=False

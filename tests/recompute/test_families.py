@@ -55,7 +55,7 @@ def test_every_way_to_train_gives_the_gradients_of_the_plain_model(
     assert faults(name, "*:full", situation) == []
 
 
-@pytest.mark.long
+@pytest.mark.runs(daily=0, ci=22)
 @pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"])
 @pytest.mark.parametrize("name", NEWER)
 def test_the_default_call_of_a_newer_family_trains_as_without_a_policy(
@@ -73,7 +73,7 @@ def in_every_situation() -> list[tuple[str, str, str]]:
     return covered(itertools.product([*FAMILIES, *VARIANTS], POLICIES, SITUATIONS))
 
 
-@pytest.mark.long
+@pytest.mark.runs(daily=0, ci=5)
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_every_policy_holds_in_every_situation(name: str) -> None:
     found = {

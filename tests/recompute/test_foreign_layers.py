@@ -20,6 +20,7 @@ from tests.support.pairs import covered
 SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
 
 
+@pytest.mark.runs(daily=45, ci=90)
 @pytest.mark.parametrize("text", SHORT)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name: str, text: str) -> None:
@@ -54,7 +55,7 @@ def in_every_situation() -> list[tuple[str, str, str]]:
     return covered(itertools.product(LAYERS, POLICIES, SITUATIONS))
 
 
-@pytest.mark.long
+@pytest.mark.runs(daily=0, ci=10)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_policy_holds_in_every_situation(name: str) -> None:
     found = {

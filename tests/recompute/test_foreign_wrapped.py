@@ -43,14 +43,14 @@ def _ddp(rank: int, world_size: int, names: tuple[str, ...], options: dict[str, 
     return found
 
 
+@pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize("find_unused", [False, True])
-@pytest.mark.long
 def test_ddp_reduces_the_gradients_of_the_plain_model(find_unused: bool) -> None:
     names = WITH_UNUSED if find_unused else WITHOUT_UNUSED
     assert run_ranks(_ddp, 2, names, dict(find_unused=find_unused), detail=False) == [[], []]
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_ddp_with_a_static_graph_reduces_the_gradients_of_the_plain_model() -> None:
     assert run_ranks(
         _ddp, 2, WITHOUT_UNUSED, dict(find_unused=False, static=True), detail=False
@@ -76,7 +76,7 @@ PLACES: dict[str, tuple[Wrap, bool]] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.runs(daily=0, ci=3)
 @pytest.mark.parametrize(
     ("name", "text", "place"),
     covered(product(["a tensor", "named tuple", "GPT-2"], [*TEXTS, "*:none@host"], PLACES)),

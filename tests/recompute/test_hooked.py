@@ -127,6 +127,7 @@ class Outer(nn.Module):
         return hidden.sin()
 
 
+@pytest.mark.runs(daily=9, ci=18)
 @pytest.mark.parametrize("run", [step, twice, second_order])
 @pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)", "0:full@host"])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -28,6 +28,7 @@ def chosen(*, every: bool, can_split: bool) -> list[str]:
     return [name for name in policies(can_split=can_split) if every or name in IN_EVERY_RUN]
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "precision", "every"),
     [

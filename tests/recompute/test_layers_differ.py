@@ -37,6 +37,7 @@ MODELS = {
 }
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "dtype"),
     [

@@ -12,6 +12,7 @@ from megatron_lite.recompute.pool import Pool
 from tests.support.offload import CONTIGUOUS, POLICIES, Late, build, equal, step
 
 
+@pytest.mark.runs(daily=3, ci=9)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batches", [(3,), (3, 4, 5)])
 def test_the_pool_grows_in_the_first_step_only_and_every_buffer_returns(

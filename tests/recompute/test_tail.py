@@ -142,6 +142,7 @@ def faults(
     return found
 
 
+@pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
     [(1, False), *(pytest.param(2, split, marks=pytest.mark.long) for split in (False, True))],

@@ -217,6 +217,7 @@ def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, roundin
     torch.testing.assert_close(logits.grad.double(), whole.grad, rtol=rounding, atol=1e-6)
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(chunk):
     case = sample(torch.float32)

@@ -29,6 +29,7 @@ def test_rates_without_a_slope_have_no_half_dimension() -> None:
     assert calibrate.fit([(64, 2e9), (64, 2e9)]) == (pytest.approx(2e9), 0.0)
 
 
+@pytest.mark.long
 def test_a_measured_machine_is_one_that_the_model_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

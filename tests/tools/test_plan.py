@@ -50,6 +50,7 @@ def fault(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return shown.err
 
 
+@pytest.mark.long
 def test_llama_3_8b_on_8_h100_gets_plans_within_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*LLAMA, "--gpus", "8", *BATCH]
     text = printed(arguments, capsys)

@@ -325,6 +325,7 @@ def without_policy(
     return cache(lambda flags: metrics_of(flags, tmp_path_factory.mktemp("without")))
 
 
+@pytest.mark.runs(daily=2, ci=12)
 @pytest.mark.parametrize(("variant", "policy"), only(RUNS, 4, 18))
 def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
     variant: str, policy: str, without_policy: Callable[[str], list[dict[str, Any]]], tmp_path: Path

@@ -109,6 +109,7 @@ def real_steps(
     return run_ranks(run, world_size, detail=False)
 
 
+@pytest.mark.runs(daily=4, ci=12)
 @pytest.mark.parametrize(
     ("world_size", "num_microbatches", "flags"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)],
@@ -144,6 +145,7 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
     assert whole.peak.num_bytes == apart.peak.num_bytes + whole.host_bytes
 
 
+@pytest.mark.runs(daily=3, ci=8)
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags"),
     [

@@ -80,6 +80,7 @@ def _overflow_on_one(
     return trainer.progress.skipped_iterations, trainer.optimizer.loss_scale.scale.item(), weights
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     "axis",
     [pytest.param("dp", marks=pytest.mark.long), pytest.param("tp", marks=pytest.mark.long), "pp"],
