@@ -58,35 +58,6 @@ def test_notices_come_first_and_none_is_told_twice() -> None:
     assert sum("saves next to nothing" in line for line in lines) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            "--distribute-saved-activations",
-            "--distribute-saved-activations needs --recompute-granularity",
-        ),
-        (
-            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model setup.py",
-            "setup.py: not a tokenizer that can be read",
-        ),
-        (
-            "--dump-config",
-            (
-                "--dump-config and --explain-recompute each print something else and stop: leave "
-                "one of them out"
-            ),
-        ),
-    ],
-)
-def test_a_fault_is_one_line_and_status_2(words: str, message: str) -> None:
-    done = run_command(*EXPLAIN, *words.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr.startswith(f"pretrain_gpt.py: error: {message}")
-        and done.stderr.count("\n") == 1
-    )
-
-
 def test_the_vocabulary_comes_from_the_tokenizers_files(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{number}": number for number in range(200)}

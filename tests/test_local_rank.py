@@ -3,17 +3,12 @@ command line to the run."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 import pretrain_gpt
 from megatron_lite.cli import pretrain
 from megatron_lite.parallel.launch import Launch
-from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
-from tests.support.limits import HANG_S
-from tests.support.ports import free_port
+from tests.support.commands import MOCK, SMALL_RUN
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -68,26 +63,3 @@ def test_a_local_rank_that_contradicts_the_environment_ends_with_status_2(
         "pretrain_gpt.py: [rank 1] error: --local-rank 1 contradicts LOCAL_RANK 0 of the "
         "environment: leave the flag out, or unset the variable\n"
     )
-
-
-@pytest.mark.long
-def test_two_ranks_train_as_an_old_launcher_starts_them() -> None:
-    """With RANK and WORLD_SIZE in the environment, and the local rank on the command line alone."""
-    port = str(free_port())
-    words = [*SMALL_RUN, *MOCK, "--train-iters", "2", "--eval-iters", "0"]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "pretrain_gpt.py"), f"--local_rank={rank}", *words],
-            cwd=ROOT,
-            env=environment(
-                RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    ends = [(process.communicate(timeout=HANG_S), process.returncode) for process in ranks]
-    assert [status for _, status in ends] == [0, 0], ends
-    assert "2 ranks" in ends[0][0][0] and "local" not in ends[0][0][1]

@@ -237,21 +237,3 @@ def test_a_rule_that_says_more_than_it_does_is_one_warning(
 ) -> None:
     found = check_policy_reaches(parse_policy(text), num_layers)
     assert found == ([] if warning is None else [f"--recompute-policy '{text}': {warning}"])
-
-
-@given(POLICIES, st.lists(st.integers(1, 6), min_size=1, max_size=3))
-def test_an_accepted_rule_decides_a_layer_and_a_refused_policy_has_a_fault(
-    policy: Policy, num_layers: list[int]
-) -> None:
-    deciding = {
-        id(policy.rule_of(layer, stage))
-        for stage, count in enumerate(num_layers)
-        for layer in range(count)
-    }
-    reaches_all = all(id(rule) in deciding for rule in policy.rules)
-    try:
-        check_policy_reaches(policy, num_layers)
-    except ValueError as error:
-        assert not reaches_all or "not exist" in str(error) or "neighbouring" in str(error)
-    else:
-        assert reaches_all
