@@ -24,7 +24,7 @@ from megatron_lite.checkpointing.shards import SavedLayout
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
     METADATA,
-    MOST_ITERATIONS,
+    Progress,
     parameters_file,
     rng_file,
     shard_file,
@@ -40,48 +40,7 @@ from megatron_lite.optim.spike import MeanLossState
 
 AXES = ("tp_size", "dp_size", "pp_size", "cp_size")
 MOST_UPDATES = 10**9 - 1
-MOST_SAMPLES = 2**62
 PARTS = ("optimizer", "rng")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """The progress of a run.
-
-    iteration: how many iterations are done.
-    consumed_samples: how many samples they have read.
-    skipped_iterations: how many of them changed no weight.
-    nan_iterations: how many of them had a NaN loss.
-    evaluation_is_due: whether the run stopped before or in the evaluation after this iteration.
-    skipped_in_a_row: how many of the last iterations in a row changed no weight. The overflows of
-    a float16 run do not count.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped_iterations: int = 0
-    nan_iterations: int = 0
-    evaluation_is_due: bool = False
-    skipped_in_a_row: int = 0
-
-    @classmethod
-    def from_plain(cls, values: object) -> Progress:
-        """Reads a JSON object. Only `iteration` and `consumed_samples` must be present.
-
-        Raises ValueError on numbers that no run has.
-        """
-        found = plain.as_object(values, "progress")
-        plain.check_names(found, [field.name for field in fields(cls)], "progress")
-        iteration = plain.whole(found, "iteration", 0, MOST_ITERATIONS)
-        counts = ("skipped_iterations", "nan_iterations", "skipped_in_a_row")
-        return cls(
-            iteration=iteration,
-            consumed_samples=plain.whole(found, "consumed_samples", 0, MOST_SAMPLES),
-            evaluation_is_due=plain.boolean(
-                {"evaluation_is_due": False, **found}, "evaluation_is_due"
-            ),
-            **{name: plain.whole(found, name, 0, iteration) for name in counts if name in found},
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,19 +32,62 @@ embedding is in the file of the first pipeline rank only. These other names are 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
 
 LATEST = "latest_checkpointed_iteration.txt"
 CONFIG, METADATA = "config.json", "metadata.json"
 MOST_ITERATIONS = 10**9 - 1  # the longest name of a step has nine digits
+MOST_SAMPLES = 2**62
 STEP_NAME = re.compile(r"iter_(\d{7,9})")
 SUPERSEDED = re.compile(r"iter_(\d{7,9})\.superseded\d*")
 UNFINISHED = re.compile(r"(iter_\d{7,9}|" + re.escape(LATEST) + r")\.tmp(-\w+)?")
 CONDEMNED = re.compile(r"iter_\d{7,9}\.deleted(-\w+)?")
 REPLACED = re.compile(r"iter_\d{7,9}\.old")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """The progress of a run.
+
+    iteration: how many iterations are done.
+    consumed_samples: how many samples they have read.
+    skipped_iterations: how many of them changed no weight.
+    nan_iterations: how many of them had a NaN loss.
+    evaluation_is_due: whether the run stopped before or in the evaluation after this iteration.
+    skipped_in_a_row: how many of the last iterations in a row changed no weight. The overflows of
+    a float16 run do not count.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+    nan_iterations: int = 0
+    evaluation_is_due: bool = False
+    skipped_in_a_row: int = 0
+
+    @classmethod
+    def from_plain(cls, values: object) -> Progress:
+        """Reads a JSON object. Only `iteration` and `consumed_samples` must be present.
+
+        Raises ValueError on numbers that no run has.
+        """
+        found = plain.as_object(values, "progress")
+        plain.check_names(found, [field.name for field in fields(cls)], "progress")
+        iteration = plain.whole(found, "iteration", 0, MOST_ITERATIONS)
+        counts = ("skipped_iterations", "nan_iterations", "skipped_in_a_row")
+        return cls(
+            iteration=iteration,
+            consumed_samples=plain.whole(found, "consumed_samples", 0, MOST_SAMPLES),
+            evaluation_is_due=plain.boolean(
+                {"evaluation_is_due": False, **found}, "evaluation_is_due"
+            ),
+            **{name: plain.whole(found, name, 0, iteration) for name in counts if name in found},
+        )
 
 
 def step_directory(root: Path, iteration: int) -> Path:

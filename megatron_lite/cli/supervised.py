@@ -27,7 +27,6 @@ import torch
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
@@ -62,7 +61,10 @@ def ready_to_train(
         raise InputError(str(error)) from error
     device = choose_device(config.parallel, launch)
     check_kernels(config, device.type)
-    config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
+    if config.tokenizer.vocab_size is None or config.tokenizer.tokenizer_type != "NullTokenizer":
+        from megatron_lite.data.tokenizers import resolve_vocabulary
+
+        config = replace(config, tokenizer=resolve_vocabulary(config.tokenizer))
     if not config.recompute.is_to_be_chosen:
         return config, tuple(notices)
     from megatron_lite.plan.auto_policy import with_chosen_policy

@@ -15,24 +15,19 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
-from megatron_lite.data.blend import BlendedDataset, Dataset, kept_blend_index, samples_to_request
-from megatron_lite.data.data_paths import (
-    SPLITS,
-    DataPath,
-    normalized,
-    parse_split,
-    read_data_paths,
-    split_documents,
-)
-from megatron_lite.data.gpt_dataset import GPTDataset
-from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.data.mock import MockDataset
+
+if TYPE_CHECKING:
+    from megatron_lite.data.blend import Dataset
+    from megatron_lite.data.data_paths import DataPath
+    from megatron_lite.data.gpt_dataset import GPTDataset
+    from megatron_lite.data.indexed import IndexedDataset
 
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of a .bin, for its identity
 DataIdentity = dict[str, Any]  # plain values, as JSON holds them
@@ -74,6 +69,10 @@ def build_datasets(
         valid, test = (one if len(one) else None for one in others)
         mock = {"source": "--mock-data", "seq_length": data.seq_length}
         return Datasets(train, valid, test, mock)
+    # Imported late: mock data need no reader of files.
+    from megatron_lite.data.data_paths import read_data_paths
+    from megatron_lite.data.indexed import IndexedDataset
+
     paths = read_data_paths(data)
     # Each prefix is opened once, also if several splits name it.
     names = dict.fromkeys(name for path in paths if path is not None for name in path.prefixes)
@@ -114,6 +113,9 @@ class _Part:
 
 
 def _opened(indexed: IndexedDataset, data: DataConfig, vocab_size: int, seed: int) -> _Part:
+    from megatron_lite.data.data_paths import split_documents
+    from megatron_lite.data.gpt_dataset import GPTDataset
+
     whole = [(0, len(indexed))] * 3
     return _Part(
         indexed,
@@ -140,6 +142,9 @@ def _build_split(
     Without weights each part is read once, in proportion to its size. A run that needs more samples
     reads them again, in the same shares.
     """
+    from megatron_lite.data.blend import BlendedDataset, kept_blend_index, samples_to_request
+    from megatron_lite.data.data_paths import SPLITS, normalized
+
     if all(part.is_empty(split) for part in parts) or (num_samples == 0 and split > 0):
         return None
     # As in Megatron, the weight of a split's only prefix is ignored if the splits are given one by
@@ -182,6 +187,8 @@ def _identity(
     data: DataConfig, paths: Sequence[DataPath | None], opened: dict[str, _Part]
 ) -> DataIdentity:
     """Returns the identity of the parts of each split, in their order."""
+    from megatron_lite.data.data_paths import SPLITS, parse_split
+
     parts = [
         {
             "weights": None if path is None or path.weights is None else list(path.weights),

@@ -14,8 +14,6 @@ sums gradients over ranks, but never compares weights.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -27,13 +25,8 @@ from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.parallel.tensor_hash import quick_hash
 
-
-class _HeldTensor(NamedTuple):
-    """A tensor of this rank, with the name and the spec of its parameter."""
-
-    name: str
-    tensor: Tensor
-    spec: ParameterSpec
+# The name of a tensor of this rank, the tensor, and the spec of its parameter.
+_HeldTensor = tuple[str, Tensor, ParameterSpec]
 
 
 class ReplicaCheck:
@@ -51,8 +44,11 @@ class ReplicaCheck:
         gathers the hashes and the texts. Waits for the device.
         """
         self._optimizer.finish()
-        held = self._held()
-        hashes = torch.stack([quick_hash(one.tensor) for one in held])
+        held = self._held()  # nothing on a rank whose stage has no parameters
+        hashes = torch.stack(
+            [quick_hash(tensor) for _, tensor, _ in held]
+            or [torch.zeros((), dtype=torch.int64, device=self._parallel.device)]
+        )
         groups = self._groups(held)
         alike = torch.stack(
             [are_equal(hashes[places], group) for places, group in groups] or [torch.tensor(True)]
@@ -64,7 +60,7 @@ class ReplicaCheck:
             for places, group in groups
             for number in odd_ones_out(hashes[places], group)
         ]
-        names = list(dict.fromkeys(held[number].name for number in odd))
+        names = list(dict.fromkeys(held[number][0] for number in odd))
         text = "".join(names[:1])
         if len(names) > 1:
             text += f" and {len(names) - 1} more tensors"
@@ -72,16 +68,14 @@ class ReplicaCheck:
 
     def _held(self) -> list[_HeldTensor]:
         layout = self._optimizer.layout
-        specs = {name: spec_of(value) for name, value in self._model.named_parameters()}
         if not layout.replicates_weights:
-            return [_HeldTensor(piece.name, piece.master, piece.spec) for piece in layout.pieces]
-        held = [
-            _HeldTensor(name, value.detach(), specs[name])
-            for name, value in self._model.named_parameters()
-        ]
+            return [(piece.name, piece.master, piece.spec) for piece in layout.pieces]
+        weights = dict(self._model.named_parameters())
+        specs = {name: spec_of(weight) for name, weight in weights.items()}
+        held = [(name, weight.detach(), specs[name]) for name, weight in weights.items()]
         if layout.shard_group is None:
             held += [
-                _HeldTensor(f"{name}/{key}", value, specs[name])
+                (f"{name}/{key}", value, specs[name])
                 for name, states in self._optimizer.states.items()
                 for key, value in states.items()
             ]
@@ -94,8 +88,8 @@ class ReplicaCheck:
         # are not split, and the first and the last stage of a tied weight.
         chosen = (
             (parallel.dp_cp_group, [replicates] * len(held)),
-            (parallel.tp_group, [one.spec.tp_dim is None for one in held]),
-            (parallel.embedding_group, [one.spec.tied for one in held]),
+            (parallel.tp_group, [spec.tp_dim is None for _, _, spec in held]),
+            (parallel.embedding_group, [spec.tied for _, _, spec in held]),
         )
         return [
             (torch.tensor(here, device=parallel.device).nonzero().view(-1), group)

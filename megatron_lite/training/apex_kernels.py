@@ -5,12 +5,14 @@ The choice is checked before the run starts. The log states it with the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable
 
 from torch import nn
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
+from megatron_lite.config.units import plural
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.model.norm import APEX_NORMS
 from megatron_lite.optim.grad_buffer import GradBuffer
@@ -26,8 +28,6 @@ from megatron_lite.parallel.weight_gradient import (
 )
 from megatron_lite.parallel.weights import gathered_dtype
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-
-MOST_NAMES = 2  # more weights than these are counted, not named
 
 
 def check_kernels(config: RunConfig, device_type: str) -> None:
@@ -89,40 +89,31 @@ def fuse_weight_gradients_(
         for parameter in (chunk.decoder.layers.parameters() if compiled_layers else ())
     }
     gradients = optimizer.layout.gradients
-    names: dict[str, list[str]] = {}  # by who sums the gradients
+    sums: Counter[str] = Counter()  # the matmuls, by who sums their gradients
     for name, weight in model.named_parameters():
         if not training.gradient_accumulation_fusion:
             reason = "of --no-gradient-accumulation-fusion"
         elif not isinstance(gradients, GradBuffer):
-            reason = (
-                "--use-torch-fsdp2 reduces the gradients of each micro-batch, and has no sum of "
-                "a whole weight to add to"
-            )
+            reason = "--use-torch-fsdp2 has no sum of a whole weight to add to"
         else:
             total = [(weight, gradients.grads[name])]
             if weight in tables and lookup_adds(weight):
                 accumulate_lookups_(total)
-            reason = _reason_against(weight, compiled)
-            if weight in matmuls and not reason:
+            reason = ""
+            if weight in compiled:
+                reason = "the graph of a compiled layer cannot call the kernel"
+            elif not can_be_summed(weight.dtype):
+                reason = (
+                    f"this torch gives no {weight.dtype} weight a float32 gradient "
+                    "(Tensor.grad_dtype)"
+                )
+            elif weight in matmuls:
                 accumulate_with_(kernel.value, total)
         if weight in matmuls:
-            names.setdefault(_who_sums(weight, reason, kernel), []).append(name)
-    groups = [
-        f"{', '.join(of_group) if len(of_group) <= MOST_NAMES else f'{len(of_group)} weights'} "
-        f"by {who}"
-        for who, of_group in names.items()
-    ]
+            sums[_who_sums(weight, reason, kernel)] += 1
+    groups = [f"{plural(number, 'weight')} by {who}" for who, number in sums.items()]
     line = f"weight gradients are summed in float32: {'; '.join(groups)}"
     return line + (" (of this rank's stages)" if parallel.pp_size > 1 else "")
-
-
-def _reason_against(weight: nn.Parameter, compiled: Collection[nn.Parameter]) -> str:
-    """Returns why no kernel can sum the gradient of a weight; "" if one can."""
-    if weight in compiled:
-        return "the graph of a compiled layer cannot call the kernel"
-    if not can_be_summed(weight.dtype):
-        return f"this torch gives no {weight.dtype} weight a float32 gradient (Tensor.grad_dtype)"
-    return ""
 
 
 def _who_sums(weight: nn.Parameter, reason: str, kernel: apex.Kernel) -> str:

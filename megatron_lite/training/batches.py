@@ -49,7 +49,6 @@ from torch import Tensor
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.tokenizers import build_tokenizer
 from megatron_lite.model.gpt import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.sequence_spans import select, spans_of
@@ -231,6 +230,8 @@ def document_rules(config: RunConfig) -> DocumentRules | None:
     ]
     if not given:
         return None
+    from megatron_lite.data.tokenizers import build_tokenizer
+
     try:
         eod = build_tokenizer(config.tokenizer).eod
     except InputError as error:

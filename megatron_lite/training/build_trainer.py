@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_lite.checkpointing.directory import Claim, claim_directory
-from megatron_lite.checkpointing.saver import Saver
-from megatron_lite.checkpointing.start import find_start
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
@@ -48,6 +46,9 @@ from megatron_lite.training.out_of_memory import (
 from megatron_lite.training.run_notices import RunNotices
 from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.step import StageRunner
+
+if TYPE_CHECKING:
+    from megatron_lite.checkpointing.directory import Claim
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -135,22 +136,35 @@ def build_trainer(
     divide, and faults in the data files, the checkpoint or the directories.
     """
     check_fits(config, parallel)
-    claim = claim_directory(config.checkpoint, parallel)
+    claim = None
+    if config.checkpoint.save is not None:
+        from megatron_lite.checkpointing.directory import claim_directory
+
+        claim = claim_directory(config.checkpoint, parallel)
     try:
         return _build(config, parallel, claim, pulse or Pulse(), invocation)
     except BaseException:
-        claim.release()
+        if claim is not None:
+            claim.release()
         raise
 
 
 def _build(
-    config: RunConfig, parallel: ParallelState, claim: Claim, pulse: Pulse, invocation: Invocation
+    config: RunConfig,
+    parallel: ParallelState,
+    claim: Claim | None,
+    pulse: Pulse,
+    invocation: Invocation,
 ) -> Trainer:
     training = config.training
     if training.deterministic_mode:
         use_deterministic_algorithms()
-    start = find_start(config.checkpoint, parallel, invocation.program)
-    done = start.progress
+    start, done, saver = None, Progress(), None
+    if config.checkpoint.load is not None:
+        from megatron_lite.checkpointing.start import find_start
+
+        start = find_start(config.checkpoint, parallel, invocation.program)
+        done = start.progress
     followed: tuple[str, ...] = ()
     try:
         batches = config.batch_schedule(parallel.dp_size)
@@ -167,7 +181,7 @@ def _build(
             train_samples=training.train_samples or train_samples,
             batches=batches,
         )
-        if start.step is not None:
+        if start is not None and start.step is not None:
             from megatron_lite.training.saved_schedule import followed_schedule
 
             schedule, config, followed = followed_schedule(config, schedule, start, parallel)
@@ -193,6 +207,10 @@ def _build(
         accumulation = fuse_weight_gradients_(
             training, parallel, model, optimizer, compiled_layers=config.compiles_layers
         )
+    if claim is not None:
+        from megatron_lite.checkpointing.saver import Saver
+
+        saver = Saver(config.checkpoint, parallel, claim, started_at=done.iteration)
     order = sample_order(config.data, len(datasets.train))
     notices = RunNotices.of(config, device=parallel.device.type, world_size=parallel.world_size)
     trainer = Trainer(
@@ -206,7 +224,7 @@ def _build(
         num_iterations=num_iterations,
         batches=batches,
         order=order,
-        saver=Saver(config.checkpoint, parallel, claim, started_at=done.iteration),
+        saver=saver,
         skipped=SkippedUpdates(config, parallel, optimizer, datasets.train, order),
         evaluations=Evaluations(
             config=config, runner=runner, batches=batches, pulse=pulse, rules=rules

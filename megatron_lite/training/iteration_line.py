@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_lite.checkpointing.metadata import Progress
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig

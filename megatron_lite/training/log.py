@@ -27,7 +27,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron_lite.checkpointing.metadata import Progress
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation

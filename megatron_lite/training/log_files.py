@@ -17,7 +17,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_lite.checkpointing.directory import check_no_checkpoint
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig
@@ -68,6 +67,8 @@ class AppendedFile:
     """
 
     def __init__(self, path: str, *, name: str) -> None:
+        from megatron_lite.checkpointing.directory import check_no_checkpoint
+
         check_no_checkpoint(Path(path), name)
         self.name = name
         with _opening(name):
@@ -103,6 +104,8 @@ def metrics_file(path: str, iteration: int, *, flag: str = "--metrics-jsonl") ->
     was stays beside it as FILE.previous.
     flag: the option that named the file, for messages.
     """
+    from megatron_lite.checkpointing.directory import check_no_checkpoint
+
     target, name = Path(path), f"{flag} {path}"
     check_no_checkpoint(target, name)
     with _opening(name):

@@ -13,11 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_lite.checkpointing.load import load_checkpoint
-from megatron_lite.checkpointing.metadata import Progress
-from megatron_lite.checkpointing.saver import Saver
-from megatron_lite.checkpointing.snapshot import take_snapshot
-from megatron_lite.checkpointing.start import Start
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
@@ -49,6 +45,8 @@ from megatron_lite.training.step import StageRunner, StepEnd, StepResult, Traini
 from megatron_lite.training.summary import summary_of
 
 if TYPE_CHECKING:
+    from megatron_lite.checkpointing.saver import Saver
+    from megatron_lite.checkpointing.start import Start
     from megatron_lite.supervision.drift import ReplicaCheck
     from megatron_lite.supervision.slow_rank import SlowRanks
     from megatron_lite.training.profiler import Profiler
@@ -73,7 +71,7 @@ class Trainer:
 
     num_iterations: the iteration at which the run ends.
     batches, order: the batch size over the run, and the order of its samples.
-    start: the checkpoint that `run` loads.
+    saver, start: saves under --save, and the checkpoint that `run` loads; None without the flag.
     rules: what the ends of documents mean; None: nothing.
     skipped: judges updates that change no weight.
     notices: lines for the log, about kernels and about checks that compare nothing.
@@ -98,10 +96,10 @@ class Trainer:
     num_iterations: int
     batches: BatchSchedule
     order: SampleOrder
-    saver: Saver
+    saver: Saver | None
     skipped: SkippedUpdates
     evaluations: Evaluations
-    start: Start = field(default_factory=Start)
+    start: Start | None = None
     rules: DocumentRules | None = None
     notices: tuple[str, ...] = ()
     invocation: Invocation = BY_SCRIPT
@@ -129,8 +127,9 @@ class Trainer:
         if exits is None:
             with Exits(self.config.training, self.parallel).listening() as own:
                 return self.run(own)
-        with self.saver:
-            notices = [*self.saver.warnings, *self.parallel.together("--load", self._load)]
+        with self.saver or nullcontext():
+            notices = self.saver.warnings if self.saver is not None else []
+            notices = [*notices, *self.parallel.together("--load", self._load)]
             with self.parallel.together("the log", self._open_log) as log:
                 for notice in (*notices, *self.notices):
                     log.line(notice)
@@ -146,9 +145,10 @@ class Trainer:
                     log.line(line)
                 if self.config.logging.memory_timeline is not None and self._num_steps < 2:
                     log.line("no memory timeline: the run had no second iteration to record")
-                self._save(log)
-                self.saver.wait(log.line)
-                self.saver.check()
+                if self.saver is not None:
+                    self._save(self.saver, log)
+                    self.saver.wait(log.line)
+                    self.saver.check()
                 if finished and self._evaluate("validation", log, exits) is None:
                     self._evaluate("test", log, exits)
                 summary = summary_of(self.config, self.parallel, self.peak, self._seconds)
@@ -178,11 +178,12 @@ class Trainer:
             with log.slow("the first step of this start") if is_first else nullcontext():
                 self._started.append(self._start_step(log))
             iteration = self.progress.iteration
-            self.saver.poll(log.line)
+            if self.saver is not None:
+                self.saver.poll(log.line)
             ends = iteration == self.num_iterations
             evaluates, saves = (
                 is_at(training.eval_interval) and not ends,  # the end evaluates by itself
-                is_at(checkpoint.save_interval),
+                self.saver is not None and is_at(checkpoint.save_interval),
             )
             reason, last = exits.now(), None
             if is_at(training.exit_interval):
@@ -198,8 +199,8 @@ class Trainer:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
                 self.progress = replace(self.progress, evaluation_is_due=True)
                 reason = reason or self._evaluate_within(log, exits)
-            if saves:
-                self._save(log)
+            if self.saver is not None and saves:
+                self._save(self.saver, log)
                 reason = reason or exits.now()
             reason = reason or last
             if reason is not None and not ends:
@@ -422,8 +423,10 @@ class Trainer:
 
     def _load(self) -> list[str]:
         """Loads the step that `--load` chose, if it is given. Returns lines for the log."""
-        if self.config.checkpoint.load is None:
+        if self.start is None:
             return []
+        from megatron_lite.checkpointing.load import load_checkpoint
+
         with told_by_rank_0("loading the checkpoint", self.parallel.rank):
             loaded = load_checkpoint(
                 self.start,
@@ -440,17 +443,19 @@ class Trainer:
         moved = moved_from(loaded.computed_on, described(self.parallel.device))
         return [*loaded.notices, *moved]
 
-    def _save(self, log: RunLog) -> None:
+    def _save(self, saver: Saver, log: RunLog) -> None:
         """Saves the run under `--save`, unless this iteration has been saved already.
 
         Raises TrainingError if a weight is not finite. If a rank cannot write, a line of the log
         says so, and the run goes on.
         """
+        from megatron_lite.checkpointing.snapshot import take_snapshot
+
         directory, iteration = self.config.checkpoint.save, self.progress.iteration
-        if directory is None or iteration == 0:
+        if iteration == 0:
             return
-        self.saver.wait(log.line)
-        if iteration == self._saved_at and self.saver.failure is None:
+        saver.wait(log.line)
+        if iteration == self._saved_at and saver.failure is None:
             return
         if not math.isfinite(self.optimizer.params_norm().item()):
             raise TrainingError(
@@ -469,13 +474,13 @@ class Trainer:
                 self.optimizer,
                 self.progress,
                 data=self.datasets.identity,
-                copy=self.saver.copies,
+                copy=saver.copies,
                 schedule=self.schedule,
                 computed_on=described(self.parallel.device),
                 tokenizer=self.tokenizer,
             )
-            self.saver.save(snapshot, log.line)
-        if self.saver.copies:
+            saver.save(snapshot, log.line)
+        if saver.copies:
             log.line(
                 f"  training waited {(time.perf_counter() - began) * 1000.0:.1f} ms for the "
                 "copy, which is now written"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import starmap
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,6 @@ from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.explain.difference import Saved, difference
 from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import (
     UNIT,
@@ -81,7 +82,7 @@ class ActivationMeter:
 
     def __init__(self, *, thorough: bool) -> None:
         self._thorough = thorough
-        self._seen: list[tuple[GPTModel, RecomputePlan, list[Saved]]] = []
+        self._seen: list[tuple[GPTModel, RecomputePlan, list[tuple[Any, ...]]]] = []
         self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
@@ -93,7 +94,7 @@ class ActivationMeter:
         with kept_for_backward(exclude=weights, model=chunk) as meter, live or nullcontext():
             output = run()
         saved = [
-            Saved(kept.label, kept.shape, kept.dtype, kept.num_bytes)
+            (kept.label, kept.shape, kept.dtype, kept.num_bytes)
             for kept in meter.storages().values()
         ]
         self._seen.append((chunk, plan, saved))
@@ -148,6 +149,8 @@ class ActivationMeter:
 
         Every rank must call this, since it gathers texts.
         """
+        from megatron_lite.memory.explain.difference import Saved, difference
+
         own = []
         for chunk, plan, saved in self._seen if differs else ():
             sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
@@ -160,7 +163,7 @@ class ActivationMeter:
                     or (plan.contiguous and term.operation == UNIT and not term.tensor.stays)
                 )
             ]
-            found = difference(terms, saved, first_layer=chunk.stage.first_layer)
+            found = difference(terms, [*starmap(Saved, saved)], first_layer=chunk.stage.first_layer)
             own += [found] if found else []
         texts = all_gather_bytes("; ".join(own).encode(), parallel.world_group)
         return next((text.decode() for text in texts if text), "")

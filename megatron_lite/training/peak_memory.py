@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import size
-from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.predict.step_peak import StepPeak, step_peak
 from megatron_lite.model.gpt import ModelStages
 from megatron_lite.optim.grad_buffer import GradBuffer
@@ -88,6 +87,8 @@ class PeakMeter:
         held = _bytes_of(_held_tensors(self._model, self._optimizer)) + sum(
             chunk.decoder.stores.allocated_bytes for chunk in self._model
         )
+        from megatron_lite.memory.measure.allocator_peak import allocator_peak
+
         with gloo_has_freed(), allocator_peak() as found:
             yield
         self.peak_bytes = held + found.peak_bytes

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron_lite.checkpointing.directory import check_no_checkpoint
-from megatron_lite.checkpointing.metadata import Progress
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.logging_settings import LoggingConfig

@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_lite.checkpointing.metadata import Progress
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.blend import Dataset
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import by_rank
@@ -25,6 +25,9 @@ from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.batches import SampleOrder
 from megatron_lite.training.log_files import SKIPPED_BATCHES
 from megatron_lite.training.step import StepFigures, StepResult, Traces, TrainingError
+
+if TYPE_CHECKING:
+    from megatron_lite.data.blend import Dataset
 
 LOSS = "its loss"
 SPIKES_IN_A_ROW = 10  # so many end a run without --max-skipped-updates

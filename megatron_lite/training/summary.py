@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_lite.checkpointing.metadata import Progress
-from megatron_lite.checkpointing.step_files import step_directory
+from megatron_lite.checkpointing.step_files import Progress, step_directory
 from megatron_lite.config.invocation import subcommand
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import plural, size

@@ -95,7 +95,7 @@ def edit(path: Path, places: str, value: object) -> None:
 CRAFTED = {
     "axes": ("metadata.json", "tp_size, dp_size", 2**20, "tp_size x dp_size"),
     "many ranks": ("metadata.json", "dp_size", 2**20, "describes 1048576 ranks"),
-    "layers": ("config.json", "model num_layers", 10**9, "num_layers"),
+    "layers": ("config.json", "model num_layers", 10**9, "--num-layers"),
     "width": ("config.json", "model hidden_size", 2**40, "weights, but the step holds"),
     "huge": ("config.json", "optimizer adam_eps", 10**400, "cannot be read"),
     "blocks": (LAYOUTS, f"{EMBEDDING} tp_blocks", 0, "(got 0)"),
@@ -189,7 +189,7 @@ def test_sampling_refuses_the_same(
     words = f"--load {folder} --prompt 1 --distributed-backend gloo --max-new-tokens 1"
     for more, status in (("", 0), (" --iteration 2", 2)):
         assert generate.main((words + more).split()) == status
-        assert "num_layers must be a whole number from 1 to" in capsys.readouterr().err
+        assert "--num-layers must be at least 1" in capsys.readouterr().err
 
 
 def places_in(values: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

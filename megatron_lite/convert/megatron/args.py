@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_lite.checkpointing.metadata import MOST_SAMPLES, Progress
-from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
+from megatron_lite.checkpointing.step_files import MOST_ITERATIONS, MOST_SAMPLES, Progress
 from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
