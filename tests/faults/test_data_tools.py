@@ -16,13 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data import indexed_writer
 from megatron_lite.data.indexed import IndexedDataset
-from megatron_lite.parallel.signals import STOPPING, Stopped, stoppable
 from megatron_lite.tools import preprocess_data, train_tokenizer
 from tests.support.commands import ROOT, environment
 from tests.support.corpora import written
@@ -31,8 +29,6 @@ from tests.support.forks import dies_before, status_of_fork
 from tests.support.limits import HANG_S
 
 ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
-
-TOKENS = np.dtype(np.uint16)
 
 
 def _corpus(path: Path, lines: int, text: str = "1 2 3") -> Path:
@@ -84,22 +80,6 @@ def test_a_signal_leaves_no_partial_file_and_no_worker(
         assert tool.returncode == -signal.Signals[name], errors
         assert errors.splitlines()[-1] == f"{ERROR}stopped by {name}" and "Traceback" not in errors
         assert list((tmp_path / "out").iterdir()) == []
-
-
-def test_a_second_signal_does_not_disturb_the_way_out(tmp_path: Path) -> None:
-    left = []
-
-    def command_that_clears_away() -> None:
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-        finally:
-            os.kill(os.getpid(), signal.SIGINT)
-            left.append("cleared away")
-
-    before = [signal.getsignal(number) for number in STOPPING]
-    with pytest.raises(Stopped, match="stopped by SIGTERM"), stoppable():
-        command_that_clears_away()
-    assert left == ["cleared away"] and [signal.getsignal(number) for number in STOPPING] == before
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -18,7 +18,6 @@ from megatron_lite.config.optimizer_settings import LossScaleConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer, OptimizerStep
 from megatron_lite.optim.spike import SETTLED, WINDOW, MeanLossState, SpikeGuard
-from megatron_lite.training import skipped
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.skipped import SKIPPED_BATCHES
 from tests.support.pairs import only
@@ -271,11 +270,3 @@ def test_the_mean_is_that_of_the_losses_of_updates() -> None:
     assert guard.state() == MeanLossState(mean=mean, count=WINDOW)
     assert guard.judge(torch.tensor(3.0 * mean * 1.001), torch.zeros(())).item() == 1.0
     assert guard.judge(torch.tensor(3.0 * mean * 0.999), torch.zeros(())).item() == 0.0
-
-
-def test_spikes_in_a_row_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped, "SPIKES_IN_A_ROW", 2)
-    spikes = tuple(range(SETTLED + 1, SETTLED + 6))
-    config = spike_config("alone", 2.0)
-    *_, progress, error, _ = _poisoned(0, 1, config, "loss", 100.0, spikes)
-    assert progress.iteration == SETTLED + 2 and "2 updates in a row were skipped" in error

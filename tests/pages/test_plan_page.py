@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_lite.pages.plan_page import figure, plan_page
+from megatron_lite.pages.plan_page import plan_page
 from tests.support.parsed_page import ParsedPage
 
 GIB = 2**30
@@ -68,20 +68,6 @@ def test_the_figures_of_the_page_are_the_planners() -> None:
     for text in ("8 GPUs: fits", "45.6%", "12.5%", "--recompute-policy '0-3:full; *:none'"):
         assert text in parsed.text
     assert "nothing" not in parsed.text
-
-
-def test_the_picture_has_the_bytes_and_the_seconds() -> None:
-    one = verdict()
-    plans, bars = figure(one, STAGES).axes
-    points = {
-        str(line.get_label()): list(zip(line.get_xdata(), line.get_ydata(), strict=True))
-        for line in plans.lines
-    }
-    assert points["plans"] == [(2.5, 13.0), (2.75, 13.0)] and points["best plan"] == [(2.5, 13.0)]
-    assert points["one step away"] == [(3.5, 9.0)]
-    assert [list(line.get_ydata()) for line in plans.lines[-2:]] == [[80.0] * 2, [76.0] * 2]
-    drawn = [[(bar.get_x(), bar.get_width()) for bar in one] for one in bars.containers]
-    assert drawn == [[(0, 4), (0, 5)], [(4, 8), (5, 9)], [(12, 1), (14, 2)]]
 
 
 def test_a_verdict_without_a_plan_has_a_page_too() -> None:

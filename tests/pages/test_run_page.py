@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,7 +15,6 @@ import pytest
 from megatron_lite.pages.run_page import run_figure, run_page
 from megatron_lite.pages.run_record import RunRecord, read_run
 from megatron_lite.tools import report
-from tests.support.limits import HANG_S
 from tests.support.parsed_page import ParsedPage
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 
@@ -205,21 +203,6 @@ def test_a_missing_extra_is_one_clear_error(
     err = capsys.readouterr().err
     assert err.startswith(ERROR) and f"needs the package {module}" in err and "[plot]" in err
     assert err.count("\n") == 1 and not (tmp_path / "report.html").exists()
-
-
-def test_the_page_has_a_name_and_needs_no_torch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = write_rows(tmp_path / "metrics.jsonl", [row(1), row(2)])
-    code = (
-        "import sys; from megatron_lite.tools.report import main; "
-        f"sys.exit(main([{str(tmp_path)!r}]) or 'torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=HANG_S).returncode == 0
-    assert (tmp_path / "report.html").exists()
-    assert report.main([str(file)]) == 0 and (tmp_path / "metrics.jsonl.html").exists()
-    assert report.main([str(file), "--output", str(tmp_path / "x.txt")]) == 2
-    assert "must end in .html" in capsys.readouterr().err
 
 
 def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(

@@ -11,7 +11,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.explain.recompute_report import explain
-from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES, STATES, StepMeter
+from megatron_lite.memory.measure.step_meter import HELD, HOST, PHASES, STATES
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.parallel.timing import gloo_has_freed
@@ -179,24 +179,6 @@ def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch: pytest.Monk
     assert found.measured == dry_run(config, 0, world_size=1, in_full=True).measured
 
 
-def test_a_layer_takes_few_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop over blocks of a matrix made a dry run of a large model take minutes."""
-    after, calls = StepMeter.after, []
-
-    def counted(self: StepMeter, func: object) -> None:
-        calls.append(func)
-        after(self, func)
-
-    monkeypatch.setattr(StepMeter, "after", counted)
-    numbers = []
-    for layers in (1, 2):
-        calls.clear()
-        config = config_of(f"--num-layers {layers} --hidden-size 16384 --bf16 {LLAMA}")
-        dry_run(config, 0, world_size=1, num_microbatches=1)
-        numbers.append(len(calls))
-    assert numbers[1] - numbers[0] < 1200
-
-
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags", "loss_bytes"),
     [
@@ -288,36 +270,6 @@ def test_a_fault_in_the_flags_is_one_line_and_status_2(flags: str, message: str)
 def test_what_a_dry_run_cannot_follow_is_refused(flags: str, message: str) -> None:
     with pytest.raises(InputError, match=f"^{message}"):
         dry_run(config_of(flags), 0, world_size=1)
-
-
-def test_the_report_has_every_figure_and_the_moment(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    flags = "--bf16 --recompute-policy *:full@host --dry-run-memory --dry-run-device cuda"
-    arguments = parse_args([*SMALL_MODEL, *FLAGS, *flags.split()])
-    assert arguments.dry_run is not None
-    print_dry_run_memory(
-        arguments.config, arguments.dry_run, arguments.notices, Launch(launcher="single")
-    )
-    text = capsys.readouterr().out
-    assert max(map(len, text.splitlines())) <= 100
-    rank = dry_run(arguments.config, 0, world_size=1, device="cuda")
-    peak = rank.measured.peak
-    assert "This torch cannot run kernels of cuda on tensors without values" in text
-    assert "WARNING: with --attention-dropout 0.1 a CPU builds and keeps the scores" in text
-    rows = [line.strip().rsplit("   ", 1) for line in text.splitlines() if "   " in line.strip()]
-    rows = [(name.strip(), value) for name, value in rows]
-    assert dict(rows)["peak, bytes"] == f"{peak.num_bytes:,}"
-    assert dict(rows)["without other, bytes"] == f"{rank.states.total:,}"
-    assert [value for name, value in rows if name == "closed form, bytes"] == [
-        f"{rank.states.total:,}",
-        f"{rank.predicted_peak:,}",
-    ]
-    share = rank.peak_difference / peak.num_bytes
-    assert [value for name, value in rows if name == "difference"] == ["+0", f"{share:+.2%}"]
-    assert dict(rows)["host memory, at most"] == f"{rank.measured.host_bytes / 2**10:,.3f}"
-    assert f": {peak.moment.phase}" in text and f", {peak.moment.operator}" in text
 
 
 def test_under_a_launcher_only_rank_0_runs(capsys: pytest.CaptureFixture[str]) -> None:

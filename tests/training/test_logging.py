@@ -82,16 +82,6 @@ def test_speeds_are_those_of_the_samples_that_the_iterations_had() -> None:
     assert "ETA: 1:00:00" in line  # 36,000 full batches of 100 ms
 
 
-def test_replays_that_a_batch_of_this_size_is_spared_do_not_count() -> None:
-    """4 of 41 MFLOP in every iteration of 4 samples, 1 of 41 / 4 in one of 1 sample."""
-    facts = with_fields(FACTS, spared_flops={4: 4_000_000, 1: 1_000_000})
-    assert own_fields([record()], facts)[1:] == ["MFU: 30.0%", "HFU: 37.0%"]
-    assert own_fields([record(), record(global_batch_size=1, iteration_ms=12.5)], facts)[1:] == [
-        "MFU: 30.0%",
-        "HFU: 37.0%",
-    ]
-
-
 def _utilization(rank: int, world_size: int, folder: Path) -> None:
     from contextlib import redirect_stdout
 

@@ -9,55 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.messages import told_if_slow
-from megatron_lite.training.iteration_line import Interval, IterationRecord, RunFacts, short_row
-from megatron_lite.training.peak_memory import PeakMemory
 from megatron_lite.training.start_text import arguments_table, short_settings
-from tests.support.changes import with_fields
 from tests.support.limits import HANG_S
 from tests.support.rank_faults import first_step_fails
 from tests.support.runs import run_to_end, tiny_run
-from tests.training.test_logging import FACTS, record
-
-# A run of a trillion parameters: every number has as many digits as it can have.
-LARGE = RunFacts(
-    num_iterations=500_000,
-    num_samples=1_536_000_000,
-    batch_size=3072,
-    tokens=3072 * 2048,
-    world_size=3072,
-    flops=10**19,
-    hardware_flops=10**19,
-    peak_flops=312e12,
-    device=torch.device("cpu"),
-)
-PEAK = PeakMemory(predicted=79 * 2**30, measured=79 * 2**30 + 5 * 2**20)
-
-
-def test_a_short_row_has_the_figures_of_the_run() -> None:
-    def show(records: list[IterationRecord], facts: RunFacts, peak: Any, **options: Any) -> Any:
-        return short_row(Interval(records, facts), facts, peak, columns=120, **options)
-
-    records = [record(iteration_ms=50.0), record(iteration_ms=150.0, lm_loss=2.5)]
-    heading, row = show(records, FACTS, PEAK, shows_peak=True)
-    assert re.split("  +", heading.strip()) == [
-        *("iteration", "loss", "ms/step", "tokens/s", "MFU", "norm", "lr", "ETA"),
-        *("peak pred./measured", "samples"),
-    ]
-    assert re.split("  +", row.strip()) == [
-        *("3/9", "2.0000", "100.0", "640", "15.0%", "0.5", "1.00e-02", "0:00:00"),
-        *("79.000/79.005 GiB", "12"),
-    ]
-    assert "  -  " in show([record()], FACTS, None, shows_peak=True)[-1], "not measured yet"
-    unknown = with_fields(FACTS, peak_flops=None)
-    known = record(activation_bytes_predicted=3 * 2**19, activation_bytes_measured=2**20)
-    heading, row = show([known], unknown, PEAK, shows_peak=False)
-    assert "MFU" not in heading and "  1.500/1.000 MiB  " in row
 
 
 def test_the_settings_at_the_start_are_those_that_differ() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import PropertyMock, patch
 
@@ -18,16 +16,11 @@ import torch
 # dispatch modes import it when first entered: 3 s, here once for all forked ranks
 import torch._dynamo
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.explain.prices import price
-from megatron_lite.memory.predict.flops import hardware_flops, logits_flops, step_flops
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.state import ParallelState, parallel_state
-from megatron_lite.recompute.schedule import plan_model
 from megatron_lite.tensor_parallel import cross_entropy
 from megatron_lite.tensor_parallel.cross_entropy import RowStatistics, row_statistics
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
@@ -36,11 +29,8 @@ from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter
 from megatron_lite.training.step import StageRunner, StepResult, train_step
 from tests.config.test_loss_chunks import TWO_PASSES
-from tests.memory.test_collectives import TORCH_NAMES
-from tests.support.collectives import recorded_collectives
 from tests.support.pairs import covered, thirds
 from tests.support.ranks import run_ranks
-from tests.support.traffic import plan_collectives
 
 VOCABULARY, BATCH, SEQ_LENGTH, MICRO_BATCHES = 61, 2, 8, 2
 TWO = "--tensor-model-parallel-size 2"
@@ -203,46 +193,6 @@ def test_the_kept_bytes_are_those_predicted(layout, model, mask, chunk_size):
 
     for found in run_ranks(work, ranks, detail=False) if ranks > 1 else [work(0, 1)]:
         assert found.fault is None and found.measured > 0
-
-
-def test_no_logits_are_computed_twice() -> None:
-    config = single("--attention-backend unfused")
-    shape = dict(
-        batch=BATCH, seq_length=SEQ_LENGTH, padded_vocab_size=config.tokenizer.padded_vocab_size(1)
-    )
-    with parallel_state(config.parallel, seed=1) as parallel:
-        run = Run(config, parallel)
-        with FlopCounterMode(display=False) as counter:
-            run.runner.train(run.batches(0), loss_factor=0.5)
-    expected = step_flops(config.model, **shape)
-    assert counter.get_total_flops() == MICRO_BATCHES * expected
-    in_chunks = partial(
-        hardware_flops, config.model, plan_model(config), device="cpu", loss_chunk_size=5, **shape
-    )
-    again = logits_flops(config.model, **shape)
-    assert in_chunks(loss_in_one_pass=True) == expected
-    assert in_chunks() == expected + again
-    assert price(config, "cpu").chunk_flops == 0
-    with two_passes():
-        assert price(config, "cpu").chunk_flops == again
-
-
-@pytest.mark.parametrize("layout", ["tp", "sp"])
-def test_the_collectives_are_those_predicted(layout):
-    ranks, flags = LAYOUTS[layout]
-    config = config_of(f"{flags} {UNTIED} --loss-chunk-size 5")
-
-    def work(rank, world_size):
-        with parallel_state(config.parallel, seed=1) as parallel:
-            run = Run(config, parallel)
-            with recorded_collectives() as sent:
-                run.runner.train(run.batches(0), loss_factor=0.5)
-        return Counter((TORCH_NAMES[one.name], 4 * math.prod(one.shape)) for one in sent)
-
-    traffic = plan_collectives(config.model, plan_model(config), Sizes.of(config, device="cpu"))
-    every = Counter((one.kind, one.num_bytes) for one in traffic.forward + traffic.backward)
-    expected = Counter({name: MICRO_BATCHES * number for name, number in every.items()})
-    assert run_ranks(work, ranks, detail=False) == [expected] * ranks
 
 
 def test_an_evaluation_between_steps_writes_no_gradient() -> None:

@@ -15,9 +15,8 @@ from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.arena import Arena
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
+from tests.support.runs import rows, run_to_end, tiny_run
 
-NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 # 2 at 0 and 2, 4 at 4, 6 at 8, 8 from 12 on
 RAMP = dict(global_batch_size=8, rampup_batch_size=(2, 2, 12))
 SIZES = [2, 2, 4, 6, 8, 8, 8]
@@ -120,29 +119,6 @@ def test_a_ramp_through_a_batch_the_interleaved_pipeline_cannot_take_is_refused(
             "multiples of 2"
         )
         assert consumed == 8 + 2 * 8
-
-
-def _run(
-    rank: int, world_size: int, folder: Path, metrics: Path, exit_interval: int | None, load: bool
-) -> None:
-    run_to_end(
-        tiny_run(
-            metrics=metrics,
-            training=dict(RAMP, train_iters=None, train_samples=40, exit_interval=exit_interval),
-            checkpoint=dict(save=str(folder), load=str(folder) if load else None),
-        )
-    )
-
-
-def test_a_run_resumed_in_the_middle_of_the_ramp_leaves_the_same_bytes(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_ranks(_run, 2, whole, tmp_path / "whole.jsonl", None, False, detail=False)
-    run_ranks(_run, 2, parts, tmp_path / "parts.jsonl", 3, False, detail=False)
-    assert (parts / "latest_checkpointed_iteration.txt").read_text() == "3"
-    run_ranks(_run, 2, parts, tmp_path / "parts.jsonl", None, True, detail=False)
-    assert rows(tmp_path / "parts.jsonl") == rows(tmp_path / "whole.jsonl")
-    expected = step_bytes(whole, 7)
-    assert expected and step_bytes(parts, 7) == expected
 
 
 def _in_steps(rank: int, world_size: int, folder: Path) -> str:

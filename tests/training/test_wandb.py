@@ -91,16 +91,6 @@ def test_the_scalars_of_every_second_iteration_and_of_evaluations_are_logged(
     assert fake.finished
 
 
-def test_a_fault_of_the_package_is_said_once_and_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    provide(monkeypatch, "wandb", FakeWandb("log"))
-    assert run_to_end(_config(tmp_path)).progress.iteration == 4
-    printed = capsys.readouterr().out
-    assert "warning: --wandb-project: iteration 2 could not be written (no)" in printed
-    assert printed.count("warning: --wandb") == 1
-
-
 @pytest.mark.parametrize(
     ("module", "message"),
     [
