@@ -10,7 +10,15 @@ import pytest
 import torch._dynamo  # noqa: F401
 
 from arguments import parse_args
-from benchmarks.memory import (
+from megatron_lite.config import row_blocks
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.stages import stages_of_rank
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.memory.predict.stage_course import stage_course
+from megatron_lite.memory.predict.states import rank_states
+from megatron_lite.memory.predict.step_peak import fullest_step_peak, step_peak
+from megatron_lite.recompute.schedule import plan_stage
+from tests.memory.peak_cases import (
     CASES,
     CHUNKS,
     CP,
@@ -28,14 +36,6 @@ from benchmarks.memory import (
     policy,
     rows,
 )
-from megatron_lite.config import row_blocks
-from megatron_lite.config.run import RunConfig
-from megatron_lite.config.stages import stages_of_rank
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.predict.stage_course import stage_course
-from megatron_lite.memory.predict.states import rank_states
-from megatron_lite.memory.predict.step_peak import fullest_step_peak, step_peak
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"

@@ -1,7 +1,7 @@
 """Runs whose whole peak is predicted, and measured in a real training step on the CPU.
 
 Each case runs two steps of the trainer's own parts over 1 or 2 gloo ranks. Measured is the most
-that torch's CPU allocator had at once in the second step (benchmarks/step_peaks.py).
+that torch's CPU allocator had at once in the second step (tests/memory/step_peaks.py).
 `pytest tests/memory/test_step_peak.py` compares both.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from arguments import parse_args
-from benchmarks.step_peaks import measure
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training.peak_memory import own_step_peak
+from tests.memory.step_peaks import measure
 from tests.support.ranks import run_ranks
 
 # V / h = 32, and as many tokens in a sequence as channels.
