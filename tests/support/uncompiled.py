@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+from torch import Tensor
 
 from megatron_lite.parallel import compiled
 
 
 def uncompiled_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Makes every kernel the function itself, which no compiler changes."""
-    patch.setattr(compiled, "_compiled", lambda function, tensors: function)
+    """Makes every kernel the function itself, which no compiler changes.
+
+    Several results are a list, as those of torch's compiler are.
+    """
+
+    def as_compiled(function: Callable[..., Any], _: object) -> Callable[..., Any]:
+        def graph(*tensors: Tensor) -> Any:
+            results = function(*tensors)
+            return list(results) if isinstance(results, tuple) else results
+
+        return graph
+
+    patch.setattr(compiled, "_compiled", as_compiled)
     patch.setattr(compiled, "missing_compiler", lambda: None)

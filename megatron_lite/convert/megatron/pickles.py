@@ -207,7 +207,8 @@ def _key(value: Any) -> Any:
         return value
     parts = value if kind is tuple else (value,)
     if len(parts) <= MOST_KEY_PARTS and {*map(type, parts)} <= {*PLAIN_KEYS, int, float}:
-        return str(parts)
+        # not the text of the whole tuple: it may have one long text many times
+        return tuple(str(one) if type(one) in (int, float) else one for one in parts)
     raise ValueError(f"a {kind.__name__} is used as a key")
 
 
