@@ -46,8 +46,7 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync, write_synced
-from megatron_lite.parallel.collectives import all_gather_bytes
-from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.state import ParallelState, gather_texts
 
 
 class SaveDirectory:
@@ -264,8 +263,8 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         return directory
 
     directory = parallel.together(f"--save {root} cannot be written", take)
-    token = b"" if directory is None else directory.lock.token.encode()
-    return Claim(all_gather_bytes(token, parallel.world_group)[0].decode(), directory)
+    token = "" if directory is None else directory.lock.token
+    return Claim(gather_texts(token, parallel)[0], directory)
 
 
 def check_no_checkpoint(path: Path, what: str) -> None:

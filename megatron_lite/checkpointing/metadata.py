@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,37 +113,13 @@ class Metadata:
     def read(cls, step: Path) -> Metadata:
         """Reads a step's metadata. Raises InputError if it is damaged or of another format."""
         path = step / METADATA
-        values = parse_formatted(path)
         try:
-            plain.check_names(values, _FIELDS, METADATA)
-            sizes = {axis: plain.whole(values, axis, 1, plain.MOST_RANKS) for axis in AXES}
-            ranks = math.prod(sizes.values())
-            if ranks > plain.MOST_RANKS:
-                raise ValueError(
-                    f"{' x '.join(AXES)} must be at most {plain.MOST_RANKS} (got {ranks})"
-                )
-
-            def optional(kind: type, name: str) -> Any:
-                given = values.get(name)
-                return None if given is None else plain.from_plain(kind, given, name)
-
-            found = cls(
-                progress=Progress.from_plain(plain.field(values, "progress")),
-                parameters={},
-                **sizes,
-                num_updates=plain.whole(values, "num_updates", 0, MOST_UPDATES),
-                data=plain.as_object(plain.field(values, "data"), "data"),
-                loss_scale=optional(LossScaleState, "loss_scale"),
-                mean_loss=optional(MeanLossState, "mean_loss"),
-                schedule=optional(LrSchedule, "schedule"),
-                computed_on=plain.as_line(values.get("computed_on", ""), "computed_on"),
-                missing=tuple(plain.as_list(values.get("missing", []), "missing")),
-            )
-            if any(name not in PARTS for name in found.missing):
-                raise ValueError(
-                    f"missing must name parts of {', '.join(PARTS)} (got "
-                    f"{plain.quoted(found.missing)})"
-                )
+            values = parse_formatted(path)
+            del values["format"]
+            for name in ("iteration", "consumed_samples"):  # a default would be another place
+                plain.field(plain.as_object(plain.field(values, "progress"), "progress"), name)
+            found: Metadata = plain.from_plain(cls, {**values, "parameters": {}}, METADATA)
+            found._check()
             parameters: dict[str, SavedLayout] = {}
             for pp_rank in range(found.pp_size):
                 path = step / parameters_file(pp_rank)
@@ -157,8 +133,18 @@ class Metadata:
         except ValueError as error:
             raise damaged(path, error) from error
 
-
-_FIELDS = ("format", *(one.name for one in fields(Metadata) if one.name != "parameters"))
+    def _check(self) -> None:
+        """Raises ValueError on values that no run has."""
+        for axis in AXES:
+            plain.as_whole(getattr(self, axis), axis, 1, plain.MOST_RANKS)
+        plain.as_whole(self.world_size, " x ".join(AXES), 1, plain.MOST_RANKS)
+        plain.as_whole(self.num_updates, "num_updates", 0, MOST_UPDATES)
+        plain.as_line(self.computed_on, "computed_on")
+        self.progress.check()
+        if not {*self.missing} <= {*PARTS}:
+            raise ValueError(
+                f"missing must name parts of {', '.join(PARTS)} (got {plain.quoted(self.missing)})"
+            )
 
 
 def read_config(step: Path) -> RunConfig:

@@ -48,28 +48,12 @@ class SavedLayout:
         tp_size: the number of TP ranks over which the parameter was split.
         Raises ValueError on a split that no run has.
         """
+        where = f"parameter {plain.quoted(name)}"
+        layout = cls(plain.from_plain(ParameterSpec, values, where), pp_rank)
         try:
-            found = plain.as_object(values, "the layout")
-            plain.check_names(found, FIELDS, "the layout")
-            sizes = plain.as_list(plain.field(found, "global_shape"), "global_shape")
-            shape = tuple(plain.as_whole(size, "global_shape", 0, MOST_ELEMENTS) for size in sizes)
-            if len(shape) > MOST_DIMS or math.prod(shape) > MOST_ELEMENTS:
-                raise ValueError(
-                    f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
-                    f"(got {plain.quoted(shape)})"
-                )
-            layout = cls(
-                ParameterSpec(
-                    global_shape=shape,
-                    tp_blocks=plain.whole(found, "tp_blocks", 1, MOST_BLOCKS),
-                    tp_dim=_optional(found, "tp_dim", len(shape) - 1),
-                    padded_length=_optional(found, "padded_length", MOST_ELEMENTS),
-                ),
-                pp_rank,
-            )
             layout._check_split(tp_size)
         except ValueError as error:
-            raise ValueError(f"parameter {plain.quoted(name)}: {error}") from error
+            raise ValueError(f"{where}: {error}") from error
         return layout
 
     def to_plain(self) -> dict[str, Any]:
@@ -85,22 +69,25 @@ class SavedLayout:
         return tuple(shape)
 
     def _check_split(self, tp_size: int) -> None:
-        spec, padded = self.spec, self.spec.padded_length
-        if spec.tp_blocks != 1 and (spec.tp_dim is None or padded is not None):
+        shape, dim, blocks = self.spec.global_shape, self.spec.tp_dim, self.spec.tp_blocks
+        padded = self.spec.padded_length
+        numel = math.prod(shape)
+        if len(shape) > MOST_DIMS or min(shape, default=0) < 0 or numel > MOST_ELEMENTS:
             raise ValueError(
-                "tp_blocks must be 1 if tp_dim is null or padded_length is given (got "
-                f"{spec.tp_blocks})"
+                f"global_shape must have at most {MOST_DIMS} dims and {MOST_ELEMENTS} elements "
+                f"(got {plain.quoted(shape)})"
             )
-        length = 0 if spec.tp_dim is None else spec.global_shape[spec.tp_dim]
-        if padded is not None and (spec.tp_dim is None or padded < length):
+        plain.as_whole(blocks, "tp_blocks", 1, MOST_BLOCKS)
+        if dim is None and (blocks, padded) != (1, None):
             raise ValueError(
-                f"padded_length must be at least {length}, and null if tp_dim is (got {padded})"
+                f"without a tp_dim there is one block and no padded_length (got {blocks}, {padded})"
             )
-        spec.local_shape(tp_size)  # its ValueError is about a split that does not come out even
-
-
-def _optional(values: dict[str, Any], name: str, high: int) -> int | None:
-    return None if plain.field(values, name) is None else plain.whole(values, name, 0, high)
+        if dim is not None:
+            length = shape[plain.as_whole(dim, "tp_dim", 0, len(shape) - 1)]
+            if padded is not None:
+                plain.as_whole(padded, "padded_length", length, MOST_ELEMENTS)
+                plain.as_whole(blocks, "tp_blocks with a padded_length", 1, 1)
+        self.spec.local_shape(tp_size)  # its ValueError is about a split that is not even
 
 
 def layouts_of(model: nn.Module, pp_rank: int) -> dict[str, SavedLayout]:

@@ -33,8 +33,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.plain import parse_json
-from megatron_lite.parallel.collectives import all_gather_bytes
-from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.state import ParallelState, gather_texts
 
 MOST_REPORTED = 5
 
@@ -87,10 +86,9 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
         return Start()
     root = Path(options.load)
     listed = parallel.together(
-        "--load",
-        lambda: json.dumps(candidates(root, program)).encode() if parallel.rank == 0 else b"",
+        "--load", lambda: json.dumps(candidates(root, program)) if parallel.rank == 0 else ""
     )
-    there = Candidates(*parse_json(all_gather_bytes(listed, parallel.world_group)[0], longest=None))
+    there = Candidates(*parse_json(gather_texts(listed, parallel)[0], longest=None))
     if not there.steps:
         return Start(notices=(_nothing_there(options, there, program),))
 
@@ -99,8 +97,7 @@ def find_start(options: CheckpointConfig, parallel: ParallelState, program: str 
         found = parallel.together(
             "--load", lambda: step_fault(step, rank=parallel.rank, size=parallel.world_size)
         )
-        faults = all_gather_bytes((found or "").encode(), parallel.world_group)
-        return next((fault.decode() for fault in faults if fault), None)
+        return next(filter(None, gather_texts(found or "", parallel)), None)
 
     step, notices = newest_good_step(root, there, fault_of, fallback=not options.no_load_fallback)
     metadata = parallel.together("--load", lambda: Metadata.read(step))

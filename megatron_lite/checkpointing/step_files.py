@@ -32,7 +32,7 @@ embedding is in the file of the first pipeline rank only. These other names are 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lite.config import plain
@@ -70,24 +70,12 @@ class Progress:
     evaluation_is_due: bool = False
     skipped_in_a_row: int = 0
 
-    @classmethod
-    def from_plain(cls, values: object) -> Progress:
-        """Reads a JSON object. Only `iteration` and `consumed_samples` must be present.
-
-        Raises ValueError on numbers that no run has.
-        """
-        found = plain.as_object(values, "progress")
-        plain.check_names(found, [field.name for field in fields(cls)], "progress")
-        iteration = plain.whole(found, "iteration", 0, MOST_ITERATIONS)
-        counts = ("skipped_iterations", "nan_iterations", "skipped_in_a_row")
-        return cls(
-            iteration=iteration,
-            consumed_samples=plain.whole(found, "consumed_samples", 0, MOST_SAMPLES),
-            evaluation_is_due=plain.boolean(
-                {"evaluation_is_due": False, **found}, "evaluation_is_due"
-            ),
-            **{name: plain.whole(found, name, 0, iteration) for name in counts if name in found},
-        )
+    def check(self) -> None:
+        """Raises ValueError on numbers that no run has."""
+        plain.as_whole(self.iteration, "iteration", 0, MOST_ITERATIONS)
+        plain.as_whole(self.consumed_samples, "consumed_samples", 0, MOST_SAMPLES)
+        for name in ("skipped_iterations", "nan_iterations", "skipped_in_a_row"):
+            plain.as_whole(getattr(self, name), name, 0, self.iteration)
 
 
 def step_directory(root: Path, iteration: int) -> Path:

@@ -15,12 +15,13 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_lite.checkpointing.directory import Claim, SaveDirectory
+from megatron_lite.checkpointing.directory import Claim
 from megatron_lite.checkpointing.manifest import (
     MANIFEST,
     FileRow,
@@ -37,12 +38,12 @@ from megatron_lite.data.durable_files import sync, write_synced
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.state import ParallelState
 
-Rows = dict[str, FileRow]
-# The first byte of an answer. REFUSED: trying again is of no use, as after a lost lock. FAILED: the
-# file system refused something.
-DONE, REFUSED, FAILED = b"0", b"1", b"2"
+# What becomes of an action. REFUSED: trying again is of no use, as after a lost lock. FAILED: the
+# file system refused something. The lowest of all ranks counts.
+REFUSED, FAILED, DONE = range(3)
 LONGEST_REASON = 4000
 PAUSES_S = (1.0,)  # between the tries of a save
+PASSING = (OSError, SafetensorError)
 
 
 class SaveFailed(InputError):
@@ -78,101 +79,92 @@ class StepWriter:
 
     def _write(self, snapshot: Snapshot) -> list[str]:
         temporary = self._root / f"iter_{snapshot.iteration:07d}.tmp-{self._token}"
-        directory, nothing = self._directory, b""
-
-        def make_folder() -> bytes:
-            if directory is not None:
-                directory.lock.check()
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-            return nothing
-
-        def write_files() -> bytes:
-            return json.dumps(rows_to_plain(_write_files(temporary, snapshot))).encode()
-
-        def publish() -> bytes:
-            if directory is None:
-                return nothing
-            return json.dumps(
-                self._publish(directory, temporary, snapshot.iteration, rows)
-            ).encode()
-
+        rows: dict[str, FileRow] = {}
         try:
-            self._everywhere(snapshot, make_folder)
-            rows: Rows = {}
-            for answer in self._everywhere(snapshot, write_files):
-                rows |= rows_from_plain(parse_json(answer, longest=None))
-            notices: list[str] = parse_json(self._everywhere(snapshot, publish)[0], longest=None)
-            return notices
+            self._everywhere(snapshot, lambda: self._make_folder(temporary))
+            for own in self._everywhere(snapshot, lambda: _write_files(temporary, snapshot)):
+                rows |= rows_from_plain(own)
+            published = self._everywhere(
+                snapshot, lambda: self._publish(temporary, snapshot.iteration, rows)
+            )
         except BaseException:
-            if directory is not None:
+            if self._directory is not None:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise
+        notices: list[str] = published[0]
+        return notices
 
-    def _publish(
-        self, directory: SaveDirectory, temporary: Path, iteration: int, rows: Rows
-    ) -> list[str]:
-        """Gives the step its name, and deletes the steps that are not kept.
+    def _make_folder(self, temporary: Path) -> None:
+        if self._directory is not None:
+            self._directory.lock.check()
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+
+    def _publish(self, temporary: Path, iteration: int, rows: dict[str, FileRow]) -> list[str]:
+        """Gives the step its name, and deletes the steps that are not kept. Rank 0 does both.
 
         Returns notices for the log. A step that cannot be deleted is one of them, because the new
         step is already durable.
         """
-        manifest = Manifest(iteration, rows, directory.lock.holder.start, self._started_at)
+        if self._directory is None:
+            return []
+        manifest = Manifest(iteration, rows, self._directory.lock.holder.start, self._started_at)
         write_synced(temporary / MANIFEST, manifest.to_json().encode())
         # The names of all files must be on the disk before the step gets its own name.
         sync(temporary)
-        notices = directory.publish(
+        notices = self._directory.publish(
             temporary,
             iteration,
             leads_here=lambda step: step <= self._started_at or step in self._own,
         )
         self._own.add(iteration)
         try:
-            directory.delete_old_steps(self._options, newest=iteration)
+            self._directory.delete_old_steps(self._options, newest=iteration)
         except OSError as error:
             notices.append(
                 f"warning: --save {self._root}: old checkpoints could not be tidied away ({error})"
             )
         return notices
 
-    def _everywhere(self, snapshot: Snapshot, action: Callable[[], bytes]) -> list[bytes]:
-        """Returns what the action returned on each rank, once all ranks have finished it.
+    def _everywhere(self, snapshot: Snapshot, action: Callable[[], Any]) -> list[Any]:
+        """Returns what the action returned on each rank, as JSON, once all ranks have finished it.
 
         If the action failed on any rank, for any reason, every rank raises. A rank that raised
         before the exchange would leave the others waiting in the all-gather.
         """
+        fault = (
+            f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not be"
+        )
         failure: Exception | None = None
         try:
-            answer = DONE + self._while_held(action)
+            answer = (DONE, self._while_held(action))
         except Exception as error:
             failure = error
-            passing = isinstance(error, OSError | SafetensorError)
-            reason = str(error)
-            if not passing and not isinstance(error, InputError):
-                reason = (
-                    f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could "
-                    f"not be written by rank {self._parallel.rank}: {type(error).__name__}: {error}"
-                )
-            answer = (FAILED if passing else REFUSED) + reason.encode()[:LONGEST_REASON]
-        answers = all_gather_bytes(answer, self._parallel.saver_group)
+            kind, reason = REFUSED, str(error)
+            if isinstance(error, PASSING):
+                kind = FAILED
+            elif not isinstance(error, InputError):
+                rank = self._parallel.rank
+                reason = f"{fault} written by rank {rank}: {type(error).__name__}: {error}"
+            answer = (kind, reason[:LONGEST_REASON])
+        texts = all_gather_bytes(json.dumps(answer).encode(), self._parallel.saver_group)
+        answers = [parse_json(text, longest=None) for text in texts]
         # A refusal such as LockLost names the cause, so it comes first. If a later start has
         # removed the folder, the other ranks see only a missing file.
-        failed = [(one[:1], rank) for rank, one in enumerate(answers) if not one.startswith(DONE)]
-        if not failed:
-            return [one[1:] for one in answers]
-        kind, rank = min(failed)
-        reason = answers[rank][1:].decode(errors="replace")
+        kind, rank = min((kind, rank) for rank, (kind, _) in enumerate(answers))
+        found = answers[rank][1]
+        if kind == DONE:
+            return [value for _, value in answers]
         if kind == FAILED:
             raise SaveFailed(
-                f"--save {self._root}: the checkpoint of iteration {snapshot.iteration} could not "
-                f"be written by rank {rank}: {reason}. Earlier checkpoints are as they were"
+                f"{fault} written by rank {rank}: {found}. Earlier checkpoints are as they were"
             ) from failure
-        if failure is not None and not isinstance(failure, OSError | InputError | SafetensorError):
+        if failure is not None and not isinstance(failure, (InputError, *PASSING)):
             raise failure
         # Whichever rank failed, only rank 0 prints the reason, so that the log has it once.
-        raise (InputError if self._parallel.rank == 0 else PeerError)(reason) from failure
+        raise (InputError if self._parallel.rank == 0 else PeerError)(found) from failure
 
-    def _while_held(self, action: Callable[[], bytes]) -> bytes:
+    def _while_held(self, action: Callable[[], Any]) -> Any:
         """Returns what the action returns.
 
         After an error rank 0 checks the lock: if a later start has removed the files that the
@@ -186,13 +178,14 @@ class StepWriter:
             raise
 
 
-def _write_files(temporary: Path, snapshot: Snapshot) -> Rows:
-    """Writes and syncs the files of this rank. Returns the size and checksum of each."""
+def _write_files(temporary: Path, snapshot: Snapshot) -> dict[str, Any]:
+    """Writes and syncs the files of this rank. Returns their rows of the manifest, as JSON."""
     for name, tensors in snapshot.tensors.items():
         _write_tensors(temporary / name, tensors)
     for name, content in snapshot.texts.items():
         write_synced(temporary / name, content)
-    return {name: row_of(temporary / name) for name in (*snapshot.tensors, *snapshot.texts)}
+    names = (*snapshot.tensors, *snapshot.texts)
+    return rows_to_plain({name: row_of(temporary / name) for name in names})
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

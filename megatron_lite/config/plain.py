@@ -207,14 +207,15 @@ def from_plain(cls: type, values: Any, where: str, ignored: Collection[str] = ()
 
 def _value(hint: Any, value: Any, where: str, ignored: Collection[str]) -> Any:
     """Returns the JSON value as the type that the field's annotation `hint` names."""
-    if dataclasses.is_dataclass(hint):
-        return from_plain(typing.cast(type, hint), value, where, ignored)
     for kind in typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,):
+        if dataclasses.is_dataclass(kind) and (value is not None or kind is hint):
+            return from_plain(typing.cast(type, kind), value, where, ignored)
         origin, inside = typing.get_origin(kind), typing.get_args(kind)
         # JSON has no tuple: a list stands for it.
         if origin is tuple and type(value) is list and {*map(type, value)} <= {inside[0]}:
             return tuple(value)
-        if origin is Mapping and type(value) is dict and {*map(type, value.values())} <= {str}:
+        kinds = {*map(type, value.values())} if type(value) is dict else None
+        if origin is Mapping and kinds is not None and (inside[1] is Any or kinds <= {inside[1]}):
             return value
         if type(value) is kind:
             return value

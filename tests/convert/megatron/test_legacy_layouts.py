@@ -227,7 +227,7 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
         (dict(num_experts=8), "num_experts = 8.*mixture-of-experts"),
         (dict(num_layers=None), "missing field num_layers"),
         (dict(num_layers=4), "hold 5 layers"),
-        (dict(num_layers=2**40), "num_layers"),
+        (dict(num_layers=2**40), "num-layers"),
         (dict(hidden_size="wide"), "describe no model"),
         (dict(hidden_size=[[]]), "hidden_size"),
         (dict(ffn_hidden_size=44), r"linear_fc\d.*\(88, 32\)|\(80, 32\).*\(88, 32\)"),
