@@ -40,6 +40,7 @@ from megatron_lite.checkpointing.step_files import (
     STEP_NAME,
     SUPERSEDED,
     UNFINISHED,
+    saved_step,
     saved_steps,
     step_directory,
 )
@@ -249,7 +250,7 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
         try:
             # A run that does not continue from this directory must find no checkpoint in it. The
             # check needs the lock: without it, another run could still save a step.
-            there = [*(step_directory(root, step) for step in saved_steps(root)), root / LATEST]
+            there = [*(saved_step(root, step) for step in saved_steps(root)), root / LATEST]
             found = [path.name for path in there if path.exists()]
             if found and not options.continues:
                 raise InputError(

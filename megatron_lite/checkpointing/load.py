@@ -114,13 +114,13 @@ def load_weights(
         who = "this model has no" if unexpected else "the checkpoint has no"
         raise InputError(f"{step}: {who} parameter {name}")
     ranks = dict(tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-    with ShardReader(step, "model", saved_tp_size=metadata.tp_size) as reader:
-        for name, parameter in held.items():
-            values = reader.read(name, metadata.parameters[name], spec_of(parameter), **ranks)
-            if optimizer is None:
-                parameter.copy_(values)
-            else:
-                optimizer.set_weight(name, values)
+    reader = ShardReader(step, "model", saved_tp_size=metadata.tp_size)
+    for name, parameter in held.items():
+        values = reader.read(name, metadata.parameters[name], spec_of(parameter), **ranks)
+        if optimizer is None:
+            parameter.copy_(values)
+        else:
+            optimizer.set_weight(name, values)
 
 
 def _load_optimizer(
@@ -128,15 +128,13 @@ def _load_optimizer(
 ) -> None:
     states: dict[str, dict[str, Tensor]] = {}
     ranks = dict(tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-    with ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size) as reader:
-        for name, parameter in model.named_parameters():
-            saved, wanted = metadata.parameters[name], spec_of(parameter)
-            keys = list(optimizer.state_names(name))
-            if reader.has(f"{name}/master", saved):
-                keys.append("master")
-            states[name] = {
-                key: reader.read(f"{name}/{key}", saved, wanted, **ranks) for key in keys
-            }
+    reader = ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size)
+    for name, parameter in model.named_parameters():
+        saved, wanted = metadata.parameters[name], spec_of(parameter)
+        keys = list(optimizer.state_names(name))
+        if reader.has(f"{name}/master", saved):
+            keys.append("master")
+        states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, **ranks) for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale is not None:
         optimizer.loss_scale.restore(metadata.loss_scale)

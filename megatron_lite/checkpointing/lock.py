@@ -21,7 +21,7 @@ import os
 import secrets
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from megatron_lite.checkpointing.manifest import MOST_STARTS, Manifest
@@ -92,16 +92,12 @@ class Holder:
         """Returns the holder that a file names; None if the file is missing or incomplete."""
         try:
             values = {"start": 0, **plain.parse_object(read_input(path, 2**16))}
-            texts = {
-                name: str(plain.field(values, name)) for name in ("job", "run", "host", "token")
-            }
-            counts = {
-                name: plain.whole(values, name, 0, MOST_STARTS)
-                for name in ("requeues", "restarts", "pid", "start")
-            }
-            return cls(**texts, **counts)  # type: ignore[arg-type]
+            known = {one.name: plain.field(values, one.name) for one in fields(cls)}
+            holder: Holder = plain.from_plain(cls, known, LOCK)
+            plain.as_whole(holder.start, "start", 0, MOST_STARTS)
         except ValueError:
             return None
+        return holder
 
     def was_requeued_after(self, other: Holder) -> bool:
         """Returns whether Slurm has started this one later than the other, for the same job."""
@@ -220,12 +216,19 @@ class DirectoryLock:
         )
 
     def _try_lock(self, descriptor: int) -> bool:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            self.is_kept_by_system = False
-        return True
+        taken = try_lock(descriptor)
+        self.is_kept_by_system &= taken is not None
+        return taken is not False
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Returns whether this process now has the lock; None if the file system keeps no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return None
+    return True

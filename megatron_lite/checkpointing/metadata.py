@@ -116,6 +116,7 @@ class Metadata:
         try:
             values = parse_formatted(path)
             del values["format"]
+            plain.field(values, "data")  # without it, other data would be taken for the same
             for name in ("iteration", "consumed_samples"):  # a default would be another place
                 plain.field(plain.as_object(plain.field(values, "progress"), "progress"), name)
             found: Metadata = plain.from_plain(cls, {**values, "parameters": {}}, METADATA)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,22 +125,13 @@ def open_tensors(path: Path) -> Any:
 class ShardReader:
     """Reads this rank's tensors from the files of a run that was saved at any TP size.
 
-    Use it as a context manager.
-
     kind: "model" or "optimizer".
     saved_tp_size: the TP size of the run that saved the step.
     """
 
     def __init__(self, step: Path, kind: str, *, saved_tp_size: int) -> None:
         self._step, self._kind, self._saved_tp_size = step, kind, saved_tp_size
-        self._stack = ExitStack()
         self._files: dict[Path, Any] = {}
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
     def has(self, key: str, saved: SavedLayout) -> bool:
         """Returns whether the file of TP rank 0 holds the key."""
@@ -229,7 +220,7 @@ class ShardReader:
     def _file(self, path: Path) -> Any:
         if path not in self._files:
             with naming(path):
-                self._files[path] = self._stack.enter_context(open_tensors(path))
+                self._files[path] = open_tensors(path)
         return self._files[path]
 
 

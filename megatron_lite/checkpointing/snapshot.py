@@ -75,39 +75,29 @@ def take_snapshot(
     )
     tensors: dict[str, Mapping[str, Tensor]] = {}
     texts: dict[str, bytes] = {}
-    weights: dict[str, Tensor] = {}
-    states: dict[str, Tensor] = {}
+    held: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     # Gathering a parameter is a collective, so every data-parallel rank must run the loop.
     for name, parameter in model.named_parameters():
-        of_weight = {name: optimizer.weight(name)}
-        of_states = {f"{name}/{key}": one for key, one in optimizer.whole_states(name).items()}
-        if parallel.dp_cp_rank == 0:
-            weights |= _owned(of_weight, parameter, parallel, copy=copy)
-            states |= _owned(of_states, parameter, parallel, copy=copy)
+        weight, states = optimizer.weight(name), optimizer.whole_states(name)
+        if parallel.dp_cp_rank != 0:
+            continue
+        for kind, key, tensor in (
+            ("model", name, weight),
+            *(("optimizer", f"{name}/{key}", state) for key, state in states.items()),
+        ):
+            rows = owned_rows(
+                tensor, spec_of(parameter), tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
+            )
+            if rows is not None:
+                held[kind][key] = rows.to("cpu", copy=copy)
     if parallel.dp_cp_rank == 0:
-        for kind, held in (("model", weights), ("optimizer", states)):
-            tensors[shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)] = held
+        for kind, own in held.items():
+            tensors[shard_file(kind, parallel.pp_rank, parallel.tp_rank, parallel.tp_size)] = own
         if parallel.tp_rank == 0:
-            texts[parameters_file(parallel.pp_rank)] = metadata.parameters_to_json(
-                parallel.pp_rank
-            ).encode()
+            layouts = metadata.parameters_to_json(parallel.pp_rank)
+            texts[parameters_file(parallel.pp_rank)] = layouts.encode()
     tensors[rng_file(parallel.rank)] = parallel.rng.snapshot().states
     if parallel.rank == 0:
         texts |= {CONFIG: config.to_json().encode(), METADATA: metadata.to_json().encode()}
         texts |= tokenizer or {}
     return Snapshot(progress.iteration, tensors, texts)
-
-
-def _owned(
-    tensors: Mapping[str, Tensor], parameter: Tensor, parallel: ParallelState, *, copy: bool
-) -> dict[str, Tensor]:
-    """Returns this rank's part of tensors that are split like the parameter, on the CPU.
-
-    Tensors that another TP rank saves are left out.
-    """
-    spec = spec_of(parameter)
-    owned = {
-        key: owned_rows(tensor, spec, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
-        for key, tensor in tensors.items()
-    }
-    return {key: tensor.to("cpu", copy=copy) for key, tensor in owned.items() if tensor is not None}

@@ -25,8 +25,8 @@ from megatron_lite.checkpointing.step_files import (
     LATEST,
     METADATA,
     pointed_step,
+    saved_step,
     saved_steps,
-    step_directory,
 )
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
@@ -129,7 +129,7 @@ def find_step(load: str, iteration: int | None = None, program: str = SCRIPT) ->
             f"--iteration {iteration}: no such checkpoint in {load} (there: "
             f"{', '.join(map(str, saved)) or 'none'})"
         )
-    step = step_directory(root, iteration)
+    step = saved_step(root, iteration)
     if (fault := step_fault(step)) is not None:
         raise InputError(f"--iteration {iteration}: {fault}")
     return FoundStep(step, ())
@@ -142,7 +142,7 @@ def candidates(root: Path, program: str = SCRIPT) -> Candidates:
     """
     check_ours(root, program)
     try:  # before the steps are listed, so that a step that a run saves meanwhile is among them
-        newest, fault = int(pointed_step(root).name.removeprefix("iter_")), None
+        newest, fault = int(pointed_step(root).stem.removeprefix("iter_")), None
     except InputError as error:
         newest, fault = 0, str(error)
     steps = saved_steps(root)[::-1]
@@ -150,13 +150,13 @@ def candidates(root: Path, program: str = SCRIPT) -> Candidates:
         return Candidates(fault if (root / LATEST).exists() else None, [], [])
     if fault is None and newest not in steps:  # a run has deleted it meanwhile
         fault = f"{root / LATEST}: names iteration {newest}, which is gone"
-    manifests = {step: Manifest.read_or_empty(step_directory(root, step)) for step in steps}
+    manifests = {step: Manifest.read_or_empty(saved_step(root, step)) for step in steps}
     last = max(steps, key=lambda step: (manifests[step].start, step))
     if fault is not None:
         course = _course_of(last, manifests)  # the other steps are a last resort
         return Candidates(fault, sorted(steps, key=course.__contains__, reverse=True), [])
     notices = []
-    saved = step_directory(root, last)
+    saved = saved_step(root, last)
     if (
         manifests[last].start > manifests[newest].start
         and (saved / MANIFEST).stat().st_mtime_ns > (root / LATEST).stat().st_mtime_ns
@@ -166,7 +166,7 @@ def candidates(root: Path, program: str = SCRIPT) -> Candidates:
         )
         newest = last
     course = _course_of(newest, manifests)
-    left = [step_directory(root, step).name for step in reversed(steps) if step not in course]
+    left = [saved_step(root, step).name for step in reversed(steps) if step not in course]
     if left:
         notices.append(
             f"{root}: these do not lead to iteration {newest}, and are not used: {', '.join(left)}"
@@ -202,7 +202,7 @@ def newest_good_step(
     for number in there.steps:
         if faults and not fallback:
             break
-        step = step_directory(root, number)
+        step = saved_step(root, number)
         fault = fault_of(step)
         if fault is None:
             notices += [f"warning: {one}" for one in faults]

@@ -25,8 +25,9 @@ embedding is in the file of the first pipeline rank only. These other names are 
                                                 the run went on from an earlier step; readers ignore
                                                 it
     iter_N.old                                  a step that the same iteration's next one replaces.
-                                                After a kill in between, the next start gives it its
-                                                name back, unless iter_N is complete
+                                                After a kill in between, readers take it where there
+                                                is no iter_N, and the next start gives it its name
+                                                back, unless iter_N is complete
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ STEP_NAME = re.compile(r"iter_(\d{7,9})")
 SUPERSEDED = re.compile(r"iter_(\d{7,9})\.superseded\d*")
 UNFINISHED = re.compile(r"(iter_\d{7,9}|" + re.escape(LATEST) + r")\.tmp(-\w+)?")
 CONDEMNED = re.compile(r"iter_\d{7,9}\.deleted(-\w+)?")
-REPLACED = re.compile(r"iter_\d{7,9}\.old")
+REPLACED = re.compile(r"iter_(\d{7,9})\.old")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +105,16 @@ def rng_file(rank: int) -> str:
 
 def saved_steps(root: Path) -> list[int]:
     """Returns the iterations of all steps under `root`, good or damaged, in ascending order."""
-    names = (STEP_NAME.fullmatch(path.name) for path in root.iterdir()) if root.is_dir() else ()
-    return sorted({int(name[1]) for name in names if name is not None})
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    found = (STEP_NAME.fullmatch(name) or REPLACED.fullmatch(name) for name in names)
+    return sorted({int(name[1]) for name in found if name is not None})
+
+
+def saved_step(root: Path, iteration: int) -> Path:
+    """Returns the folder of a saved step: iter_N.old if that is there alone."""
+    step = step_directory(root, iteration)
+    replaced = step.with_suffix(".old")
+    return replaced if replaced.is_dir() and not step.exists() else step
 
 
 def pointed_step(root: Path, *others: str) -> Path:
@@ -119,7 +128,7 @@ def pointed_step(root: Path, *others: str) -> Path:
         raise InputError(
             f"{pointer}: expected {' or '.join(('an iteration number', *others))}, found {text!r}"
         )
-    step = root / text if text in others else step_directory(root, int(text))
+    step = root / text if text in others else saved_step(root, int(text))
     if not step.is_dir():
         raise InputError(f"{pointer}: names {text}, but {step.name} does not exist")
     return step

@@ -129,7 +129,7 @@ def _places(folder: Path, family: str) -> dict[str, TensorInFile]:
     found: dict[str, TensorInFile] = {}
     for file in _weight_files(folder):
         with naming(file):
-            opened = open_tensors(file).__enter__()
+            opened = open_tensors(file)
             for name in opened.keys():  # noqa: SIM118, no mapping
                 found[name] = TensorInFile(file, name, opened.get_slice(name))
     has_base = any(name.startswith(f"{FAMILIES[family]['base']}.") for name in found)

@@ -127,17 +127,14 @@ def their_shapes(
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Returns the shapes of the tensors there that hold each parameter here, by both names.
 
-    shapes: those of the parameters here. Layers are alike, so few splits are computed.
+    shapes: those of the parameters here.
     """
-    known: dict[tuple[str, tuple[int, ...]], list[Tensor]] = {}
     found = {}
     for name, shape in shapes.items():
         row = row_of(family, name)
-        case = (row.layout, shape)
-        if case not in known:
-            known[case] = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), model)
-        parts = zip(row.theirs, known[case], strict=True)
-        found[name] = {part: tuple(tensor.shape) for part, tensor in parts}
+        parts = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), model)
+        named = zip(row.theirs, parts, strict=True)
+        found[name] = {part: tuple(tensor.shape) for part, tensor in named}
     return found
 
 

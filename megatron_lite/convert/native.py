@@ -128,7 +128,7 @@ def write_native(
         config = _config(described, path.absolute() / step_name, tp_size, pp_size)
         padded = config.tokenizer.padded_vocab_size(tp_size)
         specs, stages = split_over(
-            config.model, described.true_vocab_size, padded, tp_size, pp_size
+            config.model, described.true_vocab_size, padded, tp_size=tp_size, pp_size=pp_size
         )
     layouts = {
         name: SavedLayout(spec, stage.rank)
@@ -202,7 +202,7 @@ def _config(described: Described, step: Path, tp_size: int, pp_size: int) -> Run
 def _texts(described: Described, config: RunConfig, metadata: Metadata) -> dict[str, bytes]:
     """Returns the files of the step without tensors, but for the manifest."""
     texts = {
-        **stored_tokenizer(described).contents,
+        **stored_tokenizer(described)[0],
         CONFIG: config.to_json().encode(),
         METADATA: metadata.to_json().encode(),
     }

@@ -7,17 +7,14 @@ free: the next one removes it. Nothing else is followed, emptied or removed, wha
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_lite.checkpointing.lock import NO_LOCKS
+from megatron_lite.checkpointing.lock import try_lock
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.durable_files import sync
 
@@ -53,7 +50,7 @@ def complete_folder(target: Path) -> Iterator[Path]:
         try:
             with (folder / LOCK).open("xb", buffering=0) as lock:
                 # The mark comes after the lock: a marked folder is never seen without it.
-                _take(lock.fileno())
+                try_lock(lock.fileno())
                 lock.write(MARK)
                 yield folder
                 check_absent(target)
@@ -72,18 +69,16 @@ def complete_folder(target: Path) -> Iterator[Path]:
 def _remove_left(target: Path) -> None:
     """Removes what killed conversions to the target have left. Raises InputError if one runs."""
     for path in sorted(target.parent.iterdir()):
-        if not path.name.startswith(f"{target.name}{SUFFIX}") or path.is_symlink():
+        is_named = path.name.startswith(f"{target.name}{SUFFIX}") and not path.is_symlink()
+        if not is_named or path.lstat().st_uid != os.getuid():
             continue
-        try:
-            lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            continue  # not ours
-        try:
-            found = os.fstat(lock)
-            is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-            if not is_ours or os.read(lock, len(MARK) + 1) != MARK:
-                continue
-            is_free = _take(lock)
+        mark = path / LOCK
+        if mark.is_symlink() or not mark.is_file():
+            continue
+        with mark.open("r+b", buffering=0) as lock:
+            if lock.read(len(MARK) + 1) != MARK:
+                continue  # not ours
+            is_free = try_lock(lock.fileno())
             if is_free is False:
                 raise InputError(
                     f"--save {target}: another conversion writes there already: wait for its end, "
@@ -91,18 +86,3 @@ def _remove_left(target: Path) -> None:
                 )
             if is_free:
                 shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
-def _take(descriptor: int) -> bool | None:
-    """Returns whether this process now has the lock; None if the file system keeps no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        if error.errno in NO_LOCKS:
-            return None
-        raise
-    return True

@@ -181,21 +181,18 @@ def parameter_specs(
     return whole
 
 
-class Split(NamedTuple):
-    """The parameters of a model over TP ranks, and the stages of its pipeline."""
-
-    specs: dict[str, ParameterSpec]
-    stages: tuple[Stage, ...]
-
-
-def split_over(model: ModelConfig, vocab_size: int, padded: int, tp: int, pp: int) -> Split:
-    """Returns how files of `tp` times `pp` ranks split a model with `padded` rows of words.
+def split_over(
+    model: ModelConfig, vocab_size: int, padded: int, *, tp_size: int, pp_size: int
+) -> tuple[dict[str, ParameterSpec], tuple[Stage, ...]]:
+    """Returns the specs of a model with `padded` rows of words, and the stages of its pipeline.
 
     Raises ValueError if the model does not divide over the ranks.
     """
-    parallel = ParallelConfig(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    specs = parameter_specs(model, vocab_size, tp_size=tp, padded_vocab_size=padded)
-    return Split(specs, stages(parallel, model.num_layers))
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
+    )
+    specs = parameter_specs(model, vocab_size, tp_size=tp_size, padded_vocab_size=padded)
+    return specs, stages(parallel, model.num_layers)
 
 
 @contextmanager

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_lite.checkpointing.lock import LOCK
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
 from tests.support.runs import run_to_end, step_bytes, tiny_run
@@ -77,15 +74,6 @@ def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"checkpoint already \(iter_0000001\).*--load"):
         run(1, dict(seed=9), save=tmp_path)
     assert step_bytes(tmp_path, 1) == before
-
-
-def test_saving_over_an_existing_step_sets_it_aside(tmp_path: Path) -> None:
-    run(1, save=tmp_path)
-    run(1, dict(seed=2), save=tmp_path, load=tmp_path, finetune=True)
-    config = json.loads((tmp_path / "iter_0000001" / "config.json").read_text())
-    assert config["training"]["seed"] == 2
-    names = {"iter_0000001", "iter_0000001.superseded", LATEST, LOCK, LOG_FILE}
-    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_a_bf16_checkpoint_continues_in_float32_from_its_masters_and_the_other_way_round(

@@ -70,6 +70,7 @@ def test_a_kill_while_a_step_is_saved_again_costs_no_step(
     else:
         assert number >= done[0] > 8  # it has ended before
     monkeypatch.undo()
+    assert newest(tmp_path) in ("iter_0000006", "iter_0000006.old")  # of a reader without a lock
     assert saved.start(tmp_path, 2, []) == 6  # the next start goes on from it
     assert newest(tmp_path) == "iter_0000006" and (tmp_path / LATEST).read_text() == "6"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 from pathlib import Path
@@ -113,22 +112,6 @@ def test_what_is_not_ours_stays(kind: str, name: str, tmp_path: Path) -> None:
         (folder / "file").write_text("text")
     assert (beside / "thesis.txt").read_text() == "years of work"
     assert [path.name for path in (tmp_path / "deep" / "new").iterdir()] == ["file"]
-
-
-def test_a_left_folder_is_removed_only_while_its_lock_is_free(tmp_path: Path) -> None:
-    left = tmp_path / f"new{SUFFIX}-1"
-    left.mkdir()
-    (left / LOCK).write_bytes(MARK)
-    with (left / LOCK).open("rb") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with (
-            pytest.raises(InputError, match="another conversion"),
-            complete_folder(tmp_path / "new"),
-        ):
-            pass
-        assert left.exists()
-    with complete_folder(tmp_path / "new"):
-        assert not left.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

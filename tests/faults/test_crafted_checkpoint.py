@@ -102,11 +102,11 @@ CRAFTED = {
     "dim": (LAYOUTS, f"{EMBEDDING} tp_dim", -1, "(got -1)"),
     "padding": (LAYOUTS, f"{EMBEDDING} padded_length", 3, "(got 3)"),
     "shape": (LAYOUTS, f"{EMBEDDING} global_shape", [2**40, 2**40], "global_shape"),
-    "fraction": ("metadata.json", "progress iteration", 300.9, "(got 300.9)"),
+    "fraction": ("metadata.json", "progress iteration", 300.9, "got 300.9"),
     "other step": ("metadata.json", "progress iteration", 1, "(got 1)"),
     "samples": ("metadata.json", "progress consumed_samples", 2**70, "64 bits"),
     "infinite": ("metadata.json", "num_updates", float("inf"), "Infinity"),
-    "unknown": ("metadata.json", "tp", 1, "'tp'"),
+    "unknown": ("metadata.json", "tp", 1, "unknown field tp"),
 }
 
 

@@ -113,7 +113,10 @@ def _rank_files(folder: Path) -> dict[Ranks, Path]:
         if name is not None and file.name in MODEL_FILES:
             found[int(name[1]), int(name[2] or 0)] = file
     if not found:
-        raise InputError(f"{folder}: its mp_rank_* folders hold no {MODEL_FILES[0]}")
+        raise InputError(
+            f"{folder}: holds no mp_rank_*/{MODEL_FILES[0]}: copy all mp_rank_* folders, and the "
+            f"{LATEST} beside the iterations"
+        )
     return found
 
 
@@ -203,7 +206,7 @@ def write_legacy(
     padded = megatron_args.padded_vocab_size(described, tp_size)
     with refused("--to megatron"):
         specs, held = split_over(
-            described.model, described.true_vocab_size, padded, tp_size, pp_size
+            described.model, described.true_vocab_size, padded, tp_size=tp_size, pp_size=pp_size
         )
     places: dict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)
 
