@@ -72,7 +72,7 @@ WORD = "embedding.word_embeddings.weight"
         (dict(num_layers=65536), "layers"),
         (dict(rotary_base=1e300), "--rotary-base must be at most"),
         (dict(num_experts="x" * 10**6), "num_experts"),
-        (dict(hidden_size=DEEP), "hidden_size: expected <class 'int'>, got 'a list'"),
+        (dict(hidden_size=DEEP), "hidden_size: expected int, got 'a list'"),
     ],
 )
 def test_crafted_arguments_are_refused_at_once(
