@@ -279,7 +279,7 @@ def from_section(
     reader.require(
         not split or any(size > 1 for size in sizes.values()),
         f"{theirs['split']} splits inputs over tensor-parallel ranks and needs a tensor-parallel "
-        f"size > 1 (got {shown(sizes) if sizes else 'none'}): give --tp N, or set it to false",
+        f"size > 1 (got {max(sizes.values(), default='none')}): give --tp N, or set it to false",
     )
     stores = ["split"] * split + ["host"] * given.get("host", False)
     more = ["--contiguous-saved-activations"] * contiguous

@@ -306,12 +306,7 @@ REFUSED: list[tuple[str, str, int | None, str]] = [
     # as its own docs once spelled it
     ("deepspeed", "partitioned_activations: true", 2, "unknown key 'partitioned_activations'"),
     ("deepspeed", "contiguous_memory_optimization: true", 2, "needs partition_activations true"),
-    (
-        "deepspeed",
-        "partition_activations: true",
-        1,
-        "needs a tensor-parallel size > 1 (got {'--tp': 1})",
-    ),
+    ("deepspeed", "partition_activations: true", 1, "needs a tensor-parallel size > 1 (got 1)"),
     ("deepspeed", "partition_activations: true", None, "(got none): give --tp N"),
     ("oslo", "enable: true}, tensor_parallel_size: 4, a: {", 2, "sizes contradict each other"),
     ("oslo", "enable: true}, tensor_parallel_size: true, a: {", None, "at least 1 (got True)"),
