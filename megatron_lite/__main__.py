@@ -21,6 +21,7 @@ from megatron_lite.parallel.signals import ctrl_c_raises, dies_without_reader
 SUBCOMMANDS = {
     "train": ("cli.pretrain", "trains a GPT, as pretrain_gpt.py of a checkout does"),
     "plan": ("tools.plan", "finds the fastest layout and recompute policy that fits"),
+    "fit": ("tools.fit", "finds the recompute policy of a transformers model on a GPU"),
     "explain": ("cli.explain_command", "prints what each layer of a run keeps and rebuilds"),
     "convert": ("tools.convert", "converts weights from and to Hugging Face and Megatron"),
     "generate": ("tools.generate", "continues a text with the model of a checkpoint"),

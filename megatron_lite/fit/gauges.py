@@ -96,6 +96,7 @@ class FakeGauge(StepMeter):
 
     def mark(self) -> None:
         """Reads the sum of the storages."""
+        self._forget_dead()
         now, peak = self._held + self._total, self._held + self.peak_bytes
         self.readings.append(Reading(now, peak, int(self._seconds * 1e9)))
         self.peak_bytes = self._total

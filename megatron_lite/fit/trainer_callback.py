@@ -1,0 +1,45 @@
+"""A memory budget in the Trainers of transformers and TRL.
+
+trainer.add_callback(MemoryBudgetCallback("70GiB"))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from megatron_lite.fit.memory_fit import Fit, fit_memory_
+
+
+class MemoryBudgetCallback(TrainerCallback):
+    """Puts the fastest policy that fits on the model when training begins, and takes it off at the
+    end.
+
+    The step that is measured is the model's own loss of the first batch of the data loader.
+
+    budget, settings: see `fit_memory_`. fit: the result, once training has begun.
+    """
+
+    def __init__(self, budget: str, **settings: Any) -> None:
+        self._budget, self._settings = budget, settings
+        self.fit: Fit | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Fits the model."""
+        model, loader = kwargs["model"], kwargs["train_dataloader"]
+        device = next(model.parameters()).device
+        batch = {name: value.to(device) for name, value in next(iter(loader)).items()}
+        self.fit = fit_memory_(
+            model,
+            self._budget,
+            step=lambda: model(**batch).loss.backward(),
+            optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
+            **self._settings,
+        )
+        print(self.fit)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Takes the policy off."""
+        if self.fit is not None:
+            self.fit.remove()

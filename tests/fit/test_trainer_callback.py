@@ -1,0 +1,36 @@
+"""The callback fits a model with what the Trainer of transformers gives its callbacks.
+
+The Trainer itself needs accelerate, which the tests do not install.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.trainer_callback import CallbackHandler
+
+from megatron_lite.fit.trainer_callback import MemoryBudgetCallback
+from tests.support.foreign_families import FAMILIES, tokens
+
+
+def test_the_callback_fits_at_the_begin_and_removes_at_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model: Any = FAMILIES["GPT-2"].build()
+    batches = [{"input_ids": tokens(0), "labels": tokens(0)}] * 2
+    optimizer = torch.optim.AdamW(model.parameters())
+    callback = MemoryBudgetCallback("1GiB")
+    handler = CallbackHandler([callback], model, None, optimizer, None)
+    handler.train_dataloader = batches
+    handler.call_event("on_train_begin", None, None, None)
+    assert callback.fit is not None and callback.fit.policies == {"transformer.h": "*:none"}
+    assert capsys.readouterr().out.startswith("fits 1.000 GiB: a step takes ")
+    small = MemoryBudgetCallback(f"{callback.fit.measured - 1}B")
+    handler.callbacks = [small]
+    handler.call_event("on_train_begin", None, None, None)
+    assert "forward" in vars(model.transformer.h[0])
+    handler.call_event("on_train_end", None, None, None)
+    assert "forward" not in vars(model.transformer.h[0])
+    assert small.fit is not None and not optimizer.state
