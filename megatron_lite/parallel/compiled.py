@@ -151,7 +151,7 @@ class _Applied(torch.autograd.Function):
         ctx: Any, pair: Pair, kernels: CompiledKernels | None, constants: Any, *inputs: Tensor
     ) -> Tensor:
         results = run(kernels, pair.forward, *inputs, **constants)
-        output, *statistics = results if isinstance(results, tuple) else (results,)
+        output, *statistics = (results,) if isinstance(results, Tensor) else results
         ctx.save_for_backward(*inputs[pair.kept], *statistics)
         ctx.backward_function = pair.backward
         if kernels is not None and pair.fused is not None:
@@ -162,7 +162,7 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grads = run(ctx.kernels, ctx.backward_function, grad_output, *ctx.saved_tensors)
-        grads = grads if isinstance(grads, tuple) else (grads,)
+        grads = (grads,) if isinstance(grads, Tensor) else grads  # a graph's are a list
         return None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads))
 
 
@@ -184,7 +184,7 @@ def _in_float32(function: Function) -> Function:
 
     def wide(*tensors: Tensor, **constants: Any) -> Any:
         results = function(*map(_widened, tensors), **constants)
-        output, *others = results if isinstance(results, tuple) else (results,)
+        output, *others = (results,) if isinstance(results, Tensor) else results
         output = output.to(tensors[0].dtype).contiguous()
         return (output, *others) if others else output
 
