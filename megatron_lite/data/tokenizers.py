@@ -288,8 +288,10 @@ def _file_of(config: TokenizerConfig, field: str) -> str:
 def _contents(config: TokenizerConfig, *files: str) -> tuple[bytes, ...]:
     """Returns the checked contents of the tokenizer's files."""
     names = READ_FILES[str(config.tokenizer_type)].values()
-    read = contents_of(zip(names, map(Path, files), strict=True))
-    return tuple(read.values())
+    try:
+        return tuple(contents_of(zip(names, map(Path, files), strict=True)).values())
+    except OSError as error:
+        raise InputError(f"{' and '.join(files)}: cannot be read ({error})") from error
 
 
 def _parsed(source: str, parse: Callable[..., Any], contents: Sequence[Any]) -> Any:

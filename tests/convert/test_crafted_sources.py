@@ -108,6 +108,19 @@ def test_keys_whose_hashes_collide_take_no_quadratic_time(
     assert time.process_time() - began < 5.0
 
 
+def test_tuples_of_one_long_text_as_keys_take_no_long_time(tmp_path: Path) -> None:
+    """The text of each key would have 16 MB."""
+    text = b"X" + (1 << 20).to_bytes(4, "little") + b"a" * (1 << 20)
+    key = b"(" + b"h\x00" * 15 + b"K"
+    items = b"".join(key + bytes([number]) + b"tN" for number in range(256))
+    folder = tmp_path / "theirs" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    archive(folder / "model_optim_rng.pt", b"\x80\x02" + text + b"q\x000}(" + items + b"u.")
+    began = time.process_time()
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "megatron hf") == 2
+    assert time.process_time() - began < 2.0
+
+
 def test_one_dict_at_many_places_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

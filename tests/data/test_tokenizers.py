@@ -142,3 +142,9 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_text("")
     with pytest.raises(InputError, match=r"vocab\.json: no such file"):
         gpt2(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "TikTokenizer"])
+def test_a_file_that_cannot_be_read_is_an_error_of_the_input(kind: str) -> None:
+    with pytest.raises(InputError, match="/proc/self/mem: cannot be read"):
+        build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model="/proc/self/mem"))
