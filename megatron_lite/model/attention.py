@@ -17,7 +17,8 @@ tensors as a layer without one.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -201,6 +202,8 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = config.layer_window(layer)
+        # the context in which torch's causal attention without dropout picks its kernel
+        self.kernel: Callable[[], AbstractContextManager[object]] = nullcontext
         self.always_unfused = config.always_unfused
         self.builds_scores = config.builds_scores
         self.dropout = config.attention_dropout
@@ -246,8 +249,9 @@ class CoreAttention(nn.Module):
             return masked_attention(query, key, value, readable, scale=self.scale).flatten(2)
         # torch's own attention, which keeps its mask
         mask = None if readable.is_plain else causal_mask(query, readable)
+        kernel = self.kernel if mask is None and dropout_p == 0.0 else nullcontext
         query, key, value = map(heads_first, (query, key, value))
-        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext():
+        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else kernel():
             attended = F.scaled_dot_product_attention(
                 query,
                 key,

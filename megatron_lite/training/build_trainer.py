@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +157,8 @@ def _build(
 ) -> Trainer:
     training = config.training
     if training.deterministic_mode:
+        from megatron_lite.training.deterministic import use_deterministic_algorithms
+
         use_deterministic_algorithms()
     start, done, saver = None, Progress(), None
     if config.checkpoint.load is not None:
@@ -166,6 +167,7 @@ def _build(
         start = find_start(config.checkpoint, parallel, invocation.program)
         done = start.progress
     followed: tuple[str, ...] = ()
+    attention: list[str] = []
     try:
         batches = config.batch_schedule(parallel.dp_size)
         # Counts from the checkpoint's progress: the run may continue with another batch size.
@@ -207,6 +209,10 @@ def _build(
         accumulation = fuse_weight_gradients_(
             training, parallel, model, optimizer, compiled_layers=config.compiles_layers
         )
+        if training.deterministic_mode:
+            from megatron_lite.training.deterministic import choose_attention_
+
+            attention = choose_attention_(model, config, parallel)
     if claim is not None:
         from megatron_lite.checkpointing.saver import Saver
 
@@ -233,6 +239,7 @@ def _build(
         rules=rules,
         notices=(
             accumulation,
+            *attention,
             *_predicted_peak(config, parallel, most),
             *notices.in_log,
             *followed,
@@ -243,18 +250,6 @@ def _build(
     )
     _add_what_flags_ask_for(trainer)
     return trainer
-
-
-def use_deterministic_algorithms() -> None:
-    """Makes every later operation of this process repeatable bit for bit.
-
-    torch raises an error at an operation that has no deterministic kernel. CPU runs are repeatable
-    anyway. On a GPU, call this before the first matmul: cuBLAS reads its workspace setting then.
-    """
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # torch would fill every new tensor. Nothing here reads what it has not written.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _add_what_flags_ask_for(trainer: Trainer) -> None:

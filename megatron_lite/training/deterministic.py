@@ -1,0 +1,173 @@
+"""`--deterministic-mode`: torch's settings, and the fastest attention that repeats its bits here.
+
+Under deterministic algorithms torch takes FlashAttention 2 on CUDA, because cuDNN does not promise
+to repeat itself. Whether it does depends on its release, the GPU and the shape. So the run tries
+both at its own shape before it starts, and takes the faster one that gave equal bits every time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lite.config.run import RunConfig
+from megatron_lite.model.attention import CoreAttention
+from megatron_lite.model.gpt import ModelStages
+from megatron_lite.parallel.state import ParallelState
+
+TRIES = 3  # each backward of them is compared with the first
+FLASH, CUDNN = "FlashAttention 2", "cuDNN"
+Kernel = Callable[[], AbstractContextManager[object]]
+
+
+def use_deterministic_algorithms() -> None:
+    """Makes every later operation of this process repeatable bit for bit.
+
+    torch raises an error at an operation that has no deterministic kernel. CPU runs are repeatable
+    anyway. On a GPU, call this before the first matmul: cuBLAS reads its workspace setting then.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # torch would fill every new tensor. Nothing here reads what it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def cudnn_attention() -> Iterator[None]:
+    """Makes torch's attention run cuDNN's kernel, also under deterministic algorithms."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    strict = torch.are_deterministic_algorithms_enabled()
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        torch.use_deterministic_algorithms(strict, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(strict)
+
+
+KERNELS: Mapping[str, Kernel] = {FLASH: nullcontext, CUDNN: cudnn_attention}
+
+
+class Tried(NamedTuple):
+    """Tells what became of one kernel.
+
+    milliseconds: the time of a forward and backward. None: it does not run here.
+    repeats: whether all tries gave equal bits.
+    """
+
+    milliseconds: float | None
+    repeats: bool = False
+
+
+def tried(
+    run: Callable[[], Sequence[Tensor]], milliseconds: Callable[[Callable[[], object]], float]
+) -> Tried:
+    """Tries one kernel.
+
+    run: a forward and backward; returns the output and the gradients.
+    milliseconds: returns how long a call of a function takes.
+    """
+    try:
+        first = [one.clone() for one in run()]
+        repeats = all(
+            torch.equal(one, other)
+            for _ in range(TRIES)
+            for one, other in zip(first, run(), strict=True)
+        )
+        return Tried(milliseconds(run), repeats)
+    except RuntimeError:  # torch has no such kernel for this device, dtype or shape
+        return Tried(None)
+
+
+def choose_attention_(model: ModelStages, config: RunConfig, parallel: ParallelState) -> list[str]:
+    """Makes attention run the fastest kernel that repeats its bits. Returns the log's line, if any.
+
+    Attention with dropout, a window, documents or context parallelism keeps the kernel that it has.
+    All ranks take the same kernel: this issues one all-reduce of one number.
+    """
+    data = config.data
+    if (
+        parallel.device.type != "cuda"
+        or not config.training.deterministic_mode
+        or config.model.attention_dropout > 0.0
+        or config.model.always_unfused
+        or config.parallel.context_parallel_size > 1
+        or data.reset_attention_mask
+    ):
+        return []
+    values = _values(config, parallel)
+    results = {
+        name: tried(partial(_attention, values, kernel), _milliseconds)
+        for name, kernel in KERNELS.items()
+    }
+    flash, cudnn = results[FLASH].milliseconds, results[CUDNN]
+    is_faster = cudnn.milliseconds is not None and (flash is None or cudnn.milliseconds < flash)
+    taken = CUDNN if parallel.all_agree(cudnn.repeats and is_faster) else FLASH
+    if taken == CUDNN:
+        for module in model.modules():
+            if isinstance(module, CoreAttention):
+                module.kernel = cudnn_attention
+    return [line(results, taken)]
+
+
+def line(results: Mapping[str, Tried], taken: str) -> str:
+    """Returns the log's line about the kernels that were tried."""
+    texts = {
+        name: "does not run here"
+        if one.milliseconds is None
+        else f"{one.milliseconds:.2f} ms"
+        + (f", equal bits in {TRIES + 1} tries" if one.repeats else ", does not repeat its bits")
+        for name, one in results.items()
+    }
+    others = "; ".join(f"{name}: {text}" for name, text in texts.items() if name != taken)
+    return (
+        f"deterministic attention is {taken}'s: {texts[taken]} for a forward and backward of one "
+        f"layer ({others})"
+    )
+
+
+def _attention(values: Sequence[Tensor], kernel: Kernel) -> tuple[Tensor, ...]:
+    """Returns the output and the gradients of causal attention.
+
+    values: query, key, value and the gradient of the output, [s, b, heads, d], as in the model.
+    """
+    query, key, value, grad = (one.permute(1, 2, 0, 3) for one in values)
+    with torch.enable_grad(), kernel():
+        output = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    return output.detach(), *torch.autograd.grad(output, values[:3], grad)
+
+
+def _values(config: RunConfig, parallel: ParallelState) -> list[Tensor]:
+    """Returns random values for `_attention` at the run's shape."""
+    model, tp_size = config.model, parallel.tp_size
+    heads, groups = model.num_attention_heads // tp_size, model.query_groups // tp_size
+    s, b = config.data.seq_length, config.training.micro_batch_size
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    dtype, device = dtypes[config.training.precision], parallel.device
+    draws = torch.Generator(device).manual_seed(1)
+    return [
+        torch.randn(
+            s, b, count, model.head_dim, dtype=dtype, device=device, generator=draws
+        ).requires_grad_()
+        for count in (heads, groups, groups, heads)
+    ]
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    """Returns the time that a function takes on the GPU, after it has run before."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
