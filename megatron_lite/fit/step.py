@@ -7,6 +7,7 @@ gradient of its output is there, and ends when that of its input is.
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -84,6 +85,7 @@ class Step:
             self._events = []
             for handle in self._mark_layers(gauge):
                 stack.callback(handle.remove)
+            gc.collect()  # memory in cycles of the step before would be counted, or not, by chance
             with gauge:
                 self._mark(gauge, Event())
                 self._step()

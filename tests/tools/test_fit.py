@@ -43,13 +43,13 @@ def test_fake_tensors_give_the_peak_of_the_real_step(config: dict[str, Any], ran
     whole = fit_memory_(model, None, step=step, optimizer=torch.optim.AdamW)
     whole.remove()
     fake = fit_config(config, machine, None, **settings)
-    # Caches of T5 are freed by the garbage collector, and its masks are made of fake tensors only.
-    rel = 0.1 if config is T5 else 0.001
+    rel = 0.01 if config is T5 else 0.001
     assert fake.measured == pytest.approx(whole.measured, rel=rel)
     budget = int(0.95 * fake.measured)
     fitted = fit_config(config, machine, budget, **settings)
     assert fitted.measured <= budget
-    assert fitted.plan.peak == pytest.approx(fitted.measured, rel=0.01)
+    # the states of random generators, 5 KB a layer, are 2.4 % of so small a T5
+    assert fitted.plan.peak == pytest.approx(fitted.measured, rel=0.03 if config is T5 else 0.01)
 
 
 def test_the_command_prints_the_verdict_and_the_lines_to_paste(
