@@ -146,7 +146,8 @@ def _unit(
     gradients = UnitGradients()
     if hasattr(module, "set_custom_all_gather"):  # older releases of torch keep their collectives
         module.set_custom_all_gather(_GatherWeights())  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(_ReduceScatterGradients(gradients))  # type: ignore[arg-type]
+        reducer = _ReduceScatterGradients(gradients)
+        module.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]
     # FSDP2 puts its pre-forward hook first, so the parameters are gathered when this hook runs.
     module.register_forward_pre_hook(
         lambda *_: gradients.record(_whole_parameters(module).values())
