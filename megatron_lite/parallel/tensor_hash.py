@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.row_blocks import hashed_at_a_time
-from megatron_lite.parallel.torch_internals import is_fake
+from megatron_lite.parallel.torch_internals import is_fake, sparse_indices, sparse_values
 
 GOLDEN, FIRST, SECOND = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -70,7 +70,13 @@ def _dense_parts(tensor: Tensor) -> Iterator[Tensor]:
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     elif tensor.is_nested:
         inner = [*tensor.unbind()]
-    elif tensor.layout != torch.strided:  # sparse ones, and the blocks of oneDNN
+    elif tensor.layout == torch.sparse_coo:  # as a dense tensor it may be too large
+        inner = [sparse_indices(tensor), sparse_values(tensor)]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        inner = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        inner = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    elif tensor.layout != torch.strided:  # the blocks of oneDNN
         inner = [tensor.to_dense()]
     elif tensor.untyped_storage().nbytes() == 0:  # it was freed, as FSDP does
         return

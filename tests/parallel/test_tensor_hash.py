@@ -99,3 +99,14 @@ def test_texts_of_all_ranks_arrive_in_order() -> None:
     assert run_ranks(work, 3)[1] == ["", "é" * 300, "node2"]
     assert by_rank(["", "a", "b"]) == "rank 1: a; rank 2: b"
     assert by_rank(["x"] * 15).endswith("; and 7 more ranks")
+
+
+@pytest.mark.parametrize("sizes", [(10**6, 10**7), (2, 2)])
+def test_a_sparse_tensor_is_never_made_dense(sizes: tuple[int, int]) -> None:
+    """The dense form of an adjacency matrix may need more memory than there is."""
+    first, other = (
+        torch.sparse_coo_tensor(torch.tensor([[0, one], [1, 0]]), torch.ones(2), sizes)
+        for one in (0, 1)
+    )
+    assert int(quick_hash(first)) != int(quick_hash(other))
+    assert int(quick_hash(first)) == int(quick_hash(first.clone()))
