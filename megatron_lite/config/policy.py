@@ -219,7 +219,10 @@ def _action(text: str) -> LayerAction:
             raise ValueError("expected the layers of a unit: at least 1 (got 0)")
         return LayerAction(unit=unit)
     known = ("none", "full", "full/N", "ops(...)", *MODULES, ALIAS)
-    regions = expanded(_names(text, "+", "an action", known))
+    names = _names(text, "+", "an action", known)
+    if whole := [name for name in names if name in known[:4]]:
+        raise ValueError(f"{whole[0]} is no part of a layer, as core_attn and mlp in core_attn+mlp")
+    regions = expanded(names)
     if len(set(regions)) < len(regions):
         raise ValueError("a region is named twice")
     # Sorted, so that two spellings of the same regions are equal policies.

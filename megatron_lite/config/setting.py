@@ -76,7 +76,7 @@ class Setting(NamedTuple):
             return f"{flag} must be one of {', '.join(map(str, self.choices))} (got {value!r})"
         if self.is_path and value == "":
             return f"{flag} is empty: give a path, or leave the flag out"
-        if self.most is None and type(value) is int and value > MOST_SIZE:
+        if self.most is self.below is None and type(value) is int and value > MOST_SIZE:
             return f"{flag} must be at most {MOST_SIZE} (got {value})"
         rules = {
             f"at least {self.least}": self.least is None or value >= self.least,

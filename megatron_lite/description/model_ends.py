@@ -93,7 +93,8 @@ def head_operations(model: ModelConfig, sizes: Sizes) -> tuple[Operation, ...]:
     one_pass, chunk = sizes.loss_in_one_pass, sizes.loss_chunk_size
     backward, beside = ((), ()) if one_pass else (of.gathers + of.reduces, of.beside)
     # One step for all tokens, or for each chunk in one pass, which sums its statistics apart.
-    steps = range(0, sizes.tokens, chunk if one_pass and chunk else sizes.tokens)
+    by_chunk = one_pass and of.tp_size > 1
+    steps = range(0, sizes.tokens, (by_chunk and chunk) or sizes.tokens)
     sums = tuple(
         Collective(ALL_REDUCE, factor * sizes.accumulate_bytes * min(steps.step, sizes.tokens - at))
         for at in steps

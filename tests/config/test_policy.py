@@ -156,6 +156,8 @@ def test_layers_units_and_stages_go_by_their_numbers() -> None:
         ("*:mlp@split", "full@split"),
         ("*:mlp + norm", "(got 'norm')"),
         ("*:mlp+mlp", "named twice"),
+        ("*:full+mlp", "full is no part of a layer"),
+        ("*:full/N", "full/N is no part of a layer"),
         ("*:none+router", "leave out +router"),
         ("every-0:full", "a step of at least 1"),
         ("every-2+2:full", "a first layer below it"),
