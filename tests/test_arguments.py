@@ -35,6 +35,18 @@ def fault_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err.removeprefix("pretrain_gpt.py: error: ")
 
 
+def faults_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The faults of a command line that has several."""
+    with pytest.raises(SystemExit) as stop:
+        parse_args(words)
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    first, *lines = err.splitlines()
+    assert first == f"pretrain_gpt.py: error: {len(lines)} faults in the command line:"
+    assert all(line.startswith("  - ") for line in lines), err
+    return [line.removeprefix("  - ") for line in lines]
+
+
 def parse(words: str) -> ParsedArguments:
     return parse_args(f"{RUN} {words}".split())
 
@@ -84,20 +96,86 @@ def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is() -> Non
     assert parse(f"{full} --recompute-modules mlp").config == parse(full).config
 
 
-def test_all_flags_that_are_unknown_or_refused_are_listed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = "--hidden-siz 4 --num-experts 8 --moe-use-upcycling --fp8-format hybrid --xyz 3"
-    with pytest.raises(SystemExit, match="2"):
-        parse_args([*RUN.split(), *words.split()])
-    assert capsys.readouterr().err.splitlines() == [
-        "pretrain_gpt.py: error: 4 faults in the command line:",
-        "  - unknown flag --hidden-siz: did you mean --hidden-size?",
-        "  - unknown flag --xyz: --help lists the flags",
-        "  - Megatron's --num-experts, --moe-use-upcycling are not supported here: "
+def test_all_faults_of_a_command_line_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--num-layers two --seed one --hidden-siz 4 --num-experts 8 --moe-use-upcycling "
+        "--fp8-format hybrid --window-size x --mtp-num-layers 1 --lr -1 --xyz 3"
+    )
+    assert faults_of([*RUN.split(), *words.split()], capsys) == [
+        "argument --num-layers: two is no whole number of at most 64 bits",
+        "argument --seed: one is no whole number of at most 64 bits",
+        "--window-size 'x': give two numbers, the tokens before and after a query that it reads, "
+        "such as 128,0",
+        "unknown flag --hidden-siz: did you mean --hidden-size?",
+        "unknown flag --xyz: --help lists the flags",
+        "Megatron's --num-experts, --moe-use-upcycling are not supported here: "
         + REFUSED["--num-experts"],
-        f"  - Megatron's --fp8-format is not supported here: {REFUSED['--fp8-format']}",
+        f"Megatron's --fp8-format is not supported here: {REFUSED['--fp8-format']}",
+        "Megatron's --mtp-num-layers 1 is not supported here, only 0: "
+        + REFUSED["--mtp-num-layers"],
+        "--lr must be at least 0.0 (got -1.0)",
     ]
+
+
+UNKNOWN = "--use-mpi --sequence-paralell --hidden-sizes 32 --recompute-granularitys full"
+HIDDEN = (
+    ("--hidden-dropout 2 --attention-dropout 3", 2),
+    ("--micro-batch-size 3 --global-batch-size 4 --bf16 --fp16", 2),
+    ("--lr -1 --train-iters 3 --train-samples 4 --min-lr -2", 3),
+    # between topics: the virtual stages, the tokenizer's ids, and chunks in a pipeline
+    ("--seq-length 32 --hidden-dropout 2", 2),
+    ("--lr-warmup-iters 3 --lr-warmup-samples 4 --eval-iters 1 --exit-interval 0", 2),
+)
+
+
+@pytest.mark.parametrize(("words", "least"), HIDDEN)
+def test_no_fault_hides_another(words: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """All come in one message: without the unknown flags there is nothing new."""
+    alone = faults_of([*RUN.split(), *words.split()], capsys)
+    with_unknown = faults_of([*RUN.split(), *UNKNOWN.split(), *words.split()], capsys)
+    assert len(alone) >= least
+    assert set(alone) <= set(with_unknown)
+
+
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    [
+        (
+            "--hidden-sizes 3 --num-layers 2 --num-attention-heads a --mock-data --lr -1",
+            [
+                "argument --num-attention-heads: a is",
+                "unknown flag --hidden-sizes",
+                "missing --max-position-embeddings, --micro-batch-size, --seq-length:",
+                "--tokenizer-type NullTokenizer needs --vocab-size",
+                "--lr must be",
+            ],
+        ),
+        (
+            f"--muon-nesterov --muon-momentum 0.95 --optimizr muon --seed -1 {RUN}",
+            ["unk", "--seed"],
+        ),
+        (f"--muon-nesterov --muon-momentum 0.95 {RUN}", ["--muon-momentum", "--muon-nesterov"]),
+        (f"{RUN} word --lr -1", ["'word' follows no flag", "--lr must be"]),
+        ("--config-json /no --lr -1 --recompute-num-layers 2", ["--config-json /no", "--lr must"]),
+        ("--hf-config /no --lr -1 --seed -1", ["/no: cannot", "--seed must be", "--lr must be"]),
+    ],
+)
+def test_a_fault_that_may_follow_from_another_is_not_told(
+    words: str, starts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = faults_of(words.split(), capsys)
+    assert [one[: len(start)] for one, start in zip(found, starts, strict=True)] == starts
+
+
+@pytest.mark.parametrize("topic", ["refused", "ignored"])
+def test_help_lists_all_flags_that_set_no_field(
+    topic: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_args(["--help", topic])
+    words = capsys.readouterr().out.split()
+    assert stop.value.code == 0
+    assert {"refused": {*REFUSED}, "ignored": {*NO_EFFECT}}[topic] <= set(words)
 
 
 @pytest.mark.parametrize(

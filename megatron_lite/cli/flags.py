@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,7 @@ Values = dict[str, dict[str, Any]]  # by topic and field
 # are derived, and they must be derived again.
 DERIVED_FIELDS = ("kv_channels", "ffn_hidden_size")
 SOURCES = ("config_json", "hf_config", "model")
+REQUIRED = {name for name, field in run_fields().items() if field.is_required} | {"vocab_size"}
 CONTRADICTIONS = {
     "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_bf16", True),
     "--ddp-reduce-scatter-with-fp32-accumulation": ("grad_reduce_in_bf16", True),
@@ -77,7 +79,9 @@ def build_parser(program: str = SCRIPT) -> Parser:
 
     Abbreviated flags are refused: a new flag must not change the meaning of an old command.
     """
-    parser = Parser(prog=program, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser = Parser(
+        prog=program, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
     parser.call_options("general")
     add = parser.add_argument
     add("--dump-config", action="store_true", help="print the run as JSON and stop")
@@ -145,23 +149,64 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     program: its name in messages, and in the text of --help, which is printed if the words ask for
         it.
 
-    A fault in the command line is printed on stderr, and the program exits with status 2.
+    Faults in the command line are printed on stderr, all of them at once, and the program exits
+    with status 2. After each fault the flags that it names are taken out and the rest is parsed
+    again. A fault that names one of them may follow from that, and is not told.
     """
     parser = build_parser(program)
     print_help(parser, argv, program)
-    try:
-        return _parsed(parser, argv)
-    except ValueError as error:
-        parser.error(str(error))
+    fields = {name: action.dest for name, action in parser._option_string_actions.items()}
+    words, notices = megatron_flags.renamed_words(argv, fields)
+    given = {fields.get(word.partition("=")[0], "") for word in words}
+    faults: list[str] = []
+    lost: set[str] = set()
+    unknown, parsed = None, None
+    while parsed is None:
+        if not lost.isdisjoint(SOURCES):
+            lost |= run_fields().keys() - given  # which the file may have
+        try:
+            namespace, unread = parser.parse_known_args(_without(words, lost, fields))
+            if unknown is None:
+                unknown = megatron_flags.unread_faults(unread, supported_flags(parser))
+                faults += unknown
+                lost |= {fields[name] for name in re.findall(r"mean (\S+)\?", " ".join(unknown))}
+                continue
+            parsed = _parsed(vars(namespace), [*notices])
+        except (ValueError, argparse.ArgumentError) as error:
+            text = str(error)
+            # Behind a colon is the reason or the advice.
+            culprits, named = (
+                {fields.get(name, name) for name in re.findall(r"--[\w-]+", part)}
+                for part in (text.partition(": ")[0], text)
+            )
+            if not named & lost:
+                faults.append(text)
+            # A file's fault names no flag.
+            culprits = culprits & {*given, *REQUIRED} or given.intersection(SOURCES)
+            if culprits <= lost:
+                break
+            lost |= culprits
+    if parsed is None or faults:
+        count = f"{len(faults)} faults in the command line:\n  - " if len(faults) > 1 else ""
+        parser.error(count + "\n  - ".join(faults))
+    return parsed
 
 
-def _parsed(parser: Parser, argv: Sequence[str]) -> ParsedArguments:
-    """Returns the result of parsing a command line. Raises ValueError for its first fault; all
-    flags that are unknown or refused are one fault."""
-    argv, notices = megatron_flags.renamed_words(argv, parser._option_string_actions)
-    namespace, unread = parser.parse_known_args(argv)
-    megatron_flags.check_unread(unread, supported_flags(parser))
-    given = vars(namespace)
+def _without(words: Sequence[str], lost: set[str], fields: Mapping[str, str]) -> list[str]:
+    """Returns the words without the flags of the lost fields; a required one is 1."""
+    left, is_kept = [], True
+    for word in words:
+        if re.match(r"-\D", word):
+            is_kept = fields.get(word.partition("=")[0]) not in lost
+        left += [word] * is_kept
+    return left + [f"{flag_of(name)}=1" for name in REQUIRED & lost]
+
+
+def _parsed(given: dict[str, Any], notices: list[str]) -> ParsedArguments:
+    """Returns the result of parsing a command line. Raises ValueError for its first fault.
+
+    given: the values of the flags by their fields.
+    """
     stopping = [flag(name) for name in PRINTING if name in given]
     if len(stopping) > 1:
         raise ValueError(

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from megatron_lite.config.invocation import as_typed
-from megatron_lite.config.megatron_flags import fate_of
+from megatron_lite.config.megatron_flags import fate_of, listed
 from megatron_lite.config.parser import Parser, help_columns, paragraph
 from megatron_lite.config.plain import shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
@@ -22,6 +22,11 @@ HELP = ("-h", "--help")
 TOPICS = {
     "general": "print or measure instead of training; a run from a file",
     **{name.replace("_", "-"): topic for name, topic in RUN_TOPICS.items()},
+}
+LISTS = {
+    "all": "all flags",
+    "refused": "flags of Megatron that are refused, by the reason",
+    "ignored": "flags of Megatron that are accepted and have no effect",
 }
 MOST_USED = (
     "--num-layers",
@@ -53,7 +58,7 @@ def print_help(parser: Parser, argv: Sequence[str], program: str) -> None:
     text = help_text(parser, " ".join(argv[place + 1 : place + 2]), program)
     if text is None:
         word = argv[place + 1]
-        near = difflib.get_close_matches(word, TOPICS, n=1)
+        near = difflib.get_close_matches(word, [*TOPICS, *LISTS], n=1)
         advice = f"did you mean --help {near[0]}?" if near else "--help alone lists the topics"
         parser.error(f"--help {shown(word)}: no topic, and no flag has it in its name: {advice}")
     print(text)
@@ -77,6 +82,11 @@ def help_text(parser: Parser, word: str, program: str) -> str | None:
         return "\n".join(texts.values())
     if not topic:
         return _overview(parser, program)
+    if topic in LISTS:
+        return f"{LISTS[topic]}:\n" + "\n".join(
+            f"{paragraph(reason)}\n{paragraph(' '.join(flags), indent='  ')}"
+            for reason, flags in listed(topic)
+        )
     found = [
         action
         for action in _shown(parser.actions)
@@ -95,14 +105,14 @@ def _overview(parser: Parser, program: str) -> str:
     topics = "\n".join(
         f"  {name:15}{about} ({len(_shown(groups[name]))})" for name, about in TOPICS.items()
     )
+    lists = "\n".join(f"  {name:15}{text}" for name, text in LISTS.items())
     return (
         f"usage: {program} FLAGS\n\n"
         "Trains a GPT. Flags have Megatron-LM's names, defaults and meaning.\n\n"
         f"  {as_typed(program)} {EXAMPLE}\n\n"
         "Add --explain-recompute to see the memory of the run instead of training.\n\n"
         f"{_flags('the flags used most', used)}\n"
-        f"--help TOPIC has the flags of a topic (their number):\n{topics}\n"
-        f"  {'all':15}all flags\n\n"
+        f"--help TOPIC has the flags of a topic (their number):\n{topics}\n{lists}\n\n"
         + paragraph(
             "--help --FLAG describes one flag; --help WORD all flags with WORD in their name."
         )

@@ -40,7 +40,7 @@ def add_flags_without_effect(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that are accepted and ignored, and the flags that allow only one value.
 
     Each is stored under its own spelling with the dashes, which no field has. `take_ignored` and
-    `only_value_faults` find it by this name.
+    `check_only_values` find it by this name.
     """
     names = [name for row in DATA["no effect"] for name in row["flags"]]
     for name in [*names, *(f"{flag}=" for flag in ONLY_VALUE)]:
@@ -86,16 +86,16 @@ def take_ignored(given: dict[str, Any]) -> list[str]:
     found = [flag for flag in NO_EFFECT if given.pop(flag, None)]
     if len(found) > MOST_REASONS:
         return [
-            f"{len(found)} flags have no effect here (--help FLAG has the reason): "
+            f"{len(found)} flags have no effect here (--help ignored has the reasons): "
             + ", ".join(found)
         ]
     return [f"{flag} has no effect {NO_EFFECT[flag]}" for flag in found]
 
 
-def check_unread(unread: Sequence[str], supported: Sequence[str]) -> None:
-    """Raises ValueError for the words that no flag of the parser takes, all of them at once.
+def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> list[str]:
+    """Returns the faults of the words that no flag of the parser takes.
 
-    Refused flags with one reason share a line. The values of an unknown flag are no faults.
+    Refused flags with one reason share a fault. The values of an unknown flag are no faults.
     """
     names = dict.fromkeys(word.partition("=")[0] for word in unread if word.startswith("--"))
     refused: dict[str, list[str]] = {}
@@ -112,10 +112,18 @@ def check_unread(unread: Sequence[str], supported: Sequence[str]) -> None:
         faults.append(f"Megatron's {', '.join(flags)} {are} not supported here: {reason}")
     if unread and not names:
         faults = [f"{unread[0]!r} follows no flag that takes it"]
-    if len(faults) > 1:
-        faults.insert(0, f"{len(faults)} faults in the command line:")
-    if faults:
-        raise ValueError("\n  - ".join(faults))
+    return faults
+
+
+def listed(kind: str) -> list[tuple[str, list[str]]]:
+    """Returns the reasons of the flags that are "refused" or "ignored", each with its flags."""
+    key, said = ("no effect", "no effect ") if kind == "ignored" else (kind, "")
+    found = [
+        (said + row["reason"], [name.partition("=")[0] for name in row["flags"]])
+        for row in DATA[key]
+    ]
+    only = [f"{flag} {value}" for flag, value in ONLY_VALUE.items()]
+    return found + [("accepted with this value:", only)] * (kind == "refused")
 
 
 def fate_of(word: str) -> str | None:

@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
 
         argparse would print the usage first. With Megatron's many flags it would hide the message.
         """
-        own = re.sub(r"^argument \S+: (?=--)", "", message)  # our readers name the flag themselves
+        own = re.sub(r"argument \S+: (?=--)", "", message)  # our readers name the flag themselves
         self.exit(2, f"{self.prog}: error: {own}\n")
 
 

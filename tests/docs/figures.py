@@ -195,9 +195,10 @@ def flags_page() -> str:
         "",
         "This page is made from the parser of `pretrain_gpt.py`. Names, types and defaults are "
         "Megatron's",
-        "wherever Megatron has the flag. `python pretrain_gpt.py --help FLAG` tells what becomes "
-        "of any other",
-        "flag of Megatron, and why.",
+        "wherever Megatron has the flag. `python pretrain_gpt.py --help ignored` lists flags of "
+        "Megatron that",
+        "change no result here, and `--help refused` those that are not supported, each with the "
+        "reason.",
     ]
     for title, group in parser.groups().items():
         actions = [one for one in group if one.help != argparse.SUPPRESS]
