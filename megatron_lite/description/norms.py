@@ -26,7 +26,8 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.shape import Shape
 
 ATTENTION_DROPOUT, MLP_DROPOUT = "attention dropout", "mlp dropout"
-STATISTICS = {"LayerNorm": 2, "RMSNorm": 1}  # the numbers that a norm keeps for each row
+# the numbers that a norm keeps for each row
+STATISTICS = {"LayerNorm": 2, "RMSNorm": 1}
 
 
 def norm_before(

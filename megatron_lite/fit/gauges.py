@@ -111,7 +111,7 @@ class FakeGauge(StepMeter):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if not func.is_view:
             moved = sum(each.nbytes for each in tensors_of((args, kwargs, result)))
-            count = flop_registry.get(func._overloadpacket)
+            count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
             self._seconds += max(flops / self.flops, moved / self.bandwidth)
         return result

@@ -18,6 +18,7 @@ from megatron_lite.fit.gauges import CpuGauge, CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.plans import Plan, fastest, neighbours, smallest
+from megatron_lite.parallel.torch_internals import compiled_call_of
 from megatron_lite.recompute.apply import remove_policy_
 
 TRIES = 5  # of plans that may turn out to be above the budget
@@ -133,7 +134,7 @@ def check_model(model: nn.Module) -> torch.device:
         names = ", ".join(map(str, devices)) or "none"
         raise ValueError(f"the model must lie on one device (got {names}): move it there")
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        if hasattr(module, "_orig_mod") or compiled_call_of(module) is not None:
             raise ValueError(
                 f"torch.compile is around {name or 'the model'}: compiled code has other memory, "
                 "and layers with a policy run uncompiled. Fit the model before it is compiled"

@@ -20,6 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_lite.fit.gauges import Gauge, Reading
 from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.parallel.torch_internals import address_of, write_count_of
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
 
@@ -133,11 +134,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     if the model itself has written to a parameter.
     """
     parameters = dict(model.named_parameters())
-    versions = [each._version for each in parameters.values()]
+    versions = [write_count_of(each) for each in parameters.values()]
     held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     gradients = [(each, each.grad) for each in parameters.values()]
     copies = [
-        (each, each._version, each.detach().to("cpu", copy=True))
+        (each, write_count_of(each), each.detach().to("cpu", copy=True))
         for each in (
             *(gradient for _, gradient in gradients if gradient is not None),
             *tensors_of([buffers for _, buffers in held]),
@@ -157,10 +158,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                 buffers.update(before)
             with torch.no_grad():
                 for tensor, version, values in copies:
-                    if tensor._version != version:
+                    if write_count_of(tensor) != version:
                         tensor.copy_(values)
     for (name, each), version in zip(parameters.items(), versions, strict=True):
-        if each._version != version:
+        if write_count_of(each) != version:
             raise ValueError(
                 f"the step wrote to the parameter {name}, which cannot be undone: leave out of the "
                 "step what changes weights"
@@ -170,7 +171,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Returns the bytes of the storages of this rank's tensors, each once."""
     storages = [_local(each).untyped_storage() for each in tensors if each is not None]
-    return sum({one._cdata: one.nbytes() for one in storages}.values())
+    return sum({address_of(one): one.nbytes() for one in storages}.values())
 
 
 def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tuple[int, int]:

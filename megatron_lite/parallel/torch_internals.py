@@ -105,6 +105,7 @@ flattened_mesh = private("torch.distributed.device_mesh.DeviceMesh._flatten")
 address_of = attribute("torch.UntypedStorage._cdata")
 write_count_of = attribute("torch.Tensor._version")
 base_of = attribute("torch.Tensor._base")
+compiled_call_of = attribute("torch.nn.Module._compiled_call_impl")  # what module.compile() set
 is_view = private("torch.Tensor._is_view")
 sparse_indices = private("torch.Tensor._indices")
 sparse_values = private("torch.Tensor._values")

@@ -28,6 +28,7 @@ NOT_OF_TORCH = {
     *("_replace", "_asdict", "_fields"),
     *("_exit", "_getframe", "_run_exitfuncs"),
     *("_option_string_actions", "_group_actions"),
+    "_from_config",  # of transformers
 }
 # The registries of every torch.nn.Module, which subclasses rely on.
 OF_MODULES = {"_parameters", "_buffers", "_modules"}
