@@ -30,15 +30,15 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 265_500,
-    "files of the library": 298,
-    "tokens of tests": 372_000,
-    "tokens of benchmarks": 24_000,
-    "own files in one plain step": 52,
-    "own functions in one plain step": 180,
-    "tokens that a training process has loaded": 163_000,
+    "tokens of the library": 260_700,
+    "files of the library": 284,
+    "tokens of tests": 351_500,
+    "tokens of benchmarks": 22_500,
+    "own files in one plain step": 37,
+    "own functions in one plain step": 152,
+    "tokens that a training process has loaded": 133_200,
     "own calls in one forward of a column-parallel linear layer": 4,
-    "functions named *notices*": 9,
+    "functions named *notices*": 1,
     "places that read JSON": 5,
     "places that write durably": 1,
     'conditions on "cpu" in model/ and tensor_parallel/': 3,
