@@ -155,7 +155,7 @@ def test_a_bad_line_in_a_worker_ends_the_run_too(
             ("--vocab-size", "2147483648"),
             "--vocab-size 2147483648 is more ids than a dataset can hold: give at most 2147483647",
         ),
-        (("--vocab-size", "9" * 18), f"--vocab-size {'9' * 18} is more ids"),
+        (("--vocab-size", "9" * 18), f"--vocab-size must be at most {2**48} (got {'9' * 18})"),
         (("--workers", "0"), "--workers must be at least 1"),
         (("--workers", "3", "--partitions", "2"), "--workers 3 is not divisible by --partitions 2"),
         (
