@@ -75,9 +75,9 @@ RULES = (
     *(
         "errors was 19.2%",
         "it was about 11.7%",
-        "than 7 minutes",
-        "25 minutes and",
-        "45 minutes of",
+        "than 8 minutes",
+        "20 minutes and",
+        "35 minutes of",
         "within 5% of real",
         "between 0.3% below and 1%",
         "workspaces of 32 MiB",
