@@ -209,7 +209,7 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
             type(new).step(new)
             states = bytes_of(tensors_of(list(new.state.values())))
             temporary = live.peak_bytes - live.total_bytes()
-    except (RuntimeError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, TypeError) as error:
         if existing:
             return 0, 0
         raise ValueError(
