@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.cli.help import print_help
 from megatron_lite.config import megatron_flags
 from megatron_lite.config.checks import ContradictionError, InputError, flag
 from megatron_lite.config.dry_run_settings import DryRunConfig, take_dry_run
@@ -154,7 +153,10 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
     again. A fault that names one of them may follow from that, and is not told.
     """
     parser = build_parser(program)
-    print_help(parser, argv, program)
+    if not {"-h", "--help"}.isdisjoint(argv):
+        from megatron_lite.cli.help import print_help
+
+        print_help(parser, argv, program)
     fields = {name: action.dest for name, action in parser._option_string_actions.items()}
     words, notices = megatron_flags.renamed_words(argv, fields)
     given = {fields.get(word.partition("=")[0], "") for word in words}

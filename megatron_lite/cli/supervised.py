@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,16 +31,16 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
-from megatron_lite.recompute.verify import RecomputeMismatch
-from megatron_lite.supervision.exits import Exits, StoppedEarly
-from megatron_lite.supervision.verdict import Verdict, stopped_by
-from megatron_lite.supervision.watch import Pulse, Watch
+from megatron_lite.supervision.exits import Exits, Pulse, StoppedEarly
 from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.out_of_memory import memory_bytes
 from megatron_lite.training.run_notices import RunNotices
 from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.terminal import print_lines
+
+if TYPE_CHECKING:
+    from megatron_lite.supervision.watch import Watch
 
 
 def ready_to_train(
@@ -140,15 +141,23 @@ def supervised(
 
     An error that ends the block becomes an exit status, by the table of this module.
     """
-    exits = Exits(config.training, parallel)
-    with Watch(
-        parallel,
-        timeout=config.parallel.timeout_seconds,
-        graceful=config.training.exit_signal_handler,
-        owns_store=not launch.agent_owns_store,
-        program=program,
-    ) as watch:
-        supervision = Supervision(config, parallel, exits, watch.pulse)
+    exits, pulse = Exits(config.training, parallel), Pulse()
+
+    def new_watch() -> Watch:
+        # Imported late: a run of one rank needs it only to end at a signal.
+        from megatron_lite.supervision.watch import Watch
+
+        return Watch(
+            parallel,
+            pulse,
+            timeout=config.parallel.timeout_seconds,
+            graceful=config.training.exit_signal_handler,
+            owns_store=not launch.agent_owns_store,
+            program=program,
+        )
+
+    with new_watch() if parallel.world_size > 1 else nullcontext() as watch:
+        supervision = Supervision(config, parallel, exits, pulse)
         # The outer try also catches a signal that arrives while the inner one reports an error.
         try:
             try:
@@ -159,24 +168,31 @@ def supervised(
                     raise
                 supervision.status = status
         except StoppedEarly as stopped:
+            from megatron_lite.supervision.verdict import Verdict
+
             text = f"{stopped}: nothing was trained, nothing is saved"
-            watch.end(Verdict(parallel.rank, 128 + stopped.number, text))
+            (watch or new_watch()).end(Verdict(parallel.rank, 128 + stopped.number, text))
         except KeyboardInterrupt:
-            watch.end(stopped_by(signal.SIGINT, parallel.rank))
+            from megatron_lite.supervision.verdict import stopped_by
+
+            (watch or new_watch()).end(stopped_by(signal.SIGINT, parallel.rank))
         exits.finish()
 
 
 def _status_after(
-    error: Exception, exits: Exits, watch: Watch, rank: int, program: str
+    error: Exception, exits: Exits, watch: Watch | None, rank: int, program: str
 ) -> int | None:
     """Reports the error and returns the exit status, or ends the process.
 
+    watch: None in a run of one rank.
     Returns None if Python should report the error with its traceback.
     """
     if isinstance(error, TrainingError):
         if rank == 0:
             print_fault(error, rank, program=program)
         return 1
+    from megatron_lite.recompute.verify import RecomputeMismatch
+
     if isinstance(error, RecomputeMismatch):
         text = f"--recompute-verify: {error}"
         print_fault(text, rank, program=program, always_named=True)
@@ -184,10 +200,10 @@ def _status_after(
     exits.begin()  # a signal from the launcher must not disturb what follows
     if isinstance(error, InputError):
         # This rank reports before it leaves the groups: leaving ends the ranks that wait for it.
-        if watch.is_first_to_say(str(error), after_others=isinstance(error, PeerError)):
+        after_others = isinstance(error, PeerError)
+        if watch is None or watch.is_first_to_say(str(error), after_others=after_others):
             print_fault(error, rank, program=program)
         return 2
-    verdict = watch.explain(error)
-    if verdict is None:
+    if watch is None:
         return None
-    watch.leave(verdict)
+    watch.leave(watch.explain(error))

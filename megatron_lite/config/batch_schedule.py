@@ -115,7 +115,7 @@ class BatchSchedule:
 
     def at(self, consumed_samples: int) -> int:
         """Returns the batch size of the iteration that starts after `consumed_samples`."""
-        return next(size for samples, size in reversed(self.steps) if consumed_samples >= samples)
+        return self.steps[bisect.bisect_right(self.steps, (consumed_samples, ENDLESS)) - 1][1]
 
     def _spans(self, consumed: int) -> Iterator[tuple[int, int]]:
         """Yields (size, number of iterations with it) from `consumed` samples on, endlessly."""

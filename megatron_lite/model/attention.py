@@ -38,7 +38,6 @@ from megatron_lite.context_parallel.attention_kernels import (
     heads_last,
     takes_groups,
 )
-from megatron_lite.context_parallel.sharded_attention import EXCHANGES, context_parallel_attention
 from megatron_lite.model.dropout import dropout
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
@@ -205,7 +204,7 @@ class CoreAttention(nn.Module):
         # the context in which torch's causal attention without dropout picks its kernel
         self.kernel: Callable[[], AbstractContextManager[object]] = nullcontext
         self.always_unfused = config.always_unfused
-        self.builds_scores = config.builds_scores
+        self.builds_scores = config.builds_scores(rng.device.type)
         self.dropout = config.attention_dropout
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.scale = config.head_dim**-0.5
@@ -213,7 +212,11 @@ class CoreAttention(nn.Module):
         self.kernels = kernels
         self.cp = cp or ContextParallel()
         if self.cp.group is not None:
-            chosen("--cp-comm-type", self.cp.comm_type, EXCHANGES)
+            # Imported late: only context parallelism needs it.
+            from megatron_lite.context_parallel import sharded_attention
+
+            chosen("--cp-comm-type", self.cp.comm_type, sharded_attention.EXCHANGES)
+            self.sharded = sharded_attention.context_parallel_attention
 
     def forward(
         self,
@@ -238,12 +241,12 @@ class CoreAttention(nn.Module):
         ours = dropout_p == 0.0 and has_kernel(query)  # our own Functions of torch's kernels
         if (
             self.always_unfused
-            or (dropout_p > 0.0 and self.builds_scores(query.device.type))
+            or (dropout_p > 0.0 and self.builds_scores)
             or (sharded and not (ours and readable.is_plain))
         ):
             return self._unfused(query, key, value, readable, dropout_p, skip_tail)
         if sharded:
-            attended = context_parallel_attention(query, key, value, cp=self.cp, scale=self.scale)
+            attended = self.sharded(query, key, value, cp=self.cp, scale=self.scale)
             return attended.flatten(2)
         if ours and not (readable.is_plain and takes_groups(query, key)):
             return masked_attention(query, key, value, readable, scale=self.scale).flatten(2)
@@ -337,9 +340,10 @@ def causal_mask(query: Tensor, readable: Readable, cp: ContextParallel | None = 
     [s, s], or with documents [b, 1, s, s]. The mask is added to scores. query: [s, ..]. Under
     context parallelism it is [s/c, s], with the keys in the order of a gather over the ranks.
     """
-    cp = cp or ContextParallel()
-    positions = cp.positions_by_rank(query.shape[0], query.device)
-    keys, queries = positions.flatten(), positions[cp.rank]
+    keys = queries = torch.arange(query.shape[0], device=query.device)
+    if cp is not None and cp.size > 1:
+        positions = cp.positions_by_rank(query.shape[0], query.device)
+        keys, queries = positions.flatten(), positions[cp.rank]
     hidden = keys > queries.unsqueeze(-1)
     first = None if readable.starts is None else readable.starts[:, queries]  # [b, s/c]
     if readable.reach is not None:

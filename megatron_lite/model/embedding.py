@@ -89,7 +89,7 @@ class LanguageModelEmbedding(nn.Module):
             start, shards = (
                 (context.rank * length, context.size) if context.sequence_parallel else (0, 1)
             )
-            if position_ids is not None:
+            if position_ids is not None or context.cp.size == 1:
                 positions = self.position_embeddings(start, length, position_ids)
             else:
                 stretches = [

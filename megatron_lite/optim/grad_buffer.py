@@ -69,6 +69,7 @@ class GradBuffer:
         config = config or DataParallelConfig()
         self._parallel, self._group = parallel, parallel.dp_cp_group
         self._overlaps = config.overlap_grad_reduce and self._group is not None
+        self._sums_over_model = parallel.tp_size * parallel.pp_size > 1
         self._in_bf16 = config.grad_reduce_in_bf16
         self.shards = parallel.dp_cp_size if config.use_distributed_optimizer else 1
         specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
@@ -140,7 +141,7 @@ class GradBuffer:
         # The own norms are taken before any sum over ranks overwrites the buckets.
         if self._measures_own_norm:
             self._own_norms += [bucket.flat.norm() for bucket in remaining]
-        if not self._overlaps:
+        if self._sums_over_model and not self._overlaps:
             self._sum_over_model(slice(None))
         if self._group is not None:
             for bucket in remaining:
@@ -151,7 +152,7 @@ class GradBuffer:
                 if reduced.dtype != bucket.flat.dtype:  # it was sent in bf16
                     bucket.flat[bucket.own].copy_(reduced)
                 bucket.started, bucket.awaited = None, set(bucket.places)
-        if self._overlaps:
+        if self._sums_over_model and self._overlaps:
             self._sum_over_model(None)
         self._num_started = 0
         self._last.clear()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,15 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim.adam_update import adam_of
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
-from megatron_lite.optim.loss_scale import LossScale
-from megatron_lite.optim.spike import SpikeGuard
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
+
+if TYPE_CHECKING:
+    from megatron_lite.optim.loss_scale import LossScale
+    from megatron_lite.optim.spike import SpikeGuard
 
 
 def _muon(*arguments: Any) -> Any:

@@ -31,7 +31,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import NoReturn
@@ -40,9 +39,9 @@ from megatron_lite.config.plain import parse_json
 from megatron_lite.parallel.signals import die_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import default_store
+from megatron_lite.supervision.exits import START_UP, Pulse
 from megatron_lite.supervision.verdict import LEFT, Trouble, Verdict, judge
 
-START_UP = "start-up"
 BEAT_S = 0.5
 SILENT_S = 2.5  # a rank without a new beat for this long counts as gone or stopped
 GRACE_S = 5.0  # the time that the main thread has to end by itself after a verdict
@@ -61,52 +60,10 @@ LOST = (
 LATE = ("Timed out waiting", "timed out", "Watchdog caught collective operation timeout")
 
 
-class Pulse:
-    """The place where a rank is, and the time that it may stay there.
-
-    where: the place, for messages.
-    moves: how often the place has changed.
-    longest: the seconds of the longest limited stretch between two moves.
-    clock: returns the seconds of a clock that never goes back.
-
-    A stretch is limited if no later stretch should take much longer. The first iteration, which
-    compiles, and the writing of a checkpoint are not limited. If the batch grows
-    (--rampup-batch-size), an iteration may take longer by the same factor.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.where, self.moves, self.longest = START_UP, 0, 0.0
-        self._clock, self._limited, self._since = clock, False, clock()
-
-    def at(self, where: str, *, limited: bool = True, growth: float = 1.0) -> None:
-        """Records that the rank begins a new stretch.
-
-        limited: whether the stretch has a time limit.
-        growth: the work of this stretch divided by that of the stretch before, if it is more.
-        """
-        now = self._clock()
-        # Without any measured stretch, the first iteration (unlimited) still serves to be scaled.
-        if self._limited or (growth > 1.0 and not self.longest):
-            self.longest = max(self.longest, now - self._since)
-        self.longest *= growth
-        # Set before _limited, because the watch thread reads both: it must never combine the new
-        # limit with the old start.
-        self._since = now
-        self.where, self._limited = where, limited
-        self.moves += 1
-
-    def seconds_left(self, timeout: float) -> float | None:
-        """Returns the seconds until this stretch exceeds its limit; None if it is not limited.
-
-        The limit is `timeout` seconds more than the longest limited stretch before it.
-        """
-        return timeout + self.longest - (self._clock() - self._since) if self._limited else None
-
-
 class Watch:
     """The watch over this rank: a context manager around everything after it has joined the run.
 
-    Only the main thread may enter it. A run of one rank is not watched.
+    Only the main thread may enter it. A run of one rank does not: it only calls `end`.
 
     timeout: limit in seconds for one collective. An iteration or a batch of an evaluation may take
     this long plus the longest one so far.
@@ -119,6 +76,7 @@ class Watch:
     def __init__(
         self,
         parallel: ParallelState,
+        pulse: Pulse,
         *,
         timeout: float,
         graceful: bool,
@@ -126,7 +84,7 @@ class Watch:
         program: str,
     ) -> None:
         self._program = program
-        self._rank, self._size, self.pulse = parallel.rank, parallel.world_size, Pulse()
+        self._rank, self._size, self.pulse = parallel.rank, parallel.world_size, pulse
         self._timeout = timeout
         self._graceful = graceful
         self._lingers = owns_store and self._rank == 0
@@ -141,8 +99,6 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
-        if self._size == 1:
-            return self
         store = default_store()
         self._store = store.clone()  # a connection of its own
         self._store.set_timeout(timedelta(seconds=STORE_S))
@@ -166,8 +122,7 @@ class Watch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._thread is None:
-            return
+        assert self._thread is not None
         self._left.set()
         os.write(self._wake, b"\0")
         self._thread.join(2 * STORE_S)
@@ -182,14 +137,12 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"beat/{self._rank}", LEFT)
 
-    def explain(self, error: Exception) -> Verdict | None:
-        """Returns why the run ends, when `error` ends this rank; None in a run of one rank.
+    def explain(self, error: Exception) -> Verdict:
+        """Returns why the run ends, when `error` ends this rank.
 
         Prints the traceback, except that of a lost connection, which adds nothing to the name of
         the rank. If a collective failed, the call takes about SILENT_S seconds.
         """
-        if self._thread is None:
-            return None
         self._main_ends = True
         words = str(error)
         late, lost = (
@@ -203,6 +156,7 @@ class Watch:
         self._asked = "late" if late else "lost"
         if not self._answered.wait(SILENT_S + 2 * STORE_S):
             return Verdict(self._rank, 1, f"{self._store_of} does not answer")
+        assert self._verdict is not None
         return self._verdict
 
     def end(self, own: Verdict) -> NoReturn:
@@ -220,8 +174,6 @@ class Watch:
         after_others: gives the other ranks SILENT_S seconds to report first.
         """
         self._main_ends = True
-        if self._thread is None:
-            return True
         if after_others and self._answered.wait(SILENT_S):
             return False
         verdict = self._told(Verdict(self._rank, 2, text))

@@ -185,10 +185,14 @@ def cut(
 
     rules: what the ends of documents mean; None: nothing.
     """
-    # `select` copies even where a slice is contiguous (a batch of one sample). Backward saves the
-    # tokens, and a view would keep the storage of the whole sample alive.
-    spans = spans_of(samples.shape[1] - 1, rank=cp_rank, size=cp_size)
-    batch = MicroBatch(select(samples[:, :-1], spans, 1), select(samples[:, 1:], spans, 1))
+
+    def own(whole: Tensor) -> Tensor:
+        # Backward saves the tokens. A view would keep the storage of the whole sample alive.
+        if cp_size == 1:
+            return whole.clone(memory_format=torch.contiguous_format)
+        return select(whole, spans_of(whole.shape[1], rank=cp_rank, size=cp_size), 1)
+
+    batch = MicroBatch(own(samples[:, :-1]), own(samples[:, 1:]))
     if rules is None:
         return batch
     if rules.mask_loss:
@@ -198,7 +202,7 @@ def cut(
     starts, position_ids = document_starts(samples[:, :-1], rules.eod), None
     if rules.reset_positions:
         places = torch.arange(starts.shape[1], device=starts.device)
-        position_ids = select(places - starts, spans, 1)
+        position_ids = own(places - starts)
     documents = Documents(position_ids, starts if rules.reset_attention else None)
     return batch._replace(documents=documents)
 

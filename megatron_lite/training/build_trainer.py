@@ -19,22 +19,19 @@ from megatron_lite.config.units import size
 from megatron_lite.data.datasets import build_datasets
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
-from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.optim.spike import SpikeGuard
 from megatron_lite.parallel.collectives import all_gather_bytes
 from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.supervision.watch import Pulse
+from megatron_lite.supervision.exits import Pulse
 from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
-from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import (
     above_limit,
@@ -43,7 +40,6 @@ from megatron_lite.training.out_of_memory import (
     told_where_memory_runs_out,
 )
 from megatron_lite.training.run_notices import RunNotices
-from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.step import StageRunner
 
 if TYPE_CHECKING:
@@ -104,14 +100,22 @@ def compile_layers_(model: GPTModel) -> None:
 
 def build_optimizer(config: RunConfig, parallel: ParallelState, model: ModelStages) -> Optimizer:
     """Returns the optimizer of a run, with its loss scale and its guard against spikes."""
-    training, ratio = config.training, config.training.skip_update_on_spike
+    training, loss_scale, spikes = config.training, None, None
+    if training.fp16:
+        from megatron_lite.optim.loss_scale import LossScale
+
+        loss_scale = LossScale(config.loss_scaling, parallel.device)
+    if training.skip_update_on_spike is not None:
+        from megatron_lite.optim.spike import SpikeGuard
+
+        spikes = SpikeGuard(training.skip_update_on_spike, parallel.device)
     optimizer = Optimizer(
         model,
         config.optimizer,
         parallel,
         config.data_parallel,
-        loss_scale=LossScale(config.loss_scaling, parallel.device) if training.fp16 else None,
-        spikes=None if ratio is None else SpikeGuard(ratio, parallel.device),
+        loss_scale=loss_scale,
+        spikes=spikes,
     )
     if training.check_for_nan_in_loss_and_grad:
         optimizer.measure_own_grad_norm()
@@ -217,7 +221,6 @@ def _build(
         from megatron_lite.checkpointing.saver import Saver
 
         saver = Saver(config.checkpoint, parallel, claim, started_at=done.iteration)
-    order = sample_order(config.data, len(datasets.train))
     notices = RunNotices.of(config, device=parallel.device.type, world_size=parallel.world_size)
     trainer = Trainer(
         config=config,
@@ -229,12 +232,8 @@ def _build(
         datasets=datasets,
         num_iterations=num_iterations,
         batches=batches,
-        order=order,
+        order=sample_order(config.data, len(datasets.train)),
         saver=saver,
-        skipped=SkippedUpdates(config, parallel, optimizer, datasets.train, order),
-        evaluations=Evaluations(
-            config=config, runner=runner, batches=batches, pulse=pulse, rules=rules
-        ),
         start=start,
         rules=rules,
         notices=(

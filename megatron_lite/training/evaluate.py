@@ -11,8 +11,7 @@ import torch
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.supervision.exits import Exits
-from megatron_lite.supervision.watch import Pulse
+from megatron_lite.supervision.exits import Exits, Pulse
 from megatron_lite.training.batches import (
     DocumentRules,
     MicroBatches,
@@ -49,8 +48,6 @@ class Evaluations:
         Raises TrainingError if the loss is not finite and --check-for-nan-in-loss-and-grad is on.
         """
         training, data = self.config.training, self.config.data
-        if training.eval_iters == 0:
-            return None
         if dataset is None:
             without = (
                 "no data is given for it"

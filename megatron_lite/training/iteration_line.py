@@ -27,11 +27,9 @@ from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import ByteUnit
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
 from megatron_lite.recompute.schedule import plan_model
-from megatron_lite.training.peak_memory import PeakMemory
 
 # What `peak_gib` measures, by the kind of device.
 PEAK_OF = {"cuda": "allocated on the GPU by rank 0", "cpu": "resident, of the process of rank 0"}
@@ -189,23 +187,14 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
 
 
 def short_row(
-    interval: Interval, facts: RunFacts, peak: PeakMemory | None, *, columns: int, shows_peak: bool
+    interval: Interval, facts: RunFacts, memory: str, *, columns: int, heading: str
 ) -> tuple[str, str]:
     """Returns the heading and the row of these iterations, of at most `columns` columns.
 
-    shows_peak: whether the memory is the peak of a step (`peak`, None until it is measured) or the
-        kept bytes of one micro-batch.
+    memory, heading: the text of the column of memory, and its heading.
     """
-    last = interval.last
-    predicted, measured = last.activation_bytes_predicted, last.activation_bytes_measured
-    if shows_peak:
-        predicted, measured = (peak.predicted, peak.measured) if peak else (None, None)
-    memory = "-"
-    if predicted is not None and measured is not None:
-        unit = ByteUnit.of(max(predicted, measured))
-        memory = f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
-    share = interval.utilization.get("MFU")
-    heading = row = ""
+    last, share = interval.last, interval.utilization.get("MFU")
+    names = row = ""
     for name, width, value in (
         (
             "iteration",
@@ -219,15 +208,15 @@ def short_row(
         ("norm", 10, f"{last.grad_norm:.3g}"),
         ("lr", 10, f"{last.learning_rate:.2e}"),
         ("ETA", 10, interval.eta),
-        (f"{'peak' if shows_peak else 'kept'} pred./measured", 22, memory),
+        (heading, 22, memory),
         ("samples", 12, str(last.consumed_samples)),
     ):
-        width = max(width, len(value) + 2) if width and heading else width
-        if len(heading) + width > columns:
+        width = max(width, len(value) + 2) if width and names else width
+        if len(names) + width > columns:
             break
         if width:
-            heading, row = heading + f"{name:>{width}}", row + f"{value:>{width}}"
-    return heading, row
+            names, row = names + f"{name:>{width}}", row + f"{value:>{width}}"
+    return names, row
 
 
 def peak_gib(device: torch.device) -> float:

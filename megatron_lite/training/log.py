@@ -32,8 +32,7 @@ from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.units import plural
-from megatron_lite.data.durable_files import written_beside
+from megatron_lite.config.units import ByteUnit, plural
 from megatron_lite.parallel.messages import told_if_slow
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.iteration_line import (
@@ -54,14 +53,13 @@ from megatron_lite.training.log_files import (
     row_text,
     skipped_batches_path,
 )
-from megatron_lite.training.peak_memory import PeakMemory
-from megatron_lite.training.skipped import SkippedUpdate
 from megatron_lite.training.start_text import arguments_table, ranks_line
 from megatron_lite.training.summary import RunSummary, file_lines, skipped_text, training_lines
 from megatron_lite.training.terminal import Terminal
 
 if TYPE_CHECKING:
     from megatron_lite.training.scalars import TensorBoard, Wandb
+    from megatron_lite.training.skipped import SkippedUpdate
     from megatron_lite.training.timers import Times
 
 LAST = 10  # iterations over which the last loss is a mean
@@ -131,6 +129,7 @@ class RunLog:
         self._run, self._config, self._facts = config, config.logging, facts
         self._start, self._program, self._shows_peak = start, program, shows_peak
         self._began, self._num_rows, self._milliseconds = time.monotonic(), 0, 0.0
+        self._memory = "-"
         self._interval: list[IterationRecord] = []
         self._last: deque[IterationRecord] = deque(maxlen=LAST)
         self._best: tuple[int, Evaluation] | None = None
@@ -242,11 +241,16 @@ class RunLog:
         """Returns a context that tells of work that takes more than a few seconds."""
         return nullcontext() if self._terminal is None else told_if_slow(what, self.line)
 
-    def iteration(self, record: IterationRecord, *, peak: PeakMemory | None = None) -> None:
+    def measured(self, predicted: int, measured: int, *, is_peak: bool) -> None:
+        """Takes the bytes of the rows' last column: the peak of a step, or the kept bytes."""
+        if is_peak == self._shows_peak:
+            unit = ByteUnit.of(max(predicted, measured))
+            self._memory = f"{unit.number(predicted)}/{unit.number(measured)} {unit.name}"
+
+    def iteration(self, record: IterationRecord) -> None:
         """Writes one iteration's figures to the files.
 
         Every --log-interval iterations it also prints a line, averaged since the last one.
-        peak: the peak of a step, if it has been measured.
         """
         if self._terminal is None:
             return
@@ -261,9 +265,9 @@ class RunLog:
 
             scalars = scalars_of(Interval([record], facts), facts, config)
             self._write_scalars(record.iteration, scalars, BY_SAMPLES)
-        self._terminal.advance(
-            record.iteration, f"loss {record.lm_loss:.4f}, {record.tokens_per_second:,.0f} tokens/s"
-        )
+        if self._terminal.has_bar:
+            speed = f"{record.tokens_per_second:,.0f} tokens/s"
+            self._terminal.advance(record.iteration, f"loss {record.lm_loss:.4f}, {speed}")
         is_last = record.iteration == facts.num_iterations
         if is_last or record.iteration % config.log_interval == 0:
             interval, self._interval = Interval(self._interval, facts), []
@@ -271,15 +275,16 @@ class RunLog:
                 line = iteration_line(interval, facts, throughput=config.log_throughput)
                 self.detail(line)
             if config.log_style != "megatron":
-                self._terminal.line(self._short(interval, peak, self._terminal.columns))
+                self._terminal.line(self._short(interval, self._terminal.columns))
 
-    def _short(self, interval: Interval, peak: PeakMemory | None, columns: int) -> str:
+    def _short(self, interval: Interval, columns: int) -> str:
         """Returns the row of the terminal, below a heading from time to time.
 
         A line after the row counts skipped updates, if there were any.
         """
+        memory = f"{'peak' if self._shows_peak else 'kept'} pred./measured"
         heading, text = short_row(
-            interval, self._facts, peak, columns=columns, shows_peak=self._shows_peak
+            interval, self._facts, self._memory, columns=columns, heading=memory
         )
         if self._num_rows % HEADING_EVERY == 0:
             text = f"{heading}\n{text}"
@@ -375,6 +380,8 @@ class RunLog:
 
 
 def _write_json(path: str, values: object) -> None:
+    from megatron_lite.data.durable_files import written_beside
+
     with written_beside(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         json.dump(values, file, indent=2)
         file.write("\n")

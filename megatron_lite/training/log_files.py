@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LOG_FILE
 from megatron_lite.config.run import RunConfig
-from megatron_lite.data.durable_files import written_beside
 
 if TYPE_CHECKING:
     from megatron_lite.training.iteration_line import IterationRecord
@@ -129,6 +128,8 @@ def _replace(path: str, text: str) -> None:
 
     A process that is killed meanwhile leaves either the old or the new text whole.
     """
+    from megatron_lite.data.durable_files import written_beside
+
     temporary = f"{path}.tmp"
     with written_beside(f"{path}.previous", name=temporary):
         shutil.copyfile(path, temporary)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.checkpointing.step_files import Progress
@@ -24,10 +25,8 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import told_by_rank_0
 from megatron_lite.parallel.state import ParallelState, set_timeout
 from megatron_lite.parallel.torch_internals import compiler_settings
-from megatron_lite.supervision.exits import Exits
-from megatron_lite.supervision.watch import Pulse
+from megatron_lite.supervision.exits import Exits, Pulse
 from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleOrder, masked_mean
-from megatron_lite.training.evaluate import Evaluations
 from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log import RunLog, open_log
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, TimelineRecorder
@@ -40,7 +39,6 @@ from megatron_lite.training.peak_memory import (
     peak_of_all_ranks,
 )
 from megatron_lite.training.run_notices import described, moved_from
-from megatron_lite.training.skipped import SkippedUpdates
 from megatron_lite.training.step import StageRunner, StepEnd, StepResult, TrainingError, train_step
 from megatron_lite.training.summary import summary_of
 
@@ -49,7 +47,9 @@ if TYPE_CHECKING:
     from megatron_lite.checkpointing.start import Start
     from megatron_lite.supervision.drift import ReplicaCheck
     from megatron_lite.supervision.slow_rank import SlowRanks
+    from megatron_lite.training.evaluate import Evaluations
     from megatron_lite.training.profiler import Profiler
+    from megatron_lite.training.skipped import SkippedUpdates
     from megatron_lite.training.timers import Timers
 
 
@@ -73,7 +73,6 @@ class Trainer:
     batches, order: the batch size over the run, and the order of its samples.
     saver, start: saves under --save, and the checkpoint that `run` loads; None without the flag.
     rules: what the ends of documents mean; None: nothing.
-    skipped: judges updates that change no weight.
     notices: lines for the log, about kernels and about checks that compare nothing.
     invocation: how a command line started the run.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
@@ -97,8 +96,6 @@ class Trainer:
     batches: BatchSchedule
     order: SampleOrder
     saver: Saver | None
-    skipped: SkippedUpdates
-    evaluations: Evaluations
     start: Start | None = None
     rules: DocumentRules | None = None
     notices: tuple[str, ...] = ()
@@ -116,6 +113,29 @@ class Trainer:
     _started: list[StartedStep] = field(default_factory=list, init=False)
     _seconds: list[float] = field(default_factory=list, init=False)  # of the finished steps
     _saved_at: int = field(default=-1, init=False)
+
+    @cached_property
+    def skipped(self) -> SkippedUpdates:
+        """Judges updates that change no weight."""
+        # Imported late: most runs skip nothing.
+        from megatron_lite.training.skipped import SkippedUpdates
+
+        dataset = self.datasets.train
+        return SkippedUpdates(self.config, self.parallel, self.optimizer, dataset, self.order)
+
+    @cached_property
+    def evaluations(self) -> Evaluations:
+        """Evaluates losses."""
+        # Imported late: a run with --eval-iters 0 has none.
+        from megatron_lite.training.evaluate import Evaluations
+
+        return Evaluations(
+            config=self.config,
+            runner=self.runner,
+            batches=self.batches,
+            pulse=self.pulse,
+            rules=self.rules,
+        )
 
     def run(self, exits: Exits | None = None) -> Progress:
         """Trains from the step that `--load` chose to the end, or until `exits` ends the run.
@@ -363,7 +383,7 @@ class Trainer:
             activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
             activation_host_bytes_measured=None if kept is None else kept.host_measured,
         )
-        log.iteration(record, peak=self.peak)
+        log.iteration(record)
         # This may end the run, so it comes after the row of the step is in the log.
         if update is not None:
             self.skipped.check(update)
@@ -380,8 +400,9 @@ class Trainer:
         A difference is a warning in the log. Under --recompute-verify it raises TrainingError.
         Issues one all-reduce over all ranks.
         """
-        self.activation_bytes = meter.result(self.config, self.parallel)
-        fault = self.activation_bytes.fault
+        kept = self.activation_bytes = meter.result(self.config, self.parallel)
+        log.measured(kept.predicted, kept.measured, is_peak=False)
+        fault = kept.fault
         if fault is not None and self.config.recompute.recompute_verify:
             raise TrainingError(f"--recompute-verify: {fault}")
         if fault is not None:
@@ -393,6 +414,7 @@ class Trainer:
         most = self.batches.num_microbatches(self.batches.largest)
         predicted = own_step_peak(self.config, self.parallel, most)
         self.peak = peak_of_all_ranks(predicted.num_bytes, meter.peak_bytes, self.parallel)
+        log.measured(*self.peak, is_peak=True)
         log.line(f"peak of a step, highest of all ranks: {self.peak}")
 
     def _compare_replicas(self) -> None:
@@ -416,6 +438,8 @@ class Trainer:
 
     def _evaluate(self, name: str, log: RunLog, exits: Exits) -> str | None:
         """Logs the validation or test loss. Returns what ended the run meanwhile, else None."""
+        if self.config.training.eval_iters == 0:
+            return None
         dataset = self.datasets.valid if name == "validation" else self.datasets.test
         return self.evaluations.log_loss(
             name, dataset, iteration=self.progress.iteration, log=log, exits=exits

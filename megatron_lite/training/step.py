@@ -104,7 +104,7 @@ class StepEnd:
         self._names, self._values = tuple(figures or ()), torch.empty(0)
         if figures:
             # float64 holds every figure exactly, counts included.
-            self._values = torch.stack([figure.double() for figure in figures.values()])
+            self._values = torch.stack(list(map(Tensor.double, figures.values())))
         if self.is_late(device):
             if figures:
                 on_host = torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
@@ -377,21 +377,21 @@ class StageRunner:
                 before_backward=before_backward,
                 after=after,
             )
-            return sum(losses, start=self._no_loss(dtype))
-        losses = []
-        for number in range(count):
-            if before_last is not None and number == count - 1:
-                before_last(self._chunks[0].parameters())
-            action = Action("forward", number)
-            if number == 0 and timeline is not None:
-                losses.append(timeline.record(self._chunks[0], partial(forward, action, None)))
-                continue
-            loss = forward(action, None)
-            with self.timed("backward-compute"):
-                loss.backward()
-            losses.append(loss.detach())
-            del loss  # else its graph would live on during the next forward
-        return sum(losses, start=self._no_loss(dtype))
+        else:
+            losses = []
+            for number in range(count):
+                if before_last is not None and number == count - 1:
+                    before_last(self._chunks[0].parameters())
+                action = Action("forward", number)
+                if number == 0 and timeline is not None:
+                    losses.append(timeline.record(self._chunks[0], partial(forward, action, None)))
+                    continue
+                loss = forward(action, None)
+                with self.timed("backward-compute"):
+                    loss.backward()
+                losses.append(loss.detach())
+                del loss  # else its graph would live on during the next forward
+        return sum(losses, start=torch.zeros((), dtype=dtype, device=self.parallel.device))
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:
@@ -409,7 +409,7 @@ class StageRunner:
             actions = forwards_only(size=size, num_microbatches=count, num_chunks=len(self._chunks))
             losses = self._run(actions, forward)
         self.model.train()
-        return sum(losses, start=self._no_loss(torch.float64))
+        return sum(losses, start=torch.zeros((), dtype=torch.float64, device=self.parallel.device))
 
     def _measured(
         self, meter: ActivationMeter, forward: Forward, whole: Collection[Action]
@@ -466,6 +466,3 @@ class StageRunner:
         held = [Counter(action.chunk for action in waiting) for _, waiting in in_flight(actions)]
         for number, chunk in enumerate(self._chunks):
             chunk.decoder.stores.reserve(max(counts[number] for counts in held))
-
-    def _no_loss(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros((), dtype=dtype, device=self.parallel.device)

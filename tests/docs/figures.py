@@ -266,11 +266,15 @@ def terminal_row() -> str:
         tokens_per_second=3024.0,
         skipped=0,
         nan=0,
-        activation_bytes_predicted=round(14.332 * 2**20),
-        activation_bytes_measured=round(14.332 * 2**20),
     )
     return "\n".join(
-        short_row(Interval([record], facts), facts, None, columns=100, shows_peak=False)
+        short_row(
+            Interval([record], facts),
+            facts,
+            "14.332/14.332 MiB",
+            columns=100,
+            heading="kept pred./measured",
+        )
     )
 
 

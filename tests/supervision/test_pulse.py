@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_lite.supervision.watch import Pulse
+from megatron_lite.supervision.exits import Pulse
 from tests.support.runs import run_to_end, tiny_run
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_lite.supervision import watch
+from megatron_lite.supervision.exits import Pulse
 from megatron_lite.supervision.watch import Watch
 from tests.support.ports import free_port
 
@@ -32,6 +33,7 @@ def test_the_watch_works_with_more_than_1024_open_descriptors(
         parallel = SimpleNamespace(rank=1, world_size=2)
         with Watch(
             parallel,  # type: ignore[arg-type]
+            Pulse(),
             timeout=60.0,
             graceful=False,
             owns_store=True,

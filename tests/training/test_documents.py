@@ -19,7 +19,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.supervision.watch import Pulse
+from megatron_lite.supervision.exits import Pulse
 from megatron_lite.training.batches import (
     MaskedMean,
     MicroBatch,
