@@ -20,7 +20,7 @@ from tests.support.syscalls import Call, recorded
 
 
 @pytest.fixture(scope="module")
-def beginning(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
+def three_steps(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
     """Step 1 is good, 2 is damaged, 3 is later than where a run goes on from."""
     root = tmp_path_factory.mktemp("beginning")
     saved.start(root, 0, [1, 2, 3])
@@ -30,8 +30,8 @@ def beginning(tmp_path_factory: pytest.TempPathFactory, saved: Saved) -> Path:
 
 
 @pytest.fixture
-def root(tmp_path: Path, beginning: Path) -> Path:
-    return shutil.copytree(beginning, tmp_path / "steps")
+def root(tmp_path: Path, three_steps: Path) -> Path:
+    return shutil.copytree(three_steps, tmp_path / "steps")
 
 
 def calls_of_a_save(root: Path, saved: Saved) -> list[Call]:

@@ -69,13 +69,6 @@ def test_a_bad_data_path_shows_itself(words: tuple[str, ...]) -> None:
         parse_data_path(words)
 
 
-def test_weights_decide_how_much_of_each_prefix_is_read(tmp_path: Path) -> None:
-    first, second = write(tmp_path / "a", first_id=0), write(tmp_path / "b", first_id=500)
-    train = build("3", first, "1", second, num_samples=(400, 0, 0)).train
-    assert len(train) == 400
-    assert sum(int(train[number][0]) >= 500 for number in range(400)) == 100
-
-
 def test_without_weights_one_epoch_of_each_is_read_in_the_shares_of_the_sizes(
     tmp_path: Path,
 ) -> None:

@@ -11,13 +11,6 @@ from megatron_lite.tools.unigram_entropy import unigram_entropy
 from tests.support.corpora import written
 
 
-def test_entropy_of_a_distribution_known_by_hand(tmp_path: Path) -> None:
-    assert unigram_entropy(written(tmp_path / "data", [[7, 7, 0, 4000]])) == pytest.approx(
-        1.5 * math.log(2), rel=1e-15
-    )
-    assert unigram_entropy(written(tmp_path / "data", [[3, 3, 3]])) == 0.0
-
-
 def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = np.random.RandomState(0).randint(0, 60, size=1000)
     # sorted: later blocks hold ids that the first ones lack

@@ -15,7 +15,6 @@ import torch
 
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data.datasets import build_datasets
-from megatron_lite.data.gpt_dataset import GPTDataset
 from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.model.attention import Readable, causal_mask
 from megatron_lite.training.batches import DocumentRules, cut
@@ -90,45 +89,6 @@ def test_each_reads_what_the_other_wrote(tmp_path: Path) -> None:
         ]
 
 
-@pytest.mark.parametrize("num_samples", [None, 1, 30, 100, 101, 180, 500])
-def test_one_dataset_agrees_in_all_three_arrays(tmp_path: Path, num_samples: int | None) -> None:
-    prefix = write(tmp_path / "data", seed=2, documents=50)
-    config = gpt_dataset.GPTDatasetConfig(
-        random_seed=77,
-        sequence_length=16,
-        blend=([prefix], None),
-        split="1",
-        reset_position_ids=False,
-        tokenizer=SimpleNamespace(
-            vocab_size=VOCAB_SIZE, eod=1, pad=VOCAB_SIZE, unique_identifiers={}
-        ),
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-    )
-    theirs = gpt_dataset.GPTDataset(
-        indexed_dataset.IndexedDataset(prefix),
-        prefix,
-        np.arange(3, 47, dtype=np.int32),
-        num_samples,
-        gpt_dataset.Split.train,
-        config,
-    )
-    ours = GPTDataset(
-        IndexedDataset(prefix),
-        documents=(3, 47),
-        num_samples=num_samples,
-        seq_length=16,
-        seed=77,
-        vocab_size=VOCAB_SIZE,
-    )
-    for array, reference in zip(
-        ours.index, (theirs.document_index, theirs.sample_index, theirs.shuffle_index), strict=True
-    ):
-        assert array.dtype == reference.dtype
-        np.testing.assert_array_equal(array, reference)
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -170,28 +130,6 @@ def test_training_validation_and_test_tokens_agree(
             assert mine[number][1:].tolist() == item["labels"].tolist()
             compared += 1
     assert compared >= num_samples[0]
-
-
-def test_one_weighted_prefix_asks_for_the_surplus_too(tmp_path: Path) -> None:
-    """One epoch's samples exactly: half a percent more takes a second epoch, and another order."""
-    prefix = write(tmp_path / "one", seed=0, documents=60)
-    plain, weighted = (
-        DataConfig(seq_length=16, data_path=words, split="1")
-        for words in ((prefix,), ("2", prefix))
-    )
-    epoch = len(build_datasets(plain, vocab_size=VOCAB_SIZE, seed=9, num_samples=(1, 0, 0)).train)
-    rows = [
-        [
-            build_datasets(data, vocab_size=VOCAB_SIZE, seed=9, num_samples=(epoch, 0, 0))
-            .train[number][:-1]
-            .tolist()
-            for number in range(epoch)
-        ]
-        for data in (plain, weighted)
-    ]
-    theirs = megatron_datasets(weighted, seed=9, num_samples=(epoch, 0, 0))[0]
-    assert rows[1] == [theirs[number]["tokens"].tolist() for number in range(epoch)]
-    assert rows[0] != rows[1]
 
 
 @pytest.mark.parametrize("flags", list(product((False, True), repeat=3)))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from tests.docs import figures, outputs
-from tests.docs.generate import difference, is_quick, main
+from tests.docs.generate import difference, is_quick
 from tests.docs.marks import (
     COMMANDS,
     GENERATED,
@@ -53,18 +52,6 @@ def test_every_block_has_a_mark_that_fits_it() -> None:
         or (block.kind in ("not run", "not output") and not block.value)
     ]
     assert wrong == []
-
-
-def test_what_stands_above_its_output_is_the_command_of_the_output() -> None:
-    above = [
-        (block, following)
-        for block, following in pairwise(BLOCKS)
-        if block.value == "its output is below"
-    ]
-    assert len(above) >= 3
-    for block, following in above:
-        assert following.kind == "output of"
-        assert following.value.split() == block.text.replace("\\\n", " ").split(), block.name
 
 
 # Numbers with a unit that are no results: limits and rules of the program, which its tests check,
@@ -112,24 +99,4 @@ def test_every_function_and_record_is_used() -> None:
     assert all(path.relative_to(ROOT).name in shown for path in figures.FILES)
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
 # The generator itself
-
-
-def test_a_stale_figure_and_a_stale_block_are_shown_and_mended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Of <!--=situations-->9<!--/--> rows:\n\n<!-- made by: regions -->\n| old |\n|---|\n\nEnd\n"
-    )
-    assert main(["--check", str(page)], files={}) == 1
-    shown = capsys.readouterr().out
-    assert "-| old |" in shown
-    assert f"+Of <!--=situations-->{figures.situations()}<!--/--> rows:" in shown
-    assert main(["--write", str(page)], files={}) == 0
-    assert "`core_attn`" in page.read_text() and page.read_text().endswith("\n\nEnd\n")
-    assert main(["--check", str(page)], files={}) == 0

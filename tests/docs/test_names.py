@@ -10,8 +10,6 @@ from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from arguments import build_parser, supported_flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,11 +97,3 @@ def test_every_flag_on_the_page_is_one_of_the_launcher() -> None:
 def test_no_name_of_theirs_has_two_answers() -> None:
     theirs = [name for row in ROWS for name in row.theirs]
     assert len(theirs) == len(set(theirs)) > 150 and set(SEARCHED.split()) <= set(theirs)
-
-
-@pytest.mark.parametrize("fields", re.findall(r"fields? (`[^|]*?) (?:\||of|for)", PAGE))
-def test_every_field_of_the_parallel_state_that_is_named_exists(fields: str) -> None:
-    from megatron_lite.parallel.state import ParallelState
-
-    named = set(re.findall(r"`(\w+)`", fields))
-    assert named and named <= set(ParallelState.__dataclass_fields__)

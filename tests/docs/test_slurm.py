@@ -58,29 +58,10 @@ def test_every_line_for_sbatch_is_explained_with_its_value(script: Path) -> None
     assert set(lines) <= set(explained("What sbatch is asked for"))
 
 
-def test_no_line_for_sbatch_is_explained_that_is_not_there() -> None:
-    assert set(explained("What sbatch is asked for")) == {
-        line for script in JOB_SCRIPTS for line in asked_for(script)
-    }
-
-
-def test_every_option_and_every_exported_variable_of_the_scripts_is_explained() -> None:
-    code = code_of(*JOB_SCRIPTS, FOLDER / "restarts.sh")
-    told = [*explained("What the scripts say"), *explained("The flags that make it continue")]
-    assert len(set(options(code))) > 5 and set(options(code)) <= set(told)
-    assert {f"export {name}" for name in re.findall(r"export (\w+)", code)} <= set(told)
-
-
 def test_what_is_explained_stands_in_the_scripts() -> None:
     code = code_of(*JOB_SCRIPTS, *FOLDER.glob("*.sh"))
     for title in ("What the scripts say", "The flags that make it continue"):
         assert [text for text in explained(title) if text not in code] == []
-
-
-@pytest.mark.parametrize("name", ["SAVE_SECONDS", "MAX_STARTS"])
-def test_the_page_has_a_variables_default(name: str) -> None:
-    default = re.search(rf"{name}=\$\{{{name}:-(\d+)\}}", (FOLDER / "restarts.sh").read_text())
-    assert default and f"| `{name}` | {default[1]} |" in PAGE
 
 
 def test_the_ranks_have_less_time_to_save_than_slurm_gives_them() -> None:

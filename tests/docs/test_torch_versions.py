@@ -26,13 +26,6 @@ def test_setup_allows_the_range_that_messages_name_and_the_pinned_release_is_in_
     assert release(OLDEST) <= release(pinned) < release(FIRST_UNTRIED)
 
 
-def test_the_script_tries_the_oldest_and_the_newest_release_of_the_range() -> None:
-    defaults = dict(re.findall(r"^(OLDEST|NEWEST)=([\d.]+)$", SCRIPT.read_text("utf-8"), re.M))
-    assert release(defaults["OLDEST"]) == release(OLDEST)
-    major, minor = release(defaults["NEWEST"])
-    assert (major, minor + 1) == release(FIRST_UNTRIED)
-
-
 def test_the_results_on_the_page_are_of_the_ends_of_the_range_and_without_failures() -> None:
     rows = {release(row["torch"]): row for row in torch_versions.recorded()}
     major, minor = release(FIRST_UNTRIED)

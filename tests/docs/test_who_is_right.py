@@ -24,7 +24,6 @@ from benchmarks.who_is_right import (
     UNSEEN,
     Row,
     main,
-    merged,
 )
 from tests.support.mutants import replaces
 
@@ -57,11 +56,6 @@ def rows() -> Iterator[tuple[str, dict[str, str]]]:
             yield name, {**absent, **shown, **ours}
 
 
-def test_one_cell_of_ours_has_what_most_policies_have_and_names_the_others() -> None:
-    assert merged(["equal"] * 4) == "equal"
-    assert merged(["equal", "equal", "error: a", "equal"]) == "equal; `ops(matmul)`: error: a"
-
-
 def test_the_page_has_a_row_for_every_model_and_way_and_a_column_for_every_engine() -> None:
     assert sorted(name for name, _ in rows()) == sorted(
         row.name for _, make in TABLES.values() for row in make()
@@ -88,27 +82,6 @@ def test_every_rival_is_right_somewhere_and_silently_other_elsewhere(engine: str
     """Else the comparison compared nothing."""
     found = [cells[engine] for _, cells in rows()]
     assert "equal" in found and any(cell.startswith("**") for cell in found)
-
-
-def test_a_page_without_the_marks_is_an_error_and_is_left_as_it_was(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = tmp_path / "page.md"
-    with pytest.raises(SystemExit) as missing:
-        main(["--output", str(page)])
-    assert (
-        missing.value.code == 2
-        and "does not exist" in capsys.readouterr().err
-        and not page.exists()
-    )
-    page.write_text("# A page\n")
-    with pytest.raises(SystemExit) as ended:
-        main(["--output", str(page)])
-    assert (
-        ended.value.code == 2
-        and BEGIN in capsys.readouterr().err
-        and page.read_text() == "# A page\n"
-    )
 
 
 @pytest.mark.weekly

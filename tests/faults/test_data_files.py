@@ -150,24 +150,6 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
     assert points >= 10  # a folder, two arrays, two lists, their folder, and the name
 
 
-def test_a_node_that_does_not_see_the_lock_and_is_faster_is_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where flock does not reach over nodes: the other node's folder appears just before this one
-    is renamed."""
-    rename, arrays = os.rename, {"order": np.arange(5)}
-
-    def late(source: str, target: str) -> None:
-        shutil.copytree(source, target)
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", late)
-    assert cached_arrays(str(tmp_path), {"key": 1}, lambda: arrays)["order"].tolist() == list(
-        range(5)
-    )
-    assert not list(tmp_path.glob("*.tmp-*"))
-
-
 def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(
     tmp_path: Path,
 ) -> None:

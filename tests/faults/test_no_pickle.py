@@ -71,14 +71,6 @@ def mark(tmp_path: Path) -> Path:
     return tmp_path / "it ran"
 
 
-def test_the_payloads_run_where_pickles_are_read(tmp_path: Path) -> None:
-    """So that the other tests can fail."""
-    pickle.loads(as_pickle(tmp_path / "a"))
-    torch.load(io.BytesIO(as_torch_file(tmp_path / "b")), weights_only=False)
-    np.load(io.BytesIO(as_numpy_file(tmp_path / "c")), allow_pickle=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
-
-
 @forms
 def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
     """Signed or not, in the place of every file, by training and by sampling."""

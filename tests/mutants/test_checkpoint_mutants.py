@@ -3,9 +3,7 @@ each put back: a named test must fail."""
 
 from __future__ import annotations
 
-import inspect
 import os
-import shutil
 from io import FileIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,11 +19,11 @@ from megatron_lite.training import log_files
 from tests.checkpointing import test_durable_order as order
 from tests.checkpointing import test_retention, test_stale_start
 from tests.checkpointing.conftest import saved  # noqa: F401
-from tests.checkpointing.test_durable_order import beginning as order_beginning  # noqa: F401
+from tests.checkpointing.test_durable_order import root, three_steps  # noqa: F401
 from tests.checkpointing.test_stale_start import beginning  # noqa: F401
 from tests.faults import test_crafted_checkpoint as crafted
 from tests.faults.test_crafted_checkpoint import good, known, load  # noqa: F401
-from tests.support.mutants import Mutant, assert_seen, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.training import test_full_log
 from tests.training.test_full_log import full  # noqa: F401
 
@@ -163,17 +161,4 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_seen(
-    mutant: Mutant, monkeypatch: Patch, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    fixtures = {
-        name: request.getfixturevalue(name)
-        for name in inspect.signature(mutant.test).parameters
-        if name not in ("root", "monkeypatch", *mutant.arguments)
-    }
-    if "root" in inspect.signature(mutant.test).parameters:
-        fixtures["root"] = shutil.copytree(
-            request.getfixturevalue("order_beginning"), tmp_path / "steps"
-        )
-    assert_seen(mutant, monkeypatch, **fixtures)
+test_is_seen = each_is_seen(MUTANTS)

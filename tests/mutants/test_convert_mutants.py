@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from megatron_lite.convert import hf_tensors, safetensors_file
 from tests.convert import test_safetensors_file as files
 from tests.model import test_transformers_parity as parity
 from tests.support.changes import with_fields
-from tests.support.mutants import Fault, Mutant, assert_seen, parameters, replaces
+from tests.support.mutants import Fault, Mutant, each_is_seen, replaces
 
 pytest.importorskip("transformers")
 
@@ -63,6 +62,4 @@ MUTANTS = (
 )
 
 
-@pytest.mark.parametrize("mutant", parameters(MUTANTS))
-def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert_seen(mutant, monkeypatch, tmp_path=tmp_path)
+test_is_seen = each_is_seen(MUTANTS)

@@ -13,7 +13,7 @@ from megatron_lite.memory.predict import step_peak
 from tests.description import test_drift, test_regions
 from tests.memory import test_peaks_on_a_gpu
 from tests.support.changes import with_fields
-from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
@@ -71,6 +71,4 @@ MUTANTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("mutant", parameters(MUTANTS))
-def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_seen(mutant, monkeypatch)
+test_is_seen = each_is_seen(MUTANTS)

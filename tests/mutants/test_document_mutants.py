@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megatron_lite.model import attention as core_attention
 from megatron_lite.training import batches
 from megatron_lite.training.batches import MaskedMean
 from megatron_lite.training.step import StageRunner
-from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.training import test_documents
 
 
@@ -72,6 +71,4 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", parameters(MUTANTS))
-def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    assert_seen(mutant, monkeypatch, tmp_path=tmp_path)
+test_is_seen = each_is_seen(MUTANTS)

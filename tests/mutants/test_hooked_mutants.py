@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
-
-import pytest
 
 from megatron_lite.recompute import call_arguments as arguments
 from megatron_lite.recompute import contents, layer_state, router, witness
 from megatron_lite.recompute.randomness import GeneratorState, Randomness
 from tests.recompute import test_hooked, test_hooked_refusals, test_router, test_silent
 from tests.support import odd_layers
-from tests.support.mutants import Mutant, assert_seen, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 
 
 @replaces("restored", layer_state.LayerState)
@@ -109,8 +106,4 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert_seen(mutant, monkeypatch)
+test_is_seen = each_is_seen(MUTANTS)

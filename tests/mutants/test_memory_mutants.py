@@ -10,9 +10,11 @@ from torch import Tensor
 
 from megatron_lite.memory.measure import step_meter
 from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.predict import pipeline_memory as pipeline
 from megatron_lite.tensor_parallel import cross_entropy
 from tests.memory import test_kept_bytes
-from tests.support.mutants import Mutant, assert_seen, replaces
+from tests.pipeline import test_runs
+from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.tensor_parallel import test_cross_entropy
 from tests.training import test_dry_run
 
@@ -37,7 +39,17 @@ def host_memory_is_memory_of_the_device(_):
     return False
 
 
-MUTANTS: list[Any] = [
+@replaces("enough_microbatches", pipeline)
+def the_windows_repeat_with_the_schedule(_, config, rank, most=None):
+    return 2 * 3
+
+
+MUTANTS = [
+    Mutant(
+        the_windows_repeat_with_the_schedule,
+        test_runs.test_a_rank_never_holds_more_than_with_the_micro_batches_that_are_priced,
+        dict(num_kept=8, num_chunks=3),
+    ),
     Mutant(
         host_memory_is_memory_of_the_device,
         test_dry_run.test_beside_a_gpu_host_memory_is_no_part_of_the_peak,
@@ -53,6 +65,4 @@ MUTANTS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_seen(mutant, monkeypatch)
+test_is_seen = each_is_seen(MUTANTS)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute import ops
 from megatron_lite.tensor_parallel import layers as linear
 from tests.recompute import test_ops
-from tests.support.mutants import Mutant, assert_seen, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 
 
 @replaces("results_may_be_kept", collectives, linear)
@@ -34,6 +32,4 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert_seen(mutant, monkeypatch)
+test_is_seen = each_is_seen(MUTANTS)

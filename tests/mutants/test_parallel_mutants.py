@@ -3,10 +3,8 @@ test must fail."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +25,11 @@ from tests.context_parallel import test_attention, test_equality
 from tests.model import test_layer_variants, test_layers_differ, test_window
 from tests.optim import test_adam_update, test_muon, test_muon_layouts, test_zero1
 from tests.parallel import test_fsdp, test_weight_gradient
+from tests.parallel.test_weight_gradient import calls  # noqa: F401
 from tests.pipeline import test_order, test_pipeline
 from tests.recompute import test_layer_variants as test_recompute
-from tests.support import apex
 from tests.support.changes import with_fields
-from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.support.pipelines import Layout
 from tests.tensor_parallel import test_layers
 from tests.training import test_loss_in_one_pass
@@ -266,10 +264,4 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", parameters(MUTANTS))
-@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
-def test_is_seen(mutant: Mutant, monkeypatch: Patch, tmp_path: Path) -> None:
-    fixtures: dict[str, Any] = dict(tmp_path=tmp_path)
-    if "calls" in inspect.signature(mutant.test).parameters:
-        fixtures["calls"] = apex.install(monkeypatch)
-    assert_seen(mutant, monkeypatch, **fixtures)
+test_is_seen = each_is_seen(MUTANTS)

@@ -19,7 +19,7 @@ from megatron_lite.recompute import layer_runner as runner
 from megatron_lite.recompute import randomness
 from megatron_lite.recompute.phase import is_recomputing
 from tests.recompute import test_checkpoint, test_randomness, test_runner, test_split
-from tests.support.mutants import Mutant, assert_seen, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 
 Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, randomness.Randomness
 
@@ -154,6 +154,4 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_seen(mutant: Mutant, monkeypatch: Patch) -> None:
-    assert_seen(mutant, monkeypatch)
+test_is_seen = each_is_seen(MUTANTS)

@@ -11,7 +11,7 @@ from megatron_lite.recompute import layer_runner as runner
 from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute import verify
 from tests.recompute import test_discard, test_tail, test_verify
-from tests.support.mutants import Mutant, assert_seen, parameters, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 
 Patch = pytest.MonkeyPatch
 Function, DiscardedOutputs = engine._Checkpoint, regions.DiscardedOutputs
@@ -57,6 +57,4 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", parameters(MUTANTS))
-def test_is_seen(mutant: Mutant, monkeypatch: Patch) -> None:
-    assert_seen(mutant, monkeypatch)
+test_is_seen = each_is_seen(MUTANTS)

@@ -12,7 +12,7 @@ from megatron_lite.recompute.arena import Arena
 from megatron_lite.recompute.offload import Offload, _OnHost
 from megatron_lite.recompute.pool import Pool, PooledMemory, Slot
 from tests.recompute import test_arena, test_offload, test_saved
-from tests.support.mutants import Mutant, assert_seen, replaces
+from tests.support.mutants import Mutant, each_is_seen, replaces
 
 Patch = pytest.MonkeyPatch
 
@@ -72,6 +72,4 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_is_seen(mutant: Mutant, monkeypatch: Patch) -> None:
-    assert_seen(mutant, monkeypatch)
+test_is_seen = each_is_seen(MUTANTS)

@@ -3,18 +3,15 @@ run in the same order, bit for bit as replicas do."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
-from megatron_lite.optim.loss_scale import LossScale
-from megatron_lite.parallel.state import ParallelState
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from tests.support.equality import difference
-from tests.support.layouts import LAYOUTS, Run, build, differing, train
-from tests.support.models import sample_tokens, tp_state
+from tests.support.layouts import LAYOUTS, Run, differing, train
+from tests.support.models import tp_state
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 
@@ -168,44 +165,3 @@ def test_zero1_and_overlap_change_no_bit(
             assert (len(run.states["decoder.final_layernorm.weight"]) == 3) == (
                 dtype == torch.bfloat16
             )
-
-
-@pytest.mark.parametrize("layout", ["overlap", "zero1, overlap", "fsdp2, memory-efficient"])
-def test_an_overflow_on_one_rank_of_a_float16_run_skips_the_step_on_all(layout: str) -> None:
-    """Weights, moments and the number of updates stay, and the next step is as if nothing had
-    happened: with the scale at its least, since half of it would round other gradients to zero."""
-
-    def work(rank: int, world_size: int) -> Any:
-        with tp_state(1) as parallel:
-            (updates, expected), (same, actual) = (
-                trained(rank, parallel, overflows) for overflows in (False, True)
-            )
-            return (
-                updates,
-                same,
-                [key for key, value in expected.items() if not torch.equal(value, actual[key])],
-            )
-
-    def trained(rank: int, parallel: ParallelState, overflows: bool) -> Any:
-        loss_scale = LossScale(
-            LossScaleConfig(initial_loss_scale=256.0, min_loss_scale=256.0), parallel.device
-        )
-        model, optimizer = build(
-            "gpt2", parallel, LAYOUTS[layout], dtype=torch.float16, loss_scale=loss_scale
-        )
-        for step in (0, 1, 2) if overflows else (0, 2):
-            optimizer.zero_grad()
-            optimizer.sync_next_backward()
-            loss = model.loss(*sample_tokens(10 * step + rank)).mean() / parallel.dp_cp_size
-            (loss * (math.inf if (step, rank) == (1, 1) else loss_scale.scale)).backward()
-            assert optimizer.step(0.01).skipped.item() == (step == 1)
-        tensors = {
-            key: optimizer.weight(key).detach().clone() for key, _ in model.named_parameters()
-        }
-        return optimizer.num_updates, tensors | {
-            f"{key}/{kind}": value.clone()
-            for key in list(tensors)
-            for kind, value in optimizer.whole_states(key).items()
-        }
-
-    assert run_ranks(work, 2, detail=False) == [(2, 2, [])] * 2

@@ -14,8 +14,8 @@ from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim import grad_buffer
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.parameter_spec import ParameterSpec, mark, spec_of
-from tests.support.equality import difference, variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tp_state, whole_tensor
+from tests.support.equality import variant_config
+from tests.support.models import build_tiny_model, sample_tokens, tp_state
 from tests.support.ranks import run_ranks
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
 
@@ -187,41 +187,6 @@ def test_every_rank_skips_where_one_rank_has_a_bad_gradient(where):
             return skipped, same
 
     assert run_ranks(work, 4) == [(1.0, True)] * 4
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("clip_grad", [0.3, 1000.0])
-def test_clipping_of_a_sharded_model_is_that_of_clip_grad_norm_on_the_unsharded_one(
-    clip_grad, sequence_parallel
-):
-    """The global norm is a float32 number: 1e-6."""
-    config = variant_config("qwen")
-
-    def work(rank, world_size):
-        with tp_state(2) as parallel:
-            model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel)
-            optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
-            model.loss(*sample_tokens()).mean().backward()
-            norm = optimizer.step(0.0).grad_norm.item()
-            return norm, {
-                name: whole_tensor(optimizer.buffer.grads[name], parameter, parallel)
-                for name, parameter in model.named_parameters()
-            }
-
-    with tp_state(1) as parallel:
-        model = build_tiny_model(config, parallel)
-        model.loss(*sample_tokens()).mean().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_grad).item()
-        assert norm > 0.6
-        expected = {
-            name: whole_tensor(parameter.grad, parameter, parallel)
-            for name, parameter in model.named_parameters()
-        }
-    for clipped_norm, grads in run_ranks(work, 2):
-        assert clipped_norm == pytest.approx(norm, rel=1e-6)
-        assert {
-            name for name, grad in expected.items() if difference(grad, grads[name]) > 1e-6
-        } == set()
 
 
 def test_zeros_of_a_gradient_are_counted_once_over_all_ranks():

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.optim import layouts
 from megatron_lite.parallel.collectives import start_all_gather_into_
-from tests.support.layouts import LAYOUTS, backward, build, differing, train
+from tests.support.layouts import LAYOUTS, differing, train
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
@@ -56,22 +56,3 @@ def test_every_weight_is_waited_for_before_it_is_used(
             return differing(expected, train(name, parallel, BUCKETS, **options))
 
     assert run_ranks(work, 2, detail=False) == [[], []]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_weight_is_set_whole_and_its_master_without_rounding(dtype: torch.dtype) -> None:
-    def work(rank: int, world_size: int) -> Any:
-        with tp_state(1) as parallel:
-            model, optimizer = build("gpt2", parallel, BUCKETS, dtype=dtype)
-            key = "decoder.layers.0.mlp.linear_fc1.weight"
-            shape = model.get_parameter(key).shape
-            values = (torch.arange(shape.numel(), dtype=torch.float32) / 3000).view(shape)
-            optimizer.set_weight(key, values)
-            backward(model, optimizer, parallel, 0)
-            optimizer.step(0.0)
-            states = optimizer.whole_states(key)
-            return torch.equal(optimizer.weight(key), values.to(dtype)), torch.equal(
-                states.get("master", values), values
-            )
-
-    assert run_ranks(work, 2) == [(True, True)] * 2

@@ -72,6 +72,3 @@ def test_broadcast_counts_its_source_within_the_group():
         return broadcast_(tensor, group, group_source=1).tolist() if rank else None
 
     assert run_ranks(work, T) == [None, [2.0, 2.0], [2.0, 2.0]]
-
-
-WHOLE, OWN = torch.ones(8), torch.ones(4)  # values of two ranks, and of one

@@ -9,14 +9,11 @@ import torch
 from torch import nn
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.parallel.fsdp import UnitGradients
-from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import recorded_collectives
 from tests.support.layouts import LAYOUTS, backward, build
-from tests.support.models import sample_tokens, tp_state
+from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 
 NAMES = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce"}
@@ -78,31 +75,6 @@ def test_a_layer_is_gathered_for_forward_and_for_backward_and_not_again_for_its_
     ]
 
 
-def peak_bytes(name: str, layout: str) -> int:
-    """Of one step of a model that is mostly vocabulary, sharded over two ranks, without what was
-    there before."""
-
-    def work(rank: int, world_size: int) -> int:
-        with tp_state(1) as parallel:
-            model, optimizer = build(
-                name, parallel, LAYOUTS[layout], dtype=torch.float32, vocab_size=4000
-            )
-            # the gathered weights, too, come to life inside, in the first of the two
-            with LiveStorages() as live:
-                for _ in range(2):
-                    backward(model, optimizer, parallel, 0, micro_batches=1, sequences=2)
-            return live.peak_bytes
-
-    return run_ranks(work, 2)[0]
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_units_of_their_own_spare_a_whole_copy_of_the_vocabulary(name: str) -> None:
-    """The weights are gone when the embedding's gradient comes; untied, of the output's gradient
-    all but the rows."""
-    assert peak_bytes(name, "fsdp2") - peak_bytes(name, "fsdp2, memory-efficient") >= 4 * 4000 * 32
-
-
 def test_a_gradient_that_someone_else_can_read_is_not_freed() -> None:
     for hold in (
         lambda grad: grad,
@@ -131,25 +103,3 @@ def test_a_gradient_that_only_torchs_loop_names_is_freed_once_it_is_copied() -> 
     torchs, parameter.grad = parameter.grad, None
     gradients.free_()
     assert torchs.untyped_storage().nbytes() == 0
-
-
-def test_gathered_weights_are_known_to_whoever_counts_what_is_kept() -> None:
-    """Else the weights, which the graph saves, would count as activations. Their storages are the
-    same in every step."""
-
-    def work(rank: int, world_size: int) -> Any:
-        with tp_state(1) as parallel:
-            kept = []
-            for layout in ("replicated", "fsdp2, memory-efficient", "fsdp2, no reshard"):
-                model, _ = build(
-                    "llama", parallel, LAYOUTS[layout], dtype=torch.bfloat16, loss_chunk_size=7
-                )
-                for _ in range(2):
-                    with kept_for_backward(exclude=weights_in_use(model)) as meter:
-                        loss = model.loss(*sample_tokens()).mean()
-                    kept.append(meter.total_bytes())
-                    loss.backward()
-            return kept
-
-    for kept in run_ranks(work, 2):
-        assert len(set(kept)) == 1 and kept[0] > 0

@@ -4,9 +4,8 @@ work on every rank."""
 from __future__ import annotations
 
 import pytest
-import torch
 
-from megatron_lite.parallel.sequence_spans import ContextParallel, part_of, spans_of
+from megatron_lite.parallel.sequence_spans import part_of, spans_of
 
 
 def positions(size: int, rank: int, length: int) -> list[int]:
@@ -35,8 +34,3 @@ def test_parts_of_a_ranks_tokens_are_stretches_of_its_positions(size: int, shard
             part = part_of(spans, shard * own // shards, own // shards)
             found = [place for span in part for place in range(span.start, span.stop)]
             assert found == whole[shard * own // shards : (shard + 1) * own // shards]
-
-
-def test_the_positions_of_all_ranks_stand_in_the_order_of_a_gather() -> None:
-    table = ContextParallel(rank=1, size=2).positions_by_rank(4, torch.device("cpu"))
-    assert table.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]

@@ -23,7 +23,6 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import startup
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.messages import MOST_NAMED, ranks_text
 from megatron_lite.parallel.startup import check_start, join_store, own_place, settings_of
 from megatron_lite.parallel.state import parallel_state
 from tests.support.limits import HANG_S, patiently
@@ -213,19 +212,6 @@ def test_a_tensor_parallel_group_over_two_hosts_is_a_warning(arrive: Any) -> Non
     assert outcomes == [None] * 4 and len(said) == 1
     assert said[0].startswith("warning: 1 of 2 tensor-parallel groups span hosts")
     assert "node1, node2" in said[0] and "--tensor-model-parallel-size 2 ranks" in said[0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([0, 1, 2, 4, 6, 7], "ranks 0-2, 4, 6, 7"),
-        (range(100), "ranks 0-99"),
-        ([5], "rank 5"),
-        (range(0, 100, 2), f"ranks {', '.join(map(str, range(0, 16, 2)))} and 42 more"),
-    ],
-)
-def test_stretches_of_ranks_are_named_up_to_a_number(ranks: Iterable[int], text: str) -> None:
-    assert MOST_NAMED == 8 and ranks_text(ranks) == text
 
 
 def _join(rank: int, world_size: int, runs: list[RunConfig]) -> str:

@@ -86,35 +86,40 @@ class Mutant(NamedTuple):
         return f"{self.fault.__name__}-{self.test.__name__}"
 
 
-def parameters(mutants: Iterable[Mutant]) -> list[Any]:
-    """Returns the mutants as a test's parameters, with their names and marks."""
-    return [
-        pytest.param(mutant, id=mutant.name, marks=[pytest.mark.long] * mutant.long)
-        for mutant in mutants
-    ]
+def each_is_seen(mutants: Iterable[Mutant]) -> Callable[..., None]:
+    """Returns a test that passes where each mutant's own test fails with its fault.
 
-
-def assert_seen(mutant: Mutant, monkeypatch: pytest.MonkeyPatch, **more_fixtures: Any) -> None:
-    """Asserts that the test fails with the fault. Ranks that the test forks inherit the fault.
-
-    A test that walks through a grid has the cases of a default run, in .ci/run too.
+    Fixtures of the mutants' tests are those of the module that has the test: it imports them. Ranks
+    that a test forks inherit the fault. A test that walks through a grid has the cases of a default
+    run, in .ci/run too.
     """
-    for module in (pairs, ranks):
-        monkeypatch.setattr(module, "FULL_GRIDS", False)
-    fixtures = {
-        "rng": RngStreams(torch.device("cpu"), seed=3),
-        "monkeypatch": monkeypatch,
-        **more_fixtures,
-    }
-    wanted = {
-        name: value
-        for name, value in fixtures.items()
-        if name in inspect.signature(mutant.test).parameters
-    }
-    for mark in getattr(mutant.test, "pytestmark", ()):
-        if mark.name == "skipif" and mark.args[0]:
-            pytest.skip(mark.kwargs["reason"])
-    mutant.fault(monkeypatch)
-    failure = RuntimeError if mutant.error else (AssertionError, pytest.fail.Exception)
-    with pytest.raises(failure, match=mutant.error or None):
-        mutant.test(**wanted, **mutant.arguments)
+
+    @pytest.mark.parametrize(
+        "mutant",
+        [
+            pytest.param(mutant, id=mutant.name, marks=[pytest.mark.long] * mutant.long)
+            for mutant in mutants
+        ],
+    )
+    @pytest.mark.filterwarnings("ignore")
+    def test_is_seen(
+        mutant: Mutant, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    ) -> None:
+        for module in (pairs, ranks):
+            monkeypatch.setattr(module, "FULL_GRIDS", False)
+        for mark in getattr(mutant.test, "pytestmark", ()):
+            if mark.name == "skipif" and mark.args[0]:
+                pytest.skip(mark.kwargs["reason"])
+        fixtures = {
+            name: RngStreams(torch.device("cpu"), seed=3)
+            if name == "rng"
+            else request.getfixturevalue(name)
+            for name in inspect.signature(mutant.test).parameters
+            if name not in mutant.arguments
+        }
+        mutant.fault(monkeypatch)
+        failure = RuntimeError if mutant.error else (AssertionError, pytest.fail.Exception)
+        with pytest.raises(failure, match=mutant.error or None):
+            mutant.test(**fixtures, **mutant.arguments)
+
+    return test_is_seen
