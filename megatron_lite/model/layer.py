@@ -20,7 +20,6 @@ from megatron_lite.model.dropout import add_dropped_out
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
 from megatron_lite.recompute.layer_runner import run_layers
-from megatron_lite.recompute.ops import find_operators
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.stores import Stores
@@ -158,8 +157,11 @@ class TransformerBlock(nn.Module):
         self, config: ModelConfig, context: RankContext, plan: RecomputePlan, stage: Stage
     ) -> None:
         super().__init__()
-        for segment in plan.segments:
-            find_operators(segment.ops)
+        if any(segment.ops for segment in plan.segments):
+            from megatron_lite.recompute.ops import find_operators
+
+            for segment in plan.segments:
+                find_operators(segment.ops)
         self.context, self.plan, self.stores = context, plan, Stores(context.device)
         self.layers = nn.ModuleList()
         for number in range(stage.first_layer, stage.first_layer + stage.num_layers):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.checkpoint import checkpoint
-from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Regions
-from megatron_lite.recompute.stores import Stores
-from megatron_lite.recompute.verify import Record
+from megatron_lite.recompute.stores import Opened, Stores
+
+if TYPE_CHECKING:
+    from megatron_lite.recompute.ops import KeptResults
+    from megatron_lite.recompute.verify import Record
 
 Layer = Callable[..., Tensor]
 
@@ -41,10 +45,13 @@ def run_layers(
     assert plan.num_layers == len(layers), (plan, len(layers))
     tp_size = 1 if tp_group is None else tp_group.size()
     split_before = None
-    with (stores or Stores(hidden_states.device)).forward(plan, hidden_states, tp_size) as opened:
+    around: AbstractContextManager[Opened | None] = nullcontext()
+    if plan.uses_stores and torch.is_grad_enabled():
+        around = (stores or Stores(hidden_states.device)).forward(plan, hidden_states, tp_size)
+    with around as opened:
         for segment in plan.segments:
             part = layers[segment.first_layer : segment.first_layer + segment.num_layers]
-            with opened(segment, (part, extras)):
+            with nullcontext() if opened is None else opened(segment, (part, extras)):
                 hidden_states = _run(
                     plan,
                     segment,
@@ -72,10 +79,17 @@ def _run(
     """Runs one segment and returns its output. previous: the grad_fn of the last split unit."""
     if not segment.unit and not segment.ops:
         return _chain(plan, segment, layers, rng)(*args)
-    # A verified replay must be the forward itself, with nothing left out. A plan with `verify` has
-    # no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
-    record = Record(_name(segment), rng) if plan.verify else None
-    results = KeptResults(segment.ops, skip_tail=plan.skip_tail) if segment.ops else None
+    record, results = None, None
+    if plan.verify:
+        # A verified replay must be the forward itself, with nothing left out. A plan with `verify`
+        # has no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
+        from megatron_lite.recompute.verify import Record
+
+        record = Record(_name(segment), rng)
+    if segment.ops:
+        from megatron_lite.recompute.ops import KeptResults
+
+        results = KeptResults(segment.ops, skip_tail=plan.skip_tail)
     forward = _chain(plan, segment, layers, rng, record=record, results=results)
     forward = forward if record is None else record.recorded(forward)
     replay = (

@@ -109,6 +109,11 @@ class RecomputePlan:
         assert not (self.skip_tail and self.verify), self
 
     @cached_property
+    def uses_stores(self) -> bool:
+        """Tells whether a forward keeps tensors in host memory or in an arena."""
+        return self.contiguous or any(segment.on_host for segment in self.segments)
+
+    @cached_property
     def num_layers(self) -> int:
         """The number of layers of the stage."""
         return sum(segment.num_layers for segment in self.segments)

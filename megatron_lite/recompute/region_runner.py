@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,11 @@ from megatron_lite.config.regions import REGIONS
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.checkpoint import checkpoint, rebuilt_outputs
-from megatron_lite.recompute.ops import KeptResults
 from megatron_lite.recompute.saved import exchanging
-from megatron_lite.recompute.verify import Record
+
+if TYPE_CHECKING:
+    from megatron_lite.recompute.ops import KeptResults
+    from megatron_lite.recompute.verify import Record
 
 DISCARDING = frozenset(name for name, facts in REGIONS.items() if facts.method == "discard")
 
@@ -179,9 +181,7 @@ class Regions:
         assert REGIONS[name].method == "redraw", name
         if name not in self.rebuilt:
             return None
-        return Redraw(
-            self.rng, draw, Record(f"layer {self.layer}, {name}", None) if self.verify else None
-        )
+        return Redraw(self.rng, draw, self._record(name, None))
 
     def enter_tail(self) -> None:
         """Marks that the layer's last matmul comes next.
@@ -220,11 +220,15 @@ class Regions:
     def _verified(
         self, name: str, function: Callable[..., Any], rng: RngStreams | None
     ) -> Callable[..., Any]:
-        return (
-            Record(f"layer {self.layer}, {name}", rng).recorded(function)
-            if self.verify
-            else function
-        )
+        record = self._record(name, rng)
+        return function if record is None else record.recorded(function)
+
+    def _record(self, name: str, rng: RngStreams | None) -> Record | None:
+        if not self.verify:
+            return None
+        from megatron_lite.recompute.verify import Record
+
+        return Record(f"layer {self.layer}, {name}", rng)
 
 
 def _with_last(function: Callable[..., Any], last: Any) -> Callable[..., Any]:

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
-from megatron_lite.recompute.arena import Arena, keeping_in
-from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams, Offload
 from megatron_lite.recompute.phase import allocating_on_host
 from megatron_lite.recompute.pool import Pool
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.running import running_modules
+
+if TYPE_CHECKING:
+    from megatron_lite.recompute.arena import Arena
+    from megatron_lite.recompute.offload import CopyStreams, Offload
 
 Opened = Callable[[Segment, Iterable[Any]], AbstractContextManager[None]]
 
@@ -49,17 +51,15 @@ class Stores:
 
     @contextmanager
     def forward(self, plan: RecomputePlan, hidden_states: Tensor, tp_size: int) -> Iterator[Opened]:
-        """Prepares the memory for one forward. Call it around all segments of the plan.
+        """Prepares the memory for one forward of a plan that uses it (`uses_stores`), with
+        gradients. Call it around all segments of the plan.
 
         It yields a function `opened(segment, shared)`, whose result goes around each segment.
         `shared` lists objects whose tensors are not moved: the segment's layers with their
         parameters, and the further arguments of the layers.
         """
-        if not torch.is_grad_enabled() or not (
-            plan.contiguous or any(segment.on_host for segment in plan.segments)
-        ):
-            yield lambda segment, shared: nullcontext()
-            return
+        from megatron_lite.recompute.offload import Offload
+
         offload = Offload(self.copy_streams, kind=self.device.type)
 
         def opened(segment: Segment, shared: Iterable[Any]) -> AbstractContextManager[None]:
@@ -72,11 +72,11 @@ class Stores:
                 return _parts(offload, self.pool, segment.host_modules, shared)
             if segment.on_host:
                 return offload.segment(arena or self.pool, stay=_tensors(shared))
-            return (
-                keeping_in(arena, kind=self.device.type, stay=_tensors(shared))
-                if arena
-                else nullcontext()
-            )
+            if arena is None:
+                return nullcontext()
+            from megatron_lite.recompute.arena import keeping_in
+
+            return keeping_in(arena, kind=self.device.type, stay=_tensors(shared))
 
         try:
             yield opened
@@ -107,6 +107,8 @@ class Stores:
     @cached_property
     def copy_streams(self) -> CopyStreams:
         """The object that copies between device and host."""
+        from megatron_lite.recompute.offload import CopyStreams, CudaCopyStreams
+
         return CudaCopyStreams(self.device) if self.device.type == "cuda" else CopyStreams()
 
     def _arena(
@@ -128,6 +130,8 @@ class Stores:
                 for segment in plan.segments
                 if segment.unit and segment.on_host == on_host
             ]
+            from megatron_lite.recompute.arena import Arena
+
             device = torch.device("cpu") if on_host else self.device
             with allocating_on_host() if on_host else nullcontext():
                 self._arenas[on_host] = Arena(

@@ -308,7 +308,7 @@ class MicroBatches:
         ranks = parallel.dp_rank, parallel.dp_size
         try:
             indices = self.order(self.consumed_samples, self.micro_batch_size, *ranks, number)
-            return [self.dataset[index] for index in indices]
+            return list(map(self.dataset.__getitem__, indices))
         except InputError as error:
             kind = PeerError if parallel.tp_rank or parallel.cp_rank else InputError
             place = self.where

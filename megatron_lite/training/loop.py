@@ -275,7 +275,9 @@ class Trainer:
         iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
         batch_size = self.batches.at(before)
         learning_rate = self.schedule.at(before)
-        decoupled_learning_rate = self.schedule.decoupled_at(before)
+        decoupled_learning_rate = None
+        if self.schedule.decoupled_max_lr is not None:
+            decoupled_learning_rate = self.schedule.decoupled_at(before)
         logged = iteration % logging.log_interval == 0
         batches = MicroBatches(
             dataset=self.datasets.train,
