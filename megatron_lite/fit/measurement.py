@@ -22,7 +22,16 @@ from torch import nn
 from megatron_lite.fit.gauges import Gauge
 from megatron_lite.fit.layers import LayerList, kind_of
 from megatron_lite.fit.plans import NEVER, Option, Plan, Problem, policy_text
-from megatron_lite.fit.step import BACKWARD, FORWARD, Span, Step, bytes_of, update_bytes
+from megatron_lite.fit.step import (
+    AFTER,
+    BACKWARD,
+    FORWARD,
+    OUTSIDE,
+    Span,
+    Step,
+    bytes_of,
+    update_bytes,
+)
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.verify import RecomputeMismatch
@@ -148,14 +157,15 @@ class Measurement:
             options |= dict.fromkeys(numbers, agreed)
         places = {number: place for place, number in enumerate(self._order)}
         counts = Counter[int]()
-        tops = {name: [NEVER] * (len(places) + 1) for name in ("", FORWARD, BACKWARD)}
+        tops = {name: [NEVER] * (len(places) + 1) for name in (OUTSIDE, AFTER, FORWARD, BACKWARD)}
         for span in spans:
             counts |= span.alive
             alive = max((places[layer] + 1 for layer in span.alive), default=0)
             place = places.get(span.layer, -1)
             # Later layers may have kept something already, in another forward of the same step.
-            if span.name == "" or alive > place + 1:
-                tops[""][alive] = max(tops[""][alive], span.peak)
+            if place < 0 or alive > place + 1:
+                outside = OUTSIDE if span.name in (OUTSIDE, FORWARD) else AFTER
+                tops[outside][alive] = max(tops[outside][alive], span.peak)
             else:
                 tops[span.name][place] = max(tops[span.name][place], span.peak)
         tops = {
@@ -168,7 +178,8 @@ class Measurement:
             counts=[counts[number] or 1 for number in self._order],
             forward=tops[FORWARD],
             backward=tops[BACKWARD],
-            outside=tops[""],
+            outside=tops[OUTSIDE],
+            after=tops[AFTER],
             update=end + self._update,
             nanoseconds=time,
         )
@@ -187,7 +198,7 @@ class Measurement:
             if len(tried) == 1:  # the device has too little memory, or the layer cannot follow
                 (key,) = tried.values()
                 self.notes.append(f"note: {key[1]} is left out: {str(error).splitlines()[0]}")
-                return {key: Option(key[1], IMPOSSIBLE)}
+                return {key: Option(key[1], IMPOSSIBLE, IMPOSSIBLE)}
             found: dict[tuple[int, str], Option] = {}
             for number, key in tried.items():
                 found |= self._compared({number: key}, full)
@@ -230,6 +241,7 @@ def _figures(spans: list[Span], layer: int) -> list[int]:
     backward = [span for span in own if span.name == BACKWARD]
     return [
         max((span.end - span.start for span in forward), default=0),
+        sum(span.start - span.end for span in backward) // max(len(forward), 1),
         max((span.peak - span.start for span in forward), default=0),
         max((span.peak - span.start for span in backward), default=0),
         sum(span.nanoseconds for span in own),

@@ -4,11 +4,12 @@ The bytes of a step are known for the policy that rebuilds every layer in full. 
 changes them by what it keeps more from the layer's forward to its backward, and by the peaks inside
 these two. Layers run forward in order and backward in reverse, so the bytes at a layer depend on
 what the layers before it keep. The search goes through the layers in order, and keeps every state
-(bytes so far, time so far) that no other state beats in both.
+(bytes in forward, bytes in backward, time) that no other state beats in all three.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,13 +22,16 @@ ENDLESS = 1 << 62
 class Option(NamedTuple):
     """An action of a layer, compared with a full recompute.
 
-    kept: how many bytes more wait for backward.
+    kept: how many bytes more stay after its forward.
+    held: how many of these are still there when its backward begins. The rest, such as a cache of
+        keys and values, is freed when the forward of the model ends.
     forward, backward: how much higher the peak inside is, above the bytes at its begin.
     nanoseconds: how much longer all its calls in a step take.
     """
 
     action: str
     kept: int = 0
+    held: int = 0
     forward: int = 0
     backward: int = 0
     nanoseconds: int = 0
@@ -48,7 +52,8 @@ class Problem:
     options: the options of each layer, in the order of the layers' forwards.
     counts: how many calls of a layer wait for their backward at once.
     forward, backward: the peak inside each layer.
-    outside: the peak outside of layers, by how many layers have kept something.
+    outside: the peak outside of layers, by how many layers have kept something. after: the same,
+        once the forward of the model has ended.
     update: the peak of the optimizer's update.
     nanoseconds: the time of the step.
     """
@@ -58,19 +63,22 @@ class Problem:
     forward: Sequence[int]
     backward: Sequence[int]
     outside: Sequence[int]
+    after: Sequence[int]
     update: int
     nanoseconds: int
 
     def peaks(self, choice: Sequence[Option]) -> Iterator[tuple[int, str, int]]:
         """Yields the peaks of a step: the bytes, where they are, and the number of the layer."""
-        kept = 0
+        kept = held = 0
         yield self.update, "the optimizer's update", 0
-        yield self.outside[0], "what is before the layers", 0
+        yield max(self.outside[0], self.after[0]), "what is before the layers", 0
         for number, option in enumerate(choice):
             yield self.forward[number] + kept + option.forward, "the forward of", number
             kept += self.counts[number] * option.kept
-            yield self.backward[number] + kept + option.backward, "the backward of", number
-            yield self.outside[number + 1] + kept, "what comes after", number
+            held += self.counts[number] * option.held
+            yield self.backward[number] + held + option.backward, "the backward of", number
+            after = max(self.outside[number + 1] + kept, self.after[number + 1] + held)
+            yield after, "what comes after", number
 
     def plan(self, choice: Sequence[Option]) -> Plan:
         """Returns a choice with its peak and its time."""
@@ -81,6 +89,7 @@ class Problem:
 
 class _State(NamedTuple):
     kept: int
+    held: int
     nanoseconds: int
     before: _State | None
     option: Option | None
@@ -88,25 +97,27 @@ class _State(NamedTuple):
 
 def fastest(problem: Problem, budget: int) -> Plan | None:
     """Returns the fastest plan whose peak is at most the budget, or None."""
-    if max(problem.update, problem.outside[0]) > budget:
+    if max(problem.update, problem.outside[0], problem.after[0]) > budget:
         return None
-    states = [_State(0, 0, None, None)]
+    states = [_State(0, 0, 0, None, None)]
     for number, options in enumerate(problem.options):
         after = []
         for state in states:
             for option in options:
                 kept = state.kept + problem.counts[number] * option.kept
+                held = state.held + problem.counts[number] * option.held
                 if budget >= max(
                     problem.forward[number] + state.kept + option.forward,
-                    problem.backward[number] + kept + option.backward,
+                    problem.backward[number] + held + option.backward,
                     problem.outside[number + 1] + kept,
+                    problem.after[number + 1] + held,
                 ):
                     time = state.nanoseconds + option.nanoseconds
-                    after.append(_State(kept, time, state, option))
+                    after.append(_State(kept, held, time, state, option))
         states = _unbeaten(after)
     if not states:
         return None
-    choice, state = [], states[-1]
+    choice, state = [], min(states, key=lambda one: one.nanoseconds)
     while state.before is not None and state.option is not None:
         choice.append(state.option)
         state = state.before
@@ -115,7 +126,7 @@ def fastest(problem: Problem, budget: int) -> Plan | None:
 
 def smallest(problem: Problem) -> Plan:
     """Returns the plan with the smallest peak, to within 0.1 %."""
-    least = [min(options, key=lambda option: option.kept) for options in problem.options]
+    least = [min(options, key=lambda option: option.held) for options in problem.options]
     return _smallest(problem, problem.plan(least), lambda plan: True)
 
 
@@ -156,17 +167,29 @@ def _smallest(problem: Problem, best: Plan, is_right: Callable[[Plan], bool]) ->
 
 
 def _unbeaten(states: list[_State]) -> list[_State]:
-    """Returns the states that no other beats in bytes and in time, by rising bytes.
+    """Returns the states that no other beats in kept and held bytes and in time.
 
     Of equal ones the first stays: in it, the layers that keep less come first.
     """
-    states.sort(key=lambda state: state[:2])
-    kept: list[_State] = []
+    states.sort(key=lambda state: state[:3])
+    unbeaten: list[_State] = []
+    held: list[int] = []  # rising; with it the time of the fastest state so far falls
+    times: list[int] = []
     for state in states:
-        if not kept or state.nanoseconds < kept[-1].nanoseconds:
-            kept.append(state)
-    if len(kept) <= MOST_STATES:
-        return kept
-    step = (kept[-1].kept - kept[0].kept) // MOST_STATES + 1
-    # The last state of each step is the fastest one. The first of all is the smallest.
-    return [kept[0], *{state.kept // step: state for state in kept[1:]}.values()]
+        place = bisect_right(held, state.held)
+        if place and times[place - 1] <= state.nanoseconds:
+            continue
+        unbeaten.append(state)
+        start = end = bisect_left(held, state.held)
+        while end < len(times) and times[end] >= state.nanoseconds:
+            end += 1
+        held[start:end], times[start:end] = [state.held], [state.nanoseconds]
+    if len(unbeaten) <= MOST_STATES:
+        return unbeaten
+    step = (unbeaten[-1].kept - unbeaten[0].kept) // MOST_STATES + 1
+    joined: dict[int, _State] = {}
+    for state in unbeaten[1:]:
+        best = joined.setdefault(state.kept // step, state)
+        if state.nanoseconds < best.nanoseconds:
+            joined[state.kept // step] = state
+    return [unbeaten[0], *joined.values()]  # the first of all is the smallest

@@ -25,10 +25,12 @@ from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
 
 FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, OUTSIDE = "f", "fe", "b", "be", ""
+MODEL_END, AFTER = "me", "a"
 
 
 class Event(NamedTuple):
-    """A mark in a step: the begin or end of the forward or backward of one call of a layer."""
+    """A mark in a step: the begin or end of the forward or backward of one call of a layer, or the
+    end of the model's forward."""
 
     name: str = OUTSIDE
     layer: int = -1
@@ -38,7 +40,8 @@ class Event(NamedTuple):
 class Span(NamedTuple):
     """A part of a step.
 
-    name, layer: FORWARD or BACKWARD of a layer, or OUTSIDE of layers.
+    name, layer: FORWARD or BACKWARD of a layer, or OUTSIDE of layers; AFTER is outside too, once
+        the forward of the model has ended.
     alive: how many calls of each layer wait for their backward, or are in it.
     start, end: the bytes at its begin and end. peak: the most bytes in it.
     """
@@ -86,6 +89,8 @@ class Step:
             self._events = []
             for handle in self._mark_layers(gauge):
                 stack.callback(handle.remove)
+            end = partial(self._mark, gauge, Event(MODEL_END))
+            stack.callback(self._model.register_forward_hook(end).remove)
             gc.collect()  # memory in cycles of the step before would be counted, or not, by chance
             with gauge:
                 self._mark(gauge, Event())
@@ -234,13 +239,15 @@ def _refuse_update(optimizer: Optimizer, *_: Any) -> None:
 
 def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
     """Returns the parts of a step between the marks."""
-    spans, alive, present = [], Counter[int](), Event()
+    spans, alive, present, outside = [], Counter[int](), Event(), Event()
     for event, now, after in zip(events, readings, readings[1:], strict=False):
         # Between two layers, the gradient begins one backward before it ends the other.
         if event.name != BACKWARD_END or event[1:] == present[1:]:
             if present.name == BACKWARD:
                 alive -= Counter([present.layer])
-            present = event if event.name in (FORWARD, BACKWARD) else Event()
+            if event.name in (FORWARD, BACKWARD, MODEL_END):
+                outside = Event() if event.name == FORWARD else Event(AFTER)
+            present = event if event.name in (FORWARD, BACKWARD) else outside
         if event.name == FORWARD_END:
             alive += Counter([event.layer])
         nanoseconds = after.nanoseconds - now.nanoseconds

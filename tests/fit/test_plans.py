@@ -18,8 +18,8 @@ def drawn(seed: int) -> Problem:
         [
             *(
                 Option(
-                    action, draw.randint(-2, 9), draw.randint(-2, 5), draw.randint(-9, 5),
-                    -draw.randint(0, 9),
+                    action, draw.randint(-2, 9), draw.randint(-4, 7), draw.randint(-2, 5),
+                    draw.randint(-9, 5), -draw.randint(0, 9),
                 )
                 for action in ("none", "ops(matmul)")
             ),
@@ -34,6 +34,7 @@ def drawn(seed: int) -> Problem:
         forward=[draw.randint(20, 40) for _ in numbers],
         backward=[draw.randint(30, 50) for _ in numbers],
         outside=[draw.randint(20, 45) for _ in range(6)],
+        after=[draw.randint(20, 48) for _ in range(6)],
         update=draw.randint(20, 45),
         nanoseconds=100,
     )
@@ -60,9 +61,9 @@ def test_the_plan_is_the_fastest_of_all_that_fit(seed: int) -> None:
 
 def test_a_problem_of_many_layers_is_solved_within_its_budget() -> None:
     actions = [
-        Option("none", 1000, 0, -900, -97),
-        Option("ops(matmul)", 610, 0, -400, -61),
-        Option("ops(attention)", 333, 0, -200, -31),
+        Option("none", 1100, 1000, 0, -900, -97),
+        Option("ops(matmul)", 610, 610, 0, -400, -61),
+        Option("ops(attention)", 333, 333, 0, -200, -31),
         Option("full"),
     ]
     numbers = range(96)
@@ -72,11 +73,12 @@ def test_a_problem_of_many_layers_is_solved_within_its_budget() -> None:
         forward=[10_000 + 10 * n for n in numbers],
         backward=[11_000 + 10 * n for n in numbers],
         outside=[10_000 + 10 * n for n in range(97)],
+        after=[10_000 + 10 * n for n in range(97)],
         update=0,
         nanoseconds=10**6,
     )
     found = fastest(problem, 60_000)
-    assert found is not None and 59_000 < found.peak <= 60_000
+    assert found is not None and 58_500 < found.peak <= 60_000
 
 
 @pytest.mark.parametrize(
