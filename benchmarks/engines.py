@@ -17,7 +17,6 @@ from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.recompute_plan import RecomputePlan
-from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
@@ -159,8 +158,7 @@ def our_model(
         parallel,
         sequence_parallel=False,
         params_dtype=DTYPES[setting.dtype],
-        kernels=CompiledKernels(setting.device) if setting.compiled else None,
-        loss_kernels=compiled_loss(setting.device),
+        kernels=CompiledKernels() if setting.compiled else None,
     )
     vocab_size = setting.shape.vocab_size
     model = GPTModel(

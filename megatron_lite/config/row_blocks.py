@@ -42,12 +42,3 @@ def has_gradient_tensor(device: str) -> bool:
     On CUDA the product adds to the sum (parallel/weight_gradient.py), so no such tensor exists.
     """
     return device != "cuda"
-
-
-def has_loss_blocks(device: str) -> bool:
-    """Returns whether the loss computes in float32 in blocks of rows, which are tensors.
-
-    On CUDA it is one compiled kernel for all rows (tensor_parallel/cross_entropy.py), whose only
-    further tensors have one number for each row.
-    """
-    return device != "cuda"

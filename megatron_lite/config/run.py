@@ -218,14 +218,14 @@ class RunConfig:
                 *("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
             )
 
-    @property
-    def compiles_kernels(self) -> bool:
-        """Tells whether norms, activations, rotary embedding and dropout are compiled, and
-        nothing else.
+    def uses_compiler(self, device: str) -> bool:
+        """Tells whether torch's compiler makes the kernels of the loss, and of norms, activations,
+        rotary embedding and dropout or of whole layers (`compiles_layers`).
 
-        What layers keep and recompute is then the policy's choice, as without the compiler.
+        device: "cpu" or "cuda", which decides if no flag does.
         """
-        return self.training.torch_compile and not self.compiles_layers
+        asked = self.training.torch_compile
+        return device == "cuda" and self.model.norm_impl == "torch" if asked is None else asked
 
     @property
     def compiles_layers(self) -> bool:

@@ -98,7 +98,13 @@ def add_run_flags(
     for topic in TOPICS:
         group = parser.add_argument_group(topic.replace("_", "-"))
         other_ways = [
-            RunField(topic, name, str if facts.choices else bool, None, facts)
+            RunField(
+                topic,
+                name,
+                kind=str if facts.choices else bool,
+                default=None if facts.choices else False,
+                facts=facts,
+            )
             for name, facts in OTHER_WAYS.get(topic, {}).items()
         ]
         for one in [*fields_of(topics()[topic], topic), *other_ways]:
@@ -113,6 +119,8 @@ def add_flag(group: argparse._ActionsContainer, field: RunField, *, hidden: bool
     text = facts.help
     if field.kind is bool:
         options["action"] = "store_false" if default is True else "store_true"
+        if default is None:  # neither on nor off, so that each has a flag
+            options["action"] = argparse.BooleanOptionalAction
     else:
         choices = ",".join(map(str, (*facts.choices, *facts.megatron)))
         metavar = "TEXT" if facts.parse else METAVARS.get(field.kind, "TEXT")
@@ -158,7 +166,8 @@ def flag_words(field: str, value: Any) -> list[str]:
     parse = run_fields()[field].facts.parse
     words = [flag_of(field)]
     if isinstance(value, bool):
-        return words
+        is_off = not value and run_fields()[field].default is None
+        return [f"--no-{words[0][2:]}"] if is_off else words
     if not isinstance(value, tuple):
         return [*words, str(value)]
     if parse is None:

@@ -175,7 +175,8 @@ def check_relations(configs: Sequence[Any]) -> None:
                     rule = "is above" if other == facts.upto else "is not divisible by"
                     said = typed(name, facts, value)
                     raise ValueError(f"{said} {rule} {flag(other)} {number}{facts.reason}")
-            for text in (*facts.needs, *facts.excludes) if value != default else ():
+            is_given = value != default and (value, default) != (False, None)  # off needs nothing
+            for text in (*facts.needs, *facts.excludes) if is_given else ():
                 found, said = condition(text, values), typed(name, facts, value)
                 if text in facts.needs and found.holds is False:
                     raise ContradictionError(f"{said} needs {found.text}{facts.reason}", name)

@@ -140,11 +140,12 @@ class TrainingConfig:
         "each checkpoint",
         least=1,
     )
-    torch_compile: bool = switch(
-        "compile norms, activations, rotary embedding and dropout with torch's compiler; with "
-        "--activation-memory-budget each layer as a whole, at one rank per layer",
-        excludes=("norm_impl=apex", "log_peak_memory"),
-        why="the compiler has norms of its own, and temporaries that are not known",
+    torch_compile: bool | None = setting(
+        "compile norms, activations, rotary embedding, dropout and the loss with torch's compiler; "
+        "with --activation-memory-budget each layer as a whole, at one rank per layer; derived: on "
+        "CUDA, unless --norm-impl is apex",
+        excludes=("norm_impl=apex",),
+        why="the compiler has norms of its own",
     )
     deterministic_mode: bool = switch("only algorithms that give the same bits every time")
 

@@ -7,12 +7,7 @@ and model/gpt.py. Standard library only.
 from __future__ import annotations
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.row_blocks import (
-    has_gradient_tensor,
-    has_loss_blocks,
-    product_rows,
-    rows_at_a_time,
-)
+from megatron_lite.config.row_blocks import has_gradient_tensor, product_rows, rows_at_a_time
 from megatron_lite.description.norms import norm_keeps, norm_parameters
 from megatron_lite.description.operations import (
     ALL_REDUCE,
@@ -174,9 +169,9 @@ def loss_blocks(sizes: Sizes, tokens: int, columns: int) -> int:
 
     torch casts bfloat16 rows to float32 before its softmax, on every device. It casts float16 rows
     on a CPU only. Rows that are a slice of padded columns are copied, unless they are cast. One
-    compiled kernel for all rows, as on CUDA, has none of these.
+    compiled kernel for all rows has none of these.
     """
-    if not has_loss_blocks(sizes.device):
+    if sizes.compiled:
         return 0
     rows = min(tokens, rows_at_a_time(tokens, columns, sizes.device))
     softmax = rows * columns * sizes.accumulate_bytes

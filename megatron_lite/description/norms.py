@@ -149,7 +149,7 @@ def norm_statistics(of: Shape, name: str, rows: int, *, wide: bool = False) -> K
         model.normalization == "LayerNorm"
         and model.norm_impl == "torch"
         and sizes.device == "cpu"
-        and not (sizes.compiled_kernels or wide)
+        and not (sizes.compiled or wide)
     )
     numbers = rows * chosen("--normalization", model.normalization, STATISTICS)
     num_bytes = numbers * (of.element if in_rows_dtype else sizes.accumulate_bytes)
@@ -163,7 +163,7 @@ def norm_keeps(of: Shape, name: str) -> tuple[KeptTensor, ...]:
     if not of.widened:
         return statistics, *shifted_weight(of, name, model.hidden_size)
     # A norm of a wider residual stream keeps casts of its weight and, with apex's kernel, its bias.
-    uses_apex = model.norm_impl == "apex" and not sizes.compiled_kernels
+    uses_apex = model.norm_impl == "apex" and not sizes.compiled
     vector = model.hidden_size * sizes.accumulate_bytes
     kinds = ("weight", "bias")[: model.norm_vectors if uses_apex else 1]
     return statistics, *(KeptTensor(f"{name} {kind} in float32", vector) for kind in kinds)

@@ -42,7 +42,7 @@ class Sizes:
     resets_positions: whether it has position ids, which learned positions read
         (--reset-position-ids).
     resets_attention: whether it has the starts of its documents (--reset-attention-mask).
-    compiled_kernels: whether norms, activations, rotary embedding and dropout are compiled
+    compiled: whether norms, activations, rotary embedding, dropout and the loss are compiled
         (--torch-compile).
     in_step: whether tensors take what the allocator counts for them in a step.
     """
@@ -69,7 +69,7 @@ class Sizes:
     masks_loss: bool = False
     resets_positions: bool = False
     resets_attention: bool = False
-    compiled_kernels: bool = False
+    compiled: bool = False
     in_step: bool = False
 
     @classmethod
@@ -97,7 +97,7 @@ class Sizes:
             masks_loss=config.data.eod_mask_loss,
             resets_positions=config.data.reset_position_ids and config.model.positions.learned,
             resets_attention=config.data.reset_attention_mask,
-            compiled_kernels=config.compiles_kernels,
+            compiled=config.uses_compiler(device),
             is_float16=config.training.precision == "fp16",
         )
 

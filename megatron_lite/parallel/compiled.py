@@ -5,15 +5,15 @@ autograd Function calls the pair. It decides what is kept for backward, so a com
 same tensors. Eager operators compute in the dtype of their operands. A compiled kernel computes in
 float32 (float64) and rounds its results once.
 
-torch's compiler (inductor) makes one graph for each shape.
-
 The functions are the chains of pointwise operations and row sums between two matmuls. The autograd
 Functions that call them stay ours, so backward keeps the same tensors as without the compiler, and
 a replay runs the same machine code as the forward.
 
 torch.compile itself would look at the guards of a frame in every call (23 us, against 6 us here),
-and it stops after 8 shapes of one function. Here the shapes are the key of a dictionary. Inductor
-keeps the machine code on disk (TORCHINDUCTOR_CACHE_DIR), so a second start reads it.
+and it stops after 8 shapes of one function. Here the shapes are the key of a dictionary, so all
+layers of a kind share one graph of torch's compiler (inductor). Inductor keeps the machine code on
+disk (TORCHINDUCTOR_CACHE_DIR), so a second start reads it. Shapes that vary do not compile without
+end: beyond MOST_SHAPES of one function, torch's operators compute the others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
+import time
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +35,7 @@ from torch import Tensor
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel.torch_internals import (
     disable_current_modes,
+    fake_mode_of,
     inductor_compile,
     is_fake,
     num_dispatch_modes,
@@ -41,27 +45,31 @@ from megatron_lite.parallel.torch_internals import (
 # a pure function of tensors and numbers that draws no random numbers; or one that writes to its
 # first argument and returns None
 Function = Callable[..., Any]
+MOST_SHAPES = 16
 
 
 class CompiledKernels:
-    """The compiled graphs of one rank.
+    """The compiled graphs of one rank. seconds: how long it took to make them."""
 
-    Raises InputError if inductor cannot build kernels for this kind of device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        reason = missing_compiler() if device.type == "cpu" else None
-        if reason is not None:
-            raise InputError(f"--torch-compile {reason}, or leave --torch-compile out")
+    def __init__(self) -> None:
+        self.seconds = 0.0
         self._graphs: dict[Any, Callable[..., Any]] = {}
+        self._num_shapes: Counter[Function] = Counter()
+
+    @property
+    def num_graphs(self) -> int:
+        """The number of graphs so far."""
+        return self._num_shapes.total()
 
     def __call__(self, function: Function, *tensors: Tensor, **constants: Any) -> Any:
         """Returns `function(*tensors, **constants)`, from one compiled graph.
 
         tensors: contiguous or not; another shape, stride or dtype is another graph.
         The first call of a graph compiles it, for about a second, or reads it from the disk.
-        A dry run's tensors have no values; they take the function as it is.
+        A dry run's tensors have no values; they take the function as it is, out of sight of meters:
+        a graph has no tensors but its results.
         Issues no collective, and records nothing for autograd.
+        Raises InputError if the compiler fails.
         """
         key = (
             function,
@@ -71,21 +79,70 @@ class CompiledKernels:
         )
         graph = self._graphs.get(key)
         if graph is None:
+            graph = partial(function, **constants)
             if is_fake(tensors[0]):
-                return function(*tensors, **constants)
-            graph = self._graphs[key] = _compiled(partial(function, **constants), tensors)
+                with disable_current_modes(), fake_mode_of(tensors[0]):
+                    results = graph(*tensors)
+                return tree_map(_copy, results)
+            if self._num_shapes[function] < MOST_SHAPES:
+                graph = self._made(graph, function, tensors)
+            self._graphs[key] = graph
         results = graph(*tensors)
         if num_dispatch_modes() == 0:
             return results
         # A meter of storages sees the results of operators only, so it gets a copy.
-        return tree_map(torch.clone, results)
+        return tree_map(_copy, results)
+
+    def _made(
+        self, graph: Callable[..., Any], function: Function, tensors: tuple[Tensor, ...]
+    ) -> Callable[..., Any]:
+        began = time.perf_counter()
+        try:
+            made = _compiled(graph, tensors)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+            raise InputError(
+                f"torch's compiler failed on {getattr(function, '__name__', function)} of {shapes}"
+                f" ({_first_line(error)}): --no-torch-compile leaves it out"
+            ) from error
+        self._num_shapes[function] += 1
+        self.seconds += time.perf_counter() - began
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledKernels:
         return self
 
 
-def missing_compiler() -> str | None:
-    """Returns what inductor lacks to build kernels for a CPU, as "needs .."; None: nothing."""
+def _copy(result: Any) -> Any:
+    return result.clone() if isinstance(result, Tensor) else result
+
+
+def compiler_fault(device: torch.device) -> str:
+    """Returns why torch's compiler builds no kernels for this device: "needs .." or "failed ..".
+
+    "" if it does: a kernel of a few numbers is built, which takes some seconds at a first start.
+    """
+    lacks = missing_compiler(device)
+    if lacks is not None:
+        return lacks
+    try:
+        with torch.no_grad():
+            _compiled(torch.sin, (torch.zeros(8, device=device),))(torch.zeros(8, device=device))
+    except Exception as error:  # whatever the compiler or the machine lacks
+        return f"failed on a kernel of a few numbers ({_first_line(error)})"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """Returns what inductor lacks to build kernels for a device, as "needs .."; None: nothing."""
+    if device.type != "cpu":
+        return None if find_spec("triton") else "needs triton: install it (pip install triton)"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         return (

@@ -92,7 +92,7 @@ def problem_of(
         )
     policy = {name: value for name, value in chosen.items() if fixes_policy(name)}
     recompute = None
-    if policy or base.training.torch_compile:
+    if policy or base.compiles_layers:
         kept = {name: getattr(base.recompute, name) for name in KEPT_RECOMPUTE}
         try:
             recompute = RecomputeConfig(**{**kept, **policy})

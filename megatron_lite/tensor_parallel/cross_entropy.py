@@ -21,9 +21,10 @@ computes the logits of one loss chunk at a time, [N, V/t] with N = --loss-chunk-
 A linear layer has three matmuls; two passes have a fourth, for the logits in backward. dA sums over
 tokens, so one pass needs the incoming gradient of each token's loss in forward.
 
-On CUDA the steps on rows are compiled graphs (`compiled_loss`) for all rows at once: one reads the
-logits for their statistics, in forward and again in backward, and one writes the gradient over
-them. Elsewhere torch's operators take a few rows at a time.
+Under --torch-compile the steps on rows are compiled graphs for all rows at once: one reads the
+logits for their statistics, and one writes the gradient over them. It needs of all ranks' columns
+the log of the sum of exponentials, which takes the place of the share. Otherwise torch's operators
+take a few rows at a time.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Columns(NamedTuple):
     num_ids: the number of columns that have true ids. The columns after them are padding. They take
         no part in the softmax and have gradient 0, so the loss does not depend on the padding, nor
         on t.
-    kernels: the compiled graphs (`compiled_loss`). None: torch's operators.
+    kernels: the compiled graphs. None: torch's operators.
     """
 
     tp_group: ProcessGroup | None
@@ -90,7 +91,7 @@ def vocab_parallel_cross_entropy(
     Forward issues two all-reduces: one of the maxima [s, b], and one of the label logits and the
     sums of exponentials [2, s b]. Backward issues none.
     Keeps the logits (in their own dtype), the labels, one byte per label, and for each row this
-    rank's share of the softmax.
+    rank's share of the softmax, or with compiled graphs the log of the sum of exponentials.
     """
     return _CrossEntropy.apply(logits, labels, columns, overwrite_logits)
 
@@ -144,25 +145,6 @@ def vocab_parallel_linear_cross_entropy(
     if head.add is None or not torch.is_grad_enabled():  # without a backward nothing may be added
         grad_losses = None
     return _LinearCrossEntropy.apply(hidden_states, weight, labels, head, grad_losses)
-
-
-def compiled_loss(device: torch.device) -> CompiledKernels | None:
-    """Returns the compiled graphs of the loss, on CUDA if inductor can build them here, else None.
-
-    It builds those of two rows, which takes some seconds.
-    """
-    if device.type != "cuda":
-        return None
-    columns = Columns(None, 0, 8, CompiledKernels(device))
-    rows = torch.zeros(2, 8, dtype=torch.bfloat16, device=device)
-    labels = local_labels(torch.zeros(2, dtype=torch.int64, device=device), columns)
-    try:
-        with torch.no_grad():
-            total = row_statistics(rows, labels, columns).total
-            write_gradient_(rows, total, total, labels, columns)
-    except Exception:  # whatever the compiler or the machine lacks: torch's operators need nothing
-        return None
-    return columns.kernels
 
 
 class LocalLabels(NamedTuple):
@@ -353,9 +335,10 @@ def local_labels(labels: Tensor, columns: Columns) -> LocalLabels:
 
 def row_statistics(logits: Tensor, labels: LocalLabels, columns: Columns) -> RowStatistics:
     """Returns the statistics of the logits [n, V/t]. Issues no collective."""
-    num_ids, kernels = columns.num_ids, columns.kernels
-    if num_ids and kernels is not None and not torch.is_grad_enabled():
-        return RowStatistics(*kernels(statistics_of_rows, logits, labels.column, num_ids=num_ids))
+    num_ids = columns.num_ids
+    if num_ids and columns.kernels is not None:
+        of_rows = _run(columns, statistics_of_rows, logits, labels.column, num_ids=num_ids)
+        return RowStatistics(*of_rows)
     rows = logits[:, :num_ids]
     dtype = torch.promote_types(torch.float32, rows.dtype)
     maximum = torch.full(rows.shape[:1], -torch.inf, dtype=dtype, device=rows.device)
@@ -374,9 +357,11 @@ def row_statistics(logits: Tensor, labels: LocalLabels, columns: Columns) -> Row
 def combined(
     statistics: RowStatistics, labels: LocalLabels, columns: Columns
 ) -> tuple[Tensor, Tensor]:
-    """Returns the losses [n], and the share [n] of the softmax that is in this rank's columns.
+    """Returns the losses [n], and what `write_gradient_` needs of all ranks, [n].
 
-    Issues two all-reduces: of [n] (the maxima) and of [2, n] (the sums).
+    That is the share of the softmax that is in this rank's columns, or with compiled graphs the log
+    of the sum of exponentials. Issues two all-reduces: of [n] (the maxima) and of [2, n] (the
+    sums).
     """
     maximum = all_reduce(statistics.maximum, columns.tp_group, dist.ReduceOp.MAX)
     # Each rank took its exponentials relative to its own maximum. A rank with padding alone has
@@ -385,7 +370,9 @@ def combined(
     sums = torch.stack((torch.where(labels.here, statistics.at_label - maximum, 0.0), share))
     all_reduce_(sums, columns.tp_group)
     # loss = log(sum of exp(x - maximum)) - (x_label - maximum)
-    return sums[1].log() - sums[0], share.div_(sums[1])
+    log_sum = sums[1].log()
+    losses = log_sum - sums[0]
+    return losses, share.div_(sums[1]) if columns.kernels is None else log_sum.add_(maximum)
 
 
 def write_gradient_(
@@ -393,20 +380,17 @@ def write_gradient_(
 ) -> None:
     """Overwrites the logits [n, V/t] with their gradient.
 
-    grad_losses: [n], the incoming gradient of each row's loss. share: [n], as from `combined`.
+    grad_losses: [n], the incoming gradient of each row's loss. share: [n], the second result of
+        `combined`.
     """
+    num_ids = columns.num_ids
+    if num_ids and columns.kernels is not None:
+        _run(columns, overwrite_rows_, logits, grad_losses, share, *labels, num_ids=num_ids)
+        return
     # The gradient of a row is dloss (softmax - one_hot). The softmax over the columns of all ranks
     # is `share` times the softmax over this rank's columns.
     grad, column = grad_losses.to(share.dtype), labels.column.unsqueeze(-1)
     softmax, at_label = (grad * share).unsqueeze(-1), (-grad * labels.here).unsqueeze(-1)
-    num_ids, kernels = columns.num_ids, columns.kernels
-    if num_ids and kernels is not None and not torch.is_grad_enabled():
-        maximum, total, _ = kernels(statistics_of_rows, logits, labels.column, num_ids=num_ids)
-        scale = softmax / total.unsqueeze(-1)
-        kernels(
-            overwrite_rows_, logits, maximum.unsqueeze(-1), scale, at_label, column, num_ids=num_ids
-        )
-        return
     logits[:, num_ids:] = 0.0
     rows = logits[:, :num_ids]
     step = rows_at_a_time(rows.shape[0], num_ids, rows.device.type)
@@ -418,6 +402,13 @@ def write_gradient_(
             .mul_(softmax[part])
             .scatter_add_(-1, column[part], at_label[part])
         )
+
+
+def _run(columns: Columns, function: Callable[..., Any], *tensors: Tensor, num_ids: int) -> Any:
+    """Runs a function of rows as a compiled graph; as it is if autograd is to see it."""
+    if columns.kernels is None or torch.is_grad_enabled():
+        return function(*tensors, num_ids=num_ids)
+    return columns.kernels(function, *tensors, num_ids=num_ids)
 
 
 def statistics_of_rows(
@@ -433,21 +424,23 @@ def statistics_of_rows(
 
 def overwrite_rows_(
     logits: Tensor,
-    maximum: Tensor,
-    scale: Tensor,
-    at_label: Tensor,
+    grad_losses: Tensor,
+    log_sum: Tensor,
     column: Tensor,
+    here: Tensor,
     *,
     num_ids: int,
 ) -> None:
-    """Overwrites the logits with scale exp(logit - maximum), plus `at_label` in the label's column.
+    """Overwrites the logits with dloss (exp(logit - log_sum) - one_hot).
 
+    log_sum: [n], the log of the sum of exponentials. column, here: the fields of LocalLabels.
     It is pointwise: inductor makes one kernel of it, which needs no further tensor.
     """
-    wide = _true_columns(logits, num_ids, scale.dtype)
+    wide = _true_columns(logits, num_ids, log_sum.dtype)
     places = torch.arange(logits.shape[1], device=logits.device)
-    here = torch.where(places == column, at_label, 0.0)
-    logits.copy_((wide - maximum).exp() * scale + here)
+    one_hot = (places == column.unsqueeze(-1)) & here.unsqueeze(-1)
+    softmax = (wide - log_sum.unsqueeze(-1)).exp()
+    logits.copy_((softmax - one_hot.to(wide.dtype)) * grad_losses.unsqueeze(-1).to(wide.dtype))
 
 
 def _true_columns(logits: Tensor, num_ids: int, dtype: torch.dtype) -> Tensor:

@@ -23,7 +23,7 @@ class RankContext:
     sequence_parallel: whether the sequence is sharded over the TP group between sharded layers.
     cp: the rank's place among the ranks that split each sequence.
     kernels: the compiled kernels of norms, activations, rotary embedding and dropout; None: torch's
-        operators. loss_kernels: those of the loss.
+        operators. loss_kernels: those of the loss, by default the same.
     """
 
     rng: RngStreams
@@ -64,7 +64,7 @@ class RankContext:
                 comm_type=cp_comm_type,
             ),
             kernels=kernels,
-            loss_kernels=loss_kernels,
+            loss_kernels=loss_kernels or kernels,
         )
 
     @property

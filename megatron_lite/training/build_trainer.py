@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +23,11 @@ from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_gather_bytes
-from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.compiled import CompiledKernels, compiler_fault
 from megatron_lite.parallel.messages import told_by_rank_0
-from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.supervision.exits import Pulse
-from megatron_lite.tensor_parallel.cross_entropy import compiled_loss
 from megatron_lite.tensor_parallel.initialize import initialize_parameters_
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
@@ -51,13 +51,43 @@ PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 def build_stages(config: RunConfig, parallel: ParallelState) -> ModelStages:
     """Returns all stages that this rank holds, in the order of the model."""
     stages = stages_of_rank(config.parallel, config.model.num_layers, parallel.pp_rank)
-    return ModelStages([build_model(config, parallel, stage) for stage in stages])
+    kernels = CompiledKernels() if config.uses_compiler(parallel.device.type) else None
+    return ModelStages([build_model(config, parallel, stage, kernels) for stage in stages])
 
 
-def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None = None) -> GPTModel:
+def with_known_compiler(config: RunConfig, parallel: ParallelState) -> tuple[RunConfig, str]:
+    """Returns the run, and the log's line about who makes its kernels.
+
+    If the compiler does not work on some rank, the run is the same with --no-torch-compile. Issues
+    collectives if the run compiles. InputError: it does not work, and --torch-compile asks for it.
+    """
+    asked, device = config.training.torch_compile, parallel.device.type
+    compiles = config.uses_compiler(device)
+    why = f"the default on {device}"
+    if asked is not None:
+        why = "--torch-compile" if asked else "--no-torch-compile"
+    elif device == "cuda" and not compiles:
+        why = "--norm-impl apex"
+    if compiles:
+        faults = [*filter(None, gather_texts(compiler_fault(parallel.device), parallel))]
+        if faults and asked:
+            raise InputError(f"--torch-compile {faults[0]}, or leave --torch-compile out")
+        if faults:
+            compiles, why = False, f"torch's compiler {faults[0]}"
+            config = replace(config, training=replace(config.training, torch_compile=False))
+    who = "torch's compiler" if compiles else "torch's own operators"
+    return config, f"the kernels between matmuls are made by {who}: {why}"
+
+
+def build_model(
+    config: RunConfig,
+    parallel: ParallelState,
+    stage: Stage | None = None,
+    kernels: CompiledKernels | None = None,
+) -> GPTModel:
     """Returns this rank's shard of the model or of one stage, initialised from `--seed`.
 
-    The weights are 16-bit under `--bf16` or `--fp16`, else float32.
+    The weights are 16-bit under `--bf16` or `--fp16`, else float32. kernels: compiled kernels.
     """
     stage = stage or whole_model(config.model.num_layers)
     context = RankContext.of(
@@ -65,8 +95,8 @@ def build_model(config: RunConfig, parallel: ParallelState, stage: Stage | None 
         sequence_parallel=config.parallel.sequence_parallel,
         params_dtype=PARAMS_DTYPE[config.training.precision],
         cp_comm_type=config.parallel.cp_comm_type,
-        kernels=CompiledKernels(parallel.device) if config.compiles_kernels else None,
-        loss_kernels=compiled_loss(parallel.device) if stage.is_last else None,
+        kernels=None if config.compiles_layers else kernels,
+        loss_kernels=kernels,
     )
     model = GPTModel(
         config.model,
@@ -164,6 +194,7 @@ def _build(
         from megatron_lite.training.deterministic import use_deterministic_algorithms
 
         use_deterministic_algorithms()
+    config, kernels = with_known_compiler(config, parallel)
     start, done, saver = None, Progress(), None
     if config.checkpoint.load is not None:
         from megatron_lite.checkpointing.start import find_start
@@ -237,6 +268,7 @@ def _build(
         start=start,
         rules=rules,
         notices=(
+            kernels,
             accumulation,
             *attention,
             *_predicted_peak(config, parallel, most),
@@ -294,9 +326,9 @@ def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str,
 def _predicted_peak(
     config: RunConfig, parallel: ParallelState, num_microbatches: int
 ) -> tuple[str, ...]:
-    """Returns the lines about the predicted peak; none for compiled code, whose temporaries are
+    """Returns the lines about the predicted peak; none for compiled layers, whose kept bytes are
     not known."""
-    if config.training.torch_compile or parallel.rank:
+    if config.compiles_layers or parallel.rank:
         return ()
     peak = fullest_step_peak(
         config,

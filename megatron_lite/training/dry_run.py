@@ -120,6 +120,8 @@ def dry_run(
     Raises InputError for a setting that a run without values cannot follow.
     """
     check_can_run_dry(config)
+    compiles = config.uses_compiler(device)  # that of the run, not of this machine
+    config = replace(config, training=replace(config.training, torch_compile=compiles))
     began, fake = time.perf_counter(), SimulatedTensors()
     # The samples are made outside of the mode. The meter does not count them, nor does it count
     # those that a real run reads from its data.
@@ -178,7 +180,11 @@ def dry_run(
 def check_can_run_dry(config: RunConfig) -> None:
     """Raises InputError for a setting that a run without values cannot follow."""
     for is_set, flag, reason in (
-        (config.training.torch_compile, "--torch-compile", "compiled code hides its temporaries"),
+        (
+            config.compiles_layers,
+            "--activation-memory-budget",
+            "what a compiled layer keeps is not known",
+        ),
         (config.recompute.recompute_verify, "--recompute-verify", "a dry run has no values"),
     ):
         if is_set:

@@ -197,6 +197,12 @@ class Trainer:
             is_first = self._num_steps == 0
             with log.slow("the first step of this start") if is_first else nullcontext():
                 self._started.append(self._start_step(log))
+            kernels = next(iter(self.model)).decoder.context.kernels
+            if is_first and kernels is not None:
+                log.line(
+                    f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
+                    "first step; TORCHINDUCTOR_CACHE_DIR keeps them for the next start"
+                )
             iteration = self.progress.iteration
             if self.saver is not None:
                 self.saver.poll(log.line)

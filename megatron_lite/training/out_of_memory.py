@@ -71,11 +71,10 @@ def check_peak_fits(config: RunConfig, parallel: ParallelState, num_microbatches
     """Raises InputError if the predicted peaks of a host's ranks, or of a GPU's, exceed its memory.
 
     Only the certain part of a peak counts, so that a run that fits is never refused. It does
-    nothing under --allow-predicted-out-of-memory, and for compiled code, whose temporaries are not
+    nothing under --allow-predicted-out-of-memory, and for compiled layers, whose kept bytes are not
     known.
     """
-    training = config.training
-    if training.allow_predicted_out_of_memory or training.torch_compile:
+    if config.training.allow_predicted_out_of_memory or config.compiles_layers:
         return
     peak = own_step_peak(config, parallel, num_microbatches)
     certain = peak.certain_bytes

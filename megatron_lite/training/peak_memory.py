@@ -61,10 +61,10 @@ def own_step_peak(config: RunConfig, parallel: ParallelState, num_microbatches: 
 def measures_peak(config: RunConfig, device: torch.device) -> bool:
     """Tells whether the second step measures its peak: always on CUDA, and by a flag on a CPU.
 
-    The temporaries of compiled code are not known, so its peak is not measured.
+    What compiled layers keep is not known, so their peak is not measured.
     """
     asked = device.type == "cuda" or config.logging.log_peak_memory
-    return asked and not config.training.torch_compile
+    return asked and not config.compiles_layers
 
 
 class PeakMeter:

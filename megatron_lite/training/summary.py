@@ -128,7 +128,7 @@ def training_lines(
             told = f"{size(predicted or 0)} were predicted"
         yield "kept", f"{size(measured)} for backward by a micro-batch, {told}"
     compared = summary.compared()
-    if "peak" not in compared and not config.training.torch_compile:
+    if "peak" not in compared and not config.compiles_layers:
         by_flag = "" if config.logging.log_peak_memory else " (--log-peak-memory measures it)"
         yield "peak", f"not measured{by_flag}"
     yield from compared.items()

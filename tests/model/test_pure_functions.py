@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_lite.model.activations import PAIRS, TANH_GELU
 from megatron_lite.model.norm import NORMS
 from megatron_lite.model.rotary import ROTATION
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied, missing_compiler
-from tests.support.uncompiled import uncompiled_kernels
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
+from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 
 CPU, EPSILON = torch.device("cpu"), 1e-5
 
@@ -115,14 +115,14 @@ def test_compiled_kernels_have_the_same_functions(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uncompiled_kernels(monkeypatch)
-    check(CASES[name], CompiledKernels(CPU), dtype)
+    check(CASES[name], CompiledKernels(), dtype)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(missing_compiler() is not None, reason=f"inductor {missing_compiler()}")
+@NEEDS_COMPILER
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_compiler_makes_them(name: str) -> None:
-    kernels = CompiledKernels(CPU)
+    kernels = CompiledKernels()
     for dtype in (torch.float32, torch.bfloat16):
         check(CASES[name], kernels, dtype)
     assert len(kernels._graphs) == 4

@@ -1,4 +1,4 @@
-"""Compiled kernels without a compiler."""
+"""Compiled kernels without a compiler, and the mark of tests that need one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from megatron_lite.parallel import compiled
+
+LACKS = compiled.missing_compiler(torch.device("cpu"))
+NEEDS_COMPILER = pytest.mark.skipif(LACKS is not None, reason=f"inductor {LACKS}")
 
 
 def uncompiled_kernels(patch: pytest.MonkeyPatch) -> None:
@@ -25,4 +29,4 @@ def uncompiled_kernels(patch: pytest.MonkeyPatch) -> None:
         return graph
 
     patch.setattr(compiled, "_compiled", as_compiled)
-    patch.setattr(compiled, "missing_compiler", lambda: None)
+    patch.setattr(compiled, "missing_compiler", lambda device: None)

@@ -223,7 +223,7 @@ def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(chunk):
     case = sample(torch.float32)
     weight = F.pad(case.weight, (0, 0, 0, 1))
     results, kept = [], []
-    for kernels in (None, CompiledKernels(torch.device("cpu"))):
+    for kernels in (None, CompiledKernels()):
         columns = Columns(None, 0, V, kernels)
         x, a = case.hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         with kept_for_backward(exclude=[x, a]) as meter:

@@ -7,6 +7,7 @@ and what it keeps, is then known in milliseconds. The tests marked long compile 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,21 +21,20 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
 from megatron_lite.model.activations import squared_relu
 from megatron_lite.parallel import compiled
-from megatron_lite.parallel.compiled import CompiledKernels, missing_compiler
+from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.schedule import plan_stage
+from megatron_lite.training.build_trainer import with_known_compiler
 from tests.support.equality import variant_config
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tp_state
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
-from tests.support.uncompiled import uncompiled_kernels
+from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 
 CPU = torch.device("cpu")
-NEEDS_COMPILER = pytest.mark.skipif(
-    missing_compiler() is not None, reason=f"inductor {missing_compiler()}"
-)
 POLICIES = ("*:pointwise", "*:full", "*:pointwise+core_attn")
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
 Layout = tuple[int, int, bool]  # TP size, CP size, sequence parallelism
@@ -94,7 +94,7 @@ def faults(
     dropout: dict[str, float],
 ) -> list[str]:
     """Returns what a policy changes in the bits of a compiled run, by variant and policy."""
-    found, kernels = [], CompiledKernels(CPU)
+    found, kernels = [], CompiledKernels()
     for variant in variants:
         run = partial(outcome, layout, variant, dtype=dtype, rank=rank, **dropout)
         expected = run("*:none", kernels=kernels)
@@ -182,22 +182,66 @@ def test_so_are_those_of_norms_of_a_float32_residual_stream(
 def test_a_meter_of_storages_sees_the_results_of_kernels() -> None:
     from megatron_lite.memory.measure.live_storages import LiveStorages
 
-    kernels, x = CompiledKernels(CPU), torch.randn(4, 5)
+    kernels, x = CompiledKernels(), torch.randn(4, 5)
     with LiveStorages() as live:
         output = kernels(squared_relu, x)
         assert live.total_bytes() == output.nbytes
 
 
 @pytest.mark.parametrize("lacks", ["compiler", "headers"])
-def test_a_run_without_a_compiler_ends_with_what_it_lacks(
+def test_a_run_without_a_compiler_ends_with_what_it_lacks_or_goes_on_without(
     lacks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if lacks == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
-        message = r"--torch-compile needs a C\+\+ compiler, and there is no"
+        message = "needs a C++ compiler, and there is no"
     else:
         monkeypatch.setenv("CXX", sys.executable)  # a program that there is
         monkeypatch.setattr(compiled.sysconfig, "get_path", lambda name: str(tmp_path))
         message = "has no Python.h: install them"
-    with pytest.raises(InputError, match=message):
-        CompiledKernels(CPU)
+    asked = tiny_run(training=dict(torch_compile=True))
+    derived = tiny_run()
+    with tp_state(1) as parallel:
+        with pytest.raises(InputError, match=f"^--torch-compile .*{re.escape(message)}"):
+            with_known_compiler(asked, parallel)
+        assert with_known_compiler(derived, parallel) == (
+            derived,
+            "the kernels between matmuls are made by torch's own operators: the default on cpu",
+        )
+        monkeypatch.setattr(RunConfig, "uses_compiler", lambda config, device: True)  # as on CUDA
+        config, line = with_known_compiler(derived, parallel)
+    assert config.training.torch_compile is False
+    assert "torch's own operators: torch's compiler" in line and message in line
+
+
+def test_a_kernel_that_does_not_compile_names_the_function_its_shapes_and_the_flag(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("no registers\nand more")
+
+    monkeypatch.setattr(compiled, "_compiled", fails)
+    told = r"failed on squared_relu of \[4, 5\] \(no registers\): --no-torch-compile leaves it out"
+    with pytest.raises(InputError, match=told):
+        CompiledKernels()(squared_relu, torch.randn(4, 5))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_shapes_that_vary_do_not_compile_without_end() -> None:
+    kernels = CompiledKernels()
+    for count in (*range(1, 30), *range(1, 30)):
+        x = torch.randn(count, 5)
+        torch.testing.assert_close(kernels(squared_relu, x), squared_relu(x.clone()))
+    assert kernels.num_graphs == compiled.MOST_SHAPES
+
+
+def test_the_device_decides_unless_a_flag_does() -> None:
+    for flags, on_cpu, on_cuda in (
+        ({}, False, True),
+        (dict(torch_compile=True), True, True),
+        (dict(torch_compile=False), False, False),
+    ):
+        config = tiny_run(training=flags)
+        assert [config.uses_compiler(device) for device in ("cpu", "cuda")] == [on_cpu, on_cuda]
+    apex = tiny_run(model=dict(norm_impl="apex"))
+    assert not apex.uses_compiler("cuda")

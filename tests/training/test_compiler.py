@@ -12,17 +12,13 @@ import torch
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.parallel.compiled import missing_compiler
 from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.training.build_trainer import compile_layers_
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.runs import run_to_end, tiny_run
+from tests.support.uncompiled import NEEDS_COMPILER
 
 ONE_LAYER = dict(num_layers=1, hidden_dropout=0.0, attention_dropout=0.0)
-
-NEEDS_COMPILER = pytest.mark.skipif(
-    missing_compiler() is not None, reason=f"inductor {missing_compiler()}"
-)
 
 
 def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[torch.Tensor]]:

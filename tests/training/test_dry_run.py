@@ -261,7 +261,10 @@ def test_a_fault_in_the_flags_is_one_line_and_status_2(flags: str, message: str)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--torch-compile", "--dry-run-memory cannot follow --torch-compile"),
+        (
+            "--torch-compile --activation-memory-budget 0.5",
+            "--dry-run-memory cannot follow --activation-memory-budget",
+        ),
         ("--recompute-verify", "--dry-run-memory cannot follow --recompute-verify"),
         ("--optimizer-impl apex", "--optimizer-impl apex cannot be used"),
         ("--hidden-size 40000000000", "no tensor can have these sizes"),
