@@ -146,7 +146,11 @@ class DirectoryLock:
         the file was removed and nobody has taken the lock since, it is taken again.
         """
         if not self._path.exists():
-            before, self._file = self._file, self._take()
+            before = self._file
+            try:
+                self._file = self._take()
+            except InputError as refusal:  # somebody else took it after the look
+                raise LockLost(str(refusal)) from refusal
             os.close(before)
         holder = Holder.read(self._path)
         if holder is None or holder.token != self.token:

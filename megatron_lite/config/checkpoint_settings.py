@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from megatron_lite.config.setting import check_settings, setting, switch
 
+READS_NONE = "no checkpoint is read"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
@@ -33,18 +35,20 @@ class CheckpointConfig:
         least=1,
         multiple_of=("save_interval",),
         without="save",
+        why="only a saved checkpoint can be kept",
     )
     save_keep_last: int | None = setting(
         "keep the last so many checkpoints; default: all, with --save-retain-interval 1",
         least=1,
         needs=("save",),
+        why="it deletes what the run has saved",
     )
     async_save: bool = switch(
         "train on while a checkpoint is written, once its tensors are copied", without="save"
     )
     load: str | None = setting("directory to read the newest checkpoint from", is_path=True)
     allow_fresh_start: bool = switch(
-        "start from scratch where --load finds no checkpoint", needs=("load",)
+        "start from scratch where --load finds no checkpoint", needs=("load",), why=READS_NONE
     )
     finetune: bool = switch("take the weights only, and start at iteration 0", without="load")
     no_load_optim: bool = switch("do not read the optimizer's state", without="load")
@@ -52,9 +56,10 @@ class CheckpointConfig:
     no_load_fallback: bool = switch(
         "stop where the newest checkpoint is damaged, instead of using the one before it",
         needs=("load",),
+        why=READS_NONE,
     )
     allow_changed_data: bool = switch(
-        "go on with other data than the checkpoint's run has read", needs=("load",)
+        "go on with other data than the checkpoint's run has read", needs=("load",), why=READS_NONE
     )
 
     def __post_init__(self) -> None:

@@ -31,6 +31,8 @@ ONE_SPLIT = "the same as --data-path for the {} split alone, without --split"
 TIKTOKEN_PATTERNS = ("v1", "v2")
 OF_BPE, OF_TIKTOKEN = "tokenizer_type=GPT2BPETokenizer", "tokenizer_type=TikTokenizer"
 
+ONE_BY_ONE = "the splits are given one by one"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -76,10 +78,10 @@ class DataConfig:
         ONE_SPLIT.format("train"), (), nargs="*", excludes=SOURCES[:3], why=ONE_SOURCE
     )
     valid_data_path: tuple[str, ...] = setting(
-        ONE_SPLIT.format("valid"), (), nargs="*", needs=SOURCES[3:4]
+        ONE_SPLIT.format("valid"), (), nargs="*", needs=SOURCES[3:4], why=ONE_BY_ONE
     )
     test_data_path: tuple[str, ...] = setting(
-        ONE_SPLIT.format("test"), (), nargs="*", needs=SOURCES[3:4]
+        ONE_SPLIT.format("test"), (), nargs="*", needs=SOURCES[3:4], why=ONE_BY_ONE
     )
     per_split_data_args_path: str | None = setting(
         'JSON file {"train": [..], "valid": [..], "test": [..]} with the words of these three',

@@ -183,8 +183,8 @@ class ModelConfig:
         "channels of each norm of --qk-layernorm: those of one head, or of all heads as in OLMo 2",
         "head",
         choices=tuple(NORMS_ALL_HEADS),
-        # RMSNorm needs one sum over the ranks instead of two, and apex sees the heads of one rank.
         needs=("qk_layernorm", "normalization=RMSNorm", "norm_impl=torch"),
+        why="it norms queries and keys, and only torch's RMSNorm sums over the ranks",
     )
     swiglu: bool = switch("gated linear unit with SiLU in the MLP, instead of GELU")
     squared_relu: bool = switch(
@@ -209,7 +209,9 @@ class ModelConfig:
         megatron={"fused": "auto", "local": "unfused"},
     )
     attention_softmax_in_fp32: bool = switch(
-        "softmax of unfused attention in float32", without="attention_backend=unfused"
+        "softmax of unfused attention in float32",
+        without="attention_backend=unfused",
+        why="flash attention works in float32 inside",
     )
     window_size: tuple[int, int] | None = setting(
         "LEFT,0: a query reads the LEFT tokens before its own, and its own; else all before",

@@ -100,6 +100,7 @@ def _unread(config: RunConfig, given: Collection[str]) -> Rows:
         if not is_unread and one.facts.without:
             needed = condition(one.facts.without, values)
             is_unread, why = not needed.holds, f"without {needed.text}"
+            why += "" if one.facts.needs else one.facts.reason
         is_set = name in given or values[name] != one.default
         yield "settings", is_unread and is_set, f"{flag_of(name)} has no effect {why}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_lite.config.setting import check_settings, setting, switch
 
@@ -30,6 +30,9 @@ OPTIMIZERS: Mapping[str, StateBytes] = {
     "adam": StateBytes(matrix=8, other=8),
     "muon": StateBytes(matrix=4, other=8),
 }
+
+# The facts of a setting of Muon.
+OF_MUON: dict[str, Any] = dict(needs=("optimizer=muon",), why="AdamW does not read it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,39 +78,36 @@ class OptimizerConfig:
         0.9,
         least=0.0,
         below=1.0,
-        needs=("optimizer=muon",),
+        **OF_MUON,
     )
     muon_nesterov: bool = switch(
-        "orthogonalize the mean as it would be after the same gradient once more",
-        needs=("optimizer=muon",),
+        "orthogonalize the mean as it would be after the same gradient once more", **OF_MUON
     )
-    muon_num_ns_steps: int = setting(
-        "Newton-Schulz iterations", 5, least=1, below=100, needs=("optimizer=muon",)
-    )
+    muon_num_ns_steps: int = setting("Newton-Schulz iterations", 5, least=1, below=100, **OF_MUON)
     muon_scale_mode: str = setting(
         "by what the orthogonal matrix of m rows and n columns is multiplied: "
         "sqrt(max(m, n)), sqrt(m / n) or sqrt(max(1, m / n))",
         "spectral",
         choices=("spectral", "unit_rms_norm", "shape_scaling"),
-        needs=("optimizer=muon",),
+        **OF_MUON,
     )
     muon_extra_scale_factor: float = setting(
         "a further factor; with spectral, 0.2 gives updates the size of AdamW's",
         1.0,
         above=0,
-        needs=("optimizer=muon",),
+        **OF_MUON,
     )
     muon_coefficient_type: str = setting(
         "polynomials of the Newton-Schulz iterations",
         "quintic",
         choices=("simple", "quintic", "polar_express"),
-        needs=("optimizer=muon",),
+        **OF_MUON,
     )
     muon_split_qkv: bool = setting(
         "orthogonalize linear_qkv as one matrix, not as three",
         True,
         name="--muon-no-split-qkv",
-        needs=("optimizer=muon",),
+        **OF_MUON,
     )
     muon_tp_mode: str = setting(
         "a matrix that is split over tensor-parallel ranks is gathered and orthogonalized on "
@@ -119,14 +119,14 @@ class OptimizerConfig:
             "distributed": "is not built: give duplicated, which returns the same matrix on every "
             "rank, or blockwise, which sends nothing"
         },
-        needs=("optimizer=muon",),
+        **OF_MUON,
     )
     muon_fp32_matmul_prec: str = setting(
         "Newton-Schulz in bfloat16 (medium) or in float32 (high)",
         "medium",
         choices=("medium", "high"),
         refused={"low": "is not built: give medium (bfloat16) or high (float32)"},
-        needs=("optimizer=muon",),
+        **OF_MUON,
     )
 
     def __post_init__(self) -> None:

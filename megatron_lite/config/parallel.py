@@ -36,6 +36,7 @@ class ParallelConfig:
     sequence_parallel: bool = switch(
         "split norms and dropout over the tensor-parallel ranks, along the sequence",
         without="tensor_model_parallel_size>1",
+        why="it splits the sequence over these ranks, and is turned off",
     )
     pipeline_model_parallel_size: int = setting(
         "ranks that share the layers, one behind the other", 1, least=1
@@ -185,6 +186,7 @@ class DataParallelConfig:
         "parameters of a bucket; derived: 40 million, or 1 million per data-parallel rank",
         least=1,
         without="overlap_grad_reduce",
+        why="everything is reduced at once",
     )
     grad_reduce_in_bf16: bool = switch(
         "exchange gradients in bfloat16 (each rank sums its micro-batches in float32)",

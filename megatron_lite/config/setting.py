@@ -34,7 +34,8 @@ class Setting(NamedTuple):
     least, most, above, below: the bounds of the value, which must be finite.
     upto, multiple_of: a field, and fields, of any topic: the value may not be above it, and must be
         a multiple of each.
-    why: the reason for the bounds, the needs or the exclusions.
+    why: the reason for the bounds, the needs or the exclusions; if there are no needs, also for
+        `without`.
     is_path: whether an empty text is a fault, as an unset shell variable makes it.
     needs, excludes: conditions that must hold, or must not, unless the field has its default.
     without: the condition without which the flag has no effect, as a notice says.

@@ -121,6 +121,7 @@ class TrainingConfig:
         "SIGTERM",
         choices=("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"),
         needs=("exit_signal_handler",),
+        why="without it a signal ends the run at once",
     )
     check_for_nan_in_loss_and_grad: bool = setting(
         "go on after a NaN", True, name="--no-check-for-nan-in-loss-and-grad"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder
+from megatron_lite.checkpointing.lock import LOCK, DirectoryLock, Holder, LockLost
 from megatron_lite.config.checks import InputError
 from tests.support.ranks import run_ranks
 from tests.support.saves import saving_run, train
@@ -47,6 +47,17 @@ def test_a_later_start_takes_the_lock_and_the_earlier_one_finds_out(
     with pytest.raises(InputError, match="in use by job 7"):  # also once the stale one is gone
         DirectoryLock(tmp_path, holder("8"))
     new.release()
+
+
+def test_a_lock_that_another_start_takes_beside_the_look_for_it_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that has renamed a step puts it back after LockLost only."""
+    stale = DirectoryLock(tmp_path, holder(token="a"))
+    DirectoryLock(tmp_path, holder(starts=(1, 0), token="b"))
+    monkeypatch.setattr(Path, "exists", lambda self: False)  # as before the other one took it
+    with pytest.raises(LockLost, match="a later start of this job"):
+        stale.check()
 
 
 @pytest.mark.parametrize(
