@@ -117,12 +117,6 @@ def field(values: Mapping[str, Any], name: str) -> Any:
     return values[name]
 
 
-def check_names(values: Mapping[str, Any], known: Collection[str], name: str) -> None:
-    """Raises ValueError if an object has a field that is not among the known ones."""
-    for unknown in sorted(set(values) - set(known)):
-        raise ValueError(f"{name} has no field {quoted(unknown)}")
-
-
 def as_whole(value: object, name: str, low: int, high: int) -> int:
     """Returns the value if it is a whole number from `low` to `high`. Raises ValueError otherwise.
 
@@ -155,14 +149,6 @@ def finite(values: Mapping[str, Any], name: str) -> float:
     except OverflowError:
         pass
     raise ValueError(f"{name} must be a finite number (got {quoted(value)})")
-
-
-def boolean(values: Mapping[str, Any], name: str) -> bool:
-    """Returns the field's value if it is true or false. Raises ValueError otherwise."""
-    value = field(values, name)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false (got {quoted(value)})")
-    return value
 
 
 def as_line(value: object, name: str) -> str:
