@@ -191,7 +191,7 @@ def _status_after(
         if rank == 0:
             print_fault(error, rank, program=program)
         return 1
-    from megatron_lite.recompute.verify import RecomputeMismatch
+    from megatron_lite.recompute.replay import RecomputeMismatch
 
     if isinstance(error, RecomputeMismatch):
         text = f"--recompute-verify: {error}"

@@ -34,7 +34,7 @@ from megatron_lite.fit.step import (
 )
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.verify import RecomputeMismatch
+from megatron_lite.recompute.replay import RecomputeMismatch
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")

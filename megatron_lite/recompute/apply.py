@@ -16,13 +16,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
 from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import prepare
@@ -31,15 +30,16 @@ from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.caches import with_own_caches
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.guard import Guard, Verify
-from megatron_lite.recompute.hooked import How, rebuild_call
+from megatron_lite.recompute.hooked import How, rebuild_saved
 from megatron_lite.recompute.layer_state import Written
-from megatron_lite.recompute.offload import Offload
-from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.randomness import DefaultGenerators
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, segments
 from megatron_lite.recompute.saved import Args, Kwargs, has_values
-from megatron_lite.recompute.stores import Stores
 from megatron_lite.recompute.turns import Turns
+
+if TYPE_CHECKING:
+    from megatron_lite.recompute.offload import Offload
+    from megatron_lite.recompute.stores import Stores
 
 MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some
 CALLERS = frozenset({"_call_impl", "_slow_forward"})
@@ -223,18 +223,23 @@ class _Recomputed:
         # record of earlier writes is kept apart for each combination of modes.
         training = tuple(module.training for module in layer.modules())
         valued = all(map(has_values, tensors_of((args, kwargs))))
+        results = None
+        if self._segment.ops:
+            from megatron_lite.recompute.ops import KeptResults
+
+            results = KeptResults(self._segment.ops, skip_tail=True)
         how = How(
             name=self._name,
             rng=self._shared.streams(layer, args, kwargs) if valued else None,
             layer=layer,
             written=self._written.setdefault(training, Written()) if valued else Written(),
-            results=KeptResults(self._segment.ops, skip_tail=True) if self._segment.ops else None,
+            results=results,
             guard=self._guards[valued],
             turns=self._shared.turns,
         )
-        results = rebuild_call(forward, args, kwargs, how)
+        outputs = rebuild_saved(forward, args, kwargs, how)
         self._shared.note_router(self._segment, bool(how.guard.has_router))
-        return results
+        return outputs
 
     def _on_host(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         if not self._segment.on_host:
@@ -289,8 +294,6 @@ class _Shared:
         """
         if self._rng is not None:
             return self._rng
-        if not torch.cuda.is_initialized():
-            return DefaultGenerators(set())
         return DefaultGenerators(
             {tensor.device for tensor in (*tensors_of((args, kwargs)), *layer.parameters())}
         )
@@ -298,6 +301,10 @@ class _Shared:
     @contextmanager
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
         """Offloads the tensors that a layer saves inside the block. stay: tensors not moved."""
+        # Imported late, as ops.py is: most policies move nothing and keep no results.
+        from megatron_lite.recompute.offload import Offload
+        from megatron_lite.recompute.stores import Stores
+
         self._stores = self._stores or Stores(device)
         # One Offload serves one forward of the model, in which each layer frees the originals of
         # the layer before. So the first layer with @host starts it and the last one finishes it.
@@ -359,24 +366,20 @@ def _lists(model: nn.Module) -> str:
 
 
 def _check(segment: Segment, setting: str) -> None:
-    where = f"{setting}, layer {segment.first_layer}"
-    if segment.regions:
-        raise ValueError(
-            f"{where}: {'+'.join(sorted(segment.regions))} names regions, and this model's layers "
-            "have none: use full, none or ops(...)"
-        )
-    if segment.unit and segment.num_layers > 1:
-        raise ValueError(
-            f"{where}: the model calls its layers one by one, so a unit cannot have "
-            f"{segment.num_layers}: use full"
-        )
-    if segment.host_modules:
-        raise ValueError(
-            f"{where}: @{segment.store} names parts of this project's own layers: give @host"
-        )
-    if segment.split:
-        raise ValueError(f"{where}: @split needs tensor-parallel layers of this project")
-    try:
+    refused = {
+        f"{'+'.join(sorted(segment.regions))} names regions, and this model's layers have none: "
+        "use full, none or ops(...)": segment.regions,
+        "the model calls its layers one by one, so a unit cannot have "
+        f"{segment.num_layers}: use full": segment.num_layers > 1,
+        f"@{segment.store} names parts of this project's own layers: give @host": (
+            segment.host_modules
+        ),
+        "@split needs tensor-parallel layers of this project": segment.split,
+    }
+    for reason, is_so in refused.items():
+        if is_so:
+            raise ValueError(f"{setting}, layer {segment.first_layer}: {reason}")
+    if segment.ops:
+        from megatron_lite.recompute.ops import find_operators
+
         find_operators(segment.ops, setting=setting)
-    except InputError as error:
-        raise ValueError(str(error)) from error

@@ -13,9 +13,7 @@ save_for_backward, so saved-tensor hooks that count or move saved tensors also s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +23,8 @@ from torch.distributed import ProcessGroup
 from megatron_lite.parallel.collectives import start_all_gather_first_dim
 from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.torch_internals import engine, is_plain_backward
-from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.randomness import Randomness, autocast_states, casts_not_cached
+from megatron_lite.recompute.randomness import casts_not_cached
+from megatron_lite.recompute.replay import Conditions, replay_inputs
 
 
 def checkpoint(
@@ -36,15 +34,14 @@ def checkpoint(
     replay: Callable[..., Any] | None = None,
     split_group: ProcessGroup | None = None,
     previous: Any = None,
-    **kwargs: Any,
 ) -> Any:
-    """Returns `function(*args, **kwargs)`; backward rebuilds the activations of the function.
+    """Returns `function(*args)`; backward rebuilds the activations of the function.
 
     If gradients are off, the function simply runs.
 
-    args, kwargs: tensors and any other objects. Other objects are passed on unchanged. Tensors must
-        come as arguments, because a tensor that the function captures stays alive with the
-        function. The function must return a tensor, or a tuple that contains tensors.
+    args: tensors and any other objects. Other objects are passed on unchanged. Tensors must come as
+        arguments, because a tensor that the function captures stays alive with the function. The
+        function must return a tensor, or a tuple that contains tensors.
     rng: the random-number streams that the function draws from; None if it draws nothing.
     replay: runs in backward in place of `function`. It must build the same graph and draw the same
         numbers. The values of its outputs may be anything.
@@ -59,14 +56,12 @@ def checkpoint(
     through a replay always writes to the .grad of every parameter that it reaches.
     """
     if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
+        return function(*args)
     # autograd leaves out a Function if none of its inputs requires grad. The parameters that the
     # function captures would get no gradient. This empty input keeps the node in the graph.
     anchor = torch.empty(0, requires_grad=True)
-    call = _RegionCall(
-        function, replay or function, rng, split_group, previous, tuple(kwargs), len(args)
-    )
-    return _Checkpoint.apply(call, anchor, *args, *kwargs.values())
+    call = _RegionCall(function, replay or function, rng, split_group, previous)
+    return _Checkpoint.apply(call, anchor, *args)
 
 
 def rebuilt_outputs(node: Any) -> Any:
@@ -78,28 +73,17 @@ def rebuilt_outputs(node: Any) -> Any:
     """
     if node.replayed is None:
         node.replayed = _replay(node)
-    return node.replayed.outputs
+    return node.replayed[0]
 
 
-@dataclass(frozen=True)
-class _RegionCall:
-    """One call of `checkpoint`: its functions and settings, and how to rebuild its arguments.
-
-    keywords: the names of the keyword arguments, which follow the positional arguments.
-    num_positional: the number of positional arguments.
-    """
+class _RegionCall(NamedTuple):
+    """The functions and settings of one call of `checkpoint`."""
 
     function: Callable[..., Any]
     replay: Callable[..., Any]
     rng: Generators | None
     split_group: ProcessGroup | None
     previous: Any
-    keywords: tuple[str, ...]
-    num_positional: int
-
-    def run(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
-        named = dict(zip(self.keywords, values[self.num_positional :], strict=True))
-        return function(*values[: self.num_positional], **named)
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -115,35 +99,32 @@ class _Checkpoint(torch.autograd.Function):
         tensors = {place: value for place, value in enumerate(values) if isinstance(value, Tensor)}
         ctx.places = tuple(tensors)
         ctx.others = [None if isinstance(value, Tensor) else value for value in values]
-        ctx.inputs_require_grad = [
-            isinstance(value, Tensor) and value.requires_grad for value in values
-        ]
-        ctx.autocast = autocast_states(
-            {"cpu", *(tensor.device.type for tensor in tensors.values())}
-        )
-        # The states must be read before the run, which draws. The first input is split after the
-        # run, which needs it whole.
-        randomness = None if call.rng is None else Randomness.now(call.rng)
+        ctx.needing = [place for place, tensor in tensors.items() if tensor.requires_grad]
+        # The conditions must be read before the run, which draws. The first input is split after
+        # the run, which needs it whole.
+        ctx.conditions = Conditions(call.rng, tensors.values())
         with casts_not_cached():
-            outputs = call.run(call.function, values)
+            outputs = call.function(*values)
         if call.split_group is not None:
             ctx.shape = values[0].shape
             tensors[0] = split_for_rank(values[0], call.split_group)
-        ctx.filled = None if randomness is None else randomness.filled()
-        ctx.save_for_backward(
-            *tensors.values(), *(() if randomness is None else randomness.copies())
-        )
+        ctx.save_for_backward(*tensors.values(), *ctx.conditions.take_states())
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
-        fixed = [
-            value
-            for value in flat
-            if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-        ]
-        ctx.mark_non_differentiable(*fixed)
+        ctx.mark_non_differentiable(
+            *(
+                value
+                for value in flat
+                if isinstance(value, Tensor)
+                and not (value.is_floating_point() or value.is_complex())
+            )
+        )
         # If the function returns a parameter unchanged, autograd would make this node the history
         # of the parameter itself, and backward would never end. A view of the parameter avoids
         # that.
-        unchanged = tuple(map(_not_a_parameter, flat))
+        unchanged = tuple(
+            value.view_as(value) if isinstance(value, torch.nn.Parameter) else value
+            for value in flat
+        )
         return unchanged if isinstance(outputs, tuple) else unchanged[0]
 
     @staticmethod
@@ -155,67 +136,40 @@ class _Checkpoint(torch.autograd.Function):
             )
         # The node drops its replay before it goes back through it. A second backward (retain_graph)
         # needs a new one, since this backward frees the graph of the replay.
-        replay = ctx.replayed or _replay(ctx)
+        outputs, received = ctx.replayed or _replay(ctx)
         ctx.replayed = None
-        flat = replay.outputs if isinstance(replay.outputs, tuple) else (replay.outputs,)
         pairs = [
             (output, grad)
-            for output, grad in zip(flat, grads, strict=True)
+            for output, grad in zip(
+                outputs if isinstance(outputs, tuple) else (outputs,), grads, strict=True
+            )
             if isinstance(output, Tensor) and output.requires_grad and grad is not None
         ]
-        if not pairs and not any(ctx.inputs_require_grad):  # only the anchor needs a gradient
-            return (None,) * (2 + len(ctx.others))
-        if not pairs:
+        if pairs:
+            _run_backward(*zip(*pairs, strict=True))
+        elif ctx.needing:
             raise RuntimeError(
                 "a recomputed function has no output that requires grad: it needs no recomputation"
             )
-        _run_backward([output for output, _ in pairs], [grad for _, grad in pairs])
-        return None, None, *(replay.received.get(place) for place in range(len(ctx.others)))
+        return None, None, *(received.get(place) for place in range(len(ctx.others)))
 
 
-class _Replay(NamedTuple):
-    """The outputs of a replay with their graph, and a place for the gradients of its inputs.
-
-    received: filled by backward through the replay: the gradient of each input that requires one,
-        by the number of the input among the arguments.
-    """
-
-    outputs: Any
-    received: dict[int, Tensor]
-
-
-def _replay(ctx: Any) -> _Replay:
-    call, saved = ctx.call, ctx.saved_tensors
-    values = list(ctx.others)
-    # `saved` holds the inputs first. The states of the generators follow, which strict=False leaves
-    # out.
+def _replay(ctx: Any) -> tuple[Any, dict[int, Tensor]]:
+    """Returns the outputs of a replay with their graph, and where backward through them collects
+    the gradients of the inputs, by the number of the argument."""
+    saved, values = ctx.saved_tensors, list(ctx.others)
+    count = len(ctx.places)
     # They are detached: the replay must not connect to the forward's graph, and the call of
-    # requires_grad_ below must not change the caller's tensors.
-    for place, tensor in zip(ctx.places, saved, strict=False):
+    # requires_grad_ must not change the caller's tensors.
+    for place, tensor in zip(ctx.places, saved[:count], strict=True):
         values[place] = tensor.detach()
-    if call.split_group is not None:
+    if ctx.call.split_group is not None:
         values[0] = _whole_input(ctx, values[0])
-    randomness = None if ctx.filled is None else ctx.filled(saved[len(ctx.places) :])
-    received: dict[int, Tensor] = {}
-    # The context covers only the run. The gradient of the replay runs after it, under the settings
-    # that backward was called with, as it would without recomputation.
-    with ExitStack() as restored:
-        if randomness is not None:
-            restored.enter_context(randomness.replayed())
-        for state in ctx.autocast:
-            # A disabled autocast must be entered only if backward runs under an enabled one.
-            if state["enabled"] or torch.is_autocast_enabled(state["device_type"]):
-                restored.enter_context(torch.autocast(**state))
-        restored.enter_context(torch.enable_grad())
-        restored.enter_context(recomputing())
-        places = [place for place in ctx.places if ctx.inputs_require_grad[place]]
-        if places:
-            inputs = _Receive.apply(
-                received, places, *(values[place].requires_grad_() for place in places)
-            )
-            for place, tensor in zip(places, inputs, strict=True):
-                values[place] = tensor
-        return _Replay(call.run(call.replay, values), received)
+    with ctx.conditions.repeated(saved[count:]):
+        inputs, received = replay_inputs({place: values[place] for place in ctx.needing})
+        for place, tensor in inputs.items():
+            values[place] = tensor
+        return ctx.call.replay(*values), received
 
 
 def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
@@ -234,37 +188,12 @@ def _whole_input(ctx: Any, shard: Tensor) -> Tensor:
     return started.wait().view(ctx.shape)
 
 
-class _Receive(torch.autograd.Function):
-    """Collects the gradients of a replay's inputs with the strides that backward gave them.
-
-    A leaf's `.grad` would get the strides of the leaf. A later sum over that gradient (the weight
-    gradient of a norm) would add in another order, and the bits would differ from a run without
-    recomputation.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, received: dict[int, Tensor], places: list[int], *leaves: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.received, ctx.places = received, places
-        # Without recomputation an input that no output depends on gets None, and not zeros.
-        ctx.set_materialize_grads(False)
-        return tuple(leaf.view_as(leaf) for leaf in leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        for place, grad in zip(ctx.places, grads, strict=True):
-            if grad is not None:
-                ctx.received[place] = grad
-        return (None, None, *(None for _ in grads))
-
-
-def _run_backward(outputs: list[Tensor], grads: list[Tensor]) -> None:
+def _run_backward(outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
     """Goes back through a replay. torch.autograd.backward would first check the gradients' shapes
     in Python, which takes 24 us for each region; here they come from autograd itself."""
     keep_graph, create_graph, inputs = False, False, ()
     engine.run_backward(
-        tuple(outputs), tuple(grads), keep_graph, create_graph, inputs,
+        outputs, grads, keep_graph, create_graph, inputs,
         allow_unreachable=True, accumulate_grad=True,
     )  # fmt: skip
 
@@ -275,7 +204,3 @@ def split_for_rank(tensor: Tensor, group: ProcessGroup) -> Tensor:
     The tensor itself does not change.
     """
     return tensor.detach().reshape(group.size(), -1)[group.rank()].clone()
-
-
-def _not_a_parameter(value: Any) -> Any:
-    return value.view_as(value) if isinstance(value, torch.nn.Parameter) else value

@@ -24,7 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.torch_internals import tree_leaves
+from megatron_lite.parallel.tensor_hash import quick_hash, read
+from megatron_lite.parallel.torch_internals import (
+    disable_current_modes,
+    tree_leaves,
+    without_torch_function,
+)
 from megatron_lite.recompute.randomness import ARRAYS, GeneratorState, is_generator
 from megatron_lite.recompute.saved import version_of
 
@@ -54,6 +59,13 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Hides operations from modes and from autograd: they are no part of the function."""
+    with torch.no_grad(), disable_current_modes(), without_torch_function():
+        yield
+
+
 class Value(NamedTuple):
     """The value of a tensor, without its graph, and its version."""
 
@@ -68,12 +80,14 @@ class Part:
     name: its name within the layer or argument.
     owner: the name of the object of Python that holds it; "" if a module does.
     version: a number that changes with each write.
+    bits: the hash of a tensor, if its version may miss a write (`Contents.hash_values`).
     """
 
     name: str
     owner: str
     value: Any
     version: int | None = field(init=False)
+    bits: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.version = self.version_now()
@@ -158,24 +172,42 @@ class Contents:
             self._room -= bool(owner)
             self.add(f"{name}.{key if type(key) is str else number}", each, owner)
 
+    def hash_values(self) -> None:
+        """Hashes all tensors, so that a write which torch does not count is found as well."""
+        with unobserved():
+            for part in self.parts.values():
+                part.bits = quick_hash(part.value) if isinstance(part.value, Tensor) else None
+
+    def written(self) -> list[Part]:
+        """Returns the tensors and arrays that were written to since."""
+        before = {part.name: part.bits for part in self.parts.values() if part.bits is not None}
+        with unobserved():
+            now = [quick_hash(self.parts[name].value) for name in before]
+            values = read([*before.values(), *now])
+        pairs = zip(before, values, values[len(before) :], strict=False)
+        others = {name for name, one, other in pairs if one != other}
+        return [
+            part
+            for part in self.parts.values()
+            if part.name in others or part.version_now() != part.version
+        ]
+
     def changed(self) -> Iterator[tuple[str, str]]:
-        """Yields the name and the owner of everything that is another now, except generators that
-        modules hold: these may draw."""
+        """Yields the name and the owner of everything else that is another now, except generators
+        that modules hold: these may draw."""
         for name, owner, value, items in self.containers:
             now = _items(value)
             if not _is_same(tuple(items), tuple(now)):
                 before = dict(items) if isinstance(value, dict) else {}
                 keys = [key for key in before if not _is_same(before[key], value.get(key, self))]
                 yield ".".join(filter(None, [name, *map(str, keys[:1])])), owner
-        for part in self.parts.values():
-            if part.version_now() != part.version:
-                yield part.name, part.owner
         for owner, state in self.generators:
             if owner and state.is_changed():
                 yield f"a generator of {owner}", owner
 
     def settle(self, owners: Collection[str]) -> None:
         """Drops what objects hold that are not among `owners`, and graphs of earlier results.
+        Writes count from here on.
 
         Otherwise each forward of a layer that assigns `self.aux = ...` would hold the graph of the
         forward before it.
@@ -184,6 +216,8 @@ class Contents:
         self.generators = [each for each in self.generators if each[0] in owners]
         for each in self.containers:
             each.items[:] = _without_old_graphs(each.items, _items(each.value))
+        for part in self.parts.values():
+            part.version, part.bits = part.version_now(), None
 
     @contextmanager
     def restored(self, exchange: Callable[[Any], Any] = lambda each: each) -> Iterator[None]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.recompute.layer_state import HOOKS, PARAMETER_HOOKS
 from megatron_lite.recompute.saved import Args, Kwargs
-from megatron_lite.recompute.surroundings import Surroundings, kind_of
+from megatron_lite.recompute.surroundings import kind_of
 
 MAX_SHAPES = 4  # so many sets of shapes are verified, because lengths may vary for ever
 
@@ -30,9 +30,9 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(
-        cls, layer: nn.Module, args: Args, kwargs: Kwargs, surroundings: Surroundings
+        cls, layer: nn.Module, args: Args, kwargs: Kwargs, settings: tuple[Any, ...]
     ) -> Signature:
-        """Returns the signature of a call of the layer."""
+        """Returns the signature of a call of the layer. settings: those of torch."""
         given = tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, Tensor)]
         modules, parameters = list(layer.modules()), list(layer.parameters())
@@ -46,7 +46,7 @@ class Signature(NamedTuple):
             *(kind_of(hook) for found in hooks for hook in found.values()),
             *(kind_of(vars(module).get("forward")) for module in modules),
             *(parameter.requires_grad for parameter in parameters),
-            surroundings.kinds(),
+            *settings,
         )
         return cls(hash(kinds), tuple(tuple(each.shape) for each in tensors))
 

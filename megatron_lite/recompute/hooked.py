@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import read
@@ -38,27 +39,30 @@ from megatron_lite.parallel.torch_internals import (
     current_backward,
     current_node,
     engine,
-    write_count_of,
 )
 from megatron_lite.recompute.call_arguments import Arguments
+from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import LayerState, Written
-from megatron_lite.recompute.ops import KeptResults
-from megatron_lite.recompute.phase import recomputing
-from megatron_lite.recompute.randomness import Randomness, drawn_again
+from megatron_lite.recompute.randomness import drawn_again
+from megatron_lite.recompute.replay import Conditions, RecomputeMismatch
 from megatron_lite.recompute.router import KeptChoices
 from megatron_lite.recompute.saved import (
     Args,
+    Handle,
     Kwargs,
-    SavedParameter,
     check_unwritten,
+    saved_parameter,
+    saved_value,
     unpacked,
     version_of,
 )
 from megatron_lite.recompute.surroundings import Surroundings
 from megatron_lite.recompute.turns import Turns
-from megatron_lite.recompute.verify import RecomputeMismatch
 from megatron_lite.recompute.witness import Witness, hash_last
+
+if TYPE_CHECKING:
+    from megatron_lite.recompute.ops import KeptResults
 
 NO_TASK = -1  # torch's number for "not inside a backward"
 
@@ -89,12 +93,7 @@ class How:
     turns: Turns = field(default_factory=Turns)
 
 
-def rebuild_saved(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-    """Returns `function(*args)`; backward rebuilds what it saved. how: the fields of `How`."""
-    return rebuild_call(function, args, {}, How(**how))
-
-
-def rebuild_call(function: Callable[..., Any], args: Args, kwargs: Kwargs, how: How) -> Any:
+def rebuild_saved(function: Callable[..., Any], args: Args, kwargs: Kwargs, how: How) -> Any:
     """Returns `function(*args, **kwargs)` itself; backward rebuilds the tensors that it saved.
 
     If gradients are off, the function simply runs. The call keeps for backward: the tensors among
@@ -117,6 +116,9 @@ MOST_OF_ONE_OPERATOR = (
 )
 
 
+Saved = tuple[Tensor, int | None]  # a tensor that is saved for backward, and its version
+
+
 class _LayerCall:
     """One call of the function: everything that a replay needs, and the slots of its saved tensors.
 
@@ -126,56 +128,60 @@ class _LayerCall:
 
     def __init__(self, function: Callable[..., Any], args: Args, kwargs: Kwargs, how: How) -> None:
         self.how, self._function = how, function
-        written = how.written or Written(state=set(), arguments=set())
         # From here on the state before the forward is read, so this object is made right before it.
-        self._arguments = Arguments(how.name, args, kwargs, written)
-        self._state = None if how.layer is None else LayerState(how.name, how.layer, written)
-        devices = {"cpu", *(tensor.device.type for tensor in self._arguments.tensors())}
-        self._surroundings = Surroundings.now(devices)
-        self._randomness = None if how.rng is None else Randomness.now(how.rng).kept()
-        self._witness = None
+        self._arguments = Arguments(how.name, args, kwargs)
+        self._state = LayerState(
+            how.name, how.layer, how.written or Written(set()), self._arguments.tensors
+        )
+        self._conditions = Conditions(how.rng, tensors_of((args, kwargs)))
+        self._surroundings = Surroundings.now(self._conditions.kinds)
+        self._generators = [*map(saved_value, self._conditions.take_states())]
+        self._witness: Witness | None = None
+        self._choices: KeptChoices | None = None
         if how.layer is not None:
             signature = None
             if how.guard.verify == "first":
-                signature = Signature.of(how.layer, args, kwargs, self._surroundings)
+                settings = *self._surroundings.kinds(), str(self._conditions.autocast)
+                signature = Signature.of(how.layer, args, kwargs, settings)
             if how.guard.wants(signature):
                 self._witness = Witness(how.name, how.rng, how.layer, how.guard, signature)
-        self._choices = None
-        if how.layer is not None and (how.guard.has_router is not False or self._witness):
-            self._choices = KeptChoices()
-        self.slots: list[weakref.ref[_SavedSlot]] = []
+            if how.guard.has_router is not False or self._witness:
+                self._choices = KeptChoices()
+        self.slots: list[weakref.ref[Handle]] = []
         self.forms: list[tuple[tuple[int, ...], torch.dtype, torch.device]] = []
         self._is_complete = False
         # What a first forward saves. It stays if the forward wrote to a parameter, of which there
         # is no copy: this call is then not recomputed.
-        self._held: list[tuple[Tensor, int | None]] = []
-        self._values: dict[int, dict[int, tuple[Tensor, int | None]]] = {}
+        self._held: list[Saved] = []
+        self._values: dict[int, dict[int, Saved]] = {}
         self._was_read: set[tuple[int, int]] = set()
         self._lock = threading.RLock()
 
     def forward(self, args: Args, kwargs: Kwargs) -> Any:
         """Runs the function with slots in place of its saved tensors, and returns its outputs."""
-        if self._witness is not None:
-            self._witness.begin(args, kwargs)
+        witness, results, choices = self._witness, self.how.results, self._choices
+        if witness is not None:
+            witness.begin(args, kwargs)
         with ExitStack() as around:
-            around.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, unpacked))
-            if self.how.results is not None:
-                around.enter_context(self.how.results.keeping())
-            if self._choices is not None:
-                around.enter_context(self._choices.keeping())
+            around.enter_context(saved_tensors_hooks(self._pack, unpacked))
+            for kept in (results, choices):
+                if kept is not None:
+                    around.enter_context(kept.keeping())
             outputs = self._function(*args, **kwargs)
-        if self._witness is not None:
-            self._witness.end(outputs)
-            self._witness.settle()
+        if witness is not None:
+            witness.end(outputs)
+            witness.settle()
         # Each `settle` compares with the state before the forward. It keeps what a replay must
         # restore and drops the rest, so most copies live only as long as the forward.
-        self._arguments.settle()
-        if self._state is None or self._state.settle():
+        self._arguments.check_unchanged("by its forward")
+        is_restorable, copies = self._state.settle()
+        self._arguments.settle(copies)
+        if is_restorable:
             self._held = []
-        if self.how.results is not None:
-            self.how.results.save()
-        if self._choices is not None:
-            has_router = self._choices.save()
+        if results is not None:
+            results.save()
+        if choices is not None:
+            has_router = choices.save()
             self.how.guard.has_router = has_router or bool(self.how.guard.has_router)
         self._is_complete = True
         return outputs
@@ -186,26 +192,23 @@ class _LayerCall:
         Each tensor of a replay is returned once and then forgotten, so its memory can be freed
         while backward goes on. A second read of the same slot runs another replay.
         """
-        if self._held:
-            tensor, version = self._held[number]
-        else:
-            tensor, version = self._rebuilt_value(number)
+        tensor, version = self._held[number] if self._held else self._rebuilt_value(number)
         check_unwritten(tensor, version, purpose=f"saved for backward in {self.how.name}")
         return tensor
 
-    def _rebuilt_value(self, number: int) -> tuple[Tensor, int | None]:
+    def _rebuilt_value(self, number: int) -> Saved:
         # Every backward (graph task) has its own replay. A backward inside the forward, or inside
         # another backward, must not take the tensors that the outer one still reads. Backward may
         # read slots from several threads.
         with self._lock:
             task = current_backward()
-            values = self._values.get(task)
-            if values is None or number not in values:
+            values = self._values.get(task, {})
+            if number not in values:
                 values = self._values[task] = self._rebuilt()
                 if task != NO_TASK:  # tensors that this backward does not read must not outlive it
                     engine.queue_callback(partial(_forget, weakref.ref(self), task))
             if number not in values:
-                self._forget(task)
+                del self._values[task]
                 raise RecomputeMismatch(
                     f"{self.how.name}: the replay saved fewer tensors than the forward, and "
                     f"backward needs number {number} of {len(self.slots)}"
@@ -240,22 +243,19 @@ class _LayerCall:
         handle = node.register_hook(drop)
         return True
 
-    def _forget(self, task: int) -> None:
-        self._values.pop(task, None)
-
-    def _pack(self, tensor: Tensor) -> _SavedSlot | SavedParameter:
-        if _is_parameter(tensor):  # the module holds it anyway
-            return SavedParameter(tensor, write_count_of(tensor))
-        slot = _SavedSlot(self, len(self.slots))
+    def _pack(self, tensor: Tensor) -> Handle:
+        if _is_parameter(tensor):
+            return saved_parameter(tensor)
+        slot = partial(self.value, len(self.slots))
         self.slots.append(weakref.ref(slot))
         self.forms.append(_form(tensor))
-        if self._state is not None and self._state.is_first and not self._is_complete:
+        if self._state.is_first and not self._is_complete:
             self._held.append((tensor.detach(), version_of(tensor)))
         if self._witness is not None and not self._is_complete:
             self._witness.save(tensor, tensor.grad_fn)
         return slot
 
-    def _rebuilt(self) -> dict[int, tuple[Tensor, int | None]]:
+    def _rebuilt(self) -> dict[int, Saved]:
         """Runs the replay. Returns the tensors whose slots the graph still needs, by number.
 
         Each comes with its version. A layer that writes to it later makes it useless.
@@ -271,21 +271,21 @@ class _LayerCall:
             # checkpoint around this layer may run the layer to give back what was kept for the
             # replay. So that is read before the state is exchanged.
             around.enter_context(torch.enable_grad())
-            args, kwargs = self._arguments.again()
-            randomness = None if self._randomness is None else self._randomness()
+            args, kwargs = self._arguments.again(self._state.copies)
+            states = [state() for state in self._generators]
             if witness is not None:
                 witness.look()
-            if self._state is not None:
-                around.enter_context(self._state.restored())
+            around.enter_context(self._state.restored())
             around.enter_context(drawn_again(self._arguments.generators))
-            if randomness is not None:
-                around.enter_context(randomness.replayed())
+            around.enter_context(self._conditions.repeated(states))
             around.enter_context(self._surroundings.restored())
-            around.enter_context(recomputing())
             if witness is not None:
                 witness.begin(args, kwargs)
+            # The hooks of the replay come last, so they see only what the function itself saves.
+            unpack = _identity if witness is None else witness.chosen
             try:
-                outputs = self._run_again(rebuilt, args, kwargs)
+                with saved_tensors_hooks(rebuilt.pack, unpack), self._kept_again(witness):
+                    outputs = (self.how.replay or self._function)(*args, **kwargs)
             except BaseException as error:
                 # A scripted function turns _Enough into an error of its own. Or it ends the replay
                 # of a call around this one.
@@ -303,18 +303,14 @@ class _LayerCall:
             self._witness = None if witness.is_done else witness
         return rebuilt.values
 
-    def _run_again(self, rebuilt: _Rebuilt, args: Args, kwargs: Kwargs) -> Any:
-        # The hooks of the replay come after `again`, so they see only what the function itself
-        # saves.
-        witness, results = rebuilt.witness, self.how.results
-        unpack = _identity if witness is None else witness.chosen
+    @contextmanager
+    def _kept_again(self, witness: Witness | None) -> Iterator[None]:
         with ExitStack() as around:
-            around.enter_context(torch.autograd.graph.saved_tensors_hooks(rebuilt.pack, unpack))
-            if results is not None:
-                around.enter_context(results.reusing(again=witness is not None))
+            if self.how.results is not None:
+                around.enter_context(self.how.results.reusing(again=witness is not None))
             if self._choices is not None:
                 around.enter_context(self._choices.reusing())
-            return (self.how.replay or self._function)(*args, **kwargs)
+            yield
 
 
 class _Rebuilt:
@@ -327,7 +323,7 @@ class _Rebuilt:
     """
 
     def __init__(self, call: _LayerCall, witness: Witness | None, *, is_whole: bool) -> None:
-        self._call, self.witness, self._expected = call, witness, len(call.slots)
+        self._call, self._witness, self._expected = call, witness, len(call.slots)
         results = call.how.results
         may_stop = call.how.guard.stops_early if results is None or results.skip_tail else False
         # A replay that runs to the end shows whether later ones may stop where the last tensor is
@@ -338,7 +334,7 @@ class _Rebuilt:
         self._count = 0
         self._last: list[Tensor] = []
         self._are_computed: list[bool] = []
-        self.values: dict[int, tuple[Tensor, int | None]] = {}
+        self.values: dict[int, Saved] = {}
         self.tensors: list[Tensor] = []
 
     def pack(self, tensor: Tensor) -> Any:
@@ -347,7 +343,7 @@ class _Rebuilt:
         RecomputeMismatch: it has another form than in the forward.
         """
         if _is_parameter(tensor):
-            return tensor if self.witness is None else (-1, tensor)
+            return tensor if self._witness is None else (-1, tensor)
         number, self._count = self._count, self._count + 1
         self._are_computed.append(tensor.requires_grad)
         detached = tensor.detach()  # an output with its graph would hold that graph: a cycle
@@ -360,8 +356,8 @@ class _Rebuilt:
                 )
             if self._call.slots[number]() is not None:
                 self.values[number] = detached, version_of(detached)
-            if self.witness is not None:
-                self.witness.save(detached, tensor.grad_fn)
+            if self._witness is not None:
+                self._witness.save(detached, tensor.grad_fn)
             if not self._stops:
                 self.tensors.append(detached)
             if self._count == self._expected:
@@ -370,7 +366,7 @@ class _Rebuilt:
                     raise _Enough(self._call)
                 if self._tries:
                     self._last = hash_last(self.tensors)
-        return detached if self.witness is None else (number, detached)
+        return detached if self._witness is None else (number, detached)
 
     def check(self) -> None:
         """Ends a replay that ran to its end.
@@ -396,19 +392,6 @@ class _Rebuilt:
             f"{self._call.how.name}: {what}. Something that the function reads has changed in "
             "between, or it does not do the same twice, as a router that chooses by other noise"
         )
-
-
-class _SavedSlot:
-    """The object that the graph holds in place of a saved tensor."""
-
-    __slots__ = ("__weakref__", "call", "number")
-
-    def __init__(self, call: _LayerCall, number: int) -> None:
-        self.call, self.number = call, number
-
-    def tensor(self) -> Tensor:
-        """Returns the tensor, rebuilt."""
-        return self.call.value(self.number)
 
 
 class _Enough(BaseException):
@@ -441,4 +424,4 @@ def _identity(tensor: Tensor) -> Tensor:
 def _forget(reference: weakref.ref[_LayerCall], task: int) -> None:
     call = reference()
     if call is not None:
-        call._forget(task)
+        call._values.pop(task, None)

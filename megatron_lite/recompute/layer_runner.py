@@ -79,17 +79,19 @@ def _run(
     """Runs one segment and returns its output. previous: the grad_fn of the last split unit."""
     if not segment.unit and not segment.ops:
         return _chain(plan, segment, layers, rng)(*args)
+    # What few policies need is imported late.
     record, results = None, None
     if plan.verify:
-        # A verified replay must be the forward itself, with nothing left out. A plan with `verify`
-        # has no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
         from megatron_lite.recompute.verify import Record
 
         record = Record(_name(segment), rng)
     if segment.ops:
+        from megatron_lite.recompute.hooked import How, rebuild_saved
         from megatron_lite.recompute.ops import KeptResults
 
         results = KeptResults(segment.ops, skip_tail=plan.skip_tail)
+    # A verified replay must be the forward itself, with nothing left out. A plan with `verify` has
+    # no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
     forward = _chain(plan, segment, layers, rng, record=record, results=results)
     forward = forward if record is None else record.recorded(forward)
     replay = (
@@ -97,32 +99,23 @@ def _run(
         if plan.skip_tail
         else None
     )
+    if results is None:
+        return checkpoint(
+            forward,
+            *args,
+            rng=rng,
+            replay=replay,
+            split_group=split_group,
+            previous=previous if segment.split else None,
+        )
     # Tables that the model holds anyway are bound to the function: they are not arguments, so the
     # engine does not keep them a second time. A tensor belongs to the micro-batch and is kept.
-    if results is not None:
-        # Imported late: only a policy that keeps results needs the engine for any function.
-        from megatron_lite.recompute.hooked import rebuild_saved
-
-        hidden_states, *extras = args
-        tensors = [extra for extra in extras if isinstance(extra, Tensor)]
-        output: Tensor = rebuild_saved(
-            _bound(forward, extras),
-            hidden_states,
-            *tensors,
-            name=_name(segment),
-            results=results,
-            rng=rng,
-            replay=replay and _bound(replay, extras),
-        )
-        return output
-    return checkpoint(
-        forward,
-        *args,
-        rng=rng,
-        replay=replay,
-        split_group=split_group,
-        previous=previous if segment.split else None,
+    hidden_states, *extras = args
+    tensors = [extra for extra in extras if isinstance(extra, Tensor)]
+    how = How(
+        name=_name(segment), results=results, rng=rng, replay=replay and _bound(replay, extras)
     )
+    return rebuild_saved(_bound(forward, extras), (hidden_states, *tensors), {}, how)
 
 
 def _chain(

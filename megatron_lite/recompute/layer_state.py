@@ -1,4 +1,5 @@
-"""Restores a layer's state for a replay: all that its modules hold.
+"""Restores a layer's state for a replay: all that its modules hold. It also finds written
+arguments.
 
 A replay runs with the values that the forward found. Afterwards the layer has the values from
 before the replay. Examples are BatchNorm statistics, the vectors of a spectral norm, counters,
@@ -21,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.tensor_hash import quick_hash, read
-from megatron_lite.recompute.contents import Contents, Part, Value
+from megatron_lite.recompute.contents import Contents, Part, Value, unobserved
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
+from megatron_lite.recompute.replay import replay_inputs
 from megatron_lite.recompute.saved import check_unwritten, has_values
-from megatron_lite.recompute.verify import unobserved
 
 HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("hooks"))
 PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -36,82 +36,90 @@ class Written:
     """A record of the state and the arguments that the forwards of a layer wrote to.
 
     The first forward copies buffers, attributes and arguments, and hashes parameters and what
-    objects hold, and compares. Later forwards copy only the tensors, arrays and arguments in this
-    record.
+    objects hold, and compares. Later forwards copy only what is in this record.
 
-    state: the names of tensors, arrays and objects of the layer; None before the first forward.
-    arguments: their places among the flattened arguments; None before the first forward.
+    names: of tensors, arrays, objects and arguments; None before the first forward.
     """
 
-    state: set[str] | None = None
-    arguments: set[int] | None = None
+    names: set[str] | None = None
 
 
 class LayerState:
-    """The state of `layer` before a forward.
+    """The state of `layer` before a forward, and what the forward may write to besides.
 
     Make it before the forward, call `settle` after the forward, and `restored` around each replay.
+
+    layer: None for a function without a state.
+    arguments: the tensors among the arguments, by names that no tensor of the layer has.
+    copies: the values before the forward of what it may write to; after `settle`, of what it wrote
+        to in the layer.
     """
 
-    def __init__(self, name: str, layer: nn.Module, written: Written) -> None:
+    def __init__(
+        self, name: str, layer: nn.Module | None, written: Written, arguments: dict[str, Tensor]
+    ) -> None:
         self._name, self._layer, self._written = name, layer, written
-        self.is_first = written.state is None
-        found = written.state or set()
-        self._contents = Contents.of_layer(layer, lambda name: self.is_first or name in found)
+        self.is_first, found = written.names is None, written.names or set()
+
+        def enters(name: str) -> bool:
+            return self.is_first or name in found
+
+        self._contents = Contents() if layer is None else Contents.of_layer(layer, enters)
         # A tensor with a graph is a result of an earlier forward.
         self._parts = self._contents.parts = {
             part.name: part
             for part in self._contents.parts.values()
             if not isinstance(part.value, Tensor) or part.value.is_leaf
-        }
+        } | {name: Part(name, "", tensor) for name, tensor in arguments.items()}
+        self._arguments = {*arguments}  # names alone: their graphs must not live on here
         self._trainable = [
             (part.value, part.value.requires_grad)
             for part in self._parts.values()
             if isinstance(part.value, nn.Parameter)
         ]
-        self._global = [GeneratorState.of(each) for each in GLOBAL]
+        self._global = [GeneratorState.of(each) for each in GLOBAL if layer is not None]
         self._is_settled = False
         with unobserved():
-            self._copies = {
-                name: _copied(part.value)
+            self.copies = {
+                name: copied(part.value)
                 for name, part in self._parts.items()
                 if _has_values(part) and (name in found or (self.is_first and _is_small(part)))
             }
-            self._hashes = {
-                name: quick_hash(part.value)
-                for name, part in self._parts.items()
-                if _has_values(part) and self.is_first and name not in self._copies
-            }
+        # BatchNorm's kernels do not count their writes to the running statistics, nor does
+        # `weight.data.copy_`. So the first forward compares the values.
+        if self.is_first:
+            self._contents.hash_values()
 
-    def settle(self) -> bool:
+    def settle(self) -> tuple[bool, dict[str, Tensor]]:
         """Drops the copies of what the forward did not change. Call it after the forward.
 
-        Returns whether a replay can restore everything. The first forward may have written to a
-        parameter, of which it has no copy.
+        Returns whether a replay can restore everything, since the first forward may have written to
+        a parameter, of which it has no copy; and the copies of arguments, which it drops, too.
         RuntimeError: a later forward changed something that no earlier one changed, so the old
         value was not copied.
         """
         # The states are large, and few layers draw from the global generators.
         self._global = [each for each in self._global if each.is_changed()]
-        changed = self._changed()
-        objects = {owner for _, owner in self._contents.changed()} | {
-            self._parts[name].owner for name in changed
-        }
-        self._written.state = (self._written.state or set()) | changed | objects
-        lost = changed - self._copies.keys()
+        written = {part.name: part for part in self._contents.written()}
+        owners = {part.owner for part in written.values()}
+        owners |= {owner for _, owner in self._contents.changed()}
+        self._written.names = (self._written.names or set()) | written.keys() | owners
+        lost = written.keys() - self.copies.keys()
         for name in lost if not self.is_first else ():
             raise RuntimeError(
-                f"{self._name} wrote to its {_kind(self._parts[name])} {name}, which its first "
-                "forward did not: there is no copy of the old value for a replay. The next forward "
-                "makes one; to avoid this one error, take the layer out of the policy"
+                f"{self._name} wrote to its {self._told(name)}, which its first forward did not: "
+                "there is no copy of the old value for a replay. The next forward makes one; to "
+                "avoid this one error, take the layer out of the policy"
             )
-        self._copies = {name: before for name, before in self._copies.items() if name in changed}
-        self._hashes = {}
-        self._contents.settle(self._written.state | {""})
-        for part in self._parts.values():
-            part.version = part.version_now()
+        if self.is_first:  # later forwards take what changed once to change every time
+            self.copies = {name: self.copies[name] for name in written.keys() - lost}
+        self._contents.settle(self._written.names | {""})
         self._is_settled = True
-        return not lost
+        for name in self._arguments:
+            del self._parts[name]
+        return not lost, {
+            name: self.copies.pop(name) for name in self._arguments if name in self.copies
+        }
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -124,20 +132,20 @@ class LayerState:
         self._check_unwritten()
         again = {
             id(self._parts[name].value): _again(self._parts[name].value, before)
-            for name, before in self._copies.items()
+            for name, before in self.copies.items()
         }
 
         def exchanged(value: Any) -> Any:
             if isinstance(value, Value) and id(value) not in again:
                 check_unwritten(*value)
                 # an input of the replay that requires grad; gradients are on in a replay
-                (again[id(value)],) = ReplayInputs.apply(value.tensor.detach().requires_grad_())
+                again.update(replay_inputs({id(value): value.tensor.detach()})[0])
             return again.get(id(value), value)
 
         with ExitStack() as around:
             around.enter_context(_trainable_as(self._trainable))
             around.enter_context(self._contents.restored(exchanged))
-            for module in self._layer.modules():
+            for module in () if self._layer is None else self._layer.modules():
                 if isinstance(module, torch.jit.ScriptModule):  # its registries are of another kind
                     for name, buffer in module._buffers.items():
                         if id(buffer) in again:
@@ -151,72 +159,44 @@ class LayerState:
         for name, part in self._parts.items() if self._is_settled else ():
             if part.version_now() == part.version:
                 continue
-            if isinstance(part.value, nn.Parameter) or name not in self._copies:
+            if isinstance(part.value, nn.Parameter) or name not in self.copies:
                 raise RuntimeError(
-                    f"{self._name}: its {_kind(part)} {name} was written to after the forward and "
+                    f"{self._name}: its {self._told(name)} was written to after the forward and "
                     "before backward, so that a replay would compute something else. Run backward "
                     "before you write to it, as an optimizer's step does"
                 )
 
-    def _changed(self) -> set[str]:
-        changed = {name for name, part in self._parts.items() if part.version_now() != part.version}
-        # BatchNorm's kernels do not count their writes to the running statistics, nor does
-        # `weight.data.copy_`. So the first forward compares the values. Later forwards take what
-        # changed once to change every time.
-        if not self.is_first:
-            return changed | self._copies.keys()
-        with unobserved():
-            before = {
-                name: each if name in self._hashes else quick_hash(each)
-                for name, each in (self._copies | self._hashes).items()
-                if name not in changed and isinstance(each, Tensor)
-            }
-            now = [quick_hash(self._parts[name].value) for name in before]
-            values = read([*before.values(), *now])
-        pairs = zip(before, values, values[len(before) :], strict=False)
-        return changed | {name for name, one, other in pairs if one != other}
-
-
-def _kind(part: Part) -> str:
-    if isinstance(part.value, nn.Parameter):
-        return "parameter"
-    return "tensor" if isinstance(part.value, Tensor) else "array"
+    def _told(self, name: str) -> str:
+        if name in self._arguments:
+            return name
+        value = self._parts[name].value
+        if isinstance(value, nn.Parameter):
+            return f"parameter {name}"
+        return f"{'tensor' if isinstance(value, Tensor) else 'array'} {name}"
 
 
 def _is_small(part: Part) -> bool:
     """Tells whether the first forward copies it, and does not only hash it."""
-    return not isinstance(part.value, Tensor) or not (part.owner or _kind(part) == "parameter")
+    return not isinstance(part.value, Tensor) or not (
+        part.owner or isinstance(part.value, nn.Parameter)
+    )
 
 
 def _has_values(part: Part) -> bool:
     return not isinstance(part.value, Tensor) or has_values(part.value)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Returns a copy of a tensor, without its graph, or of an array."""
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()
 
 
 def _again(value: Any, before: Any) -> Any:
     """Returns a new tensor or array with the value before the forward, for one replay."""
-    new = _copied(before)
+    new = copied(before)
     if isinstance(value, nn.Parameter):
         return nn.Parameter(new, requires_grad=value.requires_grad)
     return new.requires_grad_(value.requires_grad) if isinstance(value, Tensor) else new
-
-
-class ReplayInputs(torch.autograd.Function):
-    """Makes the inputs of a replay results of an operation.
-
-    A layer may write to such tensors in place, which autograd refuses for leaves that require grad.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
-        return tuple(leaf.detach() for leaf in leaves)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_lite.parallel.torch_internals import next_node_number, write_count_of
 from megatron_lite.recompute.pool import Memory, Slot
-from megatron_lite.recompute.saved import bytes_of, moving
+from megatron_lite.recompute.saved import MovedStorage, bytes_of, moving
 
 Mark = Any  # the end of a copy: an event of the device, or None if the copy is synchronous
 
@@ -113,13 +113,13 @@ class Offload:
         # the number of the graph's next node when it was saved
         waiting: list[tuple[Tensor, int, _OnHost, int]] = []
 
-        def move(tensor: Tensor) -> _OnHost:
+        def move(tensor: Tensor) -> MovedStorage:
             copy_out(next_node_number())
             slot = memory.take(tensor.untyped_storage().nbytes())
             copy = _OnHost(self._copy_streams, slot, group, tensor.device)
             group.copies.append(weakref.ref(copy))
             waiting.append((tensor.detach(), write_count_of(tensor), copy, next_node_number()))
-            return copy
+            return copy.memory
 
         # An operator may save a tensor before it fills it (RReLU), so a copy begins when another
         # operator saves, which has a larger number, or when the segment ends.

@@ -37,7 +37,7 @@ from megatron_lite.parallel.torch_internals import (
     without_dispatch_key,
 )
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.saved import Args, Kwargs, SavedValue, version_of
+from megatron_lite.recompute.saved import Args, Kwargs, saved_value, version_of
 
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
 Run = Callable[[Place, Args, Kwargs], Any]
@@ -76,7 +76,7 @@ class KeptResults:
         self._kept = {
             place: tree_map(
                 lambda each: (
-                    SavedValue(each.value) if isinstance(each.value, Tensor) else each.value
+                    saved_value(each.value) if isinstance(each.value, Tensor) else each.value
                 ),
                 result,
             )
@@ -161,10 +161,7 @@ class KeptResults:
         kept = self._kept.get(place)
         if kept is None or _is_written(kept):
             return place[0](*args, **kwargs)
-        return tree_map(
-            lambda saved: saved.tensor() if isinstance(saved, (SavedValue, _Result)) else saved,
-            kept,
-        )
+        return tree_map(lambda saved: saved() if callable(saved) else saved, kept)
 
 
 class _Numbering(KeepsResults):
@@ -208,7 +205,7 @@ class _Result:
                 self.value = value.detach()
             self.version = version_of(self.value)
 
-    def tensor(self) -> Any:
+    def __call__(self) -> Any:
         """Returns the result to a replay that happens inside the forward."""
         return self.value.detach() if isinstance(self.value, Tensor) else self.value
 

@@ -11,14 +11,12 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lite.parallel.generators import Generators, RngSnapshot
-from megatron_lite.recompute.saved import SavedValue
 
 CPU = "cpu"
 
@@ -44,23 +42,9 @@ class Randomness(NamedTuple):
         cpu = {} if streams.device.type == "cpu" else {CPU: torch.get_rng_state()}
         return cls(streams, snapshot.current, snapshot.states | cpu)
 
-    def copies(self) -> list[Tensor]:
-        """Returns copies of the states, each in its own storage.
-
-        Snapshots share the tensors of streams that did not draw in between. With copies, each call
-        keeps as many bytes as the memory model predicts for it.
-        """
-        return [state.clone() for state in self.states.values()]
-
-    def filled(self) -> Callable[[Iterable[Tensor]], Randomness]:
-        """Returns a function that makes this object from the states alone, which it does not
-        hold."""
-        return partial(_filled, self.streams, self.current, tuple(self.states))
-
-    def kept(self) -> Callable[[], Randomness]:
-        """Keeps the states through the saved-tensor hooks in force; the result returns them."""
-        filled, states = self.filled(), [SavedValue(state) for state in self.copies()]
-        return lambda: filled(state.tensor() for state in states)
+    def with_states(self, states: Iterable[Any]) -> Randomness:
+        """Returns this object with other states, in the same order."""
+        return self._replace(states=dict(zip(self.states, states, strict=True)))
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
@@ -81,12 +65,6 @@ class Randomness(NamedTuple):
         self.streams.restore(RngSnapshot(self.current, states))
         if cpu is not None:
             torch.set_rng_state(cpu)
-
-
-def _filled(
-    streams: Generators, current: str, names: tuple[str, ...], states: Iterable[Tensor]
-) -> Randomness:
-    return Randomness(streams, current, dict(zip(names, states, strict=True)))
 
 
 class DefaultGenerators:

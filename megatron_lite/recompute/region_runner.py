@@ -16,18 +16,18 @@ in force before receive every other saved tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.checkpoint import checkpoint, rebuilt_outputs
-from megatron_lite.recompute.saved import exchanging
+from megatron_lite.recompute.saved import Handle, bytes_of, exchanging, view_in
 
 if TYPE_CHECKING:
     from megatron_lite.recompute.ops import KeptResults
@@ -36,63 +36,33 @@ if TYPE_CHECKING:
 DISCARDING = frozenset(name for name, facts in REGIONS.items() if facts.method == "discard")
 
 
-class DiscardedOutputs:
-    """The outputs that are discarded during one layer's forward."""
+@contextmanager
+def discarding() -> Iterator[Callable[[Tensor], None]]:
+    """Yields a function `discard(output)`, from which on a save of `output`, or of a view of it, in
+    the block stores a recipe.
 
-    def __init__(self) -> None:
-        # by the address of the storage; the tensor keeps it in use
-        self._discarded: dict[int, Tensor] = {}
-
-    def discard(self, output: Tensor) -> None:
-        """Makes every later save of `output`, or of a view of it, store a recipe.
-
-        output: must come from checkpoint(..), since the recipe rebuilds it through its grad_fn.
-        """
-        self._discarded[_storage(output)] = output
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Stores recipes for discarded outputs that operations inside the block save.
-
-        The discarded outputs are released at the end of the block.
-        """
-        # A recipe must not refer to this object: that would be a cycle with the graph in it.
-        discarded = self._discarded
-
-        def recipe(tensor: Tensor) -> _Recipe | None:
-            owner = discarded.get(_storage(tensor))
-            if owner is None:
-                return None
-            return _Recipe(
-                owner.grad_fn, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            )
-
-        with exchanging(recipe):
-            try:
-                yield
-            finally:
-                discarded.clear()
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    """Rebuilds a saved view from the checkpoint whose output it is a view of.
-
-    node: the grad_fn of the checkpoint.
-    size, stride, offset: the place of the view in the output's storage.
+    The output must come from checkpoint(..), since the recipe rebuilds it through its grad_fn. The
+    discarded outputs are released at the end of the block.
     """
+    # By the address of the storage; the tensor keeps it in use.
+    discarded: dict[int, Tensor] = {}
 
-    node: Any
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    def recipe(tensor: Tensor) -> Handle | None:
+        owner = discarded.get(address_of(tensor.untyped_storage()))
+        return None if owner is None else view_in(partial(_rebuilt_bytes, owner.grad_fn), tensor)
 
-    def tensor(self) -> Tensor:
-        return rebuilt_outputs(self.node).detach().as_strided(self.size, self.stride, self.offset)
+    def discard(output: Tensor) -> None:
+        discarded[address_of(output.untyped_storage())] = output
+
+    with exchanging(recipe):
+        try:
+            yield discard
+        finally:
+            discarded.clear()
 
 
-def _storage(tensor: Tensor) -> int:
-    return address_of(tensor.untyped_storage())
+def _rebuilt_bytes(node: Any) -> Tensor:
+    return bytes_of(rebuilt_outputs(node))
 
 
 @dataclass(frozen=True)
@@ -138,8 +108,8 @@ class Regions:
     skip_layer_tail: bool = False
     record: Record | None = None
     results: KeptResults | None = None
-    discarded: DiscardedOutputs = field(default_factory=DiscardedOutputs)
     _called: set[str] = field(default_factory=set, init=False)
+    _discard: list[Callable[[Tensor], None]] = field(default_factory=list, init=False)
 
     def run(
         self, name: str, function: Callable[..., Any], *args: Any, skip_tail: bool = False
@@ -172,7 +142,7 @@ class Regions:
         output = checkpoint(self._verified(name, function, None), *args, rng=None)
         # The recipe finds the replay through the output's grad_fn. Under no_grad there is none.
         if output.grad_fn is not None:
-            self.discarded.discard(output)
+            self._discard[0](output)
         return output
 
     def redraw(self, name: str, draw: Callable[[], Tensor]) -> Redraw | None:
@@ -204,7 +174,11 @@ class Regions:
 
         Raises ValueError if the layer has not called a region that is to be rebuilt.
         """
-        with self.discarded.hooks() if self.rebuilt & DISCARDING else nullcontext():
+        if self.rebuilt & DISCARDING:
+            with discarding() as discard:
+                self._discard.append(discard)
+                yield
+        else:
             yield
         for name in sorted(self.rebuilt - self._called):
             # Without dropout, as in an evaluation, there is no mask to draw again, and without a
@@ -226,7 +200,7 @@ class Regions:
     def _record(self, name: str, rng: RngStreams | None) -> Record | None:
         if not self.verify:
             return None
-        from megatron_lite.recompute.verify import Record
+        from megatron_lite.recompute.verify import Record  # imported late: few runs verify
 
         return Record(f"layer {self.layer}, {name}", rng)
 

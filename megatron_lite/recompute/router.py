@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_lite.parallel.torch_internals import TorchDispatchMode, disable_current_modes
-from megatron_lite.recompute.saved import Kwargs, SavedValue
+from megatron_lite.recompute.saved import Handle, Kwargs, saved_value
 
 TOP_K = frozenset({torch.topk, Tensor.topk})
 Run = Callable[..., Any]  # in place of the operator: takes it, and its arguments
@@ -32,7 +32,7 @@ class KeptChoices:
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
-        self._saved: list[SavedValue] = []
+        self._saved: list[Handle] = []
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -51,13 +51,13 @@ class KeptChoices:
 
         Returns whether there are any.
         """
-        self._saved, self._kept = [*map(SavedValue, self._kept)], []
+        self._saved, self._kept = [*map(saved_value, self._kept)], []
         return bool(self._saved)
 
     @contextmanager
     def reusing(self) -> Iterator[None]:
         """Makes the calls of a replay inside the block choose as those of the forward."""
-        kept = iter([*(each.tensor() for each in self._saved), *self._kept])
+        kept = iter([*(each() for each in self._saved), *self._kept])
 
         def reuse(operator: Any, scores: Tensor, k: int, dim: int = -1, *args: Any) -> Any:
             indices = next(kept, None)

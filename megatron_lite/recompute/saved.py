@@ -10,11 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron_lite.parallel.torch_internals import (
     address_of,
@@ -26,25 +27,14 @@ from megatron_lite.parallel.torch_internals import (
 )
 
 IN_FORCE = object()
-_PLAIN: Any = (Tensor.detach, None)
-
-
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
 
-class SavedHandle(Protocol):
-    """The object that the graph holds in place of a saved tensor."""
-
-    def tensor(self) -> Tensor:
-        """Returns the tensor, which backward needs now."""
-
-
-class MovedStorage(Protocol):
-    """A copy of a storage. It lives as long as the graph needs any view of the storage."""
-
-    def memory(self) -> Tensor:
-        """Returns its bytes on the device of the original, ready for the current stream."""
+Handle = Callable[[], Tensor]  # what the graph holds in place of a saved tensor, which it returns
+# A copy of a storage, which lives as long as the graph needs any view of it. It returns the bytes
+# on the device of the original, ready for the current stream.
+MovedStorage = Callable[[], Tensor]
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -81,17 +71,17 @@ def has_values(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def exchanging(exchange: Callable[[Tensor], SavedHandle | None]) -> Iterator[None]:
+def exchanging(exchange: Callable[[Tensor], Handle | None]) -> Iterator[None]:
     """Keeps `exchange(tensor)` in place of each tensor that is saved inside the block.
 
     If that is None, the tensor goes to the hooks that were in force before.
     """
     outer = hooks_in_force()
 
-    def pack(tensor: Tensor) -> SavedHandle:
-        return exchange(tensor) or SavedValue(tensor, outer)
+    def pack(tensor: Tensor) -> Handle:
+        return exchange(tensor) or saved_value(tensor, outer)
 
-    with torch.autograd.graph.saved_tensors_hooks(untraced(pack), unpacked):
+    with saved_tensors_hooks(untraced(pack), unpacked):
         yield
 
 
@@ -119,7 +109,7 @@ def moving(
         tuple[weakref.ref[torch.UntypedStorage], MovedStorage | None],
     ] = {}
 
-    def exchange(tensor: Tensor) -> SavedHandle | None:
+    def exchange(tensor: Tensor) -> Handle | None:
         storage = tensor.untyped_storage() if _can_move(tensor, kind) else None
         if storage is None or address_of(storage) in fixed or storage.nbytes() == 0:
             return None
@@ -128,7 +118,7 @@ def moving(
         known = moved.get(place)
         if known is None or known[0]() is not storage:  # another storage at the same address
             known = moved[place] = weakref.ref(storage), move(tensor) if wanted() else None
-        return None if known[1] is None else _View.of(tensor, known[1])
+        return None if known[1] is None else view_in(known[1], tensor)
 
     with exchanging(exchange):
         try:
@@ -142,33 +132,27 @@ def hooks_in_force() -> Any:
     return saved_tensors_hooks_in_force(False)
 
 
-class SavedValue:
-    """A tensor kept through saved-tensor hooks, as autograd keeps its saved tensors.
+def saved_value(tensor: Tensor, hooks: Any = IN_FORCE) -> Handle:
+    """Keeps a tensor through saved-tensor hooks, as autograd keeps its saved tensors.
 
-    The tensor stays kept as long as this object lives.
+    The tensor stays kept as long as the result lives. The result returns it, detached from any
+    graph. If there are no hooks, it raises RuntimeError if the tensor was written to since; torch
+    leaves that check to the hooks, too.
 
     hooks: a pair of them; by default those in force. None: the tensor itself is kept.
     """
+    pair: Any = hooks_in_force() if hooks is IN_FORCE else hooks
+    # An output with its graph would hold that graph: a cycle.
+    pack, unpack = pair or (Tensor.detach, None)
+    packed, version = pack(tensor), version_of(tensor)
 
-    __slots__ = ("_packed", "_unpack", "_version")
+    def value() -> Tensor:
+        if unpack is None:
+            check_unwritten(packed, version)
+        found: Tensor = packed if unpack is None else unpack(packed)
+        return found.detach()
 
-    def __init__(self, tensor: Tensor, hooks: Any = IN_FORCE) -> None:
-        pair: Any = hooks_in_force() if hooks is IN_FORCE else hooks
-        # An output with its graph would hold that graph: a cycle.
-        pack, self._unpack = pair or _PLAIN
-        self._packed, self._version = pack(tensor), version_of(tensor)
-
-    def tensor(self) -> Tensor:
-        """Returns the tensor, detached from any graph.
-
-        RuntimeError: it was written to since. If there are hooks, that check is left to them:
-            torch makes none then.
-        """
-        if self._unpack is None:
-            check_unwritten(self._packed, self._version)
-            return self._packed.detach()
-        tensor: Tensor = self._unpack(self._packed)
-        return tensor.detach()
+    return value
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -176,33 +160,22 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-@dataclass(frozen=True)
-class _View:
-    """A view of a moved storage.
+def view_in(moved: MovedStorage, tensor: Tensor) -> Handle:
+    """Returns what makes the tensor again from the bytes of its storage."""
+    return partial(
+        _viewed, moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+    )
 
-    moved: the copy of the storage.
-    dtype, size, stride, offset: the place of the tensor in it.
-    """
 
-    moved: MovedStorage
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor, moved: MovedStorage) -> _View:
-        return cls(
-            moved, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-        )
-
-    def tensor(self) -> Tensor:
-        memory = self.moved.memory()
-        # A slot of an arena begins inside a larger storage. Its start is a multiple of 512 bytes,
-        # so it is a whole number of elements.
-        first = int(memory.storage_offset()) // self.dtype.itemsize + self.offset
-        tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return tensor.set_(memory.untyped_storage(), first, self.size, self.stride)
+def _viewed(
+    moved: MovedStorage, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int
+) -> Tensor:
+    memory = moved()
+    # A slot of an arena begins inside a larger storage. Its start is a multiple of 512 bytes, so it
+    # is a whole number of elements.
+    first = int(memory.storage_offset()) // dtype.itemsize + offset
+    tensor = torch.empty(0, dtype=dtype, device=memory.device)
+    return tensor.set_(memory.untyped_storage(), first, size, stride)
 
 
 def _unknown_part(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, ...]:
@@ -216,9 +189,9 @@ def _unknown_part(tensor: Tensor, storage: torch.UntypedStorage) -> tuple[int, .
     return int(tensor.storage_offset()), *tensor.shape
 
 
-def unpacked(kept: SavedHandle) -> Tensor:
+def unpacked(kept: Handle) -> Tensor:
     """Returns the saved tensor: the hook that goes with a `pack` that returns handles."""
-    return kept.tensor()
+    return kept()
 
 
 def _can_move(tensor: Tensor, kind: str) -> bool:
@@ -233,21 +206,16 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
     )
 
 
-class SavedParameter(NamedTuple):
-    """A parameter that was saved for backward, and its version at that moment."""
+def saved_parameter(parameter: Tensor) -> Handle:
+    """Keeps a parameter, which its module holds anyway.
 
-    parameter: Tensor
-    version: int
+    The result raises RuntimeError if it was written to since, by an optimizer's step for example.
+    """
+    version = version_of(parameter)
 
-    def tensor(self) -> Tensor:
-        """Returns the parameter.
+    def value() -> Tensor:
+        purpose = "needed for gradient computation"
+        check_unwritten(parameter, version, what="parameter", purpose=purpose)
+        return parameter
 
-        RuntimeError: it was written to since, by an optimizer's step for example.
-        """
-        check_unwritten(
-            self.parameter,
-            self.version,
-            what="parameter",
-            purpose="needed for gradient computation",
-        )
-        return self.parameter
+    return value

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 from megatron_lite.parallel.torch_internals import tree_leaves
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.phase import allocating_on_host
-from megatron_lite.recompute.pool import Pool
+from megatron_lite.recompute.pool import Arena, Pool, keeping_in
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
-from megatron_lite.recompute.running import running_modules
 
 if TYPE_CHECKING:
-    from megatron_lite.recompute.arena import Arena
     from megatron_lite.recompute.offload import CopyStreams, Offload
 
 Opened = Callable[[Segment, Iterable[Any]], AbstractContextManager[None]]
@@ -74,8 +72,6 @@ class Stores:
                 return offload.segment(arena or self.pool, stay=_tensors(shared))
             if arena is None:
                 return nullcontext()
-            from megatron_lite.recompute.arena import keeping_in
-
             return keeping_in(arena, kind=self.device.type, stay=_tensors(shared))
 
         try:
@@ -130,8 +126,6 @@ class Stores:
                 for segment in plan.segments
                 if segment.unit and segment.on_host == on_host
             ]
-            from megatron_lite.recompute.arena import Arena
-
             device = torch.device("cpu") if on_host else self.device
             with allocating_on_host() if on_host else nullcontext():
                 self._arenas[on_host] = Arena(
@@ -151,6 +145,8 @@ def _parts(
 
     The hooks that tell which module runs are registered for the block alone.
     """
+    from megatron_lite.recompute.running import running_modules
+
     layers, *_ = shared
     # Only the innermost running module counts: the parts name modules, and not their children.
     with ExitStack() as stack:

@@ -1,6 +1,6 @@
-"""The settings of torch around a forward, which its replay repeats.
+"""The settings of torch around a forward, besides autocast, which its replay repeats.
 
-They are autocast, the modes on torch's functions (a default device is one), the default dtype, the
+They are the modes on torch's functions (a default device is one), the default dtype, the
 choice of kernels, the number of threads, and the hooks on all modules. A caller may have set them
 for the forward alone.
 A context of another library is not known here: the verified replay finds what it changed.
@@ -27,7 +27,6 @@ from megatron_lite.parallel.torch_internals import (
     without_torch_function,
 )
 from megatron_lite.recompute.contents import Contents
-from megatron_lite.recompute.randomness import autocast_states
 
 GPUS = ("cuda", "xpu")
 Flag = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads it, sets it
@@ -80,13 +79,11 @@ def _settle_attention(kind: str) -> None:
 class Surroundings(NamedTuple):
     """The settings of torch at one moment.
 
-    autocast: the settings of each kind of device.
     flags: the values of the settings of `_flags`.
     modes: the modes on torch's functions, outermost first.
     hooks: the dictionaries of hooks on all modules.
     """
 
-    autocast: list[dict[str, Any]]
     flags: tuple[Any, ...]
     modes: tuple[Any, ...]
     hooks: Contents
@@ -100,12 +97,11 @@ class Surroundings(NamedTuple):
         for found in hooks_of_all_modules:
             hooks.note("", found)
         flags = tuple(read() for read, _ in _flags())
-        return cls(autocast_states(kinds), flags, tuple(function_modes()), hooks)
+        return cls(flags, tuple(function_modes()), hooks)
 
     def kinds(self) -> tuple[Any, ...]:
         """Returns the settings with the kinds of modes and hooks in place of these, as a key."""
         return (
-            tuple(tuple(state.values()) for state in self.autocast),
             str(self.flags),
             tuple(map(type, self.modes)),
             tuple(kind_of(hook) for found in self.hooks.containers for _, hook in found.items),
@@ -121,8 +117,6 @@ class Surroundings(NamedTuple):
                     put(then)
             around.enter_context(self.hooks.restored())
             around.enter_context(_modes_as(self.modes))
-            for state in self.autocast:
-                around.enter_context(torch.autocast(**state))
             yield
 
 

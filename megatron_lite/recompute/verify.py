@@ -8,8 +8,7 @@ A tensor can have the right values and a wrong history: a detached one loses gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -20,14 +19,10 @@ from torch.nn import Parameter
 
 from megatron_lite.parallel.generators import Generators
 from megatron_lite.parallel.tensor_hash import quick_hash, read
-from megatron_lite.parallel.torch_internals import (
-    base_of,
-    disable_current_modes,
-    tree_map,
-    without_torch_function,
-)
-from megatron_lite.recompute.contents import tensors_of
+from megatron_lite.parallel.torch_internals import base_of, tree_map
+from megatron_lite.recompute.contents import tensors_of, unobserved
 from megatron_lite.recompute.randomness import Randomness
+from megatron_lite.recompute.replay import RecomputeMismatch
 
 STREAM = "RNG stream"
 
@@ -36,10 +31,6 @@ STREAM = "RNG stream"
 SAME = {"ReshapeAliasBackward0": "ViewBackward0"}
 # FSDP2 passes a unit's inputs through this node in a forward, and not in a replay in backward.
 PASSED = "RegisterPostBackwardFunctionBackward"
-
-
-class RecomputeMismatch(RuntimeError):
-    """A replay computed something else than its forward, so its gradients would be wrong."""
 
 
 def inputs_of(named: Iterable[tuple[str, Tensor]]) -> dict[Any, str]:
@@ -110,15 +101,10 @@ class Graph(NamedTuple):
 
         whole: whether its operations must be the same, too.
         """
-        lost, new = (
-            [name.partition(" at ")[0] for name in sorted(names)]
-            for names in (self.ends - now.ends, now.ends - self.ends)
-        )
-        if lost or new:
-            changes = (("lost", lost), ("has", new))
-            return "it " + " and ".join(
-                f"{verb} {', '.join(names)}" for verb, names in changes if names
-            )
+        for verb, names in (("lost", self.ends - now.ends), ("has", now.ends - self.ends)):
+            if names:
+                found = ", ".join(name.partition(" at ")[0] for name in sorted(names))
+                return f"it {verb} {found}"
         if not whole or self.operations == now.operations:
             return None
         pairs = zip_longest(self.operations, now.operations, fillvalue="nothing")
@@ -269,13 +255,6 @@ class Record:
                 if isinstance(each, Tensor):
                     self._now.see(f"{place}: tensor {number}", each)
             self._now.see_streams(place, self.rng)
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Hides operations from modes and from autograd: they are no part of the function."""
-    with torch.no_grad(), disable_current_modes(), without_torch_function():
-        yield
 
 
 def _lies_plainly(tensor: Tensor) -> bool:

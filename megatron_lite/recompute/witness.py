@@ -27,23 +27,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron_lite.parallel.generators import Generators
-from megatron_lite.parallel.tensor_hash import differing, quick_hash, read
-from megatron_lite.parallel.torch_internals import (
-    address_of,
-    tree_flatten_with_path,
-    tree_path_text,
-)
+from megatron_lite.parallel.tensor_hash import differing, quick_hash
+from megatron_lite.parallel.torch_internals import address_of, tree_flatten_with_path
+from megatron_lite.recompute.call_arguments import argument_name
 from megatron_lite.recompute.contents import Contents, is_sharded, tensors_of
 from megatron_lite.recompute.guard import Guard, Signature
+from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.saved import Args, Kwargs, version_of
-from megatron_lite.recompute.verify import (
-    Execution,
-    Graph,
-    RecomputeMismatch,
-    described,
-    inputs_of,
-    unobserved,
-)
+from megatron_lite.recompute.verify import Execution, Graph, described, inputs_of, unobserved
 
 ROUNDING = 1e-3  # relative to a result's largest value, for kernels that add in any order
 NUM_LAST = 4  # so many saved tensors are compared at the point where replays may stop
@@ -84,11 +75,7 @@ class Witness:
         """Begins the forward or a replay. No saved-tensor hooks of the call may be in force."""
         self._saved, self._producers = [], []
         paths = tree_flatten_with_path((args, kwargs))[0]
-        given = {
-            f"argument {tree_path_text(path).partition(']')[2]}": value
-            for path, value in paths
-            if isinstance(value, Tensor)
-        }
+        given = {argument_name(path): value for path, value in paths if isinstance(value, Tensor)}
         self._replay = run = _LayerRun(given, self._attributes())
         with unobserved():
             for place, value in given.items():
@@ -139,7 +126,8 @@ class Witness:
 
     def look(self) -> None:
         """Takes note of what the layer holds before a replay."""
-        self._before = _Belongings(self._layer)
+        self._before = Contents.of_layer(self._layer)
+        self._before.hash_values()
 
     def chosen(self, kept: tuple[int, Tensor]) -> Tensor:
         """Returns a tensor that the replay saved, or in its place the forward's bits."""
@@ -153,7 +141,8 @@ class Witness:
         RecomputeMismatch: they differ.
         """
         places = self._forward.differences(self._replay, self._name, whole=False)
-        if (name := self._before.first_other()) is not None:
+        others = [part.name for part in self._before.written()]
+        for name in [*others, *(name for name, _ in self._before.changed())]:
             self._refuse(f"it changed {name}, a second time after the forward")
         del self._before
         self._judge(places, rebuilt)
@@ -274,30 +263,6 @@ class _LayerRun(Execution):
         ]
         found = torch.autograd.grad(results, inputs, weights, retain_graph=True, allow_unused=True)
         return [torch.zeros(0) if each is None else each for each in found]
-
-
-class _Belongings:
-    """What a layer holds before a replay, with hashes of its tensors."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self._contents = Contents.of_layer(layer)
-        self._tensors = {
-            name: part.value
-            for name, part in self._contents.parts.items()
-            if isinstance(part.value, Tensor)
-        }
-        self._hashes = self._hashed()
-
-    def _hashed(self) -> list[Tensor]:
-        with unobserved():
-            return [quick_hash(each) for each in self._tensors.values()]
-
-    def first_other(self) -> str | None:
-        """Returns the name of something that has changed since, or None."""
-        values = read([*self._hashes, *self._hashed()])
-        pairs = zip(self._tensors, values, values[len(self._hashes) :], strict=False)
-        names = [name for name, one, other in pairs if one != other]
-        return next(iter([*names, *(name for name, _ in self._contents.changed())]), None)
 
 
 def hash_last(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes
 from megatron_lite.recompute.schedule import plan_stage
 from tests.memory import test_activations, test_peak, test_replay_flops
-from tests.recompute.test_layers_differ import MODELS
+from tests.recompute.test_equality import DIFFERING_MODELS as MODELS
 from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, padded_vocab_size, tp_state
 from tests.support.pairs import only
 from tests.support.ranks import run_ranks

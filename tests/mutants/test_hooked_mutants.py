@@ -27,9 +27,9 @@ def a_router_chooses_anew_in_the_replay(_, self):
     return nullcontext()
 
 
-@replaces("settle", arguments._Tensor)
-def the_argument_that_was_written_to_is_replayed(settle, self, is_written):
-    return settle(self, False)
+@replaces("settle", arguments.Arguments)
+def the_argument_that_was_written_to_is_replayed(settle, self, copies):
+    return settle(self, {})
 
 
 @replaces("replayed", Randomness)

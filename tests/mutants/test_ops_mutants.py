@@ -22,8 +22,8 @@ def nobody_looks_whether_a_result_was_written_to(_, kept):
 MUTANTS = [
     Mutant(
         collectives_write_in_place,
-        test_ops.test_no_collective_that_writes_in_place_runs_where_results_are_kept,
-        dict(sequence_parallel=False),
+        test_ops.test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them,
+        dict(sequence_parallel=False, again={"allreduce_": 1}),
     ),
     Mutant(
         nobody_looks_whether_a_result_was_written_to,

@@ -16,7 +16,7 @@ from megatron_lite.model import layer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import randomness
+from megatron_lite.recompute import randomness, replay
 from megatron_lite.recompute.phase import is_recomputing
 from tests.recompute import test_checkpoint, test_randomness, test_runner, test_split
 from tests.support.mutants import Mutant, each_is_seen, replaces
@@ -92,7 +92,7 @@ def the_callers_tensor_becomes_its_part(patch: Patch) -> None:
         part(patch)
 
 
-@replaces("autocast_states", engine)
+@replaces("autocast_states", replay)
 def autocast_is_forgotten(_, kinds):
     return []
 

@@ -3,23 +3,23 @@ tail skip, verification."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from megatron_lite.model import layer
-from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import region_runner as regions
 from megatron_lite.recompute import verify
 from tests.recompute import test_discard, test_tail, test_verify
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
 Patch = pytest.MonkeyPatch
-Function, DiscardedOutputs = engine._Checkpoint, regions.DiscardedOutputs
 
 
-@replaces("discard", DiscardedOutputs)
-def nothing_is_discarded(_, self, output):
-    pass
+@replaces("discarding", test_discard)
+@contextmanager
+def nothing_is_discarded(_):
+    yield lambda output: None
 
 
 @replaces("add_dropped_out", layer)
@@ -53,7 +53,10 @@ MUTANTS = [
     Mutant(nothing_is_discarded, SHARE_ONE, dict(names=("linear",))),
     Mutant(a_skipped_tail_draws_no_mask, TAIL, ONE_RANK),
     Mutant(the_tail_of_every_layer_is_skipped, TAIL, ONE_RANK),
-    Mutant(a_replay_is_not_compared, test_verify.test_a_function_that_counts_its_runs_is_found),
+    Mutant(
+        a_replay_is_not_compared,
+        test_verify.test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared,
+    ),
 ]
 
 

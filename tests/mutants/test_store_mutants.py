@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
 from megatron_lite.recompute import saved
-from megatron_lite.recompute.arena import Arena
 from megatron_lite.recompute.offload import Offload, _OnHost
-from megatron_lite.recompute.pool import Pool, PooledMemory, Slot
+from megatron_lite.recompute.pool import Arena, Pool, Slot
 from tests.recompute import test_arena, test_offload, test_saved
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
@@ -25,7 +23,7 @@ def originals_are_freed_before_they_are_copied(_, self):
 @replaces("take", Pool)
 def a_buffer_is_given_to_two(take: Any, self: Pool, num_bytes: int) -> Slot:
     slot = take(self, num_bytes)
-    self.take_back(PooledMemory(slot._whole, slot.last_use))
+    self.add(slot._whole, slot.last_use)
     return slot
 
 
@@ -40,15 +38,15 @@ def every_tensor_is_moved(_, tensor, kind):
     return True
 
 
-@replaces("of", saved._View)
-def a_view_forgets_where_it_began(of, tensor, moved):
-    return dataclasses.replace(of(tensor, moved), offset=0)
+@replaces("_viewed", saved)
+def a_view_forgets_where_it_began(viewed, moved, dtype, size, stride, offset):
+    return viewed(moved, dtype, size, stride, 0)
 
 
 @replaces("take", Arena)
 def a_slot_is_free_as_soon_as_it_is_taken(take: Any, self: Arena, num_bytes: int) -> Slot:
     slot = take(self, num_bytes)
-    self._idle.insert(0, PooledMemory(slot._whole))
+    self.add(slot._whole)
     return slot
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.checkpoint import checkpoint
-from megatron_lite.recompute.region_runner import DiscardedOutputs
+from megatron_lite.recompute.region_runner import discarding
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
@@ -46,15 +45,15 @@ class Example:
 
     def forward(self, *consumers: Consumer, discard: bool = True) -> tuple[Tensor, StorageWeakRef]:
         """(z, the memory of y)"""
-        discarded, hidden = DiscardedOutputs(), self.leaf * 1
-        with discarded.hooks():
+        hidden = self.leaf * 1
+        with discarding() as discard_output:
             y = (
                 checkpoint(self.norm, hidden, self.weight, rng=None)
                 if discard
                 else self.norm(hidden, self.weight)
             )
             if discard:
-                discarded.discard(y)
+                discard_output(y)
             z = torch.stack([consumer(y).sum() for consumer in consumers]).sum()
         return z, StorageWeakRef(y.untyped_storage())
 
@@ -134,10 +133,9 @@ def test_each_backward_rebuilds_anew() -> None:
 def test_backward_reads_nothing_that_the_forward_left_behind() -> None:
     """Not even where the caller keeps the discarded tensor, and spoils it."""
     example = Example()
-    discarded = DiscardedOutputs()
-    with discarded.hooks():
+    with discarding() as discard_output:
         y = checkpoint(example.norm, example.leaf * 1, example.weight, rng=None)
-        discarded.discard(y)
+        discard_output(y)
         output = example.linear(y).sum()
     y.detach().fill_(torch.nan)
     output.backward()
@@ -162,54 +160,33 @@ def test_a_gradient_that_misses_the_discarded_tensor_rebuilds_it_for_a_later_bac
 
 def test_after_the_layer_nothing_is_held_for_discarding() -> None:
     """An address that was discarded may be another tensor's by then."""
-    discarded, y = DiscardedOutputs(), numbers(4, 6, seed=1).requires_grad_() * 1
+    y = numbers(4, 6, seed=1).requires_grad_() * 1
     memory = StorageWeakRef(y.untyped_storage())
-    with discarded.hooks():
-        discarded.discard(y)
+    with discarding() as discard_output:
+        discard_output(y)
         del y
         assert not memory.expired()
     assert memory.expired()
 
 
-def find_checkpoints(node: Any) -> set[Any]:
-    """The checkpoint nodes of a graph."""
-    found = {node} if type(node).__name__ == "_CheckpointBackward" else set()
-    return found.union(
-        *(
-            find_checkpoints(following)
-            for following, _ in node.next_functions
-            if following is not None
-        )
-    )
-
-
-def model_grads(
-    recompute: RecomputeConfig,
-    *,
-    hooks: Callable[[], object] | None = None,
-    backwards: int = 1,
-    **overrides: object,
-) -> list[Tensor]:
-    """[loss, gradients] of a model of two layers, whose forward runs under the hooks."""
+def model_grads(recompute: RecomputeConfig) -> list[Tensor]:
+    """[loss, gradients] of a model of two layers."""
     with tp_state(1) as parallel:
         model = build_tiny_model(
-            tiny_config(**{"num_layers": 2, **overrides}),
+            tiny_config(num_layers=2, normalization="RMSNorm"),
             parallel,
             dtype=torch.float32,
             plan=plan_stage(recompute, 2),
         )
-    with hooks() if hooks else torch.enable_grad():  # type: ignore[attr-defined]
-        loss = model.loss(*sample_tokens()).mean()
-    for number in range(backwards):
-        loss.backward(retain_graph=number + 1 < backwards)
+    loss = model.loss(*sample_tokens()).mean()
+    loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]  # type: ignore[misc]
 
 
 def test_a_lent_norm_reads_its_input_once_so_that_gradients_meet_in_the_same_order() -> None:
     """The residual reads the norm's input too. With two uses inside the norm, three gradients would
     be added as a + (b + c) where they were (a + b) + c without recomputation: other bits."""
-    rms_norm = dict(normalization="RMSNorm")
-    assert equal(model_grads(LAYERNORM, **rms_norm), model_grads(RecomputeConfig(), **rms_norm))
+    assert equal(model_grads(LAYERNORM), model_grads(RecomputeConfig()))
 
 
 def test_the_hooks_that_were_in_force_get_everything_but_the_discarded() -> None:

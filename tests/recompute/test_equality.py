@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ import torch._dynamo
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.recompute.verify import RecomputeMismatch
+from tests.support.equality import LLAMA, variant_config
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
 from tests.support.pairs import FULL_GRIDS, covered
 from tests.support.ranks import run_ranks
@@ -54,6 +56,38 @@ MODELS = {
         attention_backend="unfused",
         add_bias_linear=False,
     ),
+}
+# Layers with and without a window and rotary embedding share a unit; norms after a branch; a
+# parallel residual.
+DIFFERING: dict[str, Any] = dict(
+    LLAMA,
+    num_layers=NUM_LAYERS,
+    window_size=(3, 0),
+    window_attn_skip_freq=(1, 0, 1, 1, 0),
+    no_rope_freq=(0, 1, 1, 0, 0),
+)
+DIFFERING_MODELS = {
+    "SDPA, residual dropout": tiny_config(**DIFFERING, hidden_dropout=0.1),
+    "unfused, dropout, query groups": tiny_config(
+        **DIFFERING,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        group_query_attention=True,
+        num_query_groups=2,
+    ),
+}
+OTHER_MODELS = DIFFERING_MODELS | {
+    name: variant_config(name, num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_dropout=0.1)
+    for name in ("olmo", "pythia")
+}
+# One of each kind: units, split units, regions, operators, host memory, and a verified replay.
+ONE_OF_EACH_KIND = {
+    "uniform 2",
+    "uniform 2 split",
+    "core_attn+layernorm+mlp",
+    "pointwise, verified",
+    "*:ops(matmul/2,attention,collective)",
+    "0:full/2; 1:none; *:ops(matmul)@host",
 }
 AUTOCAST = "autocast"
 ON_HOST = ("*:full@host", "*:none@host", "*:pointwise@host", "0:full/2; 1:none; *:ops(matmul)@host")
@@ -224,3 +258,27 @@ def test_gradients_are_unchanged_to_the_bit(
         if (layout, of_precision) == ((tp_size, sequence_parallel), precision):
             chosen.setdefault(model, []).append(policy)
     check(tp_size, sequence_parallel, precision, chosen)
+
+
+@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel", "precision", "names"),
+    [
+        (1, False, torch.float32, [*DIFFERING_MODELS]),
+        (1, False, torch.bfloat16, ["olmo", "pythia"]),
+        (2, True, torch.float32, ["olmo", "pythia"]),
+        pytest.param(2, False, torch.float32, [*OTHER_MODELS], marks=pytest.mark.long),
+        pytest.param(2, True, torch.bfloat16, [*OTHER_MODELS], marks=pytest.mark.long),
+    ],
+)
+def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(
+    tp_size: int, sequence_parallel: bool, precision: torch.dtype, names: list[str]
+) -> None:
+    can_split = tp_size > 1 and not sequence_parallel
+    chosen = [
+        name
+        for name in policies(can_split=can_split)
+        if name in ONE_OF_EACH_KIND or (FULL_GRIDS and len(names) > 2)
+    ]
+    assert len(chosen) > 4
+    check(tp_size, sequence_parallel, precision, dict.fromkeys(names, chosen), OTHER_MODELS)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lite.recompute.apply import apply_policy_
-from megatron_lite.recompute.verify import RecomputeMismatch
+from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.foreign import SITUATIONS, Foreign, differences, train
 from tests.support.foreign_layers import LAYERS, UNSEEN, Chain, Mlp, chain, chain_loss
 from tests.support.foreign_policies import POLICIES, faults, policy_on, unclear

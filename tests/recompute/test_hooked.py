@@ -27,12 +27,12 @@ from tests.support.odd_layers import (
     outcome,
     step,
 )
-from tests.support.pairs import only
+from tests.support.pairs import only, pairs
 
 
-@pytest.mark.parametrize(("frozen", "verify"), [(False, False), (True, True)])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    ("kind", "policy", "frozen", "verify"), pairs(LAYERS, POLICIES, [False, True], [False, True])
+)
 def test_every_kind_of_layer_has_the_gradients_and_the_state_of_the_plain_one(
     kind: type[Block], policy: str, frozen: bool, verify: bool
 ) -> None:
@@ -58,11 +58,6 @@ def second_order(model: nn.Module) -> list[Tensor]:
     return [loss, gradient, x.grad]
 
 
-def chosen_inputs(model: nn.Module) -> list[Tensor]:
-    loss = model(batches()[0])
-    return [loss, *torch.autograd.grad(loss, [model.layers[1].second.bias, model.embedding.weight])]
-
-
 def other_weights(model: nn.Module) -> list[Tensor]:
     """functional_call puts other weights in the place of the model's, and is over before
     backward."""
@@ -72,13 +67,6 @@ def other_weights(model: nn.Module) -> list[Tensor]:
     loss = torch.func.functional_call(model, weights, (batches()[0],))
     loss.backward()
     return [loss, *(weight.grad for weight in weights.values())]
-
-
-def autocast(model: nn.Module) -> list[Tensor]:
-    with torch.autocast("cpu", torch.bfloat16):
-        losses = [model(batch) for batch in batches()]
-    sum(losses).backward()
-    return losses
 
 
 def default_device(model: nn.Module) -> list[Tensor]:
@@ -95,23 +83,15 @@ def within_torchs_checkpoint(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "run",
-    [
-        twice,
-        second_order,
-        chosen_inputs,
-        other_weights,
-        autocast,
-        default_device,
-        within_torchs_checkpoint,
-    ],
+    "run", [twice, second_order, other_weights, default_device, within_torchs_checkpoint]
 )
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", [Block, SetsAux])
 def test_every_kind_of_backward_gives_the_plain_gradients(
-    kind: type[Block], policy: str, run: Callable[[nn.Module], list[Tensor]]
+    policy: str, run: Callable[[nn.Module], list[Tensor]]
 ) -> None:
-    assert_equal(outcome(lambda: Model(kind), policy, run), outcome(lambda: Model(kind), None, run))
+    """Others: the situations of tests/support/foreign.py."""
+    found, plain = (outcome(lambda: Model(SetsAux), each, run) for each in (policy, None))
+    assert_equal(found, plain)
 
 
 class Outer(nn.Module):
@@ -128,9 +108,10 @@ class Outer(nn.Module):
 
 
 @pytest.mark.runs(daily=9, ci=18)
-@pytest.mark.parametrize("run", [step, twice, second_order])
-@pytest.mark.parametrize("inner", ["*:full", "*:ops(matmul)", "0:full@host"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "inner", "run"),
+    pairs(POLICIES, ["*:full", "*:ops(matmul)", "0:full@host"], [step, twice, second_order]),
+)
 def test_policies_nest(policy: str, inner: str, run: Callable[[nn.Module], list[Tensor]]) -> None:
     def nested() -> nn.Module:
         model = Model(Outer)

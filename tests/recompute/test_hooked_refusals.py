@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.phase import is_recomputing
-from megatron_lite.recompute.verify import RecomputeMismatch
+from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.odd_layers import Block, Model, Norms, assert_equal, batches, outcome, step
 
 # What cannot be repeated is named
@@ -54,7 +54,7 @@ def test_an_object_among_the_arguments_that_a_layer_changes_is_named(policy: str
     model = Model(Takes)
     apply_policy_(model, layers_fqn="layers", policy=policy)
     with pytest.raises(
-        RuntimeError, match=r"layers\.1 changes its argument \['memory'\], a Stateful, in place"
+        RuntimeError, match=r"layers\.1: its argument \['memory'\], a Stateful, was changed by its"
     ):
         model.layers[1](batches()[0], memory=Stateful())
 

@@ -28,13 +28,13 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
-from megatron_lite.recompute.hooked import rebuild_saved
+from megatron_lite.recompute.hooked import How, rebuild_saved
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.ops import KeptResults, find_operators
 from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.region_runner import Regions
+from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.recompute.verify import RecomputeMismatch
 from tests.support.collectives import recorded_collectives
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import RankFailure, run_ranks
@@ -42,6 +42,10 @@ from tests.support.storages import addresses
 
 NUM_LAYERS = 3
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def rebuilt(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    return rebuild_saved(function, args, {}, How(**how))
 
 
 @pytest.fixture
@@ -98,14 +102,10 @@ MATMULS = ("addmm", "mm", "baddbmm", "bmm", FLASH)
         ("flash", "ops(matmul)", {FLASH: 1}),
         ("flash", "ops(attention)", {"addmm": 3}),
         ("flash", "ops(matmul/2,attention)", {"addmm": 1}),  # qkv and fc1 are kept, proj is not
-        ("flash", "ops(matmul/3,attention)", {"addmm": 2}),
-        ("flash", "ops(max)", {"addmm": 3, FLASH: 1}),
         ("flash", "ops(aten.mm.default)", {"addmm": 3, FLASH: 1}),  # a linear with bias is no mm
-        ("flash", "ops(aten.addmm.default/2)", {"addmm": 1, FLASH: 1}),
         ("unfused", "ops(matmul)", {}),
         ("unfused", "ops(attention)", {"addmm": 3, "baddbmm": 1, "bmm": 1}),
         ("unfused", "ops(matmul/2)", {"addmm": 1, "baddbmm": 1}),  # kept: qkv, weights x value, fc1
-        ("unfused", "ops(aten.bmm.default)", {"addmm": 3, "baddbmm": 1}),
     ],
 )
 def test_backward_runs_again_exactly_what_is_not_kept(
@@ -188,9 +188,13 @@ def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
 ) -> None:
     """Repeated are, in each layer: the gathers before qkv and fc1, the sum after proj; that after
     fc2 is the tail."""
-    for repeated, _, kept in run_ranks(
+    for repeated, watched, kept in run_ranks(
         collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False
     ):
+        # What a collective returns that writes in place is no tensor, and what it writes is not
+        # seen: kept or not, it would spoil what was kept before it.
+        assert any(name.startswith("_c10d_functional.") for name in watched)
+        assert not [name for name in watched if name.startswith("c10d.")]
         assert repeated == {} and sum(
             name.startswith("_c10d") for name in kept
         ) == NUM_LAYERS * sum(again.values())
@@ -206,7 +210,7 @@ def test_collectives_are_kept_rather_than_repeated_where_the_policy_names_them(
 def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
     def work(rank: int, world_size: int) -> None:
         with tp_state(world_size) as parallel:
-            rebuild_saved(
+            rebuilt(
                 lambda x: collectives.all_reduce_(x * 2, parallel.tp_group),
                 torch.ones(3, requires_grad=True),
                 results=KeptResults(("matmul",), skip_tail=False),
@@ -220,9 +224,7 @@ def test_an_in_place_sum_is_an_error_where_results_are_kept() -> None:
 # What cannot be kept
 
 
-@pytest.mark.parametrize(
-    "name", ["aten.native_dropout.default", "aten.bernoulli.p", "aten.rand_like.default"]
-)
+@pytest.mark.parametrize("name", ["aten.native_dropout.default", "aten.bernoulli.p"])
 def test_operators_that_draw_random_numbers_are_refused(name: str) -> None:
     with pytest.raises(InputError, match=f"{name}.*draws random numbers"):
         find_operators((name,))
@@ -249,9 +251,7 @@ def test_an_attention_kernel_is_not_kept_where_it_draws_its_dropout(kernel: str)
     [
         ("aten.nothing.default", "has no operator aten.nothing.default"),
         ("nobody.mm.default", "has no operator"),
-        ("aten.mm.nothing", "has no operator"),
         ("aten.mm.out", "writes into its argument"),
-        ("aten.native_batch_norm.out", "writes into its argument"),
     ],
 )
 def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_built(
@@ -268,7 +268,7 @@ def test_a_result_that_is_written_to_later_is_not_kept(rng: RngStreams) -> None:
     plain, other = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
     function(plain).sum().backward()
     results = KeptResults(("matmul",), skip_tail=False)
-    rebuild_saved(function, other, results=results, rng=rng).sum().backward()
+    rebuilt(function, other, results=results, rng=rng).sum().backward()
     assert torch.equal(plain.grad, other.grad)
 
 
@@ -276,7 +276,7 @@ def test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward(
     rng: RngStreams,
 ) -> None:
     weight = torch.full((3, 3), 0.5, requires_grad=True)
-    output = rebuild_saved(
+    output = rebuilt(
         lambda x: torch.mm(x.sin(), weight),
         torch.ones(2, 3, requires_grad=True),
         rng=rng,
@@ -319,7 +319,7 @@ def test_backward_may_run_twice_and_finds_the_kept_results_again(rng: RngStreams
         return [x.grad, y.grad]
 
     kept = partial(
-        rebuild_saved, three_products, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng
+        rebuilt, three_products, results=KeptResults(("matmul/2",), skip_tail=True), rng=rng
     )
     assert all(map(torch.equal, gradients(kept), gradients(three_products)))
 
@@ -336,7 +336,7 @@ def test_an_exception_in_a_replay_leaves_everything_as_it_was(rng: RngStreams) -
         with failing_in_replays():
             return torch.mm(x, x).sin().cos()
 
-    output = rebuild_saved(
+    output = rebuilt(
         layer,
         torch.ones(2, 2, requires_grad=True),
         results=KeptResults(("max",), skip_tail=False),
@@ -375,16 +375,3 @@ def test_nothing_kept_or_rebuilt_outlives_the_backward() -> None:
         loss = model.loss(*sample_tokens()).mean()
         loss.backward()
     assert live.bytes_beside(addresses([loss, *(one.grad for one in model.parameters())])) == 0
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_no_collective_that_writes_in_place_runs_where_results_are_kept(
-    sequence_parallel: bool,
-) -> None:
-    """What it returns is no tensor, and what it writes is not seen: kept or not, it would spoil
-    what was kept before it."""
-    for _, watched, _ in run_ranks(
-        collectives_of_a_step, 2, "*:ops(matmul,collective)", sequence_parallel, detail=False
-    ):
-        assert any(name.startswith("_c10d_functional.") for name in watched)
-        assert not [name for name in watched if name.startswith("c10d.")]

@@ -3,9 +3,8 @@ are frozen, holding no tensors but those that torch knows to be kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -150,27 +149,6 @@ def test_what_runs_between_forward_and_backward_changes_nothing(recompute: Recom
 
     for first in (0, 1):
         assert all(map(torch.equal, outcome(recompute, first), outcome(RecomputeConfig(), first)))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Tensors that `value` holds on to: in containers, closures, partials, bound arguments and
-    attributes, modules aside."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, partial):
-        yield from tensors_in((value.func, value.args, value.keywords))
-    elif isinstance(value, dict):
-        yield from tensors_in(tuple(value.values()))
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for part in value:
-            yield from tensors_in(part)
-    elif hasattr(value, "__closure__"):
-        yield from tensors_in([cell.cell_contents for cell in value.__closure__ or ()])
-        yield from tensors_in(value.__defaults__)
-    elif hasattr(value, "__self__"):
-        yield from tensors_in(value.__self__)
-    elif type(value).__module__.startswith("megatron_lite.recompute"):
-        yield from tensors_in(vars(value))
 
 
 def test_a_region_that_no_layer_calls_is_an_error_that_names_what_is_missing(

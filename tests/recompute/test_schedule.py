@@ -23,17 +23,11 @@ def keep(first: int) -> Segment:
     ("flags", "segments"),
     [
         ({}, [keep(0), keep(1), keep(2), keep(3), keep(4)]),
-        (dict(**FULL, recompute_method="uniform"), [unit(0), unit(1), unit(2), unit(3), unit(4)]),
         (
             dict(**FULL, recompute_method="uniform", recompute_num_layers=2),
             [unit(0, 2), unit(2, 2), unit(4, 1)],
         ),
-        (dict(**FULL, recompute_method="uniform", recompute_num_layers=9), [unit(0, 5)]),
         (dict(**FULL, recompute_method="block"), [unit(0), keep(1), keep(2), keep(3), keep(4)]),
-        (
-            dict(**FULL, recompute_method="block", recompute_num_layers=3),
-            [unit(0), unit(1), unit(2), keep(3), keep(4)],
-        ),
         (
             dict(**FULL, recompute_method="block", recompute_num_layers=9),
             [unit(0), unit(1), unit(2), unit(3), unit(4)],
@@ -46,19 +40,6 @@ def keep(first: int) -> Segment:
                 distribute_saved_activations=True,
             ),
             [unit(0, 3, "split"), unit(3, 2, "split")],
-        ),
-        (
-            dict(
-                **FULL,
-                recompute_method="block",
-                recompute_num_layers=2,
-                distribute_saved_activations=True,
-            ),
-            [unit(0, 1, "split"), unit(1, 1, "split"), keep(2), keep(3), keep(4)],
-        ),
-        (
-            dict(recompute_activations=True),
-            [Segment(first_layer=n, regions=frozenset({"core_attn"})) for n in range(5)],
         ),
         (
             dict(recompute_granularity="selective", recompute_modules=("mlp", "core_attn", "mlp")),

@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.regions import LAYERNORM, MLP_REGION
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import Sent, recorded_collectives
 from tests.support.equality import variant_config
@@ -151,3 +154,12 @@ def test_exactly_the_tails_are_skipped_and_no_gradient_changes(
     tp_size: int, sequence_parallel: bool
 ) -> None:
     assert run_ranks(faults, tp_size, sequence_parallel, detail=False) == [[]] * tp_size
+
+
+def test_no_replay_leaves_out_a_matmul_whose_result_a_norm_reads() -> None:
+    sizes = Sizes(micro_batch_size=2, seq_length=6, padded_vocab_size=72)
+    after = describe_layer(variant_config("olmo"), sizes)
+    assert after.tail() == after.tail(MLP_REGION) == frozenset()
+    assert not any(LAYERNORM in one.regions for one in after.operations)
+    before = describe_layer(variant_config("pythia"), sizes)
+    assert {name for name, _ in before.tail()} == {"linear_fc2"}

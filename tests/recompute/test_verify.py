@@ -16,8 +16,9 @@ from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.phase import is_recomputing
+from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.recompute.verify import RecomputeMismatch, Record
+from megatron_lite.recompute.verify import Record
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
@@ -80,19 +81,9 @@ HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
             f"layer 1, layernorm, output: tensor 0 {HIDDEN} differs",
         ),
         (
-            selective("layernorm", "mlp"),
-            "decoder.layers.2.pre_mlp_layernorm.weight",
-            f"layer 2, layernorm, output: tensor 0 {HIDDEN} differs",
-        ),
-        (
             selective("mlp"),
             "decoder.layers.0.mlp.linear_fc1.bias",
             f"layer 0, mlp, output: tensor 0 {HIDDEN} differs",
-        ),
-        (
-            UNITS_OF_TWO,
-            "decoder.layers.0.pre_mlp_layernorm.weight",
-            f"layer 0, layernorm: tensor 0 {HIDDEN} differs",
         ),
         (
             UNITS_OF_TWO,
@@ -101,18 +92,8 @@ HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
         ),
         (
             UNITS_OF_TWO,
-            "decoder.layers.1.mlp.linear_fc1.weight",
-            "layer 1, activation: tensor 0 [12, 3, 40] differs",
-        ),
-        (
-            UNITS_OF_TWO,
             "decoder.layers.1.mlp.linear_fc2.weight",
             f"layer 1, mlp: tensor 0 {HIDDEN} differs",
-        ),
-        (
-            UNITS_OF_TWO,
-            "decoder.layers.2.mlp.linear_fc2.bias",
-            f"layer 2, mlp: tensor 0 {HIDDEN} differs",
         ),
     ],
 )
@@ -187,20 +168,6 @@ def test_a_buffer_that_a_region_changes_is_found(flags: dict[str, object]) -> No
         mlp = model.decoder.layers[1].mlp
         vars(mlp)["_activate"] = _Averaging(mlp._activate)
         assert mismatch(model).startswith(REBUILT + "layer 1, ")
-
-
-def test_a_function_that_counts_its_runs_is_found(rng: RngStreams) -> None:
-    runs = []
-
-    def function(hidden: Tensor) -> Tensor:
-        runs.append(1)
-        return hidden * len(runs)
-
-    output = checkpoint(
-        Record("layer 0", rng).recorded(function), torch.ones(2, requires_grad=True), rng=rng
-    )
-    with pytest.raises(RecomputeMismatch, match="layer 0, output: tensor 0"):
-        output.sum().backward()
 
 
 def test_another_shape_or_path_is_found(rng: RngStreams) -> None:
@@ -327,12 +294,3 @@ def test_an_edge_that_only_the_replay_lost_is_found(
         text = mismatch(model)
     assert "the graph of a replay is not the forward's: " in text
     assert text.startswith(("unit of layers 0-1", "layer 1, "))
-
-
-def test_the_forwards_graph_keeps_no_tensor_and_the_message_names_what_was_lost() -> None:
-    with gpt(UNITS_OF_TWO) as model:
-        _lose(model, "a norm's output", LOST["detached"])
-        assert mismatch(model) == (
-            "unit of layers 0-1: the graph of a replay is not the forward's: it lost a parameter "
-            "[32], a parameter [32]"
-        )

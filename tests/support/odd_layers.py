@@ -1,4 +1,4 @@
-"""Layers of plain torch with every kind of output, side channel and state.
+"""Layers of plain torch with every kind of side channel and state (outputs: foreign_layers.py).
 
 `Model` has three of them, and `outcome` returns the result of its training.
 """
@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import random
-from collections import namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.recompute.apply import apply_policy_
-
-Pair = namedtuple("Pair", ["hidden", "aux"])
-
-
-@dataclass
-class Output:
-    hidden: Tensor
-    aux: Tensor | None = None
 
 
 class Block(nn.Module):
@@ -40,31 +30,6 @@ class Block(nn.Module):
         return self.body(hidden)
 
 
-class ReturnsDict(Block):
-    def forward(self, hidden: Any) -> Any:
-        return {"hidden": self.body(hidden["hidden"] if isinstance(hidden, dict) else hidden)}
-
-
-class ReturnsList(Block):
-    def forward(self, hidden: Any) -> Any:
-        return [self.body(hidden[0] if isinstance(hidden, list) else hidden), None, "text"]
-
-
-class ReturnsDataclass(Block):
-    def forward(self, hidden: Any) -> Any:
-        return Output(self.body(hidden.hidden if isinstance(hidden, Output) else hidden))
-
-
-class ReturnsNamedTuple(Block):
-    def forward(self, hidden: Any) -> Any:
-        return Pair(self.body(hidden.hidden if isinstance(hidden, Pair) else hidden), 3)
-
-
-class ReturnsNestedTuple(Block):
-    def forward(self, hidden: Any) -> Any:
-        return ((self.body(hidden[0][0] if isinstance(hidden, tuple) else hidden), 1), (None,))
-
-
 class Norms(Block):
     """A layer with BatchNorm. Its kernel writes to its statistics without a new tensor version.
 
@@ -77,12 +42,6 @@ class Norms(Block):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.body(self.norm(hidden))
-
-
-class Spectral(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.utils.parametrizations.spectral_norm(self.first)
 
 
 class OldSpectral(Block):
@@ -134,15 +93,6 @@ class WritesArgument(Block):
         return product + hidden.mul_(0.5)
 
 
-class OwnGenerator(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.body(hidden * torch.rand(hidden.shape, generator=self.generator))
-
-
 class HostGenerators(Block):
     """A layer that skips its body at random by Python's generator and scales by NumPy's."""
 
@@ -151,18 +101,6 @@ class HostGenerators(Block):
         return hidden * scale + (
             self.body(hidden) if random.random() < 0.8 else hidden.sin()
         ) * random.gauss(1.0, 0.1)
-
-
-class UnusedOutput(Block):
-    """A layer whose third linear layer computes an unused output. Its gradients are None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.third = nn.Linear(6, 6)
-
-    def forward(self, hidden: Any) -> Any:
-        hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-        return self.body(hidden), self.third(hidden).exp()
 
 
 class Differentiates(Block):
@@ -179,21 +117,13 @@ class Differentiates(Block):
 
 LAYERS: list[type[Block]] = [
     Block,
-    ReturnsDict,
-    ReturnsList,
-    ReturnsDataclass,
-    ReturnsNamedTuple,
-    ReturnsNestedTuple,
     Norms,
-    Spectral,
     OldSpectral,
     Counts,
     Remembers,
     SetsAux,
     WritesArgument,
-    OwnGenerator,
     HostGenerators,
-    UnusedOutput,
     Differentiates,
 ]
 POLICIES = ["*:full", "every-2:full", "*:ops(matmul)", "0:ops(matmul/2); 1:full@host; *:none@host"]
@@ -208,23 +138,12 @@ class Model(nn.Module):
             self.embedding.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Any = self.embedding(x)
+        hidden = self.embedding(x)
         loss = torch.zeros(())
         for layer in self.layers:
             hidden = layer(hidden)
             loss = loss + getattr(layer, "aux", 0.0)
-        first = next(leaf for leaf in _leaves(hidden) if isinstance(leaf, Tensor))
-        return loss + first.square().mean()
-
-
-def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, Output):
-        return [value.hidden]
-    if isinstance(value, dict):
-        return _leaves(list(value.values()))
-    if isinstance(value, (list, tuple)):
-        return [leaf for each in value for leaf in _leaves(each)]
-    return [value]
+        return loss + hidden.square().mean()
 
 
 def batches() -> list[Tensor]:

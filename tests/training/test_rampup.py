@@ -13,7 +13,7 @@ from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.optimizer_settings import LrScheduleConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.recompute.arena import Arena
+from megatron_lite.recompute.pool import Arena
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 

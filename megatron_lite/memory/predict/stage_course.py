@@ -44,7 +44,7 @@ from megatron_lite.memory.predict.layer_backward import LayerBackward, end_name,
 from megatron_lite.memory.predict.walk import Moment, Passage, Walk
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
-SLOT_ALIGNMENT = 512  # bytes, as in recompute/arena.py
+SLOT_ALIGNMENT = 512  # bytes, as in recompute/pool.py
 CACHED = 1024
 
 

@@ -1,0 +1,107 @@
+"""What every replay is, whichever engine runs it: the forward once more, under its conditions.
+
+    random numbers, autocast    those of the forward, and afterwards those of before
+    gradients                   on, since the replay exists for its graph or what its graph saves
+    `is_recomputing()`          true
+    inputs                      belong to no graph; `ReplayInputs` takes their gradients
+
+What differs between the engines is how the inputs and states are kept, and where backward goes on:
+checkpoint.py through the graph of the replay, hooked.py through that of the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lite.parallel.generators import Generators
+from megatron_lite.recompute.phase import recomputing
+from megatron_lite.recompute.randomness import Randomness, autocast_states
+
+
+class RecomputeMismatch(RuntimeError):
+    """A replay computed something else than its forward, so its gradients would be wrong."""
+
+
+class Conditions:
+    """The random numbers and the autocast of a forward. Make it right before the forward.
+
+    rng: the streams that the function draws from; None if it draws nothing.
+    tensors: the arguments, whose devices count.
+    """
+
+    def __init__(self, rng: Generators | None, tensors: Iterable[Tensor]) -> None:
+        self.kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+        self._randomness = None if rng is None else Randomness.now(rng)
+        self.autocast = autocast_states(self.kinds)
+
+    def take_states(self) -> list[Tensor]:
+        """Returns copies of the generators' states, which the caller keeps from here on."""
+        if self._randomness is None:
+            return []
+        states = self._randomness.states
+        self._randomness = self._randomness.with_states(None for _ in states)
+        # Snapshots share the tensors of streams that did not draw in between. With copies, each
+        # call keeps as many bytes as the memory model predicts for it.
+        return [state.clone() for state in states.values()]
+
+    @contextmanager
+    def repeated(self, states: Iterable[Tensor]) -> Iterator[None]:
+        """Runs a block as a replay. states: those of `take_states`, which it does not change.
+
+        The block is only the run. Its gradient runs under the settings that backward was called
+        with, as it would without recomputation.
+        """
+        with ExitStack() as around:
+            if self._randomness is not None:
+                around.enter_context(self._randomness.with_states(states).replayed())
+            for state in self.autocast:
+                # A disabled autocast must be entered only if backward runs under an enabled one.
+                if state["enabled"] or torch.is_autocast_enabled(state["device_type"]):
+                    around.enter_context(torch.autocast(**state))
+            around.enter_context(torch.enable_grad())
+            around.enter_context(recomputing())
+            yield
+
+
+class ReplayInputs(torch.autograd.Function):
+    """Makes the inputs of a replay results of an operation, and collects their gradients.
+
+    A layer may write to such tensors in place, which autograd refuses for leaves that require grad.
+    A leaf's `.grad` would get the strides of the leaf. A later sum over that gradient (the weight
+    gradient of a norm) would add in another order, and the bits would differ from a run without
+    recomputation.
+
+    received: filled by backward with the gradient of each input that gets one, by its number.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, received: dict[Any, Tensor], numbers: list[Any], *leaves: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.received, ctx.numbers = received, numbers
+        # Without recomputation an input that no output depends on gets None, and not zeros.
+        ctx.set_materialize_grads(False)
+        return tuple(leaf.detach() for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        for number, grad in zip(ctx.numbers, grads, strict=True):
+            if grad is not None:
+                ctx.received[number] = grad
+        return (None, None, *(None for _ in grads))
+
+
+def replay_inputs(values: dict[Any, Tensor]) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+    """Returns tensors that belong to no graph as inputs of a replay that require grad, by their
+    numbers, and the dictionary in which backward collects their gradients. Gradients are on."""
+    received: dict[Any, Tensor] = {}
+    if not values:
+        return {}, received
+    leaves = (tensor.requires_grad_() for tensor in values.values())
+    inputs = ReplayInputs.apply(received, [*values], *leaves)
+    return dict(zip(values, inputs, strict=True)), received
