@@ -39,6 +39,7 @@ def column_linear(
     *,
     width: int,
     bias: bool,
+    skips_bias: bool = False,
     moved: Moved = NOTHING_MOVED,
     **others: Any,
 ) -> Operation:
@@ -48,6 +49,7 @@ def column_linear(
 
     width: the number of output features on one rank.
     output: the name of the result.
+    skips_bias: whether the next kernel adds the bias, and sums its gradient.
     moved: the bytes that the kernels behind the matmul move.
     others: further fields of the operation.
     """
@@ -61,13 +63,13 @@ def column_linear(
         module,
         calls=(
             *(OperatorCall(OPERATORS[one.kind], (gathered,), (), (one,)) for one in of.gathers),
-            OperatorCall(_linear(bias), (result,), (product,)),
+            OperatorCall(_linear(bias and not skips_bias), (result,), (product,)),
         ),
         backward=of.gathers + of.reduces,
         beside=of.beside,
         parameters=(weight, *((Parameter("bias", (width,)),) if bias else ())),
         # The gradient of the bias is a sum over the gradient of the output.
-        moved=moved + (0, result.num_bytes * bias),
+        moved=moved + (0, result.num_bytes * (bias and not skips_bias)),
         temporary=of.column_temporary(result.num_bytes, weight),
         **others,
     )
@@ -87,7 +89,7 @@ def row_linear(
     """Returns a linear layer whose weight is split by input features: [s, b, width] -> [s', b, h].
 
     s' is s/t under sequence parallelism, else s. With several ranks the bias is added after the
-    collective that sums the ranks' partial results.
+    collective that sums the ranks' partial results. A compiled kernel adds it with the branch.
 
     width: the number of input features on one rank.
     own_gradient: whether the gradient of its output is another tensor than that of the residual
@@ -97,6 +99,7 @@ def row_linear(
     model, sizes, bias = of.model, of.sizes, of.model.add_bias_linear
     product = (Matmul(matmul, sizes.tokens, model.hidden_size, width),)
     several, last = of.tp_size > 1, not output_is_read
+    adds = bias and not (sizes.compiled and not model.norms_after)
     # One rank adds the bias in the matmul (addmm). Several ranks add it after the sum, so that it
     # counts once: their matmul is an mm, and its partial result is a storage of its own.
     result = KeptTensor(f"{'partial ' * several}{name} output", of.whole)
@@ -111,7 +114,7 @@ def row_linear(
         name,
         module,
         calls=(
-            OperatorCall(_linear(bias and not several), (result,), product, output_only=last),
+            OperatorCall(_linear(adds and not several), (result,), product, output_only=last),
             *(
                 OperatorCall(OPERATORS[one.kind], (summed,), (), (one,), output_only=last)
                 for one in of.reduces
@@ -119,7 +122,7 @@ def row_linear(
         ),
         backward=of.gathers,
         parameters=(weight, *((vector,) if bias else ())),
-        moved=Moved(2 * of.hidden * several, of.hidden) if bias else NOTHING_MOVED,
+        moved=Moved(2 * of.hidden * several, of.hidden) if adds else NOTHING_MOVED,
         temporary=inside + own_gradient * of.hidden,
         **others,
     )

@@ -112,6 +112,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
             intermediate.name,
             width=fc1_width,
             bias=bias,
+            skips_bias=sizes.compiled,
             keeps=(normed_mlp,),
             regions=(MLP_REGION,),
             enters=(RegionEntry(MLP_REGION, (normed_mlp,)),),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,14 +90,42 @@ PAIRS = {
 }
 
 
+def with_bias(pair: Pair) -> Pair:
+    """Returns the pair for the sum of its input and a bias, as compiled kernels compute it."""
+    backward = pair.fused or pair.backward
+
+    def biased(intermediate: Tensor, bias: Tensor) -> Any:
+        return pair.forward(intermediate + bias)
+
+    def biased_backward(
+        grad_output: Tensor, intermediate: Tensor, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        grad = backward(grad_output, intermediate + bias)
+        return grad, grad.flatten(0, -2).sum(0)
+
+    return Pair(biased, biased_backward, slice(0, 2))
+
+
+# Made once: all layers share the graphs of a function.
+BIASED = {id(pair): with_bias(pair) for pair in (*PAIRS.values(), TANH_GELU)}
+
+
 def activation_function(
     config: ModelConfig, kernels: CompiledKernels | None = None
-) -> Callable[[Tensor], Tensor]:
+) -> Callable[..., Tensor]:
     """Returns the activation of the MLP: [.., fc1_blocks * f / t] -> [.., f / t].
 
-    kernels: compiles the activation; None: torch's operators compute it.
+    kernels: compiles the activation; None: torch's operators compute it. The function takes the
+        bias of linear_fc1 as a second argument if a compiled kernel is to add it.
     """
     pair = chosen("the activation", config.activation, PAIRS)
     if config.activation == "gelu" and config.bias_gelu_fusion:
         pair = TANH_GELU
+    if adds_bias(config, kernels):
+        pair = BIASED[id(pair)]
     return partial(applied, pair, kernels)
+
+
+def adds_bias(config: ModelConfig, kernels: CompiledKernels | None) -> bool:
+    """Returns whether the activation adds the bias of the linear layer before it."""
+    return kernels is not None and config.add_bias_linear

@@ -51,6 +51,12 @@ from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
+def branch_skips_bias(config: ModelConfig, context: RankContext) -> bool:
+    """Returns whether the kernel that adds a branch to the residual adds the bias of its last
+    linear layer. A norm in between needs the sum."""
+    return context.kernels is not None and not config.norms_after
+
+
 class SelfAttention(nn.Module):
     """Self-attention: [s/t under sequence parallelism else s, b, h] -> the same shape.
 
@@ -81,6 +87,7 @@ class SelfAttention(nn.Module):
             bias=config.add_bias_linear,
             init_std=config.output_init_std,
             context=context,
+            skip_bias_add=branch_skips_bias(config, context),
         )
         self.q_layernorm: nn.Module | None = None
         self.k_layernorm: nn.Module | None = None

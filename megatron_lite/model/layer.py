@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import ACTIVATION, LAYERNORM, MLP_REGION
 from megatron_lite.config.stages import Stage
-from megatron_lite.model.activations import activation_function
-from megatron_lite.model.attention import SelfAttention
+from megatron_lite.model.activations import activation_function, adds_bias
+from megatron_lite.model.attention import SelfAttention, branch_skips_bias
 from megatron_lite.model.dropout import add_dropped_out
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
@@ -46,6 +46,7 @@ class MLP(nn.Module):
             init_std=config.init_method_std,
             context=context,
             tp_blocks=blocks,
+            skip_bias_add=adds_bias(config, context.kernels),
         )
         self.linear_fc2 = RowParallelLinear(
             config.ffn_size,
@@ -53,6 +54,7 @@ class MLP(nn.Module):
             bias=config.add_bias_linear,
             init_std=config.output_init_std,
             context=context,
+            skip_bias_add=branch_skips_bias(config, context),
         )
 
     def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
@@ -65,7 +67,9 @@ class MLP(nn.Module):
         return self.linear_fc2(activated, skip_tail)
 
     def _activate(self, intermediate: Tensor) -> Tensor:
-        return self.activation(intermediate)
+        if self.linear_fc1.skipped_bias is None:
+            return self.activation(intermediate)
+        return self.activation(intermediate, self.linear_fc1.skipped_bias)
 
 
 class TransformerLayer(nn.Module):
@@ -111,14 +115,16 @@ class TransformerLayer(nn.Module):
         branch = self.self_attention(normed, rotary, regions, document_starts)
         if self.post_self_attn_layernorm is not None:
             branch = self.post_self_attn_layernorm(branch)
-        attended = self._add(hidden_states, branch, regions)
+        bias = self.self_attention.linear_proj.skipped_bias
+        attended = self._add(hidden_states, branch, bias, regions)
         del branch  # which would live on while the MLP runs
         normed = hidden_states if self.parallel_residual else attended
         if self.pre_mlp_layernorm is not None:
             normed = regions.run_discarding(LAYERNORM, self.pre_mlp_layernorm, normed)
         skip_tail = regions.skip_layer_tail
         branch = regions.run(MLP_REGION, self._mlp, normed, regions, skip_tail=skip_tail)
-        return self._add(attended, branch, regions, skip_tail=skip_tail)
+        bias = self.mlp.linear_fc2.skipped_bias
+        return self._add(attended, branch, bias, regions, skip_tail=skip_tail)
 
     def _mlp(self, hidden_states: Tensor, regions: Regions, skip_tail: bool) -> Tensor:
         """Runs the MLP and the norm after it. The norm's backward reads the output of the MLP.
@@ -131,7 +137,13 @@ class TransformerLayer(nn.Module):
         return self.post_mlp_layernorm(self.mlp(hidden_states, regions))
 
     def _add(
-        self, residual: Tensor, branch: Tensor, regions: Regions, *, skip_tail: bool = False
+        self,
+        residual: Tensor,
+        branch: Tensor,
+        bias: Tensor | None,
+        regions: Regions,
+        *,
+        skip_tail: bool = False,
     ) -> Tensor:
         return add_dropped_out(
             residual,
@@ -139,6 +151,7 @@ class TransformerLayer(nn.Module):
             self.hidden_dropout if self.training else 0.0,
             regions,
             self.residual_stream,
+            bias=bias,
             skip_tail=skip_tail,
             kernels=self.context.kernels,
         )

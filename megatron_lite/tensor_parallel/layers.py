@@ -215,6 +215,7 @@ class ColumnParallelLinear(nn.Module):
     padded_output_size: the number of rows to split, if it is greater than output_size (a padded
         vocabulary; without bias).
     matrices: see ParameterSpec; () for an output weight.
+    skip_bias_add: whether the next kernel adds the bias (`skipped_bias`).
 
     Forward issues an all-gather of the input under sequence parallelism, else no collective.
     Backward issues an all-reduce of the input's gradient. Under sequence parallelism it issues the
@@ -232,9 +233,10 @@ class ColumnParallelLinear(nn.Module):
         tp_blocks: int = 1,
         padded_output_size: int | None = None,
         matrices: tuple[int, ...] = (1,),
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.skip_bias_add = context, skip_bias_add
         self.weight = new_parameter(
             ParameterSpec(
                 global_shape=(output_size, input_size),
@@ -262,10 +264,15 @@ class ColumnParallelLinear(nn.Module):
         return column_parallel_linear(
             hidden_states,
             self.weight,
-            self.bias,
+            None if self.skip_bias_add else self.bias,
             tp_group=self.context.group,
             sequence_parallel=self.context.sequence_parallel,
         )
+
+    @property
+    def skipped_bias(self) -> nn.Parameter | None:
+        """The bias that `forward` does not add; None if there is none."""
+        return self.bias if self.skip_bias_add else None
 
 
 class RowParallelLinear(nn.Module):
@@ -275,6 +282,7 @@ class RowParallelLinear(nn.Module):
     [s/t, b, output_size]. Weight [output_size, input_size/t].
     The bias [output_size] is whole on every rank and is added once, after the sum. Under sequence
     parallelism each rank adds it to its own tokens only, so its gradient is summed over the ranks.
+    skip_bias_add: whether the next kernel adds the bias (`skipped_bias`).
 
     Forward issues an all-reduce of the output, or a reduce-scatter under sequence parallelism.
     Backward issues an all-gather under sequence parallelism, else no collective. Keeps the input.
@@ -288,9 +296,10 @@ class RowParallelLinear(nn.Module):
         bias: bool,
         init_std: float,
         context: RankContext,
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.skip_bias_add = context, skip_bias_add
         self.weight = new_parameter(
             ParameterSpec(
                 global_shape=(output_size, input_size), tp_dim=1, matrices=(1,), init_std=init_std
@@ -311,11 +320,16 @@ class RowParallelLinear(nn.Module):
         return row_parallel_linear(
             hidden_states,
             self.weight,
-            self.bias,
+            None if self.skip_bias_add else self.bias,
             tp_group=self.context.group,
             sequence_parallel=self.context.sequence_parallel,
             skip_tail=skip_tail,
         )
+
+    @property
+    def skipped_bias(self) -> nn.Parameter | None:
+        """The bias that `forward` does not add; None if there is none."""
+        return self.bias if self.skip_bias_add else None
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lite.model.activations import PAIRS, TANH_GELU
+from megatron_lite.model.activations import BIASED, PAIRS, TANH_GELU
 from megatron_lite.model.norm import NORMS
 from megatron_lite.model.rotary import ROTATION
 from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
@@ -55,12 +55,19 @@ class Case(NamedTuple):
 
 
 X = 3.0 * random(5, 3, 8)
+SHIFT = random(8, seed=4)
 WEIGHT, BIAS = random(8, seed=2), random(8, seed=3)
 CASES = {
     "erf": Case(PAIRS["gelu"], F.gelu, (X,)),
     "tanh": Case(TANH_GELU, partial(F.gelu, approximate="tanh"), (X,)),
     "swiglu": Case(PAIRS["swiglu"], swiglu, (X,)),
     "squared": Case(PAIRS["squared_relu"], lambda x: F.relu(x).square(), (X,)),
+    "tanh of a sum": Case(
+        BIASED[id(TANH_GELU)], lambda x, bias: F.gelu(x + bias, approximate="tanh"), (X, SHIFT), 2
+    ),
+    "swiglu of a sum": Case(
+        BIASED[id(PAIRS["swiglu"])], lambda x, bias: swiglu(x + bias), (X, SHIFT), 2
+    ),
     "LayerNorm": Case(
         NORMS["LayerNorm"],
         lambda x, weight, bias: F.layer_norm(x, (8,), weight, bias, EPSILON),

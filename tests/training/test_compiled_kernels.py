@@ -28,6 +28,7 @@ from megatron_lite.parallel.compiled import CompiledKernels
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.build_trainer import with_known_compiler
+from tests.memory import peak_cases as peaks
 from tests.support.equality import variant_config
 from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tp_state
 from tests.support.ranks import run_ranks
@@ -37,6 +38,7 @@ from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 CPU = torch.device("cpu")
 POLICIES = ("*:pointwise", "*:full", "*:pointwise+core_attn")
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
+MANY_TOKENS = "--seq-length 512 --max-position-embeddings 512 --vocab-size 255"
 Layout = tuple[int, int, bool]  # TP size, CP size, sequence parallelism
 LAYOUTS: list[Layout] = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
 VARIANTS = ("qwen", "gpt2", "neox", "nemotron")
@@ -176,6 +178,25 @@ def test_so_are_those_of_norms_of_a_float32_residual_stream(
         run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
         (row,) = rows(tmp_path / f"{number}")
         assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
+
+
+@pytest.mark.long
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (1, f"{MANY_TOKENS} --bf16 {peaks.DROPOUT}"),
+        (1, f"{MANY_TOKENS} {peaks.LLAMA} --bf16 {peaks.policy('*:full/1')}"),
+        (1, f"{MANY_TOKENS} {peaks.LLAMA} {peaks.policy('*:pointwise')}"),
+        (1, f"--bf16 {peaks.LLAMA}"),
+        (2, f"{peaks.TP} {peaks.SEQUENCE} {MANY_TOKENS} {peaks.LLAMA} --bf16"),
+    ],
+    ids=str,
+)
+def test_the_peak_of_compiled_kernels_is_predicted(ranks: int, flags: str) -> None:
+    """Real kernels, in a real step. With many tokens a layer decides, else the loss."""
+    for row in peaks.rows(peaks.Case(flags, f"{flags} --torch-compile", ranks)):
+        assert 0.95 < row.ratio < 1.05, row
 
 
 @pytest.mark.usefixtures("uncompiled")

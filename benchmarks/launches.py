@@ -1,0 +1,213 @@
+"""Counts the kernels of a training step and the bytes that pointwise kernels move, without a GPU.
+
+    python -m benchmarks.launches [FLAGS of the run]
+
+The step is that of the gpt2 shape (12 x 768, s 1024, b 8, V 50304, bf16, dropout 0.1), one
+micro-batch, by torch's operators and under --torch-compile. It runs on tensors without values, on
+a stand-in for a GPU (tests/support/stand_in_device.py). An operator that is no view is one launch,
+and attention is one launch of its flash kernel each way. A compiled graph has as many launches as
+its scheduler has groups of fused operations. They are those for a CPU: a GPU splits the sum over
+the rows of a tall matrix into two kernels, so it has some launches more. Bytes are what a launch
+reads and writes once; those of matrix products and attention are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from arguments import parse_args
+from megatron_lite.config.run import RunConfig
+from megatron_lite.parallel import weight_gradient
+from megatron_lite.parallel.compiled import CompiledKernels
+from megatron_lite.parallel.simulated import SimulatedTensors
+from megatron_lite.parallel.torch_internals import disable_current_modes, fake_mode_of, tree_map
+from megatron_lite.training.apex_kernels import fuse_weight_gradients_
+from megatron_lite.training.batches import document_rules
+from megatron_lite.training.build_trainer import build_optimizer, build_stages
+from megatron_lite.training.dry_run import SameTokens, sample_shape
+from megatron_lite.training.step import StageRunner, train_step
+from tests.support.stand_in_device import ALLOCATIONS, _is_view, _tensors, rank_on_the_device
+from tests.support.streams import Streams
+
+GPT2 = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
+    "--max-position-embeddings 1024 --micro-batch-size 8 --global-batch-size 8 "
+    "--vocab-size 50257 --bf16 --mock-data --lr 1e-4 --train-iters 1"
+)
+MATMULS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+class Launches(TorchDispatchMode):
+    """Counts launches and bytes by kind: "matmul", "attention", or the name of the operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.num_bytes: Counter[str] = Counter()
+        self.part = ""
+
+    def add(self, name: str, launches: int, num_bytes: int) -> None:
+        self.launches[f"{self.part}: {name}"] += launches
+        self.num_bytes[f"{self.part}: {name}"] += num_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if _is_view(func) or name in ALLOCATIONS or name in ("set_", "detach"):
+            return results
+        if name in MATMULS or "attention" in name:
+            self.add("matmul" if name in MATMULS else "attention", 1, 0)
+            return results
+        moved = {id(one): _nbytes(one) for one in _tensors((args, kwargs))}
+        written = _tensors(results)
+        moved |= {id(one): _nbytes(one) * (1 + (id(one) in moved)) for one in written}
+        if name in ("zero_", "fill_", "copy_", "random_"):  # they do not read what they write
+            moved[id(args[0])] = _nbytes(args[0])
+        self.add(name, 1, sum(moved.values()))
+        return results
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return int(min(tensor.nbytes, tensor.untyped_storage().nbytes()))
+
+
+def fused_groups(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> tuple[int, int]:
+    """Returns the number of kernels that inductor makes of a function, and the bytes they move."""
+    import torch._inductor.config as settings
+    from torch._inductor.scheduler import Scheduler
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    found = [0, 0]
+    generate = Scheduler.codegen
+
+    def counted(scheduler: Scheduler) -> None:
+        nodes = [
+            node for node in scheduler.nodes if type(node).__name__ != "NopKernelSchedulerNode"
+        ]
+        found[0] += len(nodes)
+        found[1] += sum(node.get_read_write_buffers_sizes() for node in nodes)
+        generate(scheduler)
+
+    with (
+        disable_current_modes(),
+        torch.no_grad(),
+        mock.patch.object(Scheduler, "codegen", counted),
+        settings.patch(force_disable_caches=True),
+    ):
+        small = [
+            torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+            for one in tensors
+        ]
+        cpu = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype) for one in small]
+        graph = make_fx(function, tracing_mode="fake")(*cpu)
+        torch._inductor.compile(graph, cpu)
+    return found[0], found[1]
+
+
+class CountedKernels(CompiledKernels):
+    """Compiled kernels that are counted and not run."""
+
+    def __init__(self, counts: Launches) -> None:
+        super().__init__()
+        self.counts, self.known = counts, dict[Any, tuple[int, int]]()
+
+    def __call__(self, function: Callable[..., Any], *tensors: Tensor, **constants: Any) -> Any:
+        graph = partial(function, **constants)
+        shapes = tuple((one.shape, one.stride(), one.dtype) for one in tensors)
+        key = (function, shapes, *constants.items())
+        if key not in self.known:
+            self.known[key] = fused_groups(graph, tensors)
+        self.counts.add(f"graph of {name_of(function)}", *self.known[key])
+        with disable_current_modes(), fake_mode_of(tensors[0]):
+            results = graph(*tensors)
+        return tree_map(lambda one: one, results)
+
+
+def name_of(function: Any) -> str:
+    inner = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    named = [one for one in inner if callable(one)]
+    return name_of(named[0]) if named else str(getattr(function, "__name__", function))
+
+
+def flash(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
+    """Returns attention by CUDA's flash kernel, which has a form without values."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, settings["dropout_p"], True
+    )
+    return found[0]
+
+
+def count(config: RunConfig) -> dict[str, Any]:
+    """Returns the launches and the bytes of a step, by part and kind."""
+    counts, fake = Launches(), SimulatedTensors()
+
+    @contextmanager
+    def part(name: str) -> Any:
+        counts.part = "optimizer" if name == "optimizer" else "forward and backward"
+        yield
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Streams.in_place_of_cuda(patch),
+        rank_on_the_device(config, patch, fake, rank=0, world_size=1) as parallel,
+        fake,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        host_state = torch.get_rng_state()
+        patch.setattr(torch, "get_rng_state", lambda: fake.from_tensor(host_state))
+        patch.setattr(torch, "set_rng_state", lambda _: None)
+        patch.setattr(F, "scaled_dot_product_attention", flash)
+        patch.setattr(weight_gradient, "adds_unrounded", lambda device, dtype: True)
+        patch.setattr(weight_gradient, "add_weight_product_", _added_unrounded)
+        samples = torch.zeros(sample_shape(config), dtype=torch.int64, device=parallel.device)
+        with mock.patch(
+            "megatron_lite.training.build_trainer.CompiledKernels", lambda: CountedKernels(counts)
+        ):
+            model = build_stages(config, parallel)
+        optimizer = build_optimizer(config, parallel, model)
+        fuse_weight_gradients_(config.training, parallel, model, optimizer)
+        runner = StageRunner.of(config, model, parallel)
+        runner.timed = _timed(part)
+        batches = SameTokens(samples, 1, parallel, document_rules(config))
+        counts.part = "forward and backward"
+        with counts:
+            train_step(runner, optimizer, batches, learning_rate=1e-6)
+    return {"launches": dict(counts.launches), "bytes": dict(counts.num_bytes)}
+
+
+def _added_unrounded(total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool) -> None:
+    """Is one product that adds to the total, as on CUDA."""
+    torch.addmm(total, grad_rows.t().to(total.dtype), rows.to(total.dtype), out=total)
+
+
+def _timed(part: Callable[[str], Any]) -> Callable[[str], AbstractContextManager[object]]:
+    return lambda name: part(name) if name == "optimizer" else nullcontext()
+
+
+def main() -> None:
+    for flags in ("--no-torch-compile", "--torch-compile"):
+        found = count(parse_args(f"{GPT2} {' '.join(sys.argv[1:])} {flags}".split()).config)
+        launches, moved = found["launches"], found["bytes"]
+        print(flags)
+        for part in ("forward and backward", "optimizer"):
+            rows = {name: n for name, n in launches.items() if name.startswith(part)}
+            total = sum(moved[name] for name in rows)
+            print(f"  {part}: {sum(rows.values())} launches, {total / 1e9:.2f} GB pointwise")
+            for name, number in sorted(rows.items(), key=lambda row: -row[1]):
+                print(f"    {number:5d} {moved[name] / 1e9:8.2f} GB  {name.partition(': ')[2]}")
+
+
+if __name__ == "__main__":
+    main()
