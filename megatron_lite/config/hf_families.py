@@ -11,7 +11,7 @@ their arguments), and the names of its weights, each by the name of the module h
     outer    the modules outside of a layer, without the base
     layers   the place of a layer below the base
     layer    its modules; {"theirs": [..], "layout": ..} for several modules, or for a layout of
-             convert/hf_tensors.py
+             convert/hf.py
 
 A key has the field, its type, the default that transformers takes if it is missing (none: it must
 be there) and, if it differs, for null. `inverted`: the field is the opposite of the key. `values`:

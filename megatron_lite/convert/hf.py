@@ -4,13 +4,27 @@ Opening reads the headers of all files. Missing, unexpected and misshapen tensor
 any work is done. Pickled weights (pytorch_model.bin) are never read. What is written opens with
 AutoModelForCausalLM.from_pretrained: files of at most 5 GB, with an index if they are several.
 Weights keep their dtype. Optimizer states are left out.
+
+A row of the table of families (config/hf_families.py) maps a module of this project to the modules
+there that hold its weight and bias, and names the layout. A layout is a pair of functions that are
+inverse to each other and linear: they map weights to weights and gradients to gradients, bit for
+bit.
+
+    layout       there                                       here
+    same         one tensor                                  the same tensor
+    stacked      gate and up                                 [gate; up]
+    by group     q, k and v                                  group by group: [q .. q k v]
+    fused        [all q; all k; all v]                       group by group
+    transposed   [in, out], as GPT-2's Conv1D holds it       [out, in]
+    fused transposed                                         both of the last two
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence, Set
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,18 +37,13 @@ from megatron_lite.config.hf_config import CONFIG, exact_fields, read_hf_file, t
 from megatron_lite.config.hf_families import FAMILIES
 from megatron_lite.config.input_file import crafted, read_json
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plain import shown
-from megatron_lite.convert.hf_tensors import (
-    BUFFERS,
-    LAYOUTS,
-    head_of,
-    known_name,
-    row_of,
-    their_shapes,
+from megatron_lite.convert.target import (
+    Tensors,
+    complete_folder,
+    json_bytes,
+    safetensors_file,
+    stored_tokenizer,
 )
-from megatron_lite.convert.safetensors_file import safetensors_files
-from megatron_lite.convert.staging import complete_folder
-from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
 from megatron_lite.convert.weights import (
     OUTPUT,
     WEIGHT,
@@ -43,7 +52,9 @@ from megatron_lite.convert.weights import (
     Described,
     WeightSource,
     check_layers,
+    check_names,
     copy_tensors,
+    layer_of,
     parameter_specs,
     refused,
 )
@@ -51,9 +62,16 @@ from megatron_lite.data.tokenizer_files import in_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-MOST_NAMED = 5
 LARGEST_INDEX = 2**26
 SHARD_BYTES = 5 * 10**9
+# Buffers that old versions of transformers saved: masks and frequencies, which are no weights.
+BUFFERS = re.compile(
+    r"\.(attn|attention)\.(bias|masked_bias)"
+    r"|(^|\.)rotary_emb\.inv_freq"
+    r"|\.rotary_emb\.(cos|sin)_cached"
+)
+# Newer names of a tensor, and the name under which it is known here.
+RENAMED = {("gpt_neox", "lm_head.weight"): "embed_out.weight"}
 
 
 class TensorInFile(NamedTuple):
@@ -66,14 +84,6 @@ class TensorInFile(NamedTuple):
     def read(self) -> Tensor:
         with naming(self.file, self.name):
             return self.values[:]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.get_shape())
-
-    @property
-    def dtype(self) -> str:
-        return str(self.values.get_dtype())
 
 
 def hf_source(path: Path) -> WeightSource:
@@ -95,12 +105,30 @@ def hf_source(path: Path) -> WeightSource:
     check_layers(model.num_layers, len(places), path / CONFIG)
     specs = parameter_specs(model, mapped.vocab_size)
     shapes = their_shapes(family, {name: spec.global_shape for name, spec in specs.items()}, model)
-    head, is_tied = head_of(family), OUTPUT not in specs
+    needed = {part: shape for parts in shapes.values() for part, shape in parts.items()}
     # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
-    held = places.keys() - ({head} if is_tied else set())
-    _check_names(path, family, held, {part for parts in shapes.values() for part in parts})
-    for parts in shapes.values():
-        _check_parts([(places[part], shape) for part, shape in parts.items()])
+    head, is_tied = head_of(family), OUTPUT not in specs
+    held = {name for name in places if name in needed or not BUFFERS.search(name)}
+    check_names(
+        path, held - {head if is_tied else ""}, needed.keys(), f"a {family} of its {CONFIG}"
+    )
+    for part, shape in needed.items():
+        found = tuple(places[part].values.get_shape())
+        if found != shape:
+            raise InputError(
+                f"{places[part].file}: {places[part].name} has the shape {found}, but {CONFIG} "
+                f"describes {shape}: they belong to different models"
+            )
+    dtypes = {}
+    for name, parts in shapes.items():
+        kinds = {str(places[part].values.get_dtype()) for part in parts}
+        if not kinds <= FLOATS.keys() or len(kinds) > 1:
+            raise InputError(
+                f"{path}: {min(parts)} has the dtype {', '.join(sorted(kinds))}, only "
+                f"{', '.join(FLOATS)} are read, and one for all parts of a matrix: convert "
+                "quantised weights to one of them first"
+            )
+        dtypes[name] = FLOATS[kinds.pop()]
 
     def read(name: str, key: str = WEIGHT) -> Tensor:
         row = row_of(family, name)
@@ -116,7 +144,7 @@ def hf_source(path: Path) -> WeightSource:
     described = Described(
         model=model,
         true_vocab_size=mapped.vocab_size,
-        dtypes={name: FLOATS[places[min(parts)].dtype] for name, parts in shapes.items()},
+        dtypes=dtypes,
         tokenizer=in_folder(path),
         token_ids=mapped.token_ids,
         notes=mapped.notes,
@@ -136,38 +164,6 @@ def _places(folder: Path, family: str) -> dict[str, TensorInFile]:
     return {known_name(family, name, has_base=has_base): one for name, one in found.items()}
 
 
-def _check_names(folder: Path, family: str, held: Set[str], needed: Set[str]) -> None:
-    """Raises InputError for tensors that are missing, or not expected."""
-    for what, names in (
-        ("tensors missing from the files", needed - held),
-        (
-            f"tensors in the files, and a {family} of this {CONFIG} has none of that name",
-            {name for name in held - needed if not BUFFERS.search(name)},
-        ),
-    ):
-        if names:
-            faults = sorted(names)
-            more = f" and {len(faults) - MOST_NAMED} more" if len(faults) > MOST_NAMED else ""
-            raise InputError(f"{folder}: {what}: {shown(', '.join(faults[:MOST_NAMED]))}{more}")
-
-
-def _check_parts(parts: Sequence[tuple[TensorInFile, tuple[int, ...]]]) -> None:
-    """Raises InputError unless the parts of a parameter have their shapes, and one dtype."""
-    dtypes = {place.dtype for place, _ in parts}
-    for place, shape in parts:
-        if place.shape != shape:
-            raise InputError(
-                f"{place.file}: {place.name} has the shape {place.shape}, but {CONFIG} describes "
-                f"{shape}: they belong to different models"
-            )
-        if not dtypes <= FLOATS.keys() or len(dtypes) > 1:
-            raise InputError(
-                f"{place.file}: {place.name} has the dtype {place.dtype}, only {', '.join(FLOATS)} "
-                "are read, and one for all parts of a matrix: convert quantised weights to one of "
-                "them first"
-            )
-
-
 def _weight_files(folder: Path) -> list[Path]:
     if os.path.lexists(folder / INDEX):
         with crafted(str(folder / INDEX)):
@@ -179,13 +175,13 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS]
-    pickles = [name for name in PICKLES if (folder / name).exists()]
-    if pickles:
-        raise InputError(
-            f"{folder / pickles[0]} is pickled, and reading a pickle may run any code: convert it "
-            "with transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), "
-            "where you trust its author"
-        )
+    for name in PICKLES:
+        if (folder / name).exists():
+            raise InputError(
+                f"{folder / name} is pickled, and reading a pickle may run any code: convert it "
+                "with transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW),"
+                " where you trust its author"
+            )
     raise InputError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
 
 
@@ -210,38 +206,151 @@ def write_hf(
     tokenizer, end = stored_tokenizer(described)
     family = config["model_type"]
     shapes = {name: spec.global_shape for name, spec in described.specs.items()}
-    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
-    sizes = [0]
+    shards: list[Tensors] = [{}]
+    total = size = 0
     for name, parts in their_shapes(family, shapes, model).items():
         dtype = described.dtypes[name]
         num_bytes = math.prod(shapes[name]) * dtype.itemsize
-        if sizes[-1] and sizes[-1] + num_bytes > shard_bytes:
+        if size and size + num_bytes > shard_bytes:
             shards.append({})
-            sizes.append(0)
+            size = 0
+        size, total = size + num_bytes, total + num_bytes
         shards[-1].update({part: (dtype, shape) for part, shape in parts.items()})
-        sizes[-1] += num_bytes
     count = len(shards)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
     tensors = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))
-    weight_map = {part: file for file, parts in tensors.items() for part in parts}
     config |= dict(bos_token_id=None, eos_token_id=end, pad_token_id=None)
     config |= dict(torch_dtype=str(described.dtype).removeprefix("torch."), **described.token_ids)
     texts = {**tokenizer, CONFIG: json_bytes(config)}
     if count > 1:
-        total = {"total_size": sum(sizes)}
-        texts[INDEX] = json_bytes({"metadata": total, "weight_map": weight_map})
+        weight_map = {part: file for file, parts in tensors.items() for part in parts}
+        texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
         # AutoTokenizer asks this file for the class.
         texts["tokenizer_config.json"] = json_bytes({"tokenizer_class": "PreTrainedTokenizerFast"})
     with complete_folder(path) as folder:
-        with safetensors_files(folder, tensors, {"format": "pt"}) as write:
+        writes: dict[str, Callable[[str, Tensor], None]] = {}
+        for file, own in tensors.items():
+            writes |= dict.fromkeys(own, safetensors_file(folder / file, own, {"format": "pt"}))
 
-            def put(name: str, key: str, tensor: Tensor) -> None:
-                row = row_of(family, name)
-                values = LAYOUTS[row.layout].split(tensor, model)
-                for part, value in zip(row.theirs, values, strict=True):
-                    write(weight_map[part], part, value)
+        def put(name: str, key: str, tensor: Tensor) -> None:
+            row = row_of(family, name)
+            values = LAYOUTS[row.layout].split(tensor, model)
+            for part, value in zip(row.theirs, values, strict=True):
+                writes[part](part, value)
 
-            copy_tensors(source, put, advance, [WEIGHT])
+        copy_tensors(source, put, advance, [WEIGHT])
         for name, content in texts.items():
             (folder / name).write_bytes(content)
+
+
+# --- layouts ---
+
+
+class TensorLayout(NamedTuple):
+    """A layout. join: theirs -> ours. split: ours -> theirs, contiguous.
+
+    The shapes of theirs are those of `split` applied to a tensor without values.
+    """
+
+    join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
+    split: Callable[[Tensor, ModelConfig], list[Tensor]]
+
+
+def _by_group(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    """[a d, ..], [g d, ..], [g d, ..] -> [g (a/g + 2) d, ..]."""
+    groups = zip(*(tensor.chunk(model.query_groups) for tensor in parts), strict=True)
+    return torch.cat([part for group in groups for part in group])
+
+
+def _from_groups(tensor: Tensor, model: ModelConfig) -> list[Tensor]:
+    """[g (a/g + 2) d, ..] -> [a d, ..], [g d, ..], [g d, ..]."""
+    a, g, d = model.num_attention_heads, model.query_groups, model.head_dim
+    by_group = [group.split([a // g * d, d, d]) for group in tensor.chunk(g)]
+    return [torch.cat(parts) for parts in zip(*by_group, strict=True)]
+
+
+def _fused(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    """[(a + 2 g) d, ..] -> [g (a/g + 2) d, ..]."""
+    (whole,), keys = parts, model.query_groups * model.head_dim
+    return _by_group(whole.split([whole.shape[0] - 2 * keys, keys, keys]), model)
+
+
+def _transposed(layout: TensorLayout) -> TensorLayout:
+    """Returns the layout of matrices that are transposed there. A bias stays as it is."""
+    return TensorLayout(
+        lambda parts, model: layout.join([part.t() for part in parts], model).contiguous(),
+        lambda tensor, model: [part.t().contiguous() for part in layout.split(tensor, model)],
+    )
+
+
+SAME = TensorLayout(lambda parts, _: parts[0], lambda tensor, _: [tensor])
+FUSED = TensorLayout(_fused, lambda tensor, model: [torch.cat(_from_groups(tensor, model))])
+LAYOUTS: dict[str, TensorLayout] = {
+    "same": SAME,
+    "stacked": TensorLayout(
+        lambda parts, _: torch.cat([*parts]), lambda tensor, _: [*tensor.chunk(2)]
+    ),
+    "by group": TensorLayout(_by_group, _from_groups),
+    "fused": FUSED,
+    "transposed": _transposed(SAME),
+    "fused transposed": _transposed(FUSED),
+}
+
+
+class TensorNames(NamedTuple):
+    """Modules that hold the parts of one module here, and the layout of their tensors."""
+
+    theirs: Sequence[str]
+    layout: str = "same"
+
+
+def head_of(family: str) -> str:
+    """Returns the name of the untied output weight."""
+    return f"{FAMILIES[family]['head']}.weight"
+
+
+def row_of(family: str, name: str) -> TensorNames:
+    """Returns the names of the tensors there that hold a parameter here, and their layout.
+
+    Raises InputError if the table of the family has no such parameter.
+    """
+    if name == OUTPUT:
+        return TensorNames((head_of(family),))
+    tensors = FAMILIES[family]
+    layer, rest = layer_of(name)
+    module, _, kind = rest.rpartition(".")
+    inner = layer is not None
+    prefix = f"{tensors['base']}.{tensors['layers']}.{layer}" if inner else tensors["base"]
+    found = tensors["layer" if inner else "outer"].get(module)
+    if found is None:
+        raise InputError(
+            f"the row {family} of FAMILIES in config/hf_families.py has no name for {module}"
+        )
+    row = TensorNames((found,)) if isinstance(found, str) else TensorNames(**found)
+    return TensorNames([f"{prefix}.{part}.{kind}" for part in row.theirs], row.layout)
+
+
+def their_shapes(
+    family: str, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Returns the shapes of the tensors there that hold each parameter here, by both names.
+
+    shapes: those of the parameters here.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        row = row_of(family, name)
+        parts = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), model)
+        named = zip(row.theirs, parts, strict=True)
+        found[name] = {part: tuple(tensor.shape) for part, tensor in named}
+    return found
+
+
+def known_name(family: str, name: str, *, has_base: bool) -> str:
+    """Returns the name under which a tensor of a file is known here.
+
+    has_base: whether the names in the files begin with the family's base, but for the head.
+    """
+    name = RENAMED.get((family, name), name)
+    return name if has_base or name == head_of(family) else f"{FAMILIES[family]['base']}.{name}"

@@ -8,6 +8,8 @@ random-number streams: those of other systems mean nothing here.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,15 +36,21 @@ from megatron_lite.config.input_file import read_json
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
-from megatron_lite.convert.safetensors_file import safetensors_files
-from megatron_lite.convert.staging import complete_folder
-from megatron_lite.convert.stored_tokenizer import json_bytes, stored_tokenizer
+from megatron_lite.convert.target import (
+    Tensors,
+    complete_folder,
+    json_bytes,
+    safetensors_file,
+    stored_tokenizer,
+)
 from megatron_lite.convert.weights import (
     WEIGHT,
+    WORDS,
     Advance,
     Described,
     WeightSource,
     check_layers,
+    check_names,
     copy_tensors,
     is_held,
     parameter_specs,
@@ -65,31 +73,25 @@ def native_source(path: Path) -> WeightSource:
         )
     step, notices = find_step(str(path))
     metadata, config = Metadata.read(step), read_config(step)
-    parameters = metadata.parameters
+    parameters, vocab_size = metadata.parameters, config.tokenizer.true_vocab_size
     weights, states = (
         ShardReader(step, kind, saved_tp_size=metadata.tp_size) for kind in ("model", "optimizer")
     )
     check_layers(config.model.num_layers, len(parameters), step / CONFIG)
-    specs = parameter_specs(config.model, config.tokenizer.true_vocab_size)
-    missing = specs.keys() - parameters.keys()
-    if missing:
-        raise InputError(
-            f"{step}: parameter {min(missing)} is missing, which the model of {CONFIG} has"
-        )
+    specs = parameter_specs(config.model, vocab_size)
+    held = parameters.keys() & specs.keys()
+    check_names(step, held, specs.keys(), f"the model of its {CONFIG}")
     keys: list[str] = []
     if "optimizer" not in metadata.missing:
-        first, layout = next(iter(parameters.items()))
         keys = [
             key
-            for key in states.suffixes(first, layout)
+            for key in states.suffixes(WORDS, parameters[WORDS])
             if all(states.has(f"{name}/{key}", parameters[name]) for name in specs)
         ]
     tokenizer, ids = in_folder(step), step / TOKEN_IDS
     if not tokenizer and config.tokenizer.tokenizer_type != "NullTokenizer":
-        notices = (
-            *notices,
-            f"{step} is older than checkpoints with a tokenizer: copy its files by hand",
-        )
+        note = f"{step} is older than checkpoints with a tokenizer: copy its files by hand"
+        notices = (*notices, note)
 
     def read(name: str, key: str = WEIGHT) -> Tensor:
         saved = parameters[name]
@@ -100,7 +102,7 @@ def native_source(path: Path) -> WeightSource:
 
     described = Described(
         model=config.model,
-        true_vocab_size=config.tokenizer.true_vocab_size,
+        true_vocab_size=vocab_size,
         dtypes={name: weights.dtype_of(name, parameters[name]) for name in specs},
         tokenizer=tokenizer,
         token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
@@ -121,7 +123,8 @@ def write_native(
         parallel sizes too.
     Raises InputError if the model does not divide over the parallel sizes.
     """
-    described, has_states = source.described, bool(source.described.state_keys)
+    described = source.described
+    has_states = bool(described.state_keys)
     progress = described.progress if has_states else Progress()
     step_name = step_directory(path, progress.iteration).name
     with refused("--to megatron-lite"):
@@ -130,12 +133,6 @@ def write_native(
         specs, stages = split_over(
             config.model, described.true_vocab_size, padded, tp_size=tp_size, pp_size=pp_size
         )
-    layouts = {
-        name: SavedLayout(spec, stage.rank)
-        for stage in stages
-        for name, spec in specs.items()
-        if is_held(name, stage)
-    }
     metadata = Metadata(
         progress=progress,
         tp_size=tp_size,
@@ -143,7 +140,12 @@ def write_native(
         dp_size=1,
         cp_size=1,
         num_updates=described.num_updates if has_states else 0,
-        parameters=layouts,
+        parameters={
+            name: SavedLayout(spec, stage.rank)
+            for stage in stages
+            for name, spec in specs.items()
+            if is_held(name, stage)
+        },
         missing=("rng",) if has_states else ("optimizer", "rng"),
     )
 
@@ -151,31 +153,43 @@ def write_native(
         """Yields the TP ranks that hold a part of a tensor, with its file and its name there."""
         kind, full = ("optimizer", f"{name}/{key}") if key else ("model", name)
         for tp_rank in range(1 if specs[name].tp_dim is None else tp_size):
-            yield tp_rank, shard_file(kind, layouts[name].pp_rank, tp_rank, tp_size), full
+            yield (
+                tp_rank,
+                shard_file(kind, metadata.parameters[name].pp_rank, tp_rank, tp_size),
+                full,
+            )
 
-    # Also ranks without tensors have files.
-    shards = (name for name in metadata.expected_files() if name.endswith(".safetensors"))
-    tensors: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {one: {} for one in shards}
-    for name, layout in layouts.items():
-        for key in described.keys:
-            for tp_rank, file, full in places(name, key):
-                shape = layout.file_shape(tp_rank, tp_size)
-                tensors[file][full] = (described.dtype_of(name, key), shape)
-
+    tensors: dict[str, Tensors] = defaultdict(dict)
+    for (name, layout), key in itertools.product(metadata.parameters.items(), described.keys):
+        for tp_rank, file, full in places(name, key):
+            shape = layout.file_shape(tp_rank, tp_size)
+            tensors[file][full] = (described.dtype_of(name, key), shape)
+    texts, _ = stored_tokenizer(described)
+    texts[CONFIG] = config.to_json().encode()
+    texts[METADATA] = metadata.to_json().encode()
+    if described.token_ids:
+        texts[TOKEN_IDS] = json_bytes(dict(described.token_ids))
+    for rank in range(pp_size):
+        texts[parameters_file(rank)] = metadata.parameters_to_json(rank).encode()
     with complete_folder(path) as folder:
         step = folder / step_name
         step.mkdir()
-        with safetensors_files(step, tensors) as write:
+        # Also ranks without tensors have files.
+        writes = {
+            file: safetensors_file(step / file, tensors[file])
+            for file in metadata.expected_files()
+            if file.endswith(".safetensors")
+        }
 
-            def put(name: str, key: str, whole: Tensor) -> None:
-                for tp_rank, file, full in places(name, key):
-                    local = shard(whole, specs[name], tp_rank, tp_size)
-                    rows = owned_rows(local, specs[name], tp_rank=tp_rank, tp_size=tp_size)
-                    assert rows is not None
-                    write(file, full, rows)
+        def put(name: str, key: str, whole: Tensor) -> None:
+            for tp_rank, file, full in places(name, key):
+                local = shard(whole, specs[name], tp_rank, tp_size)
+                rows = owned_rows(local, specs[name], tp_rank=tp_rank, tp_size=tp_size)
+                assert rows is not None
+                writes[file](full, rows)
 
-            copy_tensors(source, put, advance)
-        for name, content in _texts(described, config, metadata).items():
+        copy_tensors(source, put, advance)
+        for name, content in texts.items():
             (step / name).write_bytes(content)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
         (step / MANIFEST).write_text(manifest.to_json())
@@ -197,17 +211,3 @@ def _config(described: Described, step: Path, tp_size: int, pp_size: int) -> Run
             tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
         ),
     )
-
-
-def _texts(described: Described, config: RunConfig, metadata: Metadata) -> dict[str, bytes]:
-    """Returns the files of the step without tensors, but for the manifest."""
-    texts = {
-        **stored_tokenizer(described)[0],
-        CONFIG: config.to_json().encode(),
-        METADATA: metadata.to_json().encode(),
-    }
-    if described.token_ids:
-        texts[TOKEN_IDS] = json_bytes(dict(described.token_ids))
-    for rank in range(metadata.pp_size):
-        texts[parameters_file(rank)] = metadata.parameters_to_json(rank).encode()
-    return texts

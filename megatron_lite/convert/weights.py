@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +24,7 @@ from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.plain import shown
 from megatron_lite.config.stages import Stage, stages
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
@@ -32,6 +33,7 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 
 LAYERS = "decoder.layers."
 WORDS, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+MOST_NAMED = 5  # tensors that a message lists
 WEIGHT = ""  # the key of a parameter's own values, beside those of its optimizer states
 Advance = Callable[[int], None]  # called with the bytes of each tensor, for the progress bar
 
@@ -169,16 +171,18 @@ def parameter_specs(
     for spec in specs.values():
         spec.local_shape(tp_size)
     first = f"{LAYERS}0."
-    of_layer = {name: spec for name, spec in specs.items() if name.startswith(first)}
-    whole: dict[str, ParameterSpec] = {}
-    for name, spec in specs.items():
-        if name not in of_layer:
-            whole[name] = spec
-        elif name == next(iter(of_layer)):
-            for layer in range(model.num_layers):
-                for part, own in of_layer.items():
-                    whole[f"{LAYERS}{layer}.{part.removeprefix(first)}"] = own
-    return whole
+    outer = {name: spec for name, spec in specs.items() if not name.startswith(first)}
+    # In the order of the model: `outer` has the embeddings again, whose places stay.
+    return {
+        **{name: spec for name, spec in outer.items() if name.startswith("embedding.")},
+        **{
+            name.replace(first, f"{LAYERS}{number}."): spec
+            for number in range(model.num_layers)
+            for name, spec in specs.items()
+            if name.startswith(first)
+        },
+        **outer,
+    }
 
 
 def split_over(
@@ -208,12 +212,10 @@ def shard(whole: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Ten
     """Returns the part of a whole tensor that a TP rank holds, with zeros as padding."""
     if spec.tp_dim is None:
         return whole
-    local = whole.new_zeros(spec.local_shape(tp_size))
-    for span in spec.spans(tp_rank, tp_size):
-        local.narrow(spec.tp_dim, span.local_start, span.length).copy_(
-            whole.narrow(spec.tp_dim, span.global_start, span.length)
-        )
-    return local
+    part = whole.new_zeros(spec.local_shape(tp_size))
+    for theirs, own in _rows(whole, part, spec, tp_rank, tp_size):
+        own.copy_(theirs)
+    return part
 
 
 def joined(parts: Sequence[Tensor], spec: ParameterSpec) -> Tensor:
@@ -222,11 +224,21 @@ def joined(parts: Sequence[Tensor], spec: ParameterSpec) -> Tensor:
         return parts[0].contiguous()
     whole = parts[0].new_empty(spec.global_shape)
     for rank, part in enumerate(parts):
-        for span in spec.spans(rank, len(parts)):
-            whole.narrow(spec.tp_dim, span.global_start, span.length).copy_(
-                part.narrow(spec.tp_dim, span.local_start, span.length)
-            )
+        for theirs, own in _rows(whole, part, spec, rank, len(parts)):
+            theirs.copy_(own)
     return whole
+
+
+def _rows(
+    whole: Tensor, part: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the same rows of a whole tensor and of a TP rank's part of it."""
+    dim = spec.tp_dim or 0
+    for span in spec.spans(tp_rank, tp_size):
+        yield (
+            whole.narrow(dim, span.global_start, span.length),
+            part.narrow(dim, span.local_start, span.length),
+        )
 
 
 def layer_of(name: str) -> tuple[int | None, str]:
@@ -253,3 +265,11 @@ def check_layers(num_layers: int, num_held: int, where: object) -> None:
             f"{where}: describes {num_layers} layers, and the files hold tensors of at most "
             f"{num_held}: they belong to different models"
         )
+
+
+def check_names(where: object, held: Set[str], needed: Set[str], what: str) -> None:
+    """Raises InputError for tensors that are missing, or not expected. what: what needs them."""
+    for verb, names in (("lacks", needed - held), ("holds", held - needed)):
+        if names:
+            first = shown(", ".join(sorted(names)[:MOST_NAMED]))
+            raise InputError(f"{where}: {verb} {first} ({len(names)} in all), unlike {what}")

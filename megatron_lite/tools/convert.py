@@ -45,7 +45,7 @@ def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) 
     # Imported late: the modules import torch, which --help does not need.
     from megatron_lite.convert.formats import FORMATS
     from megatron_lite.convert.next_commands import next_lines
-    from megatron_lite.convert.staging import check_absent
+    from megatron_lite.convert.target import check_absent
 
     target = FORMATS[args.target]
     options = {}

@@ -87,6 +87,7 @@ def weight(value: float) -> Callable[[Path], None]:
     return lambda folder: rewrite(folder, change)
 
 
+NORM = "model.norm.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no directory": (lambda folder: folder.rename(folder.with_name("gone")), "no such directory"),
@@ -119,21 +120,18 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "truncated": (truncate, "it is missing, truncated or damaged, or no safetensors file"),
     "path in the index": (index, "'../elsewhere.safetensors', which is no file's name"),
-    "missing tensor": (
-        tensors(lambda found: found.pop(QUERY)),
-        f"tensors missing from the files: {QUERY}",
-    ),
+    "missing tensor": (tensors(lambda found: found.pop(QUERY)), f"lacks {QUERY}"),
     "extra tensor": (
         tensors(lambda found: found.update({"model.layers.7.x.weight": torch.ones(3)})),
-        "has none of that name: model.layers.7.x.weight",
+        "holds model.layers.7.x.weight",
     ),
     "other shape": (
         tensors(lambda found: found.update({QUERY: torch.ones(8, 32)})),
         f"{QUERY} has the shape (8, 32), but config.json describes (24, 32)",
     ),
     "quantised": (
-        tensors(lambda found: found.update({QUERY: torch.ones(24, 32, dtype=torch.int8)})),
-        f"{QUERY} has the dtype I8, only F64, F32, BF16, F16 are read",
+        tensors(lambda found: found.update({NORM: torch.ones(32, dtype=torch.int8)})),
+        f"{NORM} has the dtype I8, only F64, F32, BF16, F16 are read",
     ),
     "a link to a secret": (secret, "tokenizer.json: is no regular file, but a link out of"),
     "no JSON": (text("tokenizer_config.json", b"SECRET=1"), "not a tokenizer that can be read"),

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_lite.convert.safetensors_file import safetensors_files
+from megatron_lite.convert.target import safetensors_file
 
 MIXED = {
     "odd 16 bits": torch.randn(3).to(torch.bfloat16),
@@ -23,9 +23,9 @@ MIXED = {
 
 def written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    with safetensors_files(path.parent, {path.name: entries}, {"format": "pt"}) as write:
-        for name, tensor in reversed(tensors.items()):
-            write(path.name, name, tensor)
+    write = safetensors_file(path, entries, {"format": "pt"})
+    for name, tensor in reversed(tensors.items()):
+        write(name, tensor)
 
 
 def test_any_order_of_dtypes_is_read_back_bit_for_bit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.convert.staging import LOCK, MARK, SUFFIX, complete_folder
+from megatron_lite.convert.target import LOCK, MARK, SUFFIX, complete_folder
 from tests.support.conversions import converted, same_weights, saved_peer, weights_in
 from tests.support.forks import status_of_fork
 

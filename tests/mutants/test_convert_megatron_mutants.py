@@ -15,9 +15,9 @@ def gate_and_up_are_one_block(parameter_specs, *args, **kwargs):
     return {name: replace(spec, tp_blocks=1) for name, spec in found.items()}
 
 
-@replaces("_chunks", legacy)
-def chunks_of_a_rank_are_in_another_order(chunks, where, value):
-    return chunks(where, value)[::-1]
+@replaces("CHUNKS", legacy)
+def chunks_of_a_rank_are_in_another_order(chunks):
+    return chunks[::-1]
 
 
 @replaces("_is_master", legacy_states)

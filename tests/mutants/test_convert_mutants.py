@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert import hf_tensors, safetensors_file
+from megatron_lite.convert import hf, target
 from tests.convert import test_safetensors_file as files
 from tests.model import test_transformers_parity as parity
 from tests.support.changes import with_fields
@@ -25,7 +25,7 @@ def joined_by(name: str, join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     A round trip does not see such a fault if the other direction has it too.
     """
 
-    @replaces(name, hf_tensors.LAYOUTS)
+    @replaces(name, hf.LAYOUTS)
     def fault(layout: Any) -> Any:
         return with_fields(layout, join=join)
 
@@ -33,7 +33,7 @@ def joined_by(name: str, join: Callable[[Sequence[Tensor], ModelConfig], Tensor]
     return fault
 
 
-@replaces("ALIGNMENT", safetensors_file)
+@replaces("ALIGNMENT", target)
 def tensors_begin_anywhere(_):
     return 1
 

@@ -1,7 +1,7 @@
 """Randomly initialised models of transformers, and our configs of them, written by hand.
 
 The configs check the mapping of config.json (config/hf_families.py). The weights are mapped by the
-library (convert/hf_tensors.py); transformers' own logits and gradients check that mapping.
+library (convert/hf.py); transformers' own logits and gradients check that mapping.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.convert.hf_tensors import LAYOUTS, known_name, row_of
+from megatron_lite.convert.hf import LAYOUTS, known_name, row_of
 from megatron_lite.convert.weights import parameter_specs
 
 # D = H / A: transformers' GPT-2 and GPT-NeoX know no other

@@ -23,7 +23,7 @@ def replaces(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Fault]:
         @replaces("depart", executor)
         def an_output_lives_until_its_backward(depart, output, fetch_grad): ...
 
-        @replaces("ALIGNMENT", safetensors_file)
+        @replaces("ALIGNMENT", target)
         def tensors_begin_anywhere(alignment): return 1
 
     The function's first argument is the function that it replaces. The others are those of the

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from megatron_lite.checkpointing.step_files import MOST_ITERATIONS, MOST_SAMPLES, Progress
+from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
-from megatron_lite.config.plain import as_whole, from_plain
-from megatron_lite.convert.megatron.pickles import PickledObject
+from megatron_lite.config.plain import from_plain
+from megatron_lite.convert.megatron.torch_file import Inert
 from megatron_lite.convert.weights import Described, refused
 
 SCALARS = (bool, int, float, str, type(None))
@@ -22,8 +22,6 @@ NOT_TAKEN = frozenset(("attention_backend", "norm_impl"))
 # Fields that Megatron-LM has no argument for, with the only value that its models have.
 ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernorm_scope": "head"}
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
-# Spellings of older releases. The newer one is read first.
-OLDER_NAMES = {"norm_epsilon": "layernorm_epsilon", "max_position_embeddings": "seq_length"}
 # Arguments that change the model, and must be off unless ModelConfig has them as a field.
 VARIANTS = (
     *("num_experts", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
@@ -49,7 +47,7 @@ SCHEDULE = (
 def arguments_of(common: Any, where: object) -> dict[str, Any]:
     """Returns the `args` of a checkpoint's common values. Raises InputError if there are none."""
     found = common.get("args") if isinstance(common, dict) else None
-    found = found.fields if isinstance(found, PickledObject) else found
+    found = found.fields if isinstance(found, Inert) else found
     if not isinstance(found, dict) or not found:
         raise InputError(
             f"{where}: holds no `args`, so the shape of its model is not known. Checkpoints of "
@@ -67,7 +65,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)) and all(type(one) in SCALARS for one in value):
         return [int(one) if type(one) is bool else one for one in value]
-    return value.kind if isinstance(value, PickledObject) else f"a {type(value).__name__}"
+    return value.kind if isinstance(value, Inert) else f"a {type(value).__name__}"
 
 
 def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
@@ -83,27 +81,26 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
                 f"{where}: was trained with {name} = {quoted(value)}, which cannot be converted: "
                 f"{reason.partition(';')[0]}"
             )
-    values = {name: args.get(name) for name in SHARED}
-    for name, older in OLDER_NAMES.items():
-        if values[name] is None:
-            values[name] = args.get(older)
-    # Arguments of older releases have other names and forms.
-    if values["add_bias_linear"] is None and "disable_bias_linear" in args:
-        values["add_bias_linear"] = not args["disable_bias_linear"]
+    # Spellings and forms of older releases count where the newer ones are missing.
+    older = {"norm_epsilon": args.get("layernorm_epsilon")}
+    older["max_position_embeddings"] = args.get("seq_length")
+    if "disable_bias_linear" in args:
+        older["add_bias_linear"] = not args["disable_bias_linear"]
+    if args.get("add_position_embedding") is False:
+        older["position_embedding_type"] = "none"
+    newer = {name: args[name] for name in SHARED if args.get(name) is not None}
+    values = {name: value for name, value in {**older, **newer}.items() if value is not None}
     if args.get("use_rotary_position_embeddings"):
         values["position_embedding_type"] = "rope"
-    elif args.get("add_position_embedding") is False and not values["position_embedding_type"]:
-        values["position_embedding_type"] = "none"
     # Megatron does not read the number of groups without this switch.
-    if not values["group_query_attention"]:
-        values["num_query_groups"] = None
+    if not values.get("group_query_attention"):
+        values.pop("num_query_groups", None)
     if args.get("openai_gelu"):
         values["bias_gelu_fusion"] = True  # both are the tanh approximation
-    if type(base := values["rotary_base"]) is float and base.is_integer():
+    if type(base := values.get("rotary_base")) is float and base.is_integer():
         values["rotary_base"] = int(base)
     with refused(f"{where}: its args describe no model of this project"):
-        given = {name: value for name, value in values.items() if value is not None}
-        model: ModelConfig = from_plain(ModelConfig, given, "args")
+        model: ModelConfig = from_plain(ModelConfig, values, "args")
     return model
 
 
@@ -136,15 +133,13 @@ def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) 
 
     Raises InputError for numbers that no run reaches.
     """
+    progress = Progress(
+        iteration=_plain(common.get("iteration")) or 0,
+        consumed_samples=args.get("consumed_train_samples") or 0,
+    )
     with refused(f"{where}: of its numbers"):
-        return Progress(
-            iteration=as_whole(
-                _plain(common.get("iteration")) or 0, "iteration", 0, MOST_ITERATIONS
-            ),
-            consumed_samples=as_whole(
-                args.get("consumed_train_samples") or 0, "consumed_train_samples", 0, MOST_SAMPLES
-            ),
-        )
+        progress.check()
+    return progress
 
 
 def size_of(args: Mapping[str, Any], *names: str) -> int | None:

@@ -33,15 +33,21 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input
 from megatron_lite.convert.megatron import args as megatron_args
 from megatron_lite.convert.megatron.names import EXTRA_STATE, LINEARS, our_name, stacked_name
-from megatron_lite.convert.megatron.pickles import LONGEST_NAME, MOST_BYTES, read_pickle
 from megatron_lite.convert.megatron.source import (
     iteration_folder,
     megatron_source,
     need,
     updates_of,
 )
-from megatron_lite.convert.megatron.torch_file import DTYPES, Window, read_torch_file
-from megatron_lite.convert.staging import complete_folder
+from megatron_lite.convert.megatron.torch_file import (
+    DTYPES,
+    LONGEST_NAME,
+    MOST_BYTES,
+    Window,
+    read_pickle,
+    read_torch_file,
+)
+from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import (
     LAYERS,
     OUTPUT,
@@ -55,6 +61,7 @@ from megatron_lite.convert.weights import (
 )
 from megatron_lite.parallel.torch_internals import storage_info
 
+MOST_NESTED = 4  # levels of the values of an optimizer
 COMMON, SHARDS = "common.pt", "__0_0.distcp"
 FORMAT = {
     "sharded_backend": "torch_dist",
@@ -66,7 +73,7 @@ FORMAT = {
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
 KEYS = {None: WEIGHT, "param": "master"} | {theirs: key for key, theirs in STATES.items()}
 NAME = re.compile(r"(?:(?:chained_0\.)?optimizer\.state\.(\w+)\.)?(?:model\d{0,3}\.)?(.+)")
-NO_PARAMETERS = ("rng_state", "rerun_state", "opt_param_scheduler")
+OTHERS = re.compile(r"optimizer\.|^(rng_state|rerun_state|opt_param_scheduler)")
 
 
 class Chunk(NamedTuple):
@@ -104,8 +111,8 @@ class DistTensor(NamedTuple):
                 )
             if self.layer is not None:
                 value, offsets = value[self.layer - offsets[0]], offsets[1:]
-            ends = map(sum, zip(offsets, value.shape, strict=True))
-            whole[tuple(map(slice, offsets, ends))] = value
+            place = zip(offsets, value.shape, strict=True)
+            whole[tuple(slice(start, start + size) for start, size in place)] = value
         return whole
 
     def layers(self) -> Iterator[DistTensor]:
@@ -141,70 +148,69 @@ def _opened(folder: Path) -> WeightSource:
     found: dict[str, dict[str, list[DistTensor]]] = defaultdict(dict)
     for full, tensor in tensors.items():
         state, name = NAME.fullmatch(full).groups()  # type: ignore[union-attr]
-        ours = our_name(name)
-        is_other = state not in KEYS or (state is None and "optimizer." in full)
-        if ours is None or is_other or full.startswith(NO_PARAMETERS):
+        ours, key = our_name(name), KEYS.get(state)
+        if ours is None or key is None or OTHERS.search(name):
             continue
-        own = found[KEYS[state]]
         if not ours.startswith(LAYERS) or layer_of(ours)[0] is not None:
-            own[ours] = [tensor]
-            continue
-        if tensor.shape[:1] != (model.num_layers,):
+            found[key][ours] = [tensor]
+        elif tensor.shape[:1] == (model.num_layers,):
+            for layer, part in enumerate(tensor.layers()):
+                found[key][ours.replace(LAYERS, f"{LAYERS}{layer}.", 1)] = [part]
+        else:
             raise InputError(
                 f"{where}: {full} has the shape {tensor.shape}, and the first dim must be the "
                 f"{model.num_layers} layers of the model"
             )
-        for layer, part in enumerate(tensor.layers()):
-            own[f"{LAYERS}{layer}.{ours.removeprefix(LAYERS)}"] = [part]
-    weights = found[WEIGHT]
-    states = {
-        key: found[key]
-        for key in STATES
-        if all(
-            name in found[key] and found[key][name][0].shape == own.shape
-            for name, (own,) in weights.items()
+    weights = found.pop(WEIGHT, {})
+
+    def states() -> tuple[Mapping[str, Mapping[str, list[DistTensor]]], int]:
+        whole = {
+            key: found[key]
+            for key in STATES
+            if all(
+                name in found[key] and found[key][name][0].shape == one.shape
+                for name, (one,) in weights.items()
+            )
+        }
+        need(
+            whole.keys() >= {*megatron_args.ADAM},
+            "the checkpoint holds no optimizer states that are kept by parameter, as those of the "
+            "distributed optimizer are with --dist-ckpt-optim-fully-reshardable",
         )
-    }
-    optimizer = common.get("optimizer")
-    return megatron_source(
-        where, common, args, model, weights, lambda: (states, _updates(states, optimizer))
-    )
+        optimizer = common
+        for _ in range(MOST_NESTED):
+            if "param_groups" not in optimizer:
+                optimizer = optimizer.get("optimizer") or {}
+        need("param_groups" in optimizer, "the checkpoint does not say how many updates were made")
+        return whole, updates_of(optimizer["param_groups"], optimizer.get("state") or {})
 
-
-def _updates(states: Mapping[str, object], optimizer: Any) -> int:
-    """Returns how many updates were made. Raises Unmapped if the states cannot be converted."""
-    need(
-        states.keys() >= {*megatron_args.ADAM},
-        "the checkpoint holds no optimizer states that are kept by parameter, as those of the "
-        "distributed optimizer are with --dist-ckpt-optim-fully-reshardable",
-    )
-    while isinstance(optimizer, dict) and "param_groups" not in optimizer:
-        optimizer = optimizer.get("optimizer")  # the values of some optimizers are nested
-    need(isinstance(optimizer, dict), "the checkpoint does not say how many updates were made")
-    state = optimizer.get("state")
-    return updates_of(optimizer["param_groups"], state if isinstance(state, dict) else {})
+    return megatron_source(where, common, args, model, weights, states)
 
 
 def _tensors_of(folder: Path) -> dict[str, DistTensor]:
     """Returns all tensors by name, from .metadata alone."""
     path = folder / DIST_METADATA
-    value = read_pickle(read_input(path, MOST_BYTES), str(path))
+    found = read_pickle(read_input(path, MOST_BYTES), str(path))
     with crafted(f"{path}: its description of tensors"):
-        windows = {
-            _place(key.fields["fqn"], key.fields.get("offset")): _window(folder, place.fields)
-            for key, place in value.fields["storage_data"].items()
-        }
-        # Chunks that share bytes would let a small file hold very many of them.
+        windows: dict[str, Window] = {}
         lengths: Counter[Path] = Counter()
-        for window in windows.values():
-            lengths[window.path] += window.length or 0
+        for key, place in found.fields["storage_data"].items():
+            name, of = place.fields["relative_path"], place.fields
+            # A name with folders could point at any file of this machine.
+            if name != Path(name).name or of.get("transform_descriptors"):
+                raise ValueError("a chunk is outside of the folder, compressed or encrypted")
+            start, length = _sizes((of["offset"], of["length"]))
+            window = Window(folder / name, start, length)
+            windows[_place(key.fields["fqn"], key.fields.get("offset"))] = window
+            lengths[window.path] += length
+        # Chunks that share bytes would let a small file hold very many of them.
         for shard, length in lengths.items():
             if length > input_size(shard):
                 raise ValueError(f"the chunks in {shard.name} have more bytes than the file")
         return {
-            name: _tensor(name, found.fields, windows)
-            for name, found in value.fields["state_dict_metadata"].items()
-            if found.kind.endswith(".TensorStorageMetadata")
+            name: _tensor(name, one.fields, windows)
+            for name, one in found.fields["state_dict_metadata"].items()
+            if one.kind.endswith(".TensorStorageMetadata")
         }
 
 
@@ -215,30 +221,20 @@ def _place(name: Any, offsets: Any) -> str:
     return f"{None if offsets is None else _sizes(offsets)} of {name}"
 
 
-def _window(folder: Path, place: Mapping[str, Any]) -> Window:
-    name = place["relative_path"]
-    # A name with folders could point at any file of this machine.
-    if name != Path(name).name:
-        raise ValueError("a chunk is outside of the folder")
-    if place.get("transform_descriptors"):
-        raise ValueError("its chunks are compressed or encrypted")
-    return Window(folder / name, *_sizes((place["offset"], place["length"])))
-
-
 def _tensor(name: str, found: Mapping[str, Any], windows: Mapping[str, Window]) -> DistTensor:
     shape, properties = _sizes(found["size"]), found["properties"]
     # The state of TensorProperties is a tuple or a dict.
-    dtype = DTYPES[(properties.fields.get("dtype") or properties.state[0]).text]
+    dtype = DTYPES[(properties.fields.get("dtype") or properties.state[0]).kind]
     chunks = []
     for one in found["chunks"]:
         offsets, sizes = _sizes(one.fields["offsets"]), _sizes(one.fields["sizes"])
+        window = windows.get(_place(name, offsets))
         ends = map(sum, zip(offsets, sizes, strict=True))
         if any(end > whole for end, whole in zip(ends, shape, strict=True)):
             raise ValueError(f"a chunk of {name} lies outside of the tensor")
-        window, numel = windows.get(_place(name, offsets)), math.prod(sizes)
-        if window is None or numel * dtype.itemsize > (window.length or 0):
+        if window is None or math.prod(sizes) * dtype.itemsize > (window.length or 0):
             raise ValueError(f"a chunk of {name} is in no file")
-        if numel:
+        if math.prod(sizes):
             chunks.append(Chunk(offsets, sizes, window))
     covered, numel = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(shape)
     if covered != numel:

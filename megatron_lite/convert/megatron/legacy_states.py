@@ -13,6 +13,7 @@ weights at the right place only.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ COMPARED = 256  # numbers of each parameter
 # What values of another form than Megatron's lead to.
 FOREIGN = (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ValueError)
 
-Ranks = tuple[int, int]
+Ranks = tuple[int, int]  # a TP rank and a pipeline rank
 Named = tuple[str, Tensor]
-Own = dict[str, Tensor]  # one parameter's states
+Own = Iterator[tuple[str, dict[str, Tensor]]]  # parameters with their states
 States = dict[str, dict[str, list[Tensor]]]  # by state and parameter, the part of each TP rank
 
 
@@ -58,15 +59,16 @@ def read_states(
             inner = optimizer.get("optimizer", optimizer)
             groups, states = inner["param_groups"], inner.get("state", {})
             distributed = files[ranks].with_name(DISTRIBUTED_OPTIMIZER)
-            if distributed.exists():
-                own, states = dict(_of_chunks(distributed, parts[ranks])), {}
-            else:
-                named = [one for chunk in parts[ranks] for one in chunk]
-                own = _of_rank(optimizer, groups, states, named)
-            updates.add(updates_of(groups, states))
-            for name, of_parameter in own.items():
-                keys.add(tuple(of_parameter))
-                for key, tensor in of_parameter.items():
+            is_distributed = distributed.exists()
+            updates.add(updates_of(groups, {} if is_distributed else states))
+            masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+            for name, own in (
+                _of_chunks(distributed, parts[ranks])
+                if is_distributed
+                else _of_groups(groups, states, masters, [*itertools.chain(*parts[ranks])])
+            ):
+                keys.add(tuple(own))
+                for key, tensor in own.items():
                     found.setdefault(key, {}).setdefault(name, []).append(tensor)
     except InputError:
         raise
@@ -76,26 +78,22 @@ def read_states(
     return found, updates.pop()
 
 
-def _of_rank(
-    saved: Mapping[str, Any],
-    groups: list[Any],
-    by_number: Mapping[Any, Any],
-    named: Sequence[Named],
-) -> dict[str, Own]:
-    """Returns one rank's parameters with their states."""
-    masters = saved.get("fp32_from_fp16_params", saved.get("fp32_from_fp16"))
-    found: dict[str, Own] = {}
+def _of_groups(
+    groups: list[Any], states: Mapping[Any, Any], masters: Any, named: Sequence[Named]
+) -> Own:
+    """Yields one rank's parameters with their states, which the optimizer's groups number."""
+    seen: set[str] = set()
     for place, group in enumerate(groups):
         decays = bool(group["wd_mult"]) if "wd_mult" in group else group.get("weight_decay") != 0.0
         members = [(name, one) for name, one in named if has_decay(name, one.ndim) is decays]
         held = members if masters is None else masters[place]
         need(
             len(group["params"]) == len(held) == len(members)
-            and found.keys().isdisjoint(name for name, _ in members),
+            and seen.isdisjoint(name for name, _ in members),
             f"one of {len(groups)} groups has other parameters than the model",
         )
         for number, master, (name, weight) in zip(group["params"], held, members, strict=True):
-            own = {key: by_number[number][key] for key in ADAM}
+            own = {key: states[number][key] for key in ADAM}
             if masters is not None:
                 own[MASTER] = master
             need(
@@ -106,9 +104,9 @@ def _of_rank(
                 _is_master(own.get(MASTER, weight), weight),
                 f"the float32 weights of {name} are not those of its 16-bit weights",
             )
-            found[name] = own
-    need(len(found) == len(named), "some parameters are in no group")
-    return found
+            seen.add(name)
+            yield name, own
+    need(len(seen) == len(named), "some parameters are in no group")
 
 
 def _is_master(master: Tensor, weight: Tensor) -> bool:
@@ -117,7 +115,7 @@ def _is_master(master: Tensor, weight: Tensor) -> bool:
     return master.numel() == weight.numel() and torch.equal(head, weight.flatten()[:COMPARED])
 
 
-def _of_chunks(path: Path, chunks: Sequence[Sequence[Named]]) -> Iterator[tuple[str, Own]]:
+def _of_chunks(path: Path, chunks: Sequence[Sequence[Named]]) -> Own:
     """Yields the parameters of one rank with their states of the distributed optimizer.
 
     chunks: the names and weights of each model chunk, in the order of the model's parameters.

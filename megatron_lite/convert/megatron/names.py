@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_lite.convert.weights import LAYERS, layer_of
 
-MOST_DEPTH, LONGEST_NAME = 8, 1000
+LONGEST_NAME = 1000
 # Tensors without weights. TE keeps its FP8 scales as `_extra_state`, old releases their tables of
 # the rotary embedding.
 NO_WEIGHTS = re.compile(r"(.*\.)?(_extra_state(/.*)?|inv_freq|masked_bias)")
@@ -99,24 +99,19 @@ def has_decay(name: str, num_dims: int) -> bool:
     return num_dims > 1 and not name.endswith(".bias")
 
 
-def flat(
-    values: Mapping[Any, Any], seen: set[int], prefix: str = "", depth: int = MOST_DEPTH
-) -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[Any, Any], seen: set[int], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the values of nested dicts with their keys, joined with points.
 
     seen: the ids of all dicts that were read before, to which it adds its own.
-    depth: how many levels there may be.
-    Raises ValueError on more levels or longer names than any model has, and for a dict that is
-    read twice: a small file can hold one dict at very many places.
+    Raises ValueError for a dict that is read twice: a small file can hold one at very many places.
     """
-    if depth < 0 or len(prefix) > LONGEST_NAME:
-        raise ValueError(f"a state dict has over {MOST_DEPTH} levels, or endless names")
-    if values and id(values) in seen:
+    if id(values) in seen:
         raise ValueError("a state dict is at two places")
     seen.add(id(values))
     for key, value in values.items():
-        name = f"{prefix}{str(key)[:LONGEST_NAME]}"
-        if isinstance(value, dict):
-            yield from flat(value, seen, f"{name}.", depth - 1)
-        elif isinstance(key, str):
-            yield name, value
+        if isinstance(key, str):
+            name = f"{prefix}{key[:LONGEST_NAME]}"
+            if isinstance(value, dict):
+                yield from flat(value, seen, f"{name}.")
+            else:
+                yield name, value

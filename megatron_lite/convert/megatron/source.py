@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_lite.checkpointing.other_systems import megatron_format
+from megatron_lite.checkpointing.other_systems import ITERATION, megatron_format
 from megatron_lite.checkpointing.step_files import LATEST, pointed_step
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
@@ -20,6 +20,7 @@ from megatron_lite.convert.weights import (
     Described,
     WeightSource,
     check_layers,
+    check_names,
     joined,
     parameter_specs,
     refused,
@@ -50,11 +51,18 @@ def iteration_folder(path: Path, name: str) -> Path:
     """
     if not path.is_dir():
         raise InputError(f"--load {path}: no such directory")
-    folder = pointed_step(path, "release") if (path / LATEST).exists() else path
+    has_pointer = (path / LATEST).exists()
+    folder = pointed_step(path, "release") if has_pointer else path
     found = megatron_format(folder)
     if found != name:
         hint = "" if found is None else f": it is one of --from {found}"
         raise InputError(f"{folder}: holds no checkpoint of the format {name}{hint}")
+    inside = [one.name for one in path.iterdir() if ITERATION.fullmatch(one.name)]
+    if inside and not has_pointer:
+        raise InputError(
+            f"--load {path}: lacks {LATEST}, which names the iteration to read: copy that file "
+            f"too, or give the folder of one iteration, such as --load {path / max(inside)}"
+        )
     return folder
 
 
@@ -90,9 +98,9 @@ def megatron_source(
     version: that of the layout of linear_qkv.
     Raises InputError if the weights are not those of the model that the arguments describe.
     """
-    weights = dict(weights)
-    if not model.untie_embeddings_and_output_weights:
-        weights.pop(OUTPUT, None)  # the last stage's copy of the embedding
+    # With tied embeddings the last stage has a copy of them.
+    is_copy = {OUTPUT} if not model.untie_embeddings_and_output_weights else ()
+    weights = {name: parts for name, parts in weights.items() if name not in is_copy}
     words = weights.get(WORDS)
     if words is None or len(words[0].shape) != 2:
         raise InputError(f"{where}: holds no {WORDS}")
@@ -101,15 +109,9 @@ def megatron_source(
     vocab_size, notes = vocabulary_of(args, padded)
     with refused(where):
         specs = parameter_specs(model, vocab_size, tp_size=tp_size, padded_vocab_size=padded)
-    for what, names in (
-        ("lacks", specs.keys() - weights.keys()),
-        ("holds", weights.keys() - specs.keys()),
-    ):
-        if names:
-            raise InputError(
-                f"{where}: {what} {min(names)}, unlike the model that its args describe"
-            )
+    check_names(where, weights.keys(), specs.keys(), "the model that its args describe")
     places: dict[str, Parts] = {WEIGHT: weights}
+    updates = 0
     try:
         found, updates = states()
         places |= found
@@ -117,20 +119,19 @@ def megatron_source(
         notes.append(
             f"the optimizer states are left out ({reason}): the weights alone are converted"
         )
-        updates = 0
 
     def read(name: str, key: str = WEIGHT) -> Tensor:
-        wanted = specs[name].local_shape(tp_size)
-        for rank, one in enumerate(places[key][name]):
+        parts, wanted = places[key][name], specs[name].local_shape(tp_size)
+        for rank, one in enumerate(parts):
             if one.shape != wanted:
                 raise InputError(
                     f"{where}: {name} {key} of TP rank {rank} has the shape "
                     f"{tuple(one.shape)}, and the model of its args has {wanted}"
                 )
-        parts = [one if isinstance(one, Tensor) else one.read() for one in places[key][name]]
+        read = [one if isinstance(one, Tensor) else one.read() for one in parts]
         if QKV in name:
-            parts = [_head_by_head(part, version, model.head_dim) for part in parts]
-        whole = joined(parts, specs[name])
+            read = [_head_by_head(part, version, model.head_dim) for part in read]
+        whole = joined(read, specs[name])
         return whole.float() if key else whole
 
     described = Described(
@@ -149,8 +150,6 @@ def _head_by_head(part: Tensor, version: float, width: int) -> Tensor:
     """Returns the rows of linear_qkv head by head. Before version 2.0 they had other orders."""
     if version >= 2.0:
         return part
-    if version == 0:  # [3, heads, d]
-        heads = part.view(3, -1, width, *part.shape[1:]).transpose(0, 1)
-    else:  # version 1.0: [heads, d, 3]
-        heads = part.view(-1, width, 3, *part.shape[1:]).transpose(1, 2)
-    return heads.reshape(part.shape)
+    # version 0: [3, heads, d]; version 1.0: [heads, d, 3]
+    shape, dims = ((3, -1, width), (0, 1)) if version == 0 else ((-1, width, 3), (1, 2))
+    return part.view(*shape, *part.shape[1:]).transpose(*dims).reshape(part.shape)

@@ -1,18 +1,30 @@
-"""Reads what `torch.save` wrote: plain values, and tensors that lie in the file's memory map.
+"""Reads what `torch.save` wrote, and other pickles, without importing or calling what they name.
 
 Since torch 1.6 such a file is a zip archive without compression. `data.pkl` is a pickle of the
-value, and each `data/N` holds the bytes of one storage. A file may also lie inside another file, as
-in the shards of torch's distributed checkpoints.
+value, and each `data/N` holds the bytes of one storage, which stay in the file's memory map until
+they are used. A file may also lie inside another file, as in torch's distributed checkpoints.
+
+A pickle is a program for a stack machine. Python's machine imports the functions that a pickle
+names and calls them, so a file can run any code. Here the operations are scanned first: only known
+ones pass, and not too many. Then Python's machine runs with each operation replaced that imports,
+calls, sets attributes or makes keys. A name, and a call of a name, become an `Inert` record. A name
+that no checkpoint of Megatron-LM has is refused, so that a file of another kind fails at once.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
+import pickle
+import pickletools
+import re
 import struct
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,19 +32,65 @@ from torch import Tensor
 from megatron_lite.checkpointing.shards import MOST_DIMS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, open_input
-from megatron_lite.convert.megatron.pickles import (
-    CALLS,
-    LONGEST_NAME,
-    MOST_ARGUMENTS,
-    MOST_BYTES,
-    STORAGES,
-    read_pickle,
-)
 
+MOST_BYTES = 2**28  # of one pickle; tensors are stored outside of it
+MOST_OPERATIONS = 2 * 10**7  # each makes one small object at most
+MOST_KEY_PARTS = MOST_ARGUMENTS = 16
+SMALL_KEY = 2**20  # optimizer states are numbered from 0
+LONGEST_NAME = 512
+# Those that move plain values, and in the last line those that import, call, set, or ask for a
+# storage. Operations of protocol 0 spell numbers as texts, which takes quadratic time.
+OPERATIONS = re.compile(
+    r"PROTO|FRAME|STOP|MARK|POP|POP_MARK|DUP|NONE|NEW(TRUE|FALSE)|MEMOIZE|(LONG_)?BIN(GET|PUT)"
+    r"|BININT[12]?|LONG[14]|BINFLOAT|(SHORT_)?BIN(STRING|UNICODE|BYTES)|BIN(UNICODE|BYTES)8"
+    r"|BYTEARRAY8|EMPTY_(LIST|DICT|TUPLE)|LIST|TUPLE[123]?|APPENDS?"
+    r"|GLOBAL|STACK_GLOBAL|BINPERSID|REDUCE|NEWOBJ|BUILD|SETITEMS?"
+)
+NAMES = re.compile(
+    r"(megatron|transformer_engine|apex|pathlib|signal|numpy|datetime)(\.\w+)+"
+    r"|torch\.distributed\.(checkpoint|_shard)(\.\w+)+"
+    r"|argparse\.Namespace|types\.SimpleNamespace|_codecs\.encode|_io\.BytesIO"
+    r"|(builtins|__builtin__)\.(list|dict|int|float|complex|str|tuple|getattr|set|bytearray)"
+    r"|collections\.(defaultdict|OrderedDict)"
+    r"|torch\.(bool|[a-z]+\d+\w*|[A-Z]\w+Storage|storage\.UntypedStorage|device|Size|Tensor)"
+    r"|torch\.(nn\.parameter\.Parameter|serialization\._get_layout)"
+    r"|torch\.(_utils\._rebuild_(tensor|parameter)\w*|_tensor\._rebuild_from_type_v2)"
+)
+STORAGES = {
+    "torch.DoubleStorage": torch.float64,
+    "torch.FloatStorage": torch.float32,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.storage.UntypedStorage": torch.uint8,
+}
 DTYPES = {str(dtype): dtype for dtype in STORAGES.values()}
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # the signature, the lengths of the name and the extra
 SIGNATURE = b"PK\x03\x04"
-REBUILD, RETYPE = "torch._utils._rebuild_tensor_v2", "torch._tensor._rebuild_from_type_v2"
+
+
+@dataclass(eq=False, repr=False)
+class Inert:
+    """A name that a pickle imports, or an object whose class is not loaded.
+
+    kind: the name, such as "torch.FloatStorage". arguments: what it was called with; None if it is
+    the name alone. state: what the pickle gives the object afterwards, usually its fields as a
+    dict.
+    """
+
+    kind: str
+    arguments: tuple[Any, ...] | None = None
+    state: Any = None
+
+    @property
+    def fields(self) -> dict[Any, Any]:
+        """The fields by name; empty if the state is of another form."""
+        return self.state if isinstance(self.state, dict) else {}
 
 
 class Window(NamedTuple):
@@ -53,93 +111,193 @@ def read_torch_file(window: Window, *, shared: bool = False) -> Any:
     Raises InputError if the file cannot be read, is of another kind, or names code to run.
     """
     with crafted(str(window)):
-        return _Archive(window, shared).value()
-
-
-class _Archive:
-    """The members of the archive, and a memory map of the file up to the archive's end."""
-
-    def __init__(self, window: Window, shared: bool) -> None:
-        self._window = window
-        with window.path.open("r+b") if shared else open_input(window.path) as file:
-            size = os.fstat(file.fileno()).st_size
-            end = size if window.length is None else window.start + window.length
-            if not 0 <= window.start <= end <= size:
-                raise ValueError(f"it has {size} bytes, and {end} are needed")
-            if os.pread(file.fileno(), len(SIGNATURE), window.start) != SIGNATURE:
-                raise InputError(
-                    f"{window}: is no zip archive as torch.save writes it since torch 1.6. If it "
-                    "is an older file of torch.save, which mixes tensors and code, load and save "
-                    "it again with a torch that you trust it with"
-                )
-            access = mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
-            self._bytes = mmap.mmap(file.fileno(), end, access=access)
+        contents = _mapped(window, shared)
         # zipfile looks for the archive at the end, so the file before it is no trouble.
-        with zipfile.ZipFile(cast(IO[bytes], self._bytes)) as archive:
-            self._members = {one.filename: one for one in archive.infolist()}
-        if sum(one.file_size for one in self._members.values()) > end - window.start:
+        with zipfile.ZipFile(cast(IO[bytes], contents)) as archive:
+            members = {one.filename: one for one in archive.infolist()}
+        if sum(one.file_size for one in members.values()) > len(contents) - window.start:
             raise ValueError("its members are longer than the file")
 
-    def value(self) -> Any:
-        (name,) = (name for name in self._members if name.endswith("/data.pkl"))
-        self._folder = name.removesuffix("data.pkl")
-        order = f"{self._folder}byteorder"
-        if order in self._members and self._contents(order) != b"little":
+        def member(name: str) -> memoryview:
+            found = members[name]
+            if found.compress_type != zipfile.ZIP_STORED or found.flag_bits & 1:
+                raise ValueError(f"{name} is compressed or encrypted")
+            local = LOCAL_HEADER.unpack_from(contents, found.header_offset)
+            if local[0] != SIGNATURE or found.header_offset < window.start:
+                raise ValueError(f"{name} is not where the archive says")
+            # The extra field here may be longer than the one in the archive's directory: torch
+            # fills it up so that the data are aligned.
+            start = found.header_offset + LOCAL_HEADER.size + local[1] + local[2]
+            return memoryview(contents)[start : start + found.file_size]
+
+        def storage(found: Any) -> Tensor:
+            kind, storage_type, key, _, numel = found
+            # the text of a nested list could be endless
+            if type(key) is not str or len(key) > LONGEST_NAME:
+                raise ValueError("the name of a storage is no text")
+            data, dtype = member(f"{folder}data/{key}"), STORAGES[storage_type.kind]
+            held = len(data) // dtype.itemsize
+            if kind != "storage" or type(numel) is not int or not 0 <= numel <= held:
+                raise ValueError(f"the storage {key!r} has {len(data)} bytes, or is another kind")
+            data = data[: held * dtype.itemsize]
+            return torch.frombuffer(data, dtype=dtype) if held else torch.empty(0, dtype=dtype)
+
+        (name,) = (name for name in members if name.endswith("/data.pkl"))
+        folder = name.removesuffix("data.pkl")
+        order = f"{folder}byteorder"
+        if order in members and member(order) != b"little":
             raise ValueError("its numbers are not little-endian")
-        return read_pickle(
-            self._contents(name),
-            str(self._window),
-            calls={REBUILD: self._tensor, RETYPE: self._retyped},
-            persistent_load=self._storage,
+        return read_pickle(member(name), str(window), storage)
+
+
+def _mapped(window: Window, shared: bool) -> mmap.mmap:
+    """Returns a memory map of the file up to the window's end."""
+    with window.path.open("r+b") if shared else open_input(window.path) as file:
+        size = os.fstat(file.fileno()).st_size
+        end = size if window.length is None else window.start + window.length
+        if not 0 <= window.start <= end <= size:
+            raise ValueError(f"it has {size} bytes, and {end} are needed")
+        if os.pread(file.fileno(), len(SIGNATURE), window.start) != SIGNATURE:
+            raise InputError(
+                f"{window}: is no zip archive as torch.save writes it since torch 1.6. If it is an "
+                "older file of torch.save, which mixes tensors and code, load and save it again "
+                "with a torch that you trust it with"
+            )
+        return mmap.mmap(
+            file.fileno(), end, access=mmap.ACCESS_WRITE if shared else mmap.ACCESS_COPY
         )
 
-    def _contents(self, name: str) -> bytes:
-        start, size = self._place(name)
-        if size > MOST_BYTES:
-            raise ValueError(f"{name} is longer than {MOST_BYTES} bytes")
-        return self._bytes[start : start + size]
 
-    def _place(self, name: str) -> tuple[int, int]:
-        """Returns where the bytes of a member begin, and how many there are."""
-        member = self._members[name]
-        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
-            raise ValueError(f"{name} is compressed or encrypted")
-        found = LOCAL_HEADER.unpack_from(self._bytes, member.header_offset)
-        if found[0] != SIGNATURE or member.header_offset < self._window.start:
-            raise ValueError(f"{name} is not where the archive says")
-        # The extra field here may be longer than the one in the archive's directory: torch fills it
-        # up so that the data are aligned.
-        start = member.header_offset + LOCAL_HEADER.size + found[1] + found[2]
-        return start, min(member.file_size, len(self._bytes) - start)
+def read_pickle(
+    data: bytes | memoryview, where: str, storage: Callable[[Any], Any] | None = None
+) -> Any:
+    """Returns the value that a pickle describes. No name in the pickle is imported or called.
 
-    def _storage(self, found: Any) -> Tensor:
-        kind, storage_type, key, _, numel = found
-        # the text of a nested list could be endless
-        if type(key) is not str or len(key) > LONGEST_NAME:
-            raise ValueError("the name of a storage is no text")
-        if kind != "storage" or type(numel) is not int or storage_type.text not in STORAGES:
-            raise ValueError(f"a storage is of another kind ({key!r})")
-        dtype = STORAGES[storage_type.text]
-        start, size = self._place(f"{self._folder}data/{key}")
-        if not 0 <= numel * dtype.itemsize <= size:
-            raise ValueError(f"a storage of {numel} numbers has {size} bytes")
-        held = size // dtype.itemsize
-        if held == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self._bytes, dtype=dtype, count=held, offset=start)
+    where: the file, for errors.
+    storage: returns the value for a persistent id, which torch uses for storages.
+    Raises InputError if the pickle names anything else, or is damaged, or is too large.
+    """
+    with crafted(f"{where}: its pickle"):
+        if len(data) > MOST_BYTES:
+            raise InputError(f"{where}: a pickle is longer than {MOST_BYTES} bytes: it is not read")
+        # The scan also finds texts and numbers that are cut off.
+        for count, (operation, _, _) in enumerate(pickletools.genops(bytes(data))):
+            if not OPERATIONS.fullmatch(operation.name):
+                raise ValueError(f"the operation {operation.name} is not allowed")
+            if count > MOST_OPERATIONS:
+                raise InputError(
+                    f"{where}: a pickle has more than {MOST_OPERATIONS} operations: it is not read"
+                )
+        machine = _Machine(io.BytesIO(data))
+        machine.where = where
+        machine.persistent_load = storage  # type: ignore[assignment,method-assign]
+        return machine.load()
 
-    def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
-        if not isinstance(storage, Tensor) or not len(stride) == len(shape) <= MOST_DIMS:
-            raise ValueError(f"a tensor has no storage, or more than {MOST_DIMS} dims")
-        if any(type(one) is not int for one in (offset, *shape, *stride)):
-            raise ValueError("a tensor has sizes that are no numbers")
-        # torch raises RuntimeError for what lies outside of the storage.
-        found = storage.as_strided(shape, stride, offset)
-        # A tensor that repeats its elements would become larger than the file.
-        if found.numel() > storage.numel():
-            raise ValueError(f"a tensor of shape {shape} repeats its numbers")
-        return found
 
-    def _retyped(self, made: Any, _: Any, given: Any, *__: Any) -> Any:
-        """Returns a tensor that torch saved with its Python attributes, which are left out."""
-        return {**CALLS, REBUILD: self._tensor}[made.text](*given[:MOST_ARGUMENTS])
+class _Machine(pickle._Unpickler):
+    """Python's machine without imports, calls and attributes, and with keys that cost no time."""
+
+    where: str
+    stack: list[Any]
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module}.{name}"
+        if len(full) > LONGEST_NAME or "." in name or not NAMES.fullmatch(full):
+            raise InputError(
+                f"{self.where}: asks for {full[:200]!r}, which is no part of a Megatron "
+                "checkpoint. A pickle can run code through such a name, so nothing of the file "
+                "was run or read further: do not open it with torch.load either, unless you "
+                "trust its origin"
+            )
+        return Inert(full)
+
+    def _reduce(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, Inert) or function.arguments is not None:
+            raise ValueError("it calls what is no name")
+        # Many calls with a long list would take endless time.
+        if type(arguments) is not tuple or len(arguments) > MOST_ARGUMENTS:
+            raise ValueError(f"it calls a name with a {type(arguments).__name__} of arguments")
+        call = CALLS.get(function.kind)
+        self.stack.append(call(*arguments) if call else Inert(function.kind, arguments))
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        found = self.stack[-1]
+        if found is None or (isinstance(found, Inert) and found.arguments is None):
+            raise ValueError("attributes are set on a name")
+        # The attributes of anything else, such as a tensor's or an ordered dict's, are not read.
+        if isinstance(found, Inert):
+            found.state = state
+
+    def _setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
+
+    def _setitems(self) -> None:
+        self._set(self.pop_mark())  # type: ignore[attr-defined]
+
+    def _set(self, items: list[Any]) -> None:
+        found = self.stack[-1]
+        if type(found) is not dict or len(items) % 2:
+            raise ValueError("items are set in what is no dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            found[_key(key)] = value
+
+    dispatch: ClassVar[Any] = pickle._Unpickler.dispatch | {
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _reduce,  # of a class and its arguments
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEMS[0]: _setitems,
+    }
+
+
+def _key(value: Any) -> Any:
+    """Returns a value that may be a key.
+
+    A file can choose large numbers, and tuples of numbers, whose hashes collide: a dict of them
+    takes quadratic time. So these keys become texts, whose hash no file can foresee. A tuple may be
+    nested so deeply that its text or hash takes for ever, and such a key is refused.
+    """
+    plain = (str, bytes, bool, type(None), Inert)
+    if type(value) in plain or (type(value) is int and abs(value) < SMALL_KEY):
+        return value
+    parts = value if type(value) is tuple else (value,)
+    if len(parts) <= MOST_KEY_PARTS and {*map(type, parts)} <= {*plain, int, float}:
+        # not the text of the whole tuple: it may have one long text many times
+        return tuple(str(one) if type(one) in (int, float) else one for one in parts)
+    raise ValueError(f"a {type(value).__name__} is used as a key")
+
+
+def _size(sizes: Any) -> tuple[Any, ...]:
+    if len(sizes) > MOST_DIMS:  # many copies of a long list would need endless memory
+        raise ValueError(f"a torch.Size has more than {MOST_DIMS} dims")
+    return tuple(sizes)
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Tensor:
+    if not isinstance(storage, Tensor) or not len(stride) == len(shape) <= MOST_DIMS:
+        raise ValueError(f"a tensor has no storage, or more than {MOST_DIMS} dims")
+    if any(type(one) is not int for one in (offset, *shape, *stride)):
+        raise ValueError("a tensor has sizes that are no numbers")
+    # torch raises RuntimeError for what lies outside of the storage.
+    found = storage.as_strided(shape, stride, offset)
+    # A tensor that repeats its elements would become larger than the file.
+    if found.numel() > storage.numel():
+        raise ValueError(f"a tensor of shape {shape} repeats its numbers")
+    return found
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "collections.defaultdict": lambda *_: {},
+    "collections.OrderedDict": lambda: {},
+    "torch.Size": _size,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    # a tensor that torch saved with its Python attributes, which are left out
+    "torch._tensor._rebuild_from_type_v2": lambda made, _, given, *__: CALLS[made.kind](
+        *given[:MOST_ARGUMENTS]
+    ),
+}

@@ -75,6 +75,9 @@ def test_each_format_names_the_other_one(tmp_path: Path) -> None:
     (tmp_path / "dist" / ".metadata").touch()
     with pytest.raises(InputError, match="one of --from megatron-dist"):
         FORMATS["megatron"].source(tmp_path / "dist")
+    (tmp_path / "legacy" / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(InputError, match="lacks latest_checkpointed.*--load .*/iter_0000040"):
+        FORMATS["megatron"].source(tmp_path / "legacy")
 
 
 @pytest.mark.parametrize(

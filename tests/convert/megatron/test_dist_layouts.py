@@ -172,6 +172,12 @@ def test_states_that_are_kept_by_parameter_are_read(master: str, tmp_path: Path)
     source = dist_source(tmp_path / "states")
     assert source.described.state_keys == ("exp_avg", "exp_avg_sq", "master")
     assert (source.described.num_updates, source.described.notes) == (7, ())
+    # An optimizer that holds itself is not walked through for ever.
+    torch_file = tmp_path / "states" / "common.pt"
+    optimizer: dict[str, Any] = {}
+    optimizer["optimizer"] = optimizer
+    torch.save({**common, "optimizer": optimizer}, torch_file)
+    assert "how many updates" in dist_source(tmp_path / "states").described.notes[0]
     for name in weights_of(CONFIG):
         for number, key in enumerate(("master", "exp_avg", "exp_avg_sq")):
             assert torch.equal(source.read(name, key), weights.read(name) + number)
