@@ -112,6 +112,7 @@ SMALLER = [
 ]
 
 
+@pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shape_and_layout_are_the_published_ones(name: str) -> None:
     facts = facts_of(name)

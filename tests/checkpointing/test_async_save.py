@@ -76,7 +76,7 @@ class Steps:
             assert self._changed.wait_for(lambda: self._made >= number, HANG_S)
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("layout", "bf16"), only(itertools.product(LAYOUTS, (False, True)), 3, 4))
 def test_every_step_has_the_bytes_of_one_saved_in_the_foreground(
     tmp_path: Path, layout: str, bf16: bool
@@ -155,6 +155,7 @@ def fail_on_rank_1(rank: int, world_size: int, config: RunConfig, held: int, end
     return ""
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("train_iters", "latest"), [(6, 6), (4, 2)])
 def test_a_failed_save_ends_a_run_only_if_it_is_the_last_one(
     tmp_path: Path, train_iters: int, latest: int

@@ -65,6 +65,7 @@ CHANGES: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_data_is_refused_with_a_table(
     begun: tuple[Path, dict[str, Any]], change: str

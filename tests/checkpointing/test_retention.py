@@ -40,6 +40,7 @@ def test_the_last_ones_the_nth_ones_and_later_ones_stay_and_nothing_else(
     assert newest not in gone and gone == sorted(gone)
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("flags", "kept", "async_save"),
     [

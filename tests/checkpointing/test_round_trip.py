@@ -98,7 +98,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("layout", only(LAYOUTS, 0, 2, 4, 6, 8))
 def test_through_a_layout_and_back_no_bit_changes(tmp_path: Path, saved: Path, layout: str) -> None:
     """Nothing is trained: each run loads the last iteration and writes it again."""

@@ -94,6 +94,7 @@ def test_a_save_directory_that_cannot_be_written_is_found_before_training(tmp_pa
         run(10**6, save=tmp_path / "file")
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("length", [dict(train_iters=20), dict(train_iters=None, train_samples=80)])
 def test_a_run_goes_on_with_another_batch_size(
     tmp_path: Path, length: dict[str, int | None]

@@ -71,6 +71,7 @@ def held_before(
     patch.setattr(*began, counting)
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("ranks", "number"), [(2, 1), (1, 3)])
 def test_a_stale_run_publishes_nothing_over_the_newer_one(
     tmp_path: Path, ranks: int, number: int
@@ -194,6 +195,7 @@ def test_held_before_any_change_of_a_name_a_stale_start_changes_nothing(
     assert check_all(tmp_path, beginning, saved, ("mkdir", *RENAMES), [3, 6]) == 10
 
 
+@pytest.mark.runs(daily=0, ci=2)
 @pytest.mark.long
 @pytest.mark.parametrize("later", [[5, 6], [3, 4, 6], [4]], ids=str)
 def test_held_before_any_call_a_stale_start_changes_nothing(

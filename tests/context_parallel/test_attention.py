@@ -83,6 +83,7 @@ def errors(rank: int, world_size: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
 def test_output_and_gradients_are_those_of_the_formula(cp_size: int) -> None:
     for found in run_ranks(errors, cp_size):

@@ -94,7 +94,7 @@ def marked(layouts: list[Layout], default: set[Layout]) -> list[Any]:
     ]
 
 
-@pytest.mark.runs(daily=2, ci=5)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("layout", marked(LAYOUTS, DEFAULT))
 def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None:
     """Learned positions and rotary ones, query groups, flash and unfused attention: all variants,

@@ -65,6 +65,7 @@ def faults(
     return found
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("tp_size", "cp_size", "sequence_parallel", "name", "comm_type", "dtype"),
     [

@@ -175,7 +175,7 @@ def compared(rank: int, world_size: int, row: Row) -> tuple[tuple[int, int], boo
     return found.kept_bytes, all(same)
 
 
-@pytest.mark.runs(daily=4, ci=14)
+@pytest.mark.runs(daily=2, ci=8)
 @pytest.mark.parametrize(
     "row",
     [  # every third by default

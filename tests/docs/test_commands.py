@@ -27,6 +27,7 @@ def script(block: Block, where: Path, number: int) -> str:
     return f"python program{number}.py"
 
 
+@pytest.mark.runs(daily=0, ci=3)
 @pytest.mark.long
 @pytest.mark.parametrize(
     "page", [page for page, found in RUN.items() if found], ids=lambda page: page.name

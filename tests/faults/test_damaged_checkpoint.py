@@ -65,7 +65,7 @@ def ends_as(whole: Path, folder: Path) -> bool:
     return step_bytes(folder, LAST) == step_bytes(whole, LAST) != {}
 
 
-@pytest.mark.runs(daily=3, ci=7)
+@pytest.mark.runs(daily=1, ci=7)
 @pytest.mark.parametrize(
     ("file", "how"),
     [
@@ -118,6 +118,7 @@ def set_pointer(folder: Path, text: str | None) -> None:
     (folder / LATEST).unlink() if text is None else (folder / LATEST).write_text(text)
 
 
+@pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize("text", ["", "14", "4\0", "latest", None])
 def test_a_broken_pointer_is_named_and_the_newest_good_step_is_used(
     tmp_path: Path, begun: Path, whole: Path, text: str | None, capsys: Printed

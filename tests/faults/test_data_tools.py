@@ -65,6 +65,7 @@ def test_a_full_disk_at_the_index_leaves_the_pair_of_before(
 # --- signals ---
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("workers", "name"),
     [(2, "SIGTERM"), (1, "SIGINT"), pytest.param(2, "SIGHUP", marks=pytest.mark.long)],

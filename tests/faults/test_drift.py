@@ -80,6 +80,7 @@ CASES = [
 ]
 
 
+@pytest.mark.runs(daily=1, ci=6)
 @pytest.mark.parametrize(("shape", "odd", "name", "state"), only(CASES, 0, 1, 2, 3))
 def test_one_ulp_on_one_rank_is_found_and_named(
     shape: str, odd: int, name: str, state: str | None

@@ -97,7 +97,7 @@ CASES = [
 ]
 
 
-@pytest.mark.runs(daily=3, ci=10)
+@pytest.mark.runs(daily=1, ci=6)
 @pytest.mark.parametrize(("victim", "number"), CASES)
 def test_a_kill_before_any_change_costs_nothing(
     tmp_path: Path, damaged: Path, whole: dict[str, bytes], victim: int, number: int

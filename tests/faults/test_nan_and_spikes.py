@@ -130,7 +130,7 @@ def check_skips_one(shape: str, config: RunConfig, where: str, value: float, at:
         assert differing(tensors, oracle) == []
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("shape", "where", "value", "named"), only(CASES, 0, 1, 2, 3))
 def test_what_is_not_finite_on_one_rank_skips_the_update_on_all(
     tmp_path: Path, shape: str, where: str, value: float, named: str
@@ -172,6 +172,7 @@ def test_so_many_in_a_row_stop_the_run_with_one_message_and_it_goes_on_from_its_
     assert len((parts / f"{SKIPPED_BATCHES}.previous").read_text().splitlines()) == 4
 
 
+@pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize(
     ("training", "stops_at"),
     [
@@ -237,6 +238,7 @@ def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(
     assert row["lm_loss"] > 2.0 * row["mean_loss"] or shape == "tp2"
 
 
+@pytest.mark.long
 def test_a_run_with_spikes_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     """Resumed before the mean has settled: it must not start again. The second spike comes
     after."""

@@ -71,6 +71,7 @@ def mark(tmp_path: Path) -> Path:
     return tmp_path / "it ran"
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @forms
 def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
     """Signed or not, in the place of every file, by training and by sampling."""
@@ -98,6 +99,7 @@ def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], byte
     assert not mark.exists()
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @forms
 def test_in_data_and_in_its_cache(
     tmp_path: Path, mark: Path, form: Callable[[Path], bytes]

@@ -60,7 +60,7 @@ FILES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.runs(daily=4, ci=15)
+@pytest.mark.runs(daily=2, ci=8)
 @NUMBERS
 @FILES
 def test_a_read_that_is_always_refused_stops_the_run(
@@ -76,7 +76,7 @@ def test_a_read_that_is_always_refused_stops_the_run(
     assert generate.main(f"--load {steps} --prompt 1 --max-new-tokens 1".split()) == 0
 
 
-@pytest.mark.runs(daily=4, ci=15)
+@pytest.mark.runs(daily=1, ci=8)
 @NUMBERS
 @FILES
 def test_a_read_that_is_refused_for_a_moment_is_tried_again(
@@ -121,6 +121,7 @@ def test_a_run_outlives_a_save_that_fails_always(tmp_path: Path, monkeypatch: Pa
     assert (tmp_path / "steps" / LOG_FILE).read_text().count("next save is tried as usual") >= 3
 
 
+@pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize(
     "name",
     [LATEST, "lock.json", f"{NEWEST}/new.jsonl", f"{NEWEST}.superseded/new.jsonl", "../link.jsonl"],

@@ -174,7 +174,7 @@ def _interrupted(place: str, *ranks: int, iteration: int = 0) -> Callable[[int],
     return prepare
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("ranks", "place", "iteration"),
     only(

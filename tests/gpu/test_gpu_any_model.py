@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 SCRIPT = """
@@ -41,6 +42,7 @@ x.float().square().sum().backward()
 """
 
 
+@pytest.mark.long
 def test_the_first_replay_of_a_process_has_the_kernels_of_its_forward(device: torch.device) -> None:
     for policy in ("*:full", "*:ops(matmul)", "*:ops(attention)"):
         done = subprocess.run(

@@ -233,6 +233,7 @@ def living(rank: int, world_size: int, sequence_parallel: bool) -> list[Figures]
     return found
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel"),
     [

@@ -39,6 +39,7 @@ def predicted(config, tp_size):
     return forward_flops(config, **sizes), step_flops(config, **sizes)
 
 
+@pytest.mark.runs(daily=3, ci=7)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_flops_of_forward_and_step_are_those_that_torch_counts(name):
     config = variant_config(name, attention_backend="unfused")
@@ -46,6 +47,7 @@ def test_flops_of_forward_and_step_are_those_that_torch_counts(name):
         assert counted(config, parallel) == predicted(config, 1)
 
 
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize("name", only(VARIANTS, 0, 2))
 def test_flops_over_all_tensor_parallel_ranks_are_those_that_torch_counts(name):
     config = variant_config(name, attention_backend="unfused")

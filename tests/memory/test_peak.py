@@ -196,7 +196,7 @@ def differences(
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.runs(daily=3, ci=6)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("variant", "dropout"),
     only([(variant, dropout) for variant in VARIANTS for dropout in (0.0, 0.1)], 1, 2, 5, 6, 9),
@@ -208,7 +208,7 @@ def test_every_moment_of_every_policy_is_the_measured_one(variant: str, dropout:
     assert differences(0, 1, config, False) == {}
 
 
-@pytest.mark.runs(daily=0, ci=2)
+@pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(
     ("variant", "sequence_parallel"),
     [

@@ -113,7 +113,7 @@ def wrong_figures(
 VARIANTS_AND_BACKENDS = list(product(VARIANTS, ("unfused", "flash")))
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("variant", "backend"),
     only(

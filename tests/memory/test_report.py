@@ -119,6 +119,7 @@ def test_the_parts_add_up_to_the_whole(run: str, policy: str, device: str) -> No
         assert Counter(getattr(sent, phase)) == Counter(getattr(expected, phase))
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("policy", ["every-2:full", "every-3+1:pointwise@host; every-3:full@host"])
 def test_the_parts_of_virtual_stages_add_up_and_more_layers_need_no_more_lines(policy: str) -> None:
     words = (
@@ -197,6 +198,7 @@ def test_a_unit_split_over_two_ranks_by_hand() -> None:
     }
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     "words",
     [

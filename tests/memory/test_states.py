@@ -102,6 +102,7 @@ def run_of(
     )
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("layout", only(LAYOUTS, 1, 2, 5))
 def test_states_of_data_parallel_ranks_are_those_predicted(layout: str) -> None:
     runs = {
@@ -116,6 +117,7 @@ def test_states_of_data_parallel_ranks_are_those_predicted(layout: str) -> None:
     assert run_ranks(differing, 2, runs, detail=False) == [{}] * 2
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("layout", "tp_size", "pp_size"),
     only(

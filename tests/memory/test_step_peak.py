@@ -101,7 +101,7 @@ def check(case: Case) -> None:
         assert abs(row.ratio - 1.0) < BOUND, row
 
 
-@pytest.mark.runs(daily=6, ci=24)
+@pytest.mark.runs(daily=2, ci=12)
 @pytest.mark.parametrize(
     "case",
     [
@@ -132,7 +132,7 @@ def random_case(seed: int) -> Case:
     return Case(f"random {seed}", " ".join(flags), ranks, 4)
 
 
-@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     "seed", [*range(4), *(pytest.param(number, marks=pytest.mark.long) for number in range(4, 16))]
 )
@@ -140,6 +140,7 @@ def test_the_peak_of_a_random_step_is_predicted_within_five_per_cent(seed: int) 
     check(random_case(seed))
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("ops", ["matmul", "matmul/2"])
 def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops: str) -> None:
     # Attention's backward is the peak, after that of the linear layers whose results are kept.
@@ -150,6 +151,7 @@ def test_a_layer_holds_its_kept_results_until_its_backward_ends(ops: str) -> Non
     assert abs(row.ratio - 1.0) < BOUND / 2, row
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
 def test_a_large_16_bit_gradient_never_exists_whole(

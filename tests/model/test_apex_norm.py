@@ -93,6 +93,7 @@ POLICIES = [
 ]
 
 
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "name"),
     [

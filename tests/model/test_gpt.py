@@ -36,6 +36,7 @@ def test_the_loss_is_torchs_cross_entropy_of_the_logits(name):
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_logits_are_gathered_without_padding_and_equal_the_unsharded_models(tp_size):
     tokens, _ = sample_tokens()
@@ -81,6 +82,7 @@ COLLECTIVES = {  # of one layer: forward, and the same number backward
 }
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("sequence_parallel", COLLECTIVES)
 def test_a_layer_sends_the_hidden_states_twice_each_way_and_the_loss_never_the_logits(
     sequence_parallel,

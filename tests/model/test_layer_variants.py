@@ -68,6 +68,7 @@ def all_heads(rank: int, world_size: int) -> bool:
         return all(torch.allclose(*pair, rtol=1e-12, atol=1e-13) for pair in found.values())
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_norm_over_all_heads_is_the_formula_on_any_number_of_ranks(world_size: int) -> None:
     assert run_ranks(all_heads, world_size, detail=False) == [True] * world_size

@@ -80,6 +80,7 @@ def outcome_of(split: Split) -> Outcome:
         return loss_and_grads(model, parallel)
 
 
+@pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_ranks_that_share_a_layer_compute_what_one_rank_computes(split: Split) -> None:
     """Under context parallelism a layer with a window builds its scores, also where the others run
@@ -111,6 +112,7 @@ def single_process() -> Trained:
     )
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("layout", only(LAYOUTS, 1, 2), ids=str)
 def test_a_pipeline_trains_as_one_process_does(layout: Layout) -> None:
     expected = single_process()

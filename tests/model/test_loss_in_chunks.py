@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]  # TP size, sequence parallel
 
 
+@pytest.mark.runs(daily=1, ci=5)
 @pytest.mark.parametrize(
     ("variant", "tp_size", "sequence_parallel"),
     [  # tied, untied
@@ -54,6 +55,7 @@ def test_a_model_trains_alike_with_its_loss_in_chunks(variant, tp_size, sequence
         assert exact == {0.0} and several <= 1e-12
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_under_autocast_a_float32_model_has_the_bits_that_it_has_with_all_logits(tp_size):
     def work(rank, world_size):

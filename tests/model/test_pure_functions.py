@@ -125,6 +125,7 @@ def test_compiled_kernels_have_the_same_functions(
     check(CASES[name], CompiledKernels(), dtype)
 
 
+@pytest.mark.runs(daily=0, ci=4)
 @pytest.mark.long
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", CASES)

@@ -114,6 +114,7 @@ def ours_in_stages(config: ModelConfig, weights: dict[str, Tensor], dtype: torch
         return Result(logits, loss.detach(), grads)
 
 
+@pytest.mark.runs(daily=4, ci=15)
 @pytest.mark.parametrize(
     "name, dtype, tolerance",
     [

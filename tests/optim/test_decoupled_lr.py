@@ -35,6 +35,7 @@ def _weights(
     return found
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("layout", "optimizer", "variant"),
     [("replicated", "adam", "llama"), ("zero1", "muon", "gpt2"), ("fsdp2", "adam", "llama")],

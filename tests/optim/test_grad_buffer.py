@@ -74,6 +74,7 @@ def sent_during_two_micro_batches(
 HALF = (128,)  # two parameters of 40, each aligned to 32
 
 
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize(
     ("config", "announced", "expected"),
     [
@@ -164,6 +165,7 @@ def reduced(world_size: int, config: DataParallelConfig, parts: list[list[float]
     return first
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_gradients_are_summed_over_ranks_in_float32_unless_they_are_asked_to_be_in_bf16(
     sharded: bool,

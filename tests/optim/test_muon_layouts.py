@@ -149,6 +149,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     assert step_bytes(tmp_path / "twice", 6) == step_bytes(tmp_path / "once", 6) != {}
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(("saved", "loaded"), [("adam", "muon"), ("muon", "adam")])
 def test_states_of_the_other_rule_are_refused_and_may_be_left_behind(
     saved: str, loaded: str, tmp_path: Path

@@ -120,6 +120,7 @@ def float32_sum_of_gradients(model, micro_batches):
     }
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("dtype", "knows_grad_dtype"),
     [
@@ -161,6 +162,7 @@ def test_16_bit_weights_follow_float32_masters(dtype, knows_grad_dtype, monkeypa
     assert moved > 0.9 * sum(value.numel() for value in start.values())
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     "where", ["sharded weight of tp rank 1", "replicated weight", "one data-parallel rank"]
 )

@@ -193,6 +193,7 @@ def test_a_folder_that_is_no_run_is_one_clear_error(
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("module", ["jinja2", "matplotlib"])
 def test_a_missing_extra_is_one_clear_error(
     module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -230,6 +231,7 @@ def test_rows_that_are_garbled_are_counted_and_numbers_that_are_none_are_gaps(
     assert ParsedPage(run_page(run)).faults == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -246,6 +248,7 @@ def test_no_figure_of_a_file_ends_in_a_traceback(tmp_path: Path, name: str, cont
     assert report.main([str(tmp_path)]) == 0
 
 
+@pytest.mark.long
 def test_many_exits_restarts_and_rows_take_linear_time_and_a_small_page(tmp_path: Path) -> None:
     """A quadratic reader takes minutes."""
     count = 20_000

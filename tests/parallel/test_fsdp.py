@@ -44,6 +44,7 @@ def exchanged(name: str, layout: str, **model: Any) -> list[str]:
     return first
 
 
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(
     "policy",
     [

@@ -41,7 +41,7 @@ def single_process(variant: str, dtype: torch.dtype) -> Trained:
     )
 
 
-@pytest.mark.runs(daily=3, ci=9)
+@pytest.mark.runs(daily=1, ci=5)
 @pytest.mark.parametrize(
     ("layout", "variant"),
     [

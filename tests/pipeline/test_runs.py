@@ -52,6 +52,7 @@ def _state(rank: int, world_size: int, config: RunConfig, train: bool) -> dict[s
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("untied", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_checkpoint_loads_bit_for_bit_in_every_layout(tmp_path: Path, untied: bool):
     config = tiny_run(

@@ -37,6 +37,7 @@ def budgets(config: RunConfig, num_ranks: int, count: int) -> list[int]:
     return [low + (high - low) * number // count for number in range(1, count + 1)]
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("parallel", [{}, {"pipeline_model_parallel_size": 2}], ids=["p1", "p2"])
 def test_no_policy_of_regions_or_units_by_layer_is_faster(parallel: dict[str, int]) -> None:
     """Every assignment of four actions to the layers is tried, in any order and on both ranks."""

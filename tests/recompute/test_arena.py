@@ -97,6 +97,7 @@ def allocations() -> Iterator[list[int]]:
         yield made
 
 
+@pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
     ours, plain = alone(policy, micro_batches=2), alone("*:none", contiguous=False)
@@ -106,6 +107,7 @@ def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
         )
 
 
+@pytest.mark.runs(daily=4, ci=10)
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [
@@ -151,6 +153,7 @@ def second_step(
             return count, used, beside, live.bytes_beside(stores.storages())
 
 
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(
     ("world_size", "policy", "size"),
     only(

@@ -241,7 +241,7 @@ def check(
     )
 
 
-@pytest.mark.runs(daily=3, ci=6)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("tp_size", "sequence_parallel", "precision"),
     [*SETTINGS, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_SETTINGS)],

@@ -22,6 +22,7 @@ from tests.support.pairs import covered, thirds
 BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
 
 
+@pytest.mark.runs(daily=4, ci=12)
 @pytest.mark.parametrize(
     ("name", "text"),
     thirds(
@@ -34,12 +35,14 @@ def test_the_default_call_of_a_family_trains_as_without_a_policy(name: str, text
     assert faults(name, text) == []
 
 
+@pytest.mark.runs(daily=5, ci=14)
 @pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_losses_that_leave_a_layer_aside_have_their_gradients(name: str, text: str) -> None:
     assert faults(name, text) == []
 
 
+@pytest.mark.runs(daily=4, ci=12)
 @pytest.mark.parametrize(
     ("name", "situation"),
     thirds(
@@ -55,7 +58,7 @@ def test_every_way_to_train_gives_the_gradients_of_the_plain_model(
     assert faults(name, "*:full", situation) == []
 
 
-@pytest.mark.runs(daily=0, ci=22)
+@pytest.mark.runs(daily=0, ci=11)
 @pytest.mark.parametrize("text", ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"])
 @pytest.mark.parametrize("name", NEWER)
 def test_the_default_call_of_a_newer_family_trains_as_without_a_policy(
@@ -73,7 +76,7 @@ def in_every_situation() -> list[tuple[str, str, str]]:
     return covered(itertools.product([*FAMILIES, *VARIANTS], POLICIES, SITUATIONS))
 
 
-@pytest.mark.runs(daily=0, ci=5)
+@pytest.mark.runs(daily=0, ci=3)
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_every_policy_holds_in_every_situation(name: str) -> None:
     found = {

@@ -20,13 +20,14 @@ from tests.support.pairs import covered
 SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
 
 
-@pytest.mark.runs(daily=45, ci=90)
+@pytest.mark.runs(daily=15, ci=45)
 @pytest.mark.parametrize("text", SHORT)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name: str, text: str) -> None:
     assert faults(name, text) == []
 
 
+@pytest.mark.runs(daily=3, ci=9)
 @pytest.mark.parametrize(
     "situation", [situation for situation in SITUATIONS if situation != "two micro-batches"]
 )
@@ -55,7 +56,7 @@ def in_every_situation() -> list[tuple[str, str, str]]:
     return covered(itertools.product(LAYERS, POLICIES, SITUATIONS))
 
 
-@pytest.mark.runs(daily=0, ci=10)
+@pytest.mark.runs(daily=0, ci=5)
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_policy_holds_in_every_situation(name: str) -> None:
     found = {
@@ -129,6 +130,7 @@ def test_hooks_on_gradients_run_once() -> None:
     assert sorted(calls) == ["accumulated", "layer", "weight"]
 
 
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("text", [*SHORT, "*:none@host"])
 def test_a_policy_can_be_taken_off_and_another_put_on(text: str) -> None:
     from megatron_lite.recompute.apply import remove_policy_

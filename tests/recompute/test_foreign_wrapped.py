@@ -76,7 +76,7 @@ PLACES: dict[str, tuple[Wrap, bool]] = {
 }
 
 
-@pytest.mark.runs(daily=0, ci=3)
+@pytest.mark.runs(daily=0, ci=2)
 @pytest.mark.parametrize(
     ("name", "text", "place"),
     covered(product(["a tensor", "named tuple", "GPT-2"], [*TEXTS, "*:none@host"], PLACES)),
@@ -88,6 +88,7 @@ def test_a_compiled_model_with_a_policy_trains_as_without_or_says_why_not(
     assert _compiled(name, text, wrap, "aot_eager", first) == []
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_compiled_chain_with_a_policy_trains_as_without_or_says_why_not(place: str) -> None:
     wrap, first = PLACES[place]

@@ -30,6 +30,7 @@ from tests.support.odd_layers import (
 from tests.support.pairs import only, pairs
 
 
+@pytest.mark.runs(daily=46, ci=136)
 @pytest.mark.parametrize(
     ("kind", "policy", "frozen", "verify"), pairs(LAYERS, POLICIES, [False, True], [False, True])
 )
@@ -82,6 +83,7 @@ def within_torchs_checkpoint(model: nn.Module) -> list[Tensor]:
     return [loss]
 
 
+@pytest.mark.runs(daily=19, ci=56)
 @pytest.mark.parametrize(
     "run", [twice, second_order, other_weights, default_device, within_torchs_checkpoint]
 )
@@ -107,7 +109,7 @@ class Outer(nn.Module):
         return hidden.sin()
 
 
-@pytest.mark.runs(daily=9, ci=18)
+@pytest.mark.runs(daily=3, ci=18)
 @pytest.mark.parametrize(
     ("policy", "inner", "run"),
     pairs(POLICIES, ["*:full", "*:ops(matmul)", "0:full@host"], [step, twice, second_order]),
@@ -122,6 +124,7 @@ def test_policies_nest(policy: str, inner: str, run: Callable[[nn.Module], list[
     assert_equal(outcome(nested, policy, run), outcome(lambda: Model(Outer), None, run))
 
 
+@pytest.mark.runs(daily=3, ci=8)
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))]
 )
@@ -163,6 +166,7 @@ def test_a_graph_outlives_its_policy() -> None:
     )
 
 
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize("policy", only(POLICIES, 0, 2))
 @pytest.mark.parametrize("backward", [True, False])
 def test_nothing_of_a_forward_outlives_it(policy: str, backward: bool) -> None:

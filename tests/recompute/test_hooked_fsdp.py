@@ -113,6 +113,7 @@ def faults_in_fsdp1(rank: int, world_size: int) -> None:
         apply_policy_(nn.Sequential(layer), layers_fqn="", policy="*:full")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fsdp1_shards_a_model_with_a_policy_to_the_same_bits() -> None:
     run_ranks(faults_in_fsdp1, 2)
@@ -144,6 +145,7 @@ def faults_in_dtensors(rank: int, world_size: int) -> None:
         assert_equal(trained_in_dtensors(rank, world_size, policy), expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_layers_of_dtensors_train_to_the_same_bits() -> None:
     run_ranks(faults_in_dtensors, 2)

@@ -68,7 +68,7 @@ def gradients(
     return {"loss": loss, **{piece.name: piece.grad.clone() for piece in optimizer.layout.pieces}}
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("layout", "tp_size", "sequence_parallel", "config", "dtype", "chosen"),
     [

@@ -42,6 +42,7 @@ def rng() -> RngStreams:
     return RngStreams(CPU, seed=3)
 
 
+@pytest.mark.runs(daily=3, ci=10)
 @pytest.mark.parametrize("policy", [*POLICIES, CONTIGUOUS])
 def test_copies_that_are_made_as_late_as_they_may_be_change_no_gradient(policy: str) -> None:
     """Two steps of two micro-batches in flight, so that buffers are used again."""

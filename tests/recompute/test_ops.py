@@ -95,6 +95,7 @@ def build(
 MATMULS = ("addmm", "mm", "baddbmm", "bmm", FLASH)
 
 
+@pytest.mark.runs(daily=4, ci=12)
 @pytest.mark.parametrize(
     ("backend", "policy", "per_layer"),
     [
@@ -179,6 +180,7 @@ def collectives_of_a_step(
     return Counter(sent) - Counter(expected), watched, kept
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("sequence_parallel", "again"),
     [(False, {"allreduce_": 1}), (True, {"_allgather_base_": 2, "_reduce_scatter_base_": 1})],

@@ -82,7 +82,7 @@ def test_lazy_layers_train_as_without_a_policy(policy: str) -> None:
     assert_equal(steps(policy), steps("*:none"))
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_layers_that_are_compiled_modules_train_as_without_a_policy(policy: str) -> None:
@@ -193,7 +193,7 @@ def without_values_first(model: nn.Module) -> list[Tensor]:
     return [*gradients_of_weights(model), *model.buffers()]
 
 
-@pytest.mark.runs(daily=8, ci=24)
+@pytest.mark.runs(daily=3, ci=12)
 @pytest.mark.filterwarnings("ignore:Under a transform of torch", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(

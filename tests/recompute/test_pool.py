@@ -33,6 +33,7 @@ class Broken(Exception):
     pass
 
 
+@pytest.mark.runs(daily=3, ci=8)
 @pytest.mark.parametrize("policy", ["*:full@host", "*:none@host", "*:pointwise@host", CONTIGUOUS])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_an_exception_leaves_no_buffer_taken_and_the_next_step_right(

@@ -50,6 +50,7 @@ def same(drawn: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.equal(mine, other) for mine, other in zip(drawn, expected, strict=True))
 
 
+@pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     ("recompute", "residual_order", "attention_order"),

@@ -113,6 +113,7 @@ def gradients(
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.runs(daily=7, ci=20)
 @pytest.mark.parametrize(
     "recompute",
     [UNITS_OF_ONE, UNITS_OF_TWO, FIRST_TWO, REGIONS, MLP_REGION],

@@ -68,6 +68,7 @@ def test_a_replay_does_not_end_before_an_operator_has_filled_what_it_saves(
     assert_equal(found, expected)
 
 
+@pytest.mark.runs(daily=86, ci=256)
 @pytest.mark.parametrize(("name", "policy", "verify"), pairs(CASES, POLICIES, ["first", False]))
 def test_it_is_equal_or_refused(name: str, policy: str, verify: Any) -> None:
     foreign = CASES[name]
@@ -89,6 +90,7 @@ def test_a_router_that_chooses_otherwise_is_named(policy: str) -> None:
         trained(case(Routes), policy)
 
 
+@pytest.mark.runs(daily=3, ci=8)
 @pytest.mark.parametrize("verify", ["first", False])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_only_counts_is_counted_once(policy: str, verify: Any) -> None:

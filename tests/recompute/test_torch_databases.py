@@ -29,8 +29,6 @@ from tests.support.pairs import FULL_GRIDS
 
 # torch's own tests need this package, and its databases import it.
 pytest.importorskip("expecttest")
-op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
-module_db = pytest.importorskip("torch.testing._internal.common_modules").module_db
 
 POLICIES = ["*:full", "*:full@host", "*:none@host", "*:ops(matmul)"]
 NUM_STEPS = 4
@@ -68,6 +66,9 @@ def by_turns(entries: list[Any], policy: str) -> list[Any]:
 
 
 def operators(policy: str) -> Iterator[Case]:
+    # late, since the import takes four seconds
+    from torch.testing._internal.common_methods_invocations import op_db
+
     for op in by_turns(op_db, policy):
         if not op.supports_autograd or torch.float32 not in op.dtypes or op.name in NOT_REPEATABLE:
             continue
@@ -82,6 +83,8 @@ def operators(policy: str) -> Iterator[Case]:
 
 
 def modules(policy: str, training: bool) -> Iterator[Case]:
+    from torch.testing._internal.common_modules import module_db
+
     for info in by_turns(module_db, policy):
         torch.manual_seed(1)
         inputs = info.module_inputs_func(
@@ -172,12 +175,14 @@ def faults(cases: Iterator[Case], policy: str, **options: Any) -> list[str]:
     return lines
 
 
+@pytest.mark.runs(daily=0, ci=2)
 @pytest.mark.long
 @pytest.mark.parametrize("policy", POLICIES)
 def test_operators_are_right(policy: str) -> None:
     assert faults(operators(policy), policy) == []
 
 
+@pytest.mark.runs(daily=0, ci=4)
 @pytest.mark.long
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("policy", POLICIES)

@@ -220,6 +220,7 @@ def test_a_wrong_gather_is_found_at_the_units_input_on_every_rank() -> None:
     )
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     "flags",
     [UNITS_OF_TWO, selective(*MODULES), selective("layernorm", "mlp")],
@@ -277,6 +278,7 @@ def _of_first(change: Callable[[Tensor], Tensor], outputs: object) -> object:
     return change(outputs)  # type: ignore[arg-type]
 
 
+@pytest.mark.runs(daily=8, ci=24)
 @pytest.mark.parametrize("change", LOST)
 @pytest.mark.parametrize(
     "what", ["a norm's output", "the activation", "the residual", "a linear layer"]

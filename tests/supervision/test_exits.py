@@ -38,6 +38,7 @@ def _run(
     return run_to_end(config).progress.iteration
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param("SIGINT", marks=pytest.mark.long), "SIGUSR2"])
 def test_a_signal_to_one_rank_ends_the_run_on_all_and_nothing_is_lost(
     tmp_path: Path, name: str

@@ -157,6 +157,7 @@ def sharded(case, tp_size, sequence_parallel, chunk_sizes) -> list[Outcome]:
     return joined
 
 
+@pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS)
 def test_losses_and_gradients_are_torchs_at_every_chunk_size(tp_size, sequence_parallel):
     case = sample()
@@ -166,6 +167,7 @@ def test_losses_and_gradients_are_torchs_at_every_chunk_size(tp_size, sequence_p
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.runs(daily=4, ci=12)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), LAYOUTS[:3])
 def test_one_chunk_gives_the_bits_of_logits_that_are_kept(tp_size, sequence_parallel, dtype):
@@ -298,6 +300,7 @@ def test_what_is_frozen_gets_no_gradient_and_costs_no_matmul(frozen):
     torch.testing.assert_close(trained.grad, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_gradcheck_in_float64(tp_size, chunk_size):

@@ -64,7 +64,6 @@ def sharded(request: pytest.FixtureRequest) -> list[dict[tuple[str, torch.dtype]
     return run_ranks(work, tp_size, detail=None if tp_size == 2 else False)
 
 
-@pytest.mark.runs(daily=14, ci=28)
 @PRECISIONS
 @pytest.mark.parametrize("name", VARIANTS)
 def test_loss_and_every_gradient_equal_the_unsharded_models(name, dtype, sharded, unsharded):
@@ -97,7 +96,7 @@ TRAININGS = {  # world size, TP size, sequence parallel, variants, steps
 }
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     "layout",
     [

@@ -66,6 +66,7 @@ def test_initialisation_draws_nothing_from_the_runs_streams():
     assert all(torch.equal(state, after.states[name]) for name, state in before.states.items())
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_whole_models_start_from_the_same_bits_at_every_tp_size(tp_size):
     def work(rank, world_size):

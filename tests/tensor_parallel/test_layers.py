@@ -74,6 +74,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.runs(daily=3, ci=8)
 @pytest.mark.parametrize("tp_blocks", [1, 3])
 @LAYOUTS
 def test_column_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel, tp_blocks):
@@ -117,6 +118,7 @@ def test_column_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel,
         close(grad_bias, dense[2].grad)
 
 
+@pytest.mark.runs(daily=2, ci=4)
 @LAYOUTS
 def test_row_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel):
     x, weight, bias = draw(S, B, INPUT, seed=1), draw(OUTPUT, INPUT, seed=2), draw(OUTPUT, seed=3)
@@ -154,6 +156,7 @@ def test_row_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel):
         close(sum(grad_bias for *_, grad_bias in results), dense[2].grad)
 
 
+@pytest.mark.runs(daily=2, ci=4)
 @LAYOUTS
 def test_the_embedding_equals_the_dense_one(tp_size, sequence_parallel):
     # [b, s]; every id, each at least twice

@@ -82,6 +82,7 @@ def test_the_printed_command_is_parsed_to_the_plan(capsys: pytest.CaptureFixture
     assert config.parallel.pipeline_model_parallel_size == 2
 
 
+@pytest.mark.long
 def test_json_and_a_page_go_to_files_beside_the_text(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

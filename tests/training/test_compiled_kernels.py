@@ -111,6 +111,7 @@ def faults(
     return found
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("layout", "variants"),
@@ -161,6 +162,7 @@ def test_the_kept_bytes_are_predicted(tmp_path: Path, policy: str, norms: int) -
     assert predicted[True] - predicted[False] == norms * tokens * mean_and_deviation * wider
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     "norms", [{}, dict(apply_layernorm_1p=True), dict(normalization="RMSNorm")], ids=str

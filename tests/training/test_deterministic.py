@@ -28,6 +28,7 @@ def torchs_settings() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
+@pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("policy", ["*:none", "*:full", "*:core_attn+layernorm+mlp"])
 @pytest.mark.parametrize("training", [dict(bf16=True), dict(loss_chunk_size=7)], ids=str)
 def test_no_figure_depends_on_memory_that_nothing_has_written(

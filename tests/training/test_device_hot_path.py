@@ -89,6 +89,7 @@ def check_short_case(number: int) -> None:
     assert faults_of(SHORT[number]) == {}
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize("number", only(range(len(SHORT)), 0, 2))
 def test_a_step_reads_nothing_and_stays_on_its_device(number: int) -> None:
     check_short_case(number)

@@ -139,6 +139,7 @@ def assert_equal(name: str, expected: Outcome, actual: Outcome) -> None:
 LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, True)]
 
 
+@pytest.mark.runs(daily=1, ci=5)
 @pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel"), only(LAYOUTS, 0, 2, 3))
 def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
     tp_size: int, cp_size: int, sequence_parallel: bool
@@ -325,7 +326,7 @@ def without_policy(
     return cache(lambda flags: metrics_of(flags, tmp_path_factory.mktemp("without")))
 
 
-@pytest.mark.runs(daily=2, ci=12)
+@pytest.mark.runs(daily=1, ci=6)
 @pytest.mark.parametrize(("variant", "policy"), only(RUNS, 4, 18))
 def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
     variant: str, policy: str, without_policy: Callable[[str], list[dict[str, Any]]], tmp_path: Path
@@ -347,6 +348,7 @@ LAYOUT_FLAGS = [
 ]
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("ranks", "layout"), only(LAYOUT_FLAGS, 1))
 def test_a_run_has_the_same_losses_in_every_layout(ranks: int, layout: str, tmp_path: Path) -> None:
     kept = ("--attention-backend unfused", "--calculate-per-token-loss")

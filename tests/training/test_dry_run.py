@@ -109,7 +109,7 @@ def real_steps(
     return run_ranks(run, world_size, detail=False)
 
 
-@pytest.mark.runs(daily=4, ci=12)
+@pytest.mark.runs(daily=1, ci=6)
 @pytest.mark.parametrize(
     ("world_size", "num_microbatches", "flags"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)],
@@ -145,7 +145,7 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
     assert whole.peak.num_bytes == apart.peak.num_bytes + whole.host_bytes
 
 
-@pytest.mark.runs(daily=3, ci=8)
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags"),
     [
@@ -171,6 +171,7 @@ def test_a_step_that_is_derived_from_smaller_ones_has_the_memory_of_the_whole(
     assert ours.peak.num_bytes == theirs.peak.num_bytes
 
 
+@pytest.mark.long
 def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("--num-layers 5")
     monkeypatch.setattr(dry_run_smaller, "most_in_flight", lambda **_: 0)  # nothing is kept
@@ -179,6 +180,7 @@ def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch: pytest.Monk
     assert found.measured == dry_run(config, 0, world_size=1, in_full=True).measured
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags", "loss_bytes"),
     [
@@ -212,6 +214,7 @@ def test_the_default_ranks_are_the_first_of_each_kind() -> None:
     assert DryRunConfig().ranks(uneven, 7, world_size=4) == [0, 1, 3]
 
 
+@pytest.mark.runs(daily=3, ci=9)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -35,6 +35,7 @@ def _run(rank: int, world_size: int, *configs: RunConfig) -> list[str | None]:
     return [run_to_end(config).activation_bytes.fault for config in configs]
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("layout", "bf16"),
     [
@@ -74,6 +75,7 @@ def test_three_iterations_a_restart_and_three_more_equal_six(
     ) == step_bytes(tmp_path / "parts", 6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("bf16", "tp_size"), [(False, 1), pytest.param(True, 2, marks=pytest.mark.long)]
 )
@@ -111,6 +113,7 @@ def _run_all(rank: int, world_size: int, configs: list[RunConfig]) -> None:
         run_to_end(config)
 
 
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(
     "policy", only(["*:full/2", "*:pointwise@host", "*:core_attn+mlp", "*:ops(matmul)"], 0, 1)
 )

@@ -146,6 +146,7 @@ def differing(config: RunConfig) -> list[str]:
     return names
 
 
+@pytest.mark.runs(daily=3, ci=10)
 @pytest.mark.parametrize(
     ("layout", "model", "policy", "mask", "chunk_size"),
     thirds(covered(itertools.product(LAYOUTS, (TIED, UNTIED), POLICIES, MASKS, (5, 100)))),
@@ -180,6 +181,7 @@ def kept(config: RunConfig) -> ActivationBytes:
         return meter.result(config, parallel)
 
 
+@pytest.mark.runs(daily=3, ci=8)
 @pytest.mark.parametrize(
     ("layout", "model", "mask", "chunk_size"),
     covered(itertools.product(("one", "sp", "tp", "pp"), (TIED, UNTIED), MASKS[:2], (5, 100))),

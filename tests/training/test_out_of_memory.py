@@ -139,6 +139,7 @@ def test_the_second_step_is_measured_and_compared(
     assert (tmp_path / "metrics.jsonl.summary.json").exists()
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("policy", "contiguous"), [("*:none@host(core_attn+linear_fc1)", False), ("*:full", True)]
 )
@@ -161,6 +162,7 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
     assert found.predicted / found.measured == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.runs(daily=0, ci=2)
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["replicated", "zero1", "fsdp2"])
 def test_the_measured_peak_counts_no_memory_twice_in_any_layout(layout: str) -> None:

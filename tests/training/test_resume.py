@@ -41,6 +41,7 @@ def _run(
     )
 
 
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(("world_size", "tp_size", "sequence_parallel", "bf16"), LAYOUTS)
 def test_ten_iterations_a_restart_and_ten_more_equal_twenty(
     tmp_path: Path, world_size: int, tp_size: int, sequence_parallel: bool, bf16: bool
