@@ -14,6 +14,7 @@ from megatron_lite.config.checks import InputError, flag
 from megatron_lite.config.model import NORM_VECTORS, ModelConfig
 from megatron_lite.config.parallel import ParallelConfig, no_flash_across_ranks
 from megatron_lite.config.setting import Setting, settings_of
+from megatron_lite.config.training import TrainingConfig
 
 Given = dict[str, Any]
 
@@ -68,9 +69,15 @@ def translate_values(given: Given, *, has_file: bool) -> list[str]:
 def _other_values(given: Given) -> Iterator[str]:
     """Replaces values of Megatron and of its forks, which write the names of norms in any case."""
     norms = {known.lower(): known for known in NORM_VECTORS}
-    backends = settings_of(ModelConfig)["attention_backend"].megatron
+    of_megatron = {
+        field: settings_of(topic)[field].megatron
+        for topic, field in (
+            (ModelConfig, "attention_backend"),
+            (TrainingConfig, "cuda_graph_impl"),
+        )
+    }
     for field, read_as in (
-        ("attention_backend", backends.get(str(given.get("attention_backend")))),
+        *((field, values.get(str(given.get(field)))) for field, values in of_megatron.items()),
         ("normalization", norms.get(str(given.get("normalization")).lower())),
     ):
         if read_as not in (None, given.get(field)):

@@ -235,6 +235,11 @@ def _of_placement(
             f"--record-memory-history has no effect on {device}: it records CUDA's allocations; "
             "--memory-timeline FILE works here, too"
         )
+    if device != "cuda" and config.training.cuda_graph_impl != "none":
+        yield (
+            f"--cuda-graph-impl {config.training.cuda_graph_impl} has no effect on {device}: it "
+            "launches the kernels of a GPU"
+        )
     for name in (
         *("overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_bf16"),
         *("use_distributed_optimizer", "use_torch_fsdp2"),

@@ -89,6 +89,7 @@ class RunConfig:
         self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
+        self._check_graphs()
         self._check_folders()
 
     def _check_folders(self) -> None:
@@ -216,6 +217,18 @@ class RunConfig:
                 "without it goes with every policy",
                 *("activation_memory_budget", "recompute_policy", "recompute_granularity"),
                 *("cpu_offloading_num_layers", "fine_grained_activation_offloading"),
+            )
+
+    def _check_graphs(self) -> None:
+        """Raises ValueError for a policy that a CUDA graph cannot follow."""
+        is_on_device = all("host" not in rule.store for rule in self.recompute.policy.rules)
+        if self.training.cuda_graph_impl != "none" and not is_on_device:
+            raise ContradictionError(
+                f"--cuda-graph-impl {self.training.cuda_graph_impl} excludes tensors in host "
+                "memory: a graph cannot wait for their copies. Leave one of them out "
+                "(--cuda-graph-impl none, or a --recompute-policy without @host)",
+                *("cuda_graph_impl", "recompute_policy", "cpu_offloading_num_layers"),
+                "fine_grained_activation_offloading",
             )
 
     def uses_compiler(self, device: str) -> bool:

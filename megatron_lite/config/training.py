@@ -12,6 +12,8 @@ from megatron_lite.config.setting import check_settings, required, setting, swit
 from megatron_lite.config.units import parse_bytes
 
 LANGUAGE_MODEL_SEED = 1234
+WHOLE_STEP = "full_iteration"
+GRAPH_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +151,36 @@ class TrainingConfig:
         why="the compiler has norms of its own",
     )
     deterministic_mode: bool = switch("only algorithms that give the same bits every time")
+    cuda_graph_impl: str = setting(
+        "full_iteration: from --cuda-graph-warmup-steps on, launch each step on a GPU as one CUDA "
+        "graph, forward, backward and update (docs/performance.md)",
+        "none",
+        choices=("none", WHOLE_STEP),
+        megatron=dict.fromkeys(("local", "transformer_engine"), WHOLE_STEP),
+        excludes=(
+            *("recompute_verify", "timing_log_level>0", "log_straggler"),
+            *("use_torch_fsdp2", "overlap_param_gather", "optimizer=muon"),
+        ),
+        why="a graph runs no Python, nothing that its step does not end, and reads no host memory",
+    )
+    cuda_graph_modules: tuple[str, ...] = setting(
+        "full_iteration: the same as --cuda-graph-impl full_iteration; Megatron's other modules "
+        "are parts of that graph here",
+        (),
+        nargs="+",
+        choices=(WHOLE_STEP, "full", *GRAPH_MODULES),
+    )
+    cuda_graph_warmup_steps: int = setting(
+        "steps without a graph before the first one; fewer than 3 count as 3",
+        3,
+        least=0,
+        without="cuda_graph_impl=full_iteration",
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "exit_signal", self.exit_signal.upper())
+        if WHOLE_STEP in self.cuda_graph_modules:
+            object.__setattr__(self, "cuda_graph_impl", WHOLE_STEP)
         check_settings(self)
         if self.memory_limit is not None:
             parse_bytes("--memory-limit", self.memory_limit, least=1)

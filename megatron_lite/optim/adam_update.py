@@ -22,6 +22,7 @@ from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.apex import fused_adam, require
 
 STATES = ("exp_avg", "exp_avg_sq")
+Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 
 
 class Group(NamedTuple):
@@ -72,12 +73,15 @@ class AdamW:
         return STATES
 
     @torch.no_grad()
-    def step(self, rate: float, rate_at_the_ends: float, skipped: Tensor) -> None:
+    def step(self, rate: Rate, rate_at_the_ends: Rate, skipped: Tensor) -> None:
         """Makes one update, or none if `skipped` (0-d float32) is 1.
 
         Every rank must call this, also one without pieces: a rule may issue collectives.
         rate_at_the_ends: the learning rate of the word embedding and the output layer.
         """
+        if skipped.device.type == "cuda" and not isinstance(rate, Tensor):
+            # as the kernel reads a tensor, so that a step in a CUDA graph has the same bits
+            rate, rate_at_the_ends = torch.tensor([rate, rate_at_the_ends]).tolist()
         for group in self._groups:
             names = [piece.name for piece in group.pieces]
             adamw(
@@ -139,7 +143,7 @@ class ApexAdamW(AdamW):
         self.set_num_updates(0)
 
     @torch.no_grad()
-    def step(self, rate: float, rate_at_the_ends: float, skipped: Tensor) -> None:
+    def step(self, rate: Rate, rate_at_the_ends: Rate, skipped: Tensor) -> None:
         """Implements AdamW.step."""
         for adam, group in zip(self._adams, self._groups, strict=True):
             adam.param_groups[0]["lr"].fill_(rate_at_the_ends if group.at_an_end else rate)

@@ -49,7 +49,7 @@ class LossScaleState:
 class LossScale:
     """The loss scale of a run.
 
-    scale: the scale of the current step. `update` replaces the tensor and never writes into it.
+    scale: the scale of the current step. `update` writes into the tensor, which a CUDA graph reads.
     """
 
     scale: Tensor
@@ -86,13 +86,10 @@ class LossScale:
         # Both outcomes are computed and chosen on the device. A bad step has no good steps behind
         # it, so it never grows.
         lowered = (self.scale * BACKOFF_FACTOR).clamp(min=self.minimum)
-        self.scale = torch.where(
-            bad & (patience <= 0),
-            lowered,
-            torch.where(grows, self.scale * GROWTH_FACTOR, self.scale),
-        )
-        self._good_steps = good_steps.masked_fill(grows, 0)
-        self._patience = patience.masked_fill(grows, self._config.hysteresis)
+        grown = torch.where(grows, self.scale * GROWTH_FACTOR, self.scale)
+        self.scale.copy_(torch.where(bad & (patience <= 0), lowered, grown))
+        self._good_steps.copy_(good_steps.masked_fill(grows, 0))
+        self._patience.copy_(patience.masked_fill(grows, self._config.hysteresis))
 
     def state(self) -> LossScaleState | None:
         """Returns the state for `restore`; None for a constant scale. Waits for the device."""

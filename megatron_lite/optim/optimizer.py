@@ -134,10 +134,10 @@ class Optimizer:
 
     def step(
         self,
-        learning_rate: float,
+        learning_rate: float | Tensor,
         loss: Tensor | None = None,
         *,
-        decoupled_learning_rate: float | None = None,
+        decoupled_learning_rate: float | Tensor | None = None,
     ) -> OptimizerStep:
         """Reduces and clips the gradients and updates the weights.
 

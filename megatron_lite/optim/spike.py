@@ -40,7 +40,7 @@ class SpikeGuard:
     """The running mean of the loss, by which it judges each loss.
 
     ratio: a loss above `ratio` times the mean is a spike.
-    mean: 0-d float64. Each update replaces the tensor and never writes into it.
+    mean: 0-d float64. Each update writes into the tensor, which a CUDA graph reads.
     """
 
     mean: Tensor
@@ -62,8 +62,8 @@ class SpikeGuard:
         )
         count = (self._count + 1).clamp(max=WINDOW)
         moved = self.mean + (loss - self.mean) / count
-        self.mean = torch.where(skipped.bool(), self.mean, moved)
-        self._count = torch.where(skipped.bool(), self._count, count)
+        self.mean.copy_(torch.where(skipped.bool(), self.mean, moved))
+        self._count.copy_(torch.where(skipped.bool(), self._count, count))
         return skipped
 
     def state(self) -> MeanLossState:

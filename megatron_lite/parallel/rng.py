@@ -14,8 +14,10 @@ it leaves. A fork inside a fork of the same name continues the stream and never 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +37,31 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
+class Access(NamedTuple):
+    """How the state of the device's default generator is read and set.
+
+    Inside a CUDA graph another one is in force (training/graphs.py).
+    """
+
+    get: Callable[[], Tensor]
+    set: Callable[[Tensor], None]
+
+    @classmethod
+    def to(cls, device: torch.device) -> Access:
+        """Returns the access to torch's generator. A CUDA generator's state is in host memory, so
+        reading it does not wait for the device."""
+        if device.type == "cuda":
+            return cls(
+                partial(torch.cuda.get_rng_state, device),
+                partial(torch.cuda.set_rng_state, device=device),
+            )
+        return cls(torch.get_rng_state, torch.set_rng_state)
+
+
 class RngStreams:
     """The streams of one rank. They own the device's default generator while this object lives.
 
+    access: how they read and set its state.
     tp_rank: this rank's place in its TP group. Only TENSOR_PARALLEL depends on it.
     dp_rank: this rank's place among all ranks that hold different tokens.
     pp_rank: this rank's place among the ranks that hold different layers.
@@ -52,7 +76,7 @@ class RngStreams:
         dp_rank: int = 0,
         pp_rank: int = 0,
     ) -> None:
-        self.device = device
+        self.device, self.access = device, Access.to(device)
         self.current = DEFAULT
         self._states: dict[str, Tensor] = {}
         # DEFAULT comes last, so that the generator is left in the state of the current stream.
@@ -77,23 +101,18 @@ class RngStreams:
             self._switch(previous)
 
     def state(self) -> Tensor:
-        """Returns a copy of the current stream's state.
-
-        The state of a CUDA generator is in host memory, so this does not wait for the device.
-        """
-        if self.device.type == "cuda":
-            return torch.cuda.get_rng_state(self.device)
-        return torch.get_rng_state()
+        """Returns a copy of the current stream's state."""
+        return self.access.get()
 
     @contextmanager
     def drawn_from(self, state: Tensor) -> Iterator[None]:
         """Repeats the draws that followed `state` inside the block. No stream advances."""
         before = self.state()
-        self._set(state)
+        self.access.set(state)
         try:
             yield
         finally:
-            self._set(before)
+            self.access.set(before)
 
     def snapshot(self) -> RngSnapshot:
         """Returns the states of all streams. Later draws do not change the snapshot."""
@@ -112,21 +131,15 @@ class RngStreams:
             )
         self._states = dict(snapshot.states)
         self.current = snapshot.current
-        self._set(self._states[self.current])
+        self.access.set(self._states[self.current])
 
     def _switch(self, name: str) -> None:
         if name == self.current:
             return
         state = self._states[name]
         self._states[self.current] = self.state()
-        self._set(state)
+        self.access.set(state)
         self.current = name
-
-    def _set(self, state: Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
 
     def _seed(self, seed: int) -> None:
         if self.device.type == "cuda":

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.rng import Access, RngStreams
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.parallel.torch_internals import (
     FakeTensorMode,
@@ -101,13 +101,11 @@ class _FakeStreams(RngStreams):
     def __init__(self, device: torch.device, fake: SimulatedTensors) -> None:
         self._fake = fake
         super().__init__(device, seed=0)
+        self.access = Access(self.state, lambda _: None)
 
     def state(self) -> Tensor:
         # A state is a tensor that no operator creates, and so is a converted one.
         return self._fake.from_tensor(torch.get_rng_state())
-
-    def _set(self, state: Tensor) -> None:
-        pass
 
     def _seed(self, seed: int) -> None:
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ from megatron_lite.training.out_of_memory import (
     told_where_memory_runs_out,
 )
 from megatron_lite.training.run_notices import RunNotices
-from megatron_lite.training.step import StageRunner
+from megatron_lite.training.step import StageRunner, train_step
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.directory import Claim
@@ -286,6 +287,14 @@ def _build(
 def _add_what_flags_ask_for(trainer: Trainer) -> None:
     """Gives the trainer the parts without which most runs do."""
     config, parallel = trainer.config, trainer.parallel
+    if config.training.cuda_graph_impl != "none" and parallel.device.type == "cuda":
+        from megatron_lite.training.graphs import Recorder
+
+        trainer.graphs = Recorder(
+            partial(train_step, trainer.runner, trainer.optimizer),
+            parallel.rng,
+            warmup_steps=config.training.cuda_graph_warmup_steps,
+        )
     if config.logging.timing_log_level:
         from megatron_lite.training.timers import Timers
 

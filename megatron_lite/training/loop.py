@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_lite.checkpointing.step_files import Progress
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from megatron_lite.supervision.drift import ReplicaCheck
     from megatron_lite.supervision.slow_rank import SlowRanks
     from megatron_lite.training.evaluate import Evaluations
+    from megatron_lite.training.graphs import Recorder
     from megatron_lite.training.profiler import Profiler
     from megatron_lite.training.skipped import SkippedUpdates
     from megatron_lite.training.timers import Timers
@@ -77,7 +78,7 @@ class Trainer:
     invocation: how a command line started the run.
     tokenizer: the contents of the tokenizer's files, which every checkpoint stores.
     pulse: the record of where this rank is. The trainer writes it and a watch reads it.
-    timers, profiler, slow_ranks, replicas: None unless a flag asks for them.
+    timers, profiler, slow_ranks, replicas, graphs: None unless a flag asks for them.
 
     progress: the iterations and samples so far.
     activation_bytes: the bytes that the run's first micro-batch keeps for backward. None before it,
@@ -106,6 +107,7 @@ class Trainer:
     profiler: Profiler | None = None
     slow_ranks: SlowRanks | None = None
     replicas: ReplicaCheck | None = None
+    graphs: Recorder | None = None
     progress: Progress = field(default_factory=Progress)
     activation_bytes: ActivationBytes | None = field(default=None, init=False)
     peak: PeakMemory | None = field(default=None, init=False)
@@ -314,9 +316,8 @@ class Trainer:
             if self.rules is not None and self.rules.mask_loss:
                 per_token = config.training.calculate_per_token_loss
                 masked = masked_mean(batches.counts(), parallel, per_token=per_token)
-            result = train_step(
-                self.runner,
-                self.optimizer,
+            plain_step = partial(train_step, self.runner, self.optimizer)
+            result = (plain_step if self.graphs is None else self.graphs.run)(
                 batches,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=decoupled_learning_rate,

@@ -136,8 +136,8 @@ def train_step(
     optimizer: Optimizer,
     batches: Batches,
     *,
-    learning_rate: float,
-    decoupled_learning_rate: float | None = None,
+    learning_rate: float | Tensor,
+    decoupled_learning_rate: float | Tensor | None = None,
     meter: ActivationMeter | None = None,
     timeline: TimelineRecorder | None = None,
     masked: MaskedMean | None = None,
@@ -147,6 +147,7 @@ def train_step(
     The loss is the mean over micro-batches and over the ranks of `dp_cp_group`. These ranks hold
     equally many tokens, so the gradients are those of the global batch.
     Issues two all-reduces of the 0-d loss: over `dp_cp_group` and over `pp_group`.
+    learning_rate: a 0-d tensor in a CUDA graph, which reads it anew in every step.
     decoupled_learning_rate: the rate of the word embedding and the output layer; None: the same.
     meter, timeline: look at the first micro-batch.
     masked: how the losses of micro-batches with a loss mask become one. The loss is then the mean
@@ -154,7 +155,8 @@ def train_step(
     """
     optimizer.zero_grad()
     parallel = runner.parallel
-    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale
+    # Copies of the states that the update writes into: they are this step's figures.
+    scale = None if optimizer.loss_scale is None else optimizer.loss_scale.scale.clone()
     with runner.timed("forward-backward"):
         loss = runner.train(
             batches,
@@ -179,7 +181,7 @@ def train_step(
         update.grad_norm,
         update.skipped,
         torch.ones_like(loss) if scale is None else scale,
-        None if optimizer.spikes is None else optimizer.spikes.mean,
+        None if optimizer.spikes is None else optimizer.spikes.mean.clone(),
         Traces(own_loss, update.own_grad_norm, update.piece_norms),
     )
 

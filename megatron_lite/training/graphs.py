@@ -1,0 +1,342 @@
+"""A training step as one CUDA graph: `--cuda-graph-impl full_iteration`.
+
+A graph launches the kernels of a captured step again, at the same addresses and without Python. So
+whatever differs from step to step lies in memory that stays where it is: the micro-batches, the
+learning rates and the factors of loss masks (`Inputs`), the loss scale and the optimizer's states.
+
+    steps 1 to N     run without a graph (--cuda-graph-warmup-steps): kernels are compiled and
+                     chosen, and kept bytes and the peak measured. In the last of these steps a
+                     `Rehearsal` notes where its random numbers come from.
+    step N + 1       is captured, which computes nothing, and replayed
+    later steps      are replayed, on new inputs
+
+A step with another number of micro-batches, while the batch grows, is rehearsed and captured anew.
+Its graph takes the place of the one before, and its memory.
+
+The random numbers of a CUDA generator depend on its seed and its offset alone, and a graph reads
+both from memory as it is replayed, for each state that is registered with it. A recomputation sets
+the generator back to where its forward drew. A graph cannot do that, so each place to which the
+rehearsal set the generator has a registered state of its own, unless another state stands there.
+Each state begins a step at its own distance from where the step begins.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_lite.config.checks import InputError
+from megatron_lite.parallel.generators import RngSnapshot
+from megatron_lite.parallel.rng import Access, RngStreams
+from megatron_lite.parallel.torch_internals import tree_leaves, tree_map
+from megatron_lite.training.batches import Batches, MaskedMean, MicroBatch
+from megatron_lite.training.observe import ActivationMeter, TimelineRecorder
+from megatron_lite.training.out_of_memory import is_out_of_memory
+from megatron_lite.training.step import StepResult
+
+# The first step measures the kept bytes, the second one the peak, the third one is the rehearsal.
+LEAST_WARMUP = 3
+Step = Callable[..., StepResult]
+Place = tuple[int, int]  # of a generator: its seed and its offset
+
+
+class Inputs(NamedTuple):
+    """What differs from step to step, on the device. The names are those of `train_step`."""
+
+    batches: tuple[MicroBatch, ...]
+    learning_rate: Tensor
+    decoupled_learning_rate: Tensor | None
+    masked: MaskedMean | None
+
+    def run(self, step: Step) -> StepResult:
+        """Runs the step on these tensors."""
+        return step(**self._asdict())
+
+
+class State(Protocol):
+    """A state of the device's generator that is registered with a graph."""
+
+    def set_state(self, state: Tensor, /) -> object: ...
+
+
+class Capture(Protocol):
+    """One graph: a CUDA graph, or the tests' stand-in for it on a CPU."""
+
+    def register(self) -> State:
+        """Returns a further state of the generator. To be called before `record`."""
+        ...
+
+    def draw_from(self, state: State) -> None:
+        """Makes the following operations draw from this state. To be called within `record`."""
+        ...
+
+    def record(self, function: Callable[[], StepResult]) -> StepResult:
+        """Captures what the function launches, and returns its result, which a replay fills."""
+        ...
+
+    def replay(self) -> None: ...
+
+
+class CudaCapture:
+    """Implements Capture. All graphs of a run share the pool's memory: the run replays only the
+    last one, and copies its results."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._generator = torch.cuda.default_generators[device.index or 0]
+        self._graph, self._stream, self._pool = torch.cuda.CUDAGraph(), stream, pool
+
+    def register(self) -> State:
+        state = self._generator.clone_state()
+        self._graph.register_generator_state(state)
+        return state
+
+    def draw_from(self, state: State) -> None:
+        self._generator.graphsafe_set_state(state)  # type: ignore[arg-type]
+
+    def record(self, function: Callable[[], StepResult]) -> StepResult:
+        own = self._generator.graphsafe_get_state()
+        # NCCL's own threads ask for events meanwhile, which "global" would forbid.
+        around = torch.cuda.graph(
+            self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        try:
+            with around:
+                return function()
+        finally:
+            self._generator.graphsafe_set_state(own)
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class Rehearsal:
+    """Notes where the random numbers of a step come from, while the step runs without a graph.
+
+    reads: the states that the step read, in order.
+    stretches: for each time that the step set the state: the place then, and the place that it drew
+        up to. The first stretch begins with the step.
+    starts, ends: the offsets of the streams before and after the step, by their seeds.
+    """
+
+    def __init__(self, rng: RngStreams) -> None:
+        self.reads: list[Tensor] = []
+        self.stretches: list[tuple[Place, Place]] = []
+        self._rng, self._access = rng, rng.access
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listens while the block runs the step."""
+        self.starts = _offsets(self._rng.snapshot())
+        self._begins = _place(self._access.get())
+        self._rng.access = Access(self._get, self._set)
+        try:
+            yield
+        finally:
+            self._rng.access = self._access
+        self._end_stretch()
+        self.ends = _offsets(self._rng.snapshot())
+
+    def _get(self) -> Tensor:
+        self.reads.append(self._access.get())
+        return self.reads[-1]
+
+    def _set(self, state: Tensor) -> None:
+        self._end_stretch()
+        self._begins = _place(state)
+        self._access.set(state)
+
+    def _end_stretch(self) -> None:
+        self.stretches.append((self._begins, _place(self._access.get())))
+
+
+class Graph:
+    """A captured step.
+
+    rehearsal: a step of as many micro-batches, on this generator.
+    """
+
+    def __init__(
+        self, step: Step, inputs: Inputs, rehearsal: Rehearsal, rng: RngStreams, capture: Capture
+    ) -> None:
+        self._rng, self._rehearsal, self._capture = rng, rehearsal, capture
+        self._inputs = tree_map(_copied, inputs)
+        begins, numbers = _shared_states(rehearsal.stretches)
+        self._states = [(capture.register(), seed, offset) for seed, offset in begins]
+        with _named_where_it_fails():
+            self._result = capture.record(partial(self._step, step, numbers))
+
+    def _step(self, step: Step, numbers: list[int | None]) -> StepResult:
+        """Runs the step, whose access to the generator is that of the rehearsal."""
+        reads, turns, access = iter(self._rehearsal.reads), iter(numbers), self._rng.access
+
+        def set_state(_: object = None) -> None:
+            number = next(turns)
+            if number is not None:
+                self._capture.draw_from(self._states[number][0])
+
+        self._rng.access = Access(reads.__next__, set_state)
+        try:
+            set_state()
+            return self._inputs.run(step)
+        finally:
+            self._rng.access = access
+
+    def replay(self, inputs: Inputs) -> StepResult:
+        """Runs the step on new inputs, which must have the shapes of the captured ones."""
+        for place, new in zip(tree_leaves(self._inputs), tree_leaves(inputs), strict=True):
+            if isinstance(place, Tensor):
+                assert place.shape == new.shape, (place.shape, new.shape)
+                place.copy_(new)
+        before, starts, ends = self._rng.snapshot(), self._rehearsal.starts, self._rehearsal.ends
+        now = _offsets(before)
+        for state, seed, offset in self._states:
+            state.set_state(_state(seed, now[seed] + offset - starts[seed]))
+        self._capture.replay()
+        after = {seed: offset + ends[seed] - starts[seed] for seed, offset in now.items()}
+        seeds = {name: _place(state)[0] for name, state in before.states.items()}
+        states = {name: _state(seed, after[seed]) for name, seed in seeds.items()}
+        self._rng.restore(RngSnapshot(before.current, states))
+        result: StepResult = tree_map(_copied, self._result)
+        return result
+
+
+class Recorder:
+    """Runs the steps of a run, and captures them once they are warm.
+
+    step: `train_step`, but for its runner and its optimizer.
+    warmup_steps: --cuda-graph-warmup-steps; fewer than LEAST_WARMUP count as so many.
+    new_capture: returns a new, empty graph. None: a CUDA graph.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        rng: RngStreams,
+        *,
+        warmup_steps: int = 0,
+        new_capture: Callable[[], Capture] | None = None,
+    ) -> None:
+        self._step, self._rng, self._device = step, rng, rng.device
+        self._stream: torch.cuda.Stream | None = None
+        if new_capture is None:
+            self._stream = torch.cuda.Stream(self._device)
+            pool = torch.cuda.graph_pool_handle()
+            new_capture = partial(CudaCapture, self._device, self._stream, pool)
+        self._new_capture = new_capture
+        self._num_warm, self._count = max(warmup_steps, LEAST_WARMUP), 0
+        self._rehearsal: Rehearsal | None = None
+        self._graph: Graph | None = None
+
+    def run(
+        self,
+        batches: Batches,
+        *,
+        learning_rate: float,
+        decoupled_learning_rate: float | None = None,
+        masked: MaskedMean | None = None,
+        meter: ActivationMeter | None = None,
+        timeline: TimelineRecorder | None = None,
+    ) -> StepResult:
+        """Runs `train_step`, as a graph if it can. meter, timeline: for the first two steps."""
+        with self._on_its_stream():
+            inputs = Inputs(
+                tuple(batches[number] for number in range(len(batches))),
+                self._rate(learning_rate),
+                None if decoupled_learning_rate is None else self._rate(decoupled_learning_rate),
+                masked,
+            )
+            if len(batches) != self._count:
+                self._count, self._rehearsal, self._graph = len(batches), None, None
+            if self._num_warm > 0 or self._rehearsal is None:
+                self._num_warm -= 1
+                self._rehearsal = Rehearsal(self._rng)
+                with self._rehearsal.listening():
+                    return inputs.run(partial(self._step, meter=meter, timeline=timeline))
+            if self._graph is None:
+                self._graph = Graph(
+                    self._step, inputs, self._rehearsal, self._rng, self._new_capture()
+                )
+            return self._graph.replay(inputs)
+
+    def _rate(self, rate: float) -> Tensor:
+        dtype = torch.float32 if self._device.type == "cuda" else torch.float64
+        return torch.full((), rate, dtype=dtype, device=self._device)
+
+    @contextmanager
+    def _on_its_stream(self) -> Iterator[None]:
+        """Runs the block on the stream of the captures. What autograd holds from step to step then
+        belongs to that stream already."""
+        if self._stream is None:
+            yield
+            return
+        around = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(around)
+        with torch.cuda.stream(self._stream):
+            yield
+        around.wait_stream(self._stream)
+
+
+@contextmanager
+def _named_where_it_fails() -> Iterator[None]:
+    """Turns an error in a capture into an InputError that names the operation."""
+    try:
+        yield
+    except Exception as error:
+        first: BaseException = error
+        while isinstance(first.__context__, RuntimeError):  # the end of a capture fails as well
+            first = first.__context__
+        if isinstance(first, InputError) or is_out_of_memory(first):
+            raise
+        frames = traceback.extract_tb(first.__traceback__)
+        own = [frame for frame in frames if "megatron_lite" in frame.filename] or frames
+        said = next(iter(str(first).strip().splitlines()), type(first).__name__)
+        raise InputError(
+            f"--cuda-graph-impl: a CUDA graph cannot hold `{own[-1].line}` in {own[-1].name} "
+            f"({said}): leave the flag out (--cuda-graph-impl none)"
+        ) from error
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _place(state: Tensor) -> Place:
+    seed, offset = state.view(torch.int64).tolist()
+    return seed, offset
+
+
+def _state(seed: int, offset: int) -> Tensor:
+    return torch.tensor([seed, offset]).view(torch.uint8)
+
+
+def _offsets(snapshot: RngSnapshot) -> dict[int, int]:
+    """Returns the offset of each stream by its seed. No two streams have one seed."""
+    return dict(map(_place, snapshot.states.values()))
+
+
+def _shared_states(
+    stretches: Iterable[tuple[Place, Place]],
+) -> tuple[list[Place], list[int | None]]:
+    """Returns where each registered state begins, and the number of each stretch's state.
+
+    A stretch goes on with the state that stands where it begins, if there is one. A stretch that
+    draws nothing has none.
+    """
+    begins: list[Place] = []
+    standing: dict[Place, int] = {}
+    numbers: list[int | None] = []
+    for first, last in stretches:
+        number = None
+        if first != last:
+            number = standing.pop(first, len(begins))
+            if number == len(begins):
+                begins.append(first)
+            standing[last] = number
+        numbers.append(number)
+    return begins, numbers

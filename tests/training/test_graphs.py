@@ -1,0 +1,134 @@
+"""--cuda-graph-impl: a captured step gives the bits of one without (tests/support/graphs.py)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_lite.config.checkpoint_settings import CheckpointConfig
+from megatron_lite.config.checks import InputError
+from megatron_lite.config.parallel import DataParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.run import RunConfig
+from megatron_lite.training.step import StageRunner
+from tests.support.graphs import built
+from tests.support.ranks import run_ranks
+from tests.support.runs import rows, step_bytes, tiny_run
+
+GRAPH = dict(cuda_graph_impl="full_iteration")
+FULL = RecomputeConfig(recompute_policy="*:full")
+PARTS = RecomputeConfig(recompute_policy="0:core_attn+dropout+layernorm; 1:full")
+# by name: ranks, options of tiny_run, fields of the run, of its training, of its layout
+RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "none": (1, {}, {}, {}, {}),
+    "full": (1, {}, dict(recompute=FULL), {}, {}),
+    "fp16-parts": (1, {}, dict(recompute=PARTS), dict(fp16=True, skip_update_on_spike=2.0), {}),
+    "ramp-up": (
+        1,
+        {},
+        dict(recompute=FULL),
+        dict(global_batch_size=4, rampup_batch_size=(2, 2, 8), train_iters=11),
+        {},
+    ),
+    "tp": (2, dict(tp_size=2), dict(recompute=PARTS), {}, {}),
+    "tp-sp": (2, dict(tp_size=2, sequence_parallel=True), dict(recompute=FULL), {}, {}),
+    "pp": (2, {}, dict(recompute=FULL), {}, dict(pipeline_model_parallel_size=2)),
+    "zero1": (
+        2,
+        dict(
+            data_parallel=DataParallelConfig(
+                use_distributed_optimizer=True, overlap_grad_reduce=True
+            )
+        ),
+        {},
+        dict(bf16=True),
+        {},
+    ),
+}
+
+
+def _config(folder: Path, name: str, **training: Any) -> RunConfig:
+    _, options, fields, more, layout = RUNS[name]
+    training = dict(train_iters=5, eval_iters=0, global_batch_size=4) | more | training
+    config = replace(tiny_run(metrics=folder, training=training, **options), **fields)
+    return replace(config, parallel=replace(config.parallel, **layout))
+
+
+def _run(_: int, __: int, folder: Path, name: str, checkpoint: Any = None, **training: Any) -> int:
+    """Trains. Returns the number of steps that ran without a graph."""
+    config = _config(folder / "m", name, **training)
+    config = replace(config, checkpoint=checkpoint or CheckpointConfig(save=str(folder)))
+    eager = 0
+    with built(config, captures="cuda_graph_impl" in training) as trainer:
+        real = trainer.runner.train
+
+        def counting(*args: Any, **options: Any) -> Any:
+            nonlocal eager
+            eager += 1
+            return real(*args, **options)
+
+        trainer.runner.train = counting  # type: ignore[method-assign]
+        trainer.run()
+    return eager
+
+
+def _both(folder: Path, name: str) -> list[int]:
+    """Runs with a graph and without. The calls of the step's Python in each."""
+    return [
+        run_ranks(_in_fork, RUNS[name][0], folder / str(bool(training)), name, training)[0]
+        for training in ({}, GRAPH)
+    ]
+
+
+def _in_fork(rank: int, world: int, folder: Path, name: str, training: dict[str, Any]) -> int:
+    return _run(rank, world, folder, name, **training)
+
+
+def check_same_bits(folder: Path, name: str) -> None:
+    steps = _config(folder, name).training.train_iters
+    plain, captured = _both(folder, name)
+    assert rows(folder / "True" / "m") == rows(folder / "False" / "m")
+    assert step_bytes(folder / "True", steps) == step_bytes(folder / "False", steps)
+    # three warm steps, and two runs of the capture; with a ramp for both numbers of micro-batches
+    assert (plain, captured) == (steps, 3 + 2 + (1 + 2 if name == "ramp-up" else 0))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_captured_run_has_the_bits_of_one_without_graphs(tmp_path: Path, name: str) -> None:
+    """Losses, weights, moments and random states. Dropout is on, and the learning rate moves."""
+    check_same_bits(tmp_path, name)
+
+
+def test_a_resumed_captured_run_ends_as_an_unbroken_one(tmp_path: Path) -> None:
+    for folder, steps, load in (("whole", 12, None), ("parts", 6, None), ("parts", 12, "parts")):
+        _run(
+            *(0, 1, tmp_path / folder, "full"),
+            CheckpointConfig(
+                save=str(tmp_path / folder), load=None if load is None else str(tmp_path / load)
+            ),
+            **GRAPH,
+            train_iters=12,
+            exit_interval=steps if steps < 12 else None,
+        )
+    assert rows(tmp_path / "parts" / "m") == rows(tmp_path / "whole" / "m")
+    assert step_bytes(tmp_path / "parts", 12) == step_bytes(tmp_path / "whole", 12)
+
+
+def test_a_step_that_reads_a_value_is_named_with_the_flag(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        real = StageRunner.train
+
+        def reading(self: StageRunner, *args: Any, **options: Any) -> torch.Tensor:
+            loss = real(self, *args, **options)
+            return loss * float(loss.item() > -1.0)
+
+        patch.setattr(StageRunner, "train", reading)
+        with pytest.raises(InputError) as caught:
+            _run(0, 1, tmp_path, "none", **GRAPH)
+    message = str(caught.value)
+    for words in ("--cuda-graph-impl", "train_step", "_local_scalar_dense", "impl none"):
+        assert words in message, message
