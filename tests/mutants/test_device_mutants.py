@@ -7,9 +7,10 @@ from typing import Any
 
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute.offload import CudaCopyStreams
+from megatron_lite.training import graphs
 from megatron_lite.training.step import StepEnd, StepFigures
 from tests.support.mutants import Mutant, each_is_seen, replaces
-from tests.training import test_step_times
+from tests.training import test_graphs, test_step_times
 from tests.training.test_device_hot_path import check_short_case
 
 
@@ -28,13 +29,51 @@ def figures_are_read_before_their_event(figures: Any, self: StepEnd) -> StepFigu
     return StepFigures(**dict(zip(self._names, self._values.tolist(), strict=True)))
 
 
+@replaces("replay", graphs.Graph)
+def a_graph_keeps_the_first_batch(replay: Any, self: Any, inputs: Any) -> Any:
+    return replay(self, inputs._replace(batches=self._inputs.batches))
+
+
+@replaces("replay", graphs.Graph)
+def a_graph_keeps_the_first_learning_rate(replay: Any, self: Any, inputs: Any) -> Any:
+    return replay(self, inputs._replace(learning_rate=self._inputs.learning_rate))
+
+
+@replaces("replay", graphs.Graph)
+def a_graph_repeats_its_random_numbers(replay: Any, self: Any, inputs: Any) -> Any:
+    before = self._rng.snapshot()
+    result = replay(self, inputs)
+    self._rng.restore(before)
+    return result
+
+
+@replaces("_shared_states", graphs)
+def a_graph_does_not_go_back_for_a_replay(_shared_states: Any, stretches: Any) -> Any:
+    """Each seed has one state, as if all of its draws came one after the other."""
+    begins: dict[int, Any] = {}
+    numbers = []
+    for (seed, offset), _ in stretches:
+        begins.setdefault(seed, (seed, offset))
+        numbers.append(list(begins).index(seed))
+    return list(begins.values()), numbers
+
+
 LATE = partial(
     Mutant,
     test=test_step_times.test_figures_read_one_step_late_are_those_of_their_own_step_and_wait_for_no_other,
 )
+CAPTURED = partial(
+    Mutant,
+    test=test_graphs.test_a_captured_run_has_the_bits_of_one_without_graphs,
+    arguments=dict(name="full"),
+)
 MUTANTS = [
     LATE(figures_are_read_before_their_event),
     Mutant(nothing_waits_for_a_copy, check_short_case, dict(number=0)),
+    CAPTURED(a_graph_keeps_the_first_batch),
+    CAPTURED(a_graph_keeps_the_first_learning_rate),
+    CAPTURED(a_graph_repeats_its_random_numbers),
+    CAPTURED(a_graph_does_not_go_back_for_a_replay),
     Mutant(a_collective_is_read_before_it_ends, check_short_case, dict(number=3), long=True),
 ]
 
