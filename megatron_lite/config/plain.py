@@ -23,10 +23,14 @@ SHOWN = 80
 INT64 = range(-(2**63), 2**63)
 
 
-def parse_json(text: str | bytes, *, longest: int | None = LARGEST_TEXT) -> Any:
+def parse_json(
+    text: str | bytes, *, longest: int | None = LARGEST_TEXT, strict: bool = True
+) -> Any:
     """Returns the value of a JSON text.
 
     longest: the largest number of characters, or None if the caller has bounded the text.
+    strict: whether the three faults inside the JSON count; not for documents and logs, which may
+        hold any number.
 
     Raises ValueError if the text is not JSON, is too long, or is nested too deeply for Python's
     parser. Three faults inside the JSON raise ValueError too: a whole number beyond 64 bits, NaN or
@@ -34,13 +38,9 @@ def parse_json(text: str | bytes, *, longest: int | None = LARGEST_TEXT) -> Any:
     """
     if longest is not None and len(text) > longest:
         raise ValueError(f"longer than {longest} characters, which no run is")
+    hooks = STRICT if strict else {}
     try:
-        return json.loads(
-            text,
-            parse_int=parse_whole_number,
-            parse_constant=_refuse_constant,
-            object_pairs_hook=without_repetition,
-        )
+        return json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("brackets nested too deeply: a run is an object of objects") from None
 
@@ -82,6 +82,11 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+STRICT: dict[str, Any] = dict(
+    parse_int=parse_whole_number,
+    parse_constant=_refuse_constant,
+    object_pairs_hook=without_repetition,
+)
 LONGEST_LINE = 400
 # A reader builds something for each layer that a file names. No model has more layers than this.
 MOST_LAYERS = 2**16

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_lite.config.invocation import shell_lines
+from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.stages import stages
@@ -69,7 +69,7 @@ def _plain_plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
     return {
         "command": command(plan.config, hardware, plan.num_ranks),
         "incomplete": incomplete,
-        "config": json.loads(plan.config.to_json()),
+        "config": parse_json(plan.config.to_json()),
         "layout": _layout(plan),
         "recompute_policy": str(plan.config.recompute.policy),
         "pipeline_rank": plan.peak.rank,

@@ -27,7 +27,8 @@ else:
 
 MAX_FILE_BYTES = 2**18
 MAX_DEPTH = 50
-MAX_YAML_VALUES = 20_000  # an alias counts each time it is used
+MAX_VALUES = 20_000
+TOO_MANY = f"more than {MAX_VALUES} values, aliases included"
 # Python's TOML reader takes time quadratic in the parts of a key such as a.b.c: 3 s for 8,000.
 MAX_DOTS = 200
 LONGEST_FAULT = 150  # characters of a parser's own message
@@ -47,7 +48,7 @@ def read_config_file(path: str) -> Any:
     for name in [ending] if ending in PARSERS else PARSERS:
         try:
             config = PARSERS[name](text)
-            _check_depth(config)
+            _check_size(config)
             return config
         except (ValueError, yaml.YAMLError, RecursionError) as error:
             faults.append(f"not {name} ({' '.join(str(error).split())[:LONGEST_FAULT]})")
@@ -55,33 +56,13 @@ def read_config_file(path: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys and endless aliases.
+    """A YAML loader that refuses duplicate keys, and merges of very many keys."""
 
-    num_values: the values composed so far, including those that an alias expands to.
-    sizes: the number of values at and below each anchor that is complete.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.num_values = 0
-        self.sizes: dict[str, int] = {}
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event: Any = self.peek_event()
-        anchor: Any = getattr(event, "anchor", None)
-        before = self.num_values
-        # An alias counts all values behind it. A short file of nested aliases can stand for
-        # billions of them.
-        is_alias = isinstance(event, yaml.AliasEvent)
-        if is_alias and anchor in self.anchors and anchor not in self.sizes:
-            raise ValueError(f"the alias {anchor[:40]!r} stands inside its own value")
-        self.num_values += self.sizes.get(anchor, 1) if is_alias else 1
-        if self.num_values > MAX_YAML_VALUES:
-            raise ValueError(f"more than {MAX_YAML_VALUES} values, aliases included")
-        node = super().compose_node(parent, index)
-        if anchor is not None and not is_alias:
-            self.sizes[anchor] = self.num_values - before
-        return node
+    def flatten_mapping(self, node: Any) -> None:
+        """Puts the keys that `<<` merges in into the mapping."""
+        super().flatten_mapping(node)
+        if len(node.value) > MAX_VALUES:
+            raise ValueError(TOO_MANY)
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """Composes a mapping. Raises ValueError for a duplicate key.
@@ -112,15 +93,20 @@ PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _check_depth(config: Any) -> None:
-    """Raises ValueError for more than MAX_DEPTH levels. Functions that walk a config rely on it."""
-    level = [config]
+def _check_size(config: Any) -> None:
+    """Raises ValueError for more than MAX_DEPTH levels or MAX_VALUES values.
+
+    Functions that walk a config rely on it. A short file of nested aliases can stand for billions
+    of values: each alias counts as often as it is used.
+    """
+    level, count = [config], 0
     for _ in range(MAX_DEPTH + 1):
-        level = [
-            below
-            for value in level
-            if isinstance(value, dict | list)
-            for below in (value.values() if isinstance(value, dict) else value)
-        ]
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, dict | list):
+                below += value.values() if isinstance(value, dict) else value
+            if count + len(below) > MAX_VALUES:
+                raise ValueError(TOO_MANY)
+        level, count = below, count + len(below)
     if level:
         raise ValueError(f"more than {MAX_DEPTH} levels deep")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input
+from megatron_lite.config.plain import parse_json
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.data.tokenizers import check_encodes
 
@@ -76,9 +77,8 @@ def parse_line(line: bytes, keys: Iterable[str], where: str) -> list[str]:
     under each key, or if a text cannot be encoded.
     """
     try:
-        document: Any = json.loads(line)
-    # Bad UTF-8 is a UnicodeDecodeError, which is a ValueError. Deep nesting is a RecursionError.
-    except (ValueError, RecursionError) as error:
+        document: Any = parse_json(line, longest=None, strict=False)
+    except ValueError as error:  # bad UTF-8 is a UnicodeDecodeError, which is a ValueError
         raise InputError(
             f"{where}: not a line of JSON ({error}): each line must be an object such as "
             '{"text": "..."}; docs/data.md has a command that makes such lines of a plain text'

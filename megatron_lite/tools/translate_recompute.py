@@ -1,10 +1,11 @@
 """Translates another system's config into our flags:
 `python -m megatron_lite.tools.translate_recompute ds_config.json --tp 2`
 
-The file is a whole config of torchtune, torchtitan, Modalities, DeepSpeed or OSLO, or its part on
-activation checkpointing, as JSON, TOML or YAML. The tool prints the flags on stdout, quoted for a
-shell. It prints a note on stderr for each value without a counterpart, and for each key elsewhere
-in the file that concerns recomputation, offloading or wrapping. It does not import torch.
+The file is a whole config of torchtune, torchtitan, Modalities, DeepSpeed, OSLO or of Hugging
+Face's trainers (Trainer, TRL, axolotl, Automodel), or its part on activation checkpointing, as
+JSON, TOML or YAML. The tool prints the flags on stdout, quoted for a shell. It prints a note on
+stderr for each value without a counterpart, and for each key elsewhere in the file that concerns
+recomputation, offloading or wrapping. It does not import torch.
 """
 
 from __future__ import annotations

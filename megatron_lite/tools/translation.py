@@ -42,7 +42,7 @@ class ConfigKey(NamedTuple):
     kinds: tuple[type | None, ...] = (bool,)
     note: str = ""
     name: str = ""
-    choices: Collection[str] = ()
+    choices: Collection[object] = ()
 
 
 class Translation(NamedTuple):
@@ -169,10 +169,11 @@ class ConfigReader:
             "other keys"
         )
 
-    def choice(self, key: str, value: Any, allowed: Collection[str]) -> None:
+    def choice(self, key: str, value: Any, allowed: Collection[object]) -> None:
         """Raises ValueError unless the value is one of those allowed."""
         self.require(
-            value in allowed, f"{key} must be one of {', '.join(allowed)} (got {shown(value)})"
+            value in allowed,
+            f"{key} must be one of {', '.join(map(str, allowed))} (got {shown(value)})",
         )
 
     def every(self, step: Any, where: str) -> Rule:

@@ -117,6 +117,31 @@ OF_VARIANT = {
 }
 # A mapping with one of these keys says what to recompute.
 MODALITIES = (BY_CLASS, BY_VARIANT, "sac_variant", "sac_fun_params")
+# The keys of Trainer, TRL, axolotl, accelerate and NeMo Automodel, and those of the `.._kwargs`.
+OFFLOADING = ("offload", "offload_disk", "unsloth")
+SWITCH = ConfigKey(
+    (bool, str, None), name="gradient_checkpointing", choices=(True, False, *OFFLOADING)
+)
+EVERY_N = ConfigKey((int, None))
+HF = {
+    "gradient_checkpointing": SWITCH,
+    "activation_checkpointing": SWITCH,
+    "fsdp_activation_checkpointing": SWITCH,
+    "gradient_checkpointing_kwargs": ConfigKey((dict, None)),
+    "activation_checkpointing_kwargs": ConfigKey((dict, None)),
+    "every_n_layers": EVERY_N,
+    "activation_offloading": ConfigKey(
+        (bool, str, None), name="offload", choices=(True, False, "legacy", "disk")
+    ),
+}
+HF_KWARGS = {
+    "every_n_layers": EVERY_N,
+    "offload": ConfigKey((bool, None)),
+    "use_reentrant": ConfigKey((bool, None)),  # a replay here is of neither kind
+    "preserve_rng_state": ConfigKey(),
+    "determinism_check": ConfigKey((str,), "--recompute-verify compares values"),
+    "early_stop": ConfigKey(),
+}
 # The endings of the names of classes that are whole layers, and the names of MLPs.
 LAYER_CLASSES = ("Block", "DecoderLayer", "TransformerLayer", "EncoderLayer")
 MLP_CLASSES = ("TransformerMLP", "SwiGLU", "MLP")
@@ -264,7 +289,10 @@ def from_section(
         # a section with enable false does not count
         if isinstance(part, Mapping) and key in part and part.get("enable") is not False:
             place = f"{name}.{key}".removeprefix(".")
-            sizes[place] = reader.resolved(part[key], place)
+            size = reader.resolved(part[key], place)
+            # 0 and 1 turn DeepSpeed's own splitting off: the size is then that of the caller.
+            if key != "autotp_size" or type(size) is not int or size not in (0, 1):
+                sizes[place] = size
     for place, size in sizes.items():
         reader.require(
             type(size) is int and size >= 1,
@@ -407,6 +435,44 @@ def _reached(config: Mapping[str, Any], start: str) -> set[str]:
     return reached
 
 
+def from_hf(config: Mapping[str, Any]) -> Translation:
+    """Translates the keys of Trainer, TRL, axolotl and NeMo Automodel on activation checkpointing.
+
+    `HF` and `HF_KWARGS` list the keys, which may be at any place of the file. The flags also hold
+    for other people's models: `api.apply_policy_` takes the text of the policy. Offloading moves
+    what a layer keeps to host memory, whether the layer is rebuilt or not.
+    """
+    reader = ConfigReader("hf", config)
+    read, given = [], dict[str, Any]()
+    for place, value in everything(config):
+        key = place.rpartition(".")[2]
+        if key not in HF:
+            continue
+        read.append(place)
+        for name, one in reader.values({key: value}, HF).items():
+            parts = reader.values(one, HF_KWARGS) if isinstance(one, Mapping) else {name: one}
+            for part, found in parts.items():
+                if found in (None, False):
+                    continue  # any of the switches turns it on
+                reader.require(
+                    given.setdefault(part, found) == found,
+                    f"{part} is {shown(given[part])} and {shown(found)}: leave one of them out",
+                )
+    reader.require(
+        bool(read),
+        "there is no gradient_checkpointing, so nothing is said of recomputation: choose a "
+        "--recompute-policy yourself",
+    )
+    mode, offload = given.get("gradient_checkpointing"), given.get("offload")
+    if "disk" in f"{mode} {offload}":
+        reader.note("offloading to a disk has no counterpart: host memory takes its place")
+    store = "host" if mode in OFFLOADING or offload else "device"
+    every = given.get("every_n_layers") or 1
+    rule = reader.every(every, "every_n_layers") if mode and every != 1 else unit(int(bool(mode)))
+    others = [unit(0, "host")] if store == "host" and rule.layers != EVERY else []
+    return reader.result(read, replace(rule, store=store), *others)
+
+
 from_deepspeed, from_oslo = partial(from_section, "deepspeed"), partial(from_section, "oslo")
 SYSTEMS: dict[str, Callable[..., Translation]] = {
     "torchtune": from_torchtune,
@@ -414,6 +480,7 @@ SYSTEMS: dict[str, Callable[..., Translation]] = {
     "modalities": from_modalities,
     "deepspeed": from_deepspeed,
     "oslo": from_oslo,
+    "hf": from_hf,
 }
 # What only one system has among the lines "PLACE=VALUE" of a config. A mapping's value is "".
 _OF_SECTION = {  # both have cpu_checkpointing
@@ -428,6 +495,8 @@ MARKS = {
     rf"|{SECTION}\.({_OF_SECTION['deepspeed']}))=",
     "oslo": "((model|data|tensor|sequence|pipeline|expert)_parallelism|kernel_fusion"
     rf"|lazy_initialization|tensor_parallel_size|{SECTION}\.({_OF_SECTION['oslo']}))=",
+    "hf": rf"(\w+\.)*({'|'.join(HF.keys() - {'activation_checkpointing'})})="
+    r"|(\w+\.)*activation_checkpointing=\w",
 }
 
 

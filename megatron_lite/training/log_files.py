@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.logging_settings import LOG_FILE
+from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def _rows_up_to(path: Path, iteration: int) -> str | None:
 
 def _iteration_of(line: str) -> int | None:
     try:
-        value = json.loads(line)
+        value = parse_json(line, longest=None, strict=False)
     except ValueError:
         return None
     number = value.get("iteration") if isinstance(value, dict) else None

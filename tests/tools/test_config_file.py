@@ -11,7 +11,7 @@ import pytest
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.tools import translate_recompute
-from megatron_lite.tools.config_file import MAX_YAML_VALUES, read_config_file
+from megatron_lite.tools.config_file import MAX_VALUES, read_config_file
 
 ERROR = "python -m megatron_lite.tools.translate_recompute: error: "
 
@@ -87,7 +87,7 @@ def test_the_mark_of_a_windows_editor_is_no_fault(tmp_path: Path) -> None:
         ("a.yaml", b"a: 1\na: 2", "the key 'a' stands twice"),
         ("a.yaml", b"[" * 100_000, "not YAML"),
         ("a.yaml", b"- " * 60 + b"x", "more than 50 levels deep"),
-        ("a.yaml", b"a: &a [*a]", "the alias 'a' stands inside its own value"),
+        ("a.yaml", b"a: &a [*a]", "more than 50 levels deep"),
         ("a.yaml", b"a: !!python/object/apply:os.getcwd []", "not YAML"),
         ("a.yaml", b"a: !!python/name:os.system", "not YAML"),
         ("a.yaml", b"a: 1\n---\nb: 2", "not YAML"),
@@ -97,7 +97,7 @@ def test_the_mark_of_a_windows_editor_is_no_fault(tmp_path: Path) -> None:
         (
             "a.yaml",
             b"a: [" + b"x, " * 30_000 + b"x]",
-            f"more than {MAX_YAML_VALUES} values, aliases included",
+            f"more than {MAX_VALUES} values, aliases included",
         ),
         ("a", b"{'a': [1", "not JSON"),
     ],
@@ -111,7 +111,7 @@ def test_a_file_that_will_not_do_is_one_line(
 def test_aliases_count_as_often_as_they_are_used(tmp_path: Path) -> None:
     assert len(read(tmp_path / "a.yaml", laughs(4))["a3"]) == 9
     for levels in (6, 12, 40):
-        assert f"more than {MAX_YAML_VALUES} values, aliases included" in fault(
+        assert f"more than {MAX_VALUES} values, aliases included" in fault(
             tmp_path / "a.yaml", laughs(levels)
         )
     merged = ["a0: &a0 {x: 1}"]

@@ -25,6 +25,7 @@ AROUND = {
     "modalities": "{%s}",
     "deepspeed": "{activation_checkpointing: {%s}, train_batch_size: 8}",
     "oslo": "{activation_checkpointing: {%s}}",
+    "hf": "{%s}",
 }
 LAYER = "ac_variant: selective_layer_activation_checkpointing, ac_fun_params: "
 OP = "ac_variant: selective_op_activation_checkpointing, ac_fun_params: "
@@ -354,6 +355,7 @@ def _words() -> st.SearchStrategy[Any]:
         ac_freq, partition_activations, cpu_checkpointing, contiguous_memory_optimization,
         partitioned_checkpointing, number_checkpoints, layers_fqn, component_key, variant_key,
         config, model, instance_key, app_state, block_names, n_layer, custom_sharded_layers,
+        gradient_checkpointing, gradient_checkpointing_kwargs, every_n_layers, offload,
         training, job, fsdp, activation_checkpointed, tensor_parallel_size, settings,
         activation_checkpointing_modules, model_parallelism, "${mode}", full, selective, op, none,
         "2"]

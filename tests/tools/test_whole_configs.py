@@ -85,6 +85,15 @@ TRANSLATIONS = [
         [],
     ),
     ("oslo_v3.json", "", "--recompute-policy '*:full@host'", []),
+    ("hf_trainer.json", "", "--recompute-policy '*:full'", ["fsdp_config.offload_params"]),
+    ("hf_trl.yaml", "", "--recompute-policy '*:full@host'", []),
+    ("hf_axolotl.yaml", "", "--recompute-policy '*:full@host'", ["offloading"]),
+    (
+        "hf_automodel.yaml",
+        "--num-layers 6",
+        "--recompute-policy every-3+2:full",
+        ["determinism_check"],
+    ),
 ]
 
 
@@ -168,6 +177,19 @@ def test_another_systems_name_for_it_is_an_error(capsys: pytest.CaptureFixture[s
             '{"tensor_parallel_size": 2, "activation_checkpointing": {"enable": true}}',
             "--tp 3",
             "c",
+        ),
+        ('{"gradient_checkpointing": "onload"}', "", "must be one of True, False, offload"),
+        (
+            '{"gradient_checkpointing": true, "activation_checkpointing": "offload"}',
+            "",
+            "gradient_checkpointing is True and 'offload': leave one of them out",
+        ),
+        (
+            '{"activation_checkpointing": {"partition_activations": true}, "steps_per_print": 1, '
+            '"tensor_parallel": {"autotp_size": 1}}',
+            "",
+            "partition_activations splits inputs over tensor-parallel ranks and needs a "
+            "tensor-parallel size > 1 (got none): give --tp N",
         ),
         ('{"ac_mode": "full"}', "--tp 2", "--tp belongs to deepspeed and oslo"),
         ('{"ac_mode": "full"}', "--component a", "--component belongs to modalities"),
@@ -266,6 +288,7 @@ def configs() -> Iterator[tuple[str, Any]]:
         yield "modalities", {"ac_variant": variant, "ac_fun_params": {"ac_freq": step}}
     for name in ("GPT2Block", "TransformerMLP"):
         yield "modalities", {"activation_checkpointing_modules": [name]}
+        yield "hf", {"gradient_checkpointing": True, "every_n_layers": 3 if name else 1}
     for split, host in itertools.product((False, True), repeat=2):
         section = {"partition_activations": split, "cpu_checkpointing": host}
         section |= {"contiguous_memory_optimization": split}

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import read_input
+from megatron_lite.config.plain import parse_json
 from megatron_lite.data.durable_files import written_beside
 from megatron_lite.memory.predict.stage_course import KeptPoint
 
@@ -119,10 +120,8 @@ def read_timeline(path: str) -> Timeline:
     """
     text = read_input(path, MAX_FILE_BYTES)
     try:
-        return _timeline(json.loads(text))
-    # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError. Deep nesting raises
-    # RecursionError.
-    except (ValueError, RecursionError) as error:
+        return _timeline(parse_json(text, longest=None, strict=False))
+    except ValueError as error:  # bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError
         raise InputError(
             f"{path}: not a file of --memory-timeline, version {VERSION}: {error}"
         ) from None
