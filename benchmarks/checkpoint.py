@@ -33,10 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from benchmarks.checkpoint_engines import DISK, OURS, Bench, bench, forget_pages, loads, saves
+from benchmarks.checkpoint_engines import DISK, Bench, bench, forget_pages, loads, saves
 from benchmarks.engines import PRESETS
 from benchmarks.harness import heading, in_rounds, new_report, spread, write_report
-from megatron_lite.checkpointing.manifest import MANIFEST, row_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class Row:
 
     seconds: the median of the rounds.
     ratio: (median, least, most) over the rounds. The base is the disk's own time for "save" and
-        "load", a save of ours for "checksum / save", and one training step for "stall".
+        "load", and one training step for "stall".
     """
 
     what: str
@@ -77,7 +76,7 @@ def rows_of(what: str, samples: Mapping[str, list[float]], to: Sequence[float]) 
 
 
 def measure_files(one: Bench, repeats: int, data: memoryview) -> list[Row]:
-    """Times saving, loading and checksums."""
+    """Times saving and loading."""
     for name in (DISK, "safetensors", "torch", "dcp"):
         (one.folder / name).mkdir(parents=True)
     with one.saver() as save:
@@ -85,11 +84,6 @@ def measure_files(one: Bench, repeats: int, data: memoryview) -> list[Row]:
         saved = in_rounds(
             {name: partial(timed, action) for name, action in saving.items()}, repeats
         )
-    step = next(one.directory.glob("iter_*"))
-    files = [path for path in step.iterdir() if path.name != MANIFEST]
-    sums = in_rounds(
-        {"SHA-256, from memory": lambda: timed(lambda: list(map(row_of, files)))}, repeats
-    )
 
     def cold(action: Callable[[], object]) -> float:
         forget_pages(one.folder)
@@ -98,11 +92,7 @@ def measure_files(one: Bench, repeats: int, data: memoryview) -> list[Row]:
     loaded = in_rounds(
         {name: partial(cold, action) for name, action in loads(one).items()}, repeats
     )
-    return [
-        *rows_of("save", saved, saved[DISK]),
-        *rows_of("load", loaded, loaded[DISK]),
-        *rows_of("checksum / save", sums, saved[OURS]),
-    ]
+    return [*rows_of("save", saved, saved[DISK]), *rows_of("load", loaded, loaded[DISK])]
 
 
 def measure_stall(one: Bench, repeats: int, steps: int) -> list[Row]:
@@ -151,7 +141,7 @@ def line(row: Row, size: int) -> str:
     )
 
 
-HEADER = f"{'':42}{'ms':>10}{'GiB/s':>9}  to the disk's own (save, load), to a save, to a step"
+HEADER = f"{'':42}{'ms':>10}{'GiB/s':>9}  to the disk's own (save, load), to a step"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -33,11 +33,7 @@ OUR_POLICIES = {
     "core_attn": "core_attn",
     "pointwise": "*:pointwise",
 }
-PEERS = {
-    "plain": (("gpt",), others.plain),
-    "transformers": (("gpt", "llama"), others.transformers),
-    "litgpt": (("llama",), others.litgpt),
-}
+PEERS = {"plain": (("gpt",), others.plain), "transformers": (("gpt", "llama"), others.transformers)}
 
 
 def build_contestants(

@@ -35,7 +35,7 @@ mkdir -p "$(dirname "$output")" || exit 2
 cat <<FIRST
 If you have this GPU for a few minutes only, know this:
   - The first part, of at most 120 s, answers the main question: how near a bf16 step of an 8B model's layers is to the card's
-    own matmul rate, and whether a peer is faster ("/ ours" below 1). Peers: transformers, Liger, litgpt, where installed.
+    own matmul rate, and whether a peer is faster ("/ ours" below 1). Peers: transformers and Liger, where installed.
   - Then come two smaller shapes (60 s each), recomputation (100 s) and the tests (140 s).
   - Every part ends by itself at its limit and writes what it has finished. If you stop the script, the tables remain.
   - Nothing else should run on the card. No clock or power setting is changed. Method: benchmarks/README.md.

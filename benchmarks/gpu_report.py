@@ -18,16 +18,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = (
-    "numpy",
-    "pytest",
-    "rich",
-    "safetensors",
-    "tokenizers",
-    "transformers",
-    "liger-kernel",
-    "litgpt",
-)
+PACKAGES = ("numpy", "pytest", "rich", "safetensors", "tokenizers", "transformers", "liger-kernel")
 COLUMNS = {
     "name": "contestant",
     "dtype": "dtype",

@@ -1,4 +1,4 @@
-"""The peers of benchmarks/contestants.py: plain torch, transformers, Liger's kernels, and litgpt.
+"""The peers of benchmarks/contestants.py: plain torch, transformers, and Liger's kernels.
 
 Each function builds one model with the weights of ours and returns its ways to compute the loss. It
 raises ImportError if the library is not installed.
@@ -168,51 +168,6 @@ def hf_llama(setting: Setting) -> nn.Module:
             )
         )
     )
-
-
-def litgpt(setting: Setting, weights: list[Tensor], *, compiled: bool) -> list[Contestant]:
-    """Returns litgpt's Llama. weights: those of `canonical`."""
-    from litgpt.config import Config
-    from litgpt.model import GPT
-
-    shape, config = setting.shape, setting.model_config()
-    model = GPT(
-        Config(
-            name="benchmark",
-            n_layer=shape.num_layers,
-            n_embd=shape.hidden_size,
-            n_head=shape.num_attention_heads,
-            block_size=shape.seq_length,
-            vocab_size=shape.vocab_size,
-            padded_vocab_size=shape.vocab_size,
-            bias=False,
-            norm_class_name="RMSNorm",
-            norm_eps=config.norm_epsilon,
-            mlp_class_name="LLaMAMLP",
-            rotary_percentage=1.0,
-            rope_base=config.rotary_base,
-            parallel_residual=False,
-            intermediate_size=config.ffn_size,
-        )
-    )
-    model = model.to(setting.device, DTYPES[setting.dtype]).train()
-    named = dict(model.named_parameters())
-    order = [named["transformer.wte.weight"]]
-    for number in range(shape.num_layers):
-        names = ("norm_1", "attn.qkv", "attn.proj", "norm_2", "mlp.fc_1", "mlp.fc_2", "mlp.proj")
-        order += [named[f"transformer.h.{number}.{name}.weight"] for name in names]
-    order += [named["transformer.ln_f.weight"], named["lm_head.weight"]]
-    fused: list[Tensor] = []  # litgpt keeps query, key and value in one matrix
-    rest = list(weights)
-    for parameter in order:
-        one = rest.pop(0)
-        while one.shape != parameter.shape:
-            one = torch.cat((one, rest.pop(0)))
-        fused.append(one)
-    _copy(fused, order)
-    losses: Losses = {}
-    compiled_too(losses, "litgpt", of_logits(model, setting), compiled)
-    return sharing(losses, list(model.parameters()))
 
 
 def canonical(weights: dict[str, Tensor], setting: Setting) -> list[Tensor]:

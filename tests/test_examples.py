@@ -153,28 +153,6 @@ def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_
     assert policy == replace(none, recompute=policy.recompute, parallel=parallel)
 
 
-@pytest.mark.parametrize("name", ["full_uniform_units", "full_block"])
-def test_variables_set_the_sizes_of_a_recompute_example(name: str) -> None:
-    sizes = dict(
-        NUM_LAYERS="12",
-        HIDDEN_SIZE="96",
-        NUM_ATTENTION_HEADS="6",
-        SEQ_LENGTH="80",
-        RECOMPUTE_NUM_LAYERS="5",
-    )
-    config = parse_args(training_flags(command_of(policy_script(name), **sizes))).config
-    assert (
-        config.model.num_layers,
-        config.model.hidden_size,
-        config.model.num_attention_heads,
-    ) == (12, 96, 6)
-    assert (
-        config.data.seq_length,
-        config.model.max_position_embeddings,
-        config.recompute.recompute_num_layers,
-    ) == (80, 80, 5)
-
-
 @pytest.mark.long
 def test_a_recompute_example_trains_as_it_is(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"

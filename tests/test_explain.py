@@ -49,15 +49,6 @@ def test_it_prints_the_report_and_stops_and_imports_no_torch() -> None:
     assert not [name for name in imported if name.partition(".")[0] in ("torch", "numpy")]
 
 
-def test_notices_come_first_and_none_is_told_twice() -> None:
-    lines = explained(
-        "--sequence-parallel", "--recompute-activations", "--attention-dropout", "0"
-    ).stdout.splitlines()
-    assert lines[0].startswith("--sequence-parallel has no effect without --tensor-model-parallel")
-    assert lines[1] == "Activation recomputation, of one micro-batch on one rank"
-    assert sum("saves next to nothing" in line for line in lines) == 1
-
-
 def test_the_vocabulary_comes_from_the_tokenizers_files(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {f"w{number}": number for number in range(200)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ def actions() -> dict[str, Any]:
     return {name: parser._option_string_actions[name] for name in supported_flags(parser)}
 
 
+@functools.cache
 def parsed_fields(words: str) -> dict[str, Any]:
     config = parse_args(f"{BASE} {words}".split()).config
     assert parse_args(flags_of(config)).config == config, "the way back is exact"

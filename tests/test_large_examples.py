@@ -5,10 +5,7 @@ table are what the code predicts, and each script trains with the sizes of SIZE=
 from __future__ import annotations
 
 import functools
-import math
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +17,7 @@ from megatron_lite.memory.predict.states import parameter_count, rank_parameter_
 from megatron_lite.recompute.recompute_plan import keep_everything
 from tests.support.bubble import bubble
 from tests.support.pairs import only
-from tests.support.programs import run_program
-from tests.support.runs import rows
-from tests.test_examples import ROOT, command_of, run_script, training_flags
+from tests.test_examples import ROOT, command_of, training_flags
 
 LARGE = ROOT / "examples" / "large"
 STATE_BYTES = 18  # of a parameter: bf16 weight; float32 gradient, master weight and two moments
@@ -214,35 +209,3 @@ def test_a_task_of_srun_is_one_rank() -> None:
     command = command_of(LARGE / "gpt_530b.sh", LAUNCHER="srun")
     assert command[:3] == ["python", "-u", str(ROOT / "pretrain_gpt.py")]
     assert command[3:] == training_flags(command_of(LARGE / "gpt_530b.sh"))
-
-
-@pytest.mark.runs(daily=0, ci=1)
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "recompute"),
-    [
-        pytest.param("gpt_175b", "none", marks=pytest.mark.long),
-        pytest.param("llama3_70b", "pointwise", marks=pytest.mark.long),
-    ],
-)
-def test_the_tiny_version_trains(name: str, recompute: str, tmp_path: Path) -> None:
-    metrics = tmp_path / "metrics.jsonl"
-    script, flags = LARGE / f"{name}.sh", ("--train-iters", "2", "--metrics-jsonl", str(metrics))
-    settings = dict(SIZE="tiny", RECOMPUTE=recompute, VENV=sys.prefix)
-    if recompute == "none":  # the flags of the script, without its four new processes
-        words = training_flags(command_of(script, *flags, **settings))
-        done = run_program(*words, ranks=4)
-    else:
-        done = run_script(script, *flags, **settings)
-    assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"4 ranks: tensor-parallel 2, .*pipeline-parallel 2, .*data-parallel 1, .*on .* CPU",
-        done.stdout,
-    )
-    logged = rows(metrics)
-    assert [row["iteration"] for row in logged] == [1, 2]
-    assert all(
-        row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0 for row in logged
-    )
-    # of an untrained model
-    assert all(row["lm_loss"] == pytest.approx(math.log(256), abs=0.1) for row in logged)

@@ -10,40 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import sign
 from tests.support.commands import MOCK, ROOT, SMALL_RUN, command, environment, run_command
 from tests.support.limits import HANG_S
 from tests.support.ports import free_port
-from tests.support.programs import program, run_program
+from tests.support.programs import run_program
 from tests.support.runs import rows
 
 pytestmark = pytest.mark.slow
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
-
-
-@pytest.mark.long
-def test_one_rank_and_two_ranks_log_the_same_losses(tmp_path: Path) -> None:
-    """float32 sums in another order: 1e-4 after 12 steps."""
-    for ranks, run in ((1, run_program), (2, run_command)):
-        done = run(
-            *SMALL_RUN,
-            *MOCK,
-            *NO_DROPOUT,
-            "--tensor-model-parallel-size",
-            str(ranks),
-            "--sequence-parallel",
-            "--metrics-jsonl",
-            str(tmp_path / str(ranks)),
-            ranks=ranks,
-        )
-        assert done.returncode == 0, done.stderr
-        assert (
-            "settings that differ" in done.stdout
-            and "validation loss at iteration 12" in done.stdout
-        )
-    losses = [[row["lm_loss"] for row in rows(tmp_path / name)] for name in ("1", "2")]
-    assert len(losses[0]) == 12
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.long
@@ -142,32 +116,3 @@ def test_srun_variables_start_a_run_without_torchrun(tmp_path: Path) -> None:
     assert statuses == [0, 0], outputs
     assert "2 ranks: tensor-parallel 2" in outputs[0] and outputs[1].count("iteration") == 0
     assert len(rows(tmp_path / "m")) == 12
-
-
-def test_ranks_with_other_flags_end_with_status_2_and_name_them() -> None:
-    """Of sizes too, on which the groups would depend."""
-    flags = [["--context-parallel-size", "2", *NO_DROPOUT], ["--seed", "5"]]
-    with program(lambda rank: [*SMALL_RUN, *MOCK, *flags[rank]], ranks=2) as run:
-        assert run.wait() == [2, 2]
-        outputs = [run.output(rank) + run.errors(rank) for rank in range(2)]
-    for line in (
-        "--context-parallel-size: 2 on rank 0; 1 on rank 1",
-        "--seed: 1234 on rank 0; 5 on rank 1",
-    ):
-        assert line in outputs[0]
-    assert (
-        "rank 0 has found a fault, and says which" in outputs[1]
-        and "Traceback" not in outputs[0] + outputs[1]
-    )
-
-
-def test_a_fault_of_one_rank_is_said_by_it_and_ends_the_others_without_a_traceback(
-    tmp_path: Path,
-) -> None:
-    common = [*SMALL_RUN, *MOCK, "--tensor-model-parallel-size", "2", "--train-iters", "1"]
-    assert run_program(*common, "--save", str(tmp_path), ranks=2).returncode == 0
-    (tmp_path / "iter_0000001" / "rng_00001.safetensors").write_bytes(b"no tensors")
-    sign(tmp_path / "iter_0000001")
-    done = run_program(*common, "--load", str(tmp_path), ranks=2)
-    assert done.returncode != 0
-    assert "rng_00001.safetensors: cannot be read" in done.stderr and "Traceback" not in done.stderr

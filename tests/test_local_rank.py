@@ -51,15 +51,3 @@ def test_the_run_takes_the_local_rank_of_the_launcher(
         monkeypatch.setenv(name, value)
     assert pretrain_gpt.main([*SMALL_RUN, *MOCK, *words]) == 0
     assert [launch.local_rank for launch in launches] == [local_rank]
-
-
-def test_a_local_rank_that_contradicts_the_environment_ends_with_status_2(
-    launches: list[Launch], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {**LAUNCHED, "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert pretrain_gpt.main([*SMALL_RUN, *MOCK, "--local_rank=1"]) == 2 and launches == []
-    assert capsys.readouterr().err == (
-        "pretrain_gpt.py: [rank 1] error: --local-rank 1 contradicts LOCAL_RANK 0 of the "
-        "environment: leave the flag out, or unset the variable\n"
-    )

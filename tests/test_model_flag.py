@@ -66,15 +66,6 @@ def test_flags_override_the_model_and_a_notice_names_both() -> None:
     ]
 
 
-def test_explain_prints_what_it_prints_for_the_sizes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["explain", *SIZES.split(), *POLICY]) == 0
-    whole = capsys.readouterr().out
-    assert command.main(["explain", "--model=gpt2", *POLICY]) == 0
-    first, _, rest = capsys.readouterr().out.partition("\n")
-    assert first == "assumed for this model: --seq-length 1024 --micro-batch-size 1 --bf16"
-    assert rest == whole
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-import pytest
-
 from benchmarks.published import LLAMA_RUN, MEGATRON_RUNS, rows
-from megatron_lite.memory.predict.states import parameter_count
 
 # The predicted TFLOP/s of today. A change of the model shows here and in docs/planning.md.
 PREDICTED = {
@@ -35,13 +32,3 @@ def test_every_row_predicts_what_it_did_within_the_bounds() -> None:
     ordered = sorted((row for row in found if row.run is not LLAMA_RUN), key=lambda row: row.tflops)
     fastest = sorted(MEGATRON_RUNS, key=lambda run: run.tflops)[-3:]
     assert {row.run.name for row in ordered[-3:]} == {run.name for run in fastest}
-
-
-@pytest.mark.parametrize("run", MEGATRON_RUNS, ids=lambda run: run.name)
-def test_a_row_has_the_parameters_of_its_name_and_uses_all_gpus(run) -> None:
-    config = run.config(1)
-    billions = parameter_count(config.model, 51200) / 1e9
-    # the paper rounds to one digit after the point
-    assert billions == pytest.approx(float(run.name.split()[1].rstrip("B")), abs=0.06)
-    dp_size = config.parallel.data_parallel_size(run.num_gpus)
-    assert config.training.num_microbatches(dp_size) * dp_size == run.batch

@@ -1,4 +1,4 @@
-"""docs/coming-from.md: every row of its tables is translated, priced, measured and trained."""
+"""docs/coming-from.md: every row of its tables is translated and priced."""
 
 from __future__ import annotations
 
@@ -8,25 +8,18 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
-from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
-from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tools.translate_recompute import PARTITIONING, SYSTEMS
-from tests.support.models import build_tiny_model, sample_tokens, tp_state
-from tests.support.ranks import run_ranks
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
 MODEL = shlex.split(re.search(r"```\n(--num-layers [^`]*)```", PAGE)[1])  # type: ignore[index]
@@ -134,62 +127,6 @@ def test_megatrons_flags_give_the_plan_of_the_policy(row: Row) -> None:
 def test_the_figure_is_the_predicted_one(row: Row) -> None:
     device, host = figures(row)
     assert row.figure == f"{device:,}" + (f" + {host:,} on the host" if host else "")
-
-
-class Outcome(NamedTuple):
-    kept_bytes: tuple[int, int]
-    loss: torch.Tensor
-    grads: list[torch.Tensor]
-
-
-def trained(run: RunConfig, plan: RecomputePlan | None) -> Outcome:
-    """One micro-batch of the page's model, forward and backward."""
-    with tp_state(run.parallel.tensor_model_parallel_size) as parallel:
-        fresh = replace(parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank))
-        model = build_tiny_model(run.model, fresh, dtype=torch.float32, plan=plan)
-        tokens, labels = sample_tokens(
-            batch=run.training.micro_batch_size, seq_length=run.data.seq_length
-        )
-        with kept_for_backward(exclude=model.parameters()) as meter:
-            loss = model.loss(tokens, labels).mean()
-        stores = model.decoder.stores
-        # before backward frees them
-        kept_bytes = meter.total_bytes() + stores.device_bytes, stores.host_bytes
-        loss.backward()
-        return Outcome(
-            kept_bytes, loss.detach(), [parameter.grad for parameter in model.parameters()]
-        )  # type: ignore[misc]
-
-
-def compared(rank: int, world_size: int, row: Row) -> tuple[tuple[int, int], bool]:
-    """Bytes measured, and whether the loss and every gradient are those without recomputation, to
-    the bit."""
-    run = run_of(row)
-    kept = trained(run, None)
-    found = trained(run, plan_stage(run.recompute, run.model.num_layers))
-    assert len(kept.grads) == len(found.grads) > 10 and all(bool(grad.any()) for grad in kept.grads)
-    same = [
-        torch.equal(one, other)
-        for one, other in zip([kept.loss, *kept.grads], [found.loss, *found.grads], strict=True)
-    ]
-    return found.kept_bytes, all(same)
-
-
-@pytest.mark.runs(daily=2, ci=8)
-@pytest.mark.parametrize(
-    "row",
-    [  # every third by default
-        pytest.param(row, id=name(row), marks=[pytest.mark.long] * (number % 3 > 0))
-        for number, row in enumerate(ROWS)
-    ],
-)
-def test_a_run_measures_the_figure_and_its_gradients_are_unchanged_to_the_bit(row: Row) -> None:
-    found = (
-        [compared(0, 1, row)]
-        if row.tp_size == 1
-        else run_ranks(compared, row.tp_size, row, detail=False)
-    )
-    assert found == [(figures(row), True)] * row.tp_size
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,8 @@ import pytest
 
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.happenings import happens
-from tests.support.limits import HANG_S, patiently
-from tests.support.programs import completes, program
-from tests.support.runs import step_bytes
+from tests.support.limits import patiently
+from tests.support.programs import program
 
 RUN = [
     *SMALL_RUN,
@@ -62,24 +61,6 @@ def test_a_stopped_rank_is_named_after_the_timeout(
             assert f"rank {rank} gives no sign of life" in message
             assert f"[rank {1 - rank}] stacks of all threads at {where}" in run.errors(1 - rank)
             assert "watch.py" in run.errors(1 - rank) and "loop.py" in run.errors(1 - rank)
-
-    patiently(check, 2)
-
-
-@pytest.mark.long
-def test_the_last_checkpoint_loads_and_the_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    unlimited = [*RUN, str(int(HANG_S)), *TENSOR, "--save-interval", "2", "--save"]
-    completes(*unlimited, str(whole))
-
-    def check(limit: float) -> None:
-        save = str(parts / f"{limit:g}")
-        arguments = [*RUN, f"{limit:g}", *TENSOR, "--save-interval", "2", "--save", save]
-        with program(arguments, ranks=2, prepare=_at(0, "backward", 5, _stopped)) as run:
-            assert run.wait(1) == [1], run.everything()
-        with program([*unlimited, save, "--load", save], ranks=2) as run:
-            assert run.wait() == [0, 0], run.everything()
-        assert step_bytes(Path(save), 6) == step_bytes(whole, 6) != {}
 
     patiently(check, 2)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_lite.model.attention import CoreAttention, SelfAttention
+from tests.model.test_window import by_loops
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 
@@ -27,38 +28,6 @@ def core(backend, **overrides):
         return CoreAttention(config, parallel.rng, layer=0)
 
 
-def by_loops(query, key, value):
-    """[s, b, a, d], [s, b, g, d] -> [s, b, a d]: head i reads group i // (a / g), row i keys 0 ..
-    i."""
-    output = torch.zeros_like(query)
-    for head in range(query.shape[2]):
-        group = head // (query.shape[2] // key.shape[2])
-        for sample in range(query.shape[1]):
-            for row in range(query.shape[0]):
-                scores = torch.stack(
-                    [
-                        query[row, sample, head] @ key[column, sample, group]
-                        for column in range(row + 1)
-                    ]
-                )
-                weights = torch.softmax(scores / D**0.5, dim=0)
-                output[row, sample, head] = weights @ value[: row + 1, sample, group]
-    return output.flatten(2)
-
-
-@pytest.mark.parametrize("groups", [A, G, 1])
-@pytest.mark.parametrize("backend", ["flash", "unfused", "auto"])
-def test_every_backend_equals_the_loops(backend, groups):
-    query, key, value = (
-        draw(S, B, A, D, seed=1),
-        draw(S, B, groups, D, seed=2),
-        draw(S, B, groups, D, seed=3),
-    )
-    torch.testing.assert_close(
-        core(backend)(query, key, value), by_loops(query, key, value), rtol=1e-12, atol=1e-12
-    )
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])
 @pytest.mark.parametrize(
     ("backend", "in_fp32"), [("unfused", True), ("unfused", False), ("flash", False)]
@@ -71,7 +40,7 @@ def test_16_bit_attention_is_as_exact_as_its_dtype_and_gives_it_back(
     query, key, value = (draw(S, B, A, D, seed=seed, dtype=dtype) for seed in (1, 2, 3))
     output = core(backend, attention_softmax_in_fp32=in_fp32)(query, key, value)
     assert output.dtype == dtype
-    expected = by_loops(query.double(), key.double(), value.double())
+    expected = by_loops(query.double(), key.double(), value.double(), S)
     torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
 
 

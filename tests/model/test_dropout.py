@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.model.dropout import draw_numbers, dropout, keep_mask, keep_scale
+from megatron_lite.model.dropout import dropout, keep_mask, keep_scale
 from megatron_lite.parallel.rng import DEFAULT, RngStreams
 from tests.support.dropout_masks import mask_faults, masks_of_one_forward, recorded_masks
 from tests.support.equality import variant_config
@@ -99,17 +99,6 @@ def test_the_share_of_dropped_elements_is_p_to_16_bits_and_the_scale_is_its_own(
     dropped = min(round(probability * 2**16), 2**16 - 1)
     assert int((~mask).sum()) == dropped
     assert keep_scale(probability, CPU) == 2**16 / (2**16 - dropped)
-
-
-@pytest.mark.parametrize("shape", [(1,), (3, 5), (4, 2, 7)])
-def test_a_mask_has_any_shape_and_no_pattern_between_neighbours(shape):
-    size = torch.Size(shape)
-    masks = [keep_mask(draw_numbers(size), size, 0.5) for _ in range(400)]
-    assert {mask.shape for mask in masks} == {size} and masks[0].dtype == torch.bool
-    kept = torch.stack(masks).flatten(1).float()
-    assert ((kept.mean(0) - 0.5).abs() < 0.11).all()  # 4.4 sigma
-    if kept.shape[1] > 1:
-        assert (torch.corrcoef(kept.T) - torch.eye(kept.shape[1])).abs().max() < 0.25  # 5 sigma
 
 
 def test_the_gradient_passes_through_the_same_mask():

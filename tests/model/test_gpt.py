@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.collectives import recorded_collectives
-from tests.support.equality import VARIANTS, difference, variant_config
+from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import (
     BATCH,
     SEQ_LENGTH,
@@ -34,27 +34,6 @@ def test_the_loss_is_torchs_cross_entropy_of_the_logits(name):
         BATCH, SEQ_LENGTH
     )
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_logits_are_gathered_without_padding_and_equal_the_unsharded_models(tp_size):
-    tokens, _ = sample_tokens()
-
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel, torch.no_grad():
-            return {
-                name: build_tiny_model(variant_config(name), parallel, sequence_parallel=True)(
-                    tokens
-                )
-                for name in VARIANTS
-            }
-
-    expected = work(0, 1)
-    for of_rank in run_ranks(work, tp_size):
-        for name in VARIANTS:
-            assert of_rank[name].shape == (BATCH, SEQ_LENGTH, VOCAB_SIZE)
-            assert difference(expected[name], of_rank[name]) < 1e-13
 
 
 def test_padding_rows_never_get_a_gradient():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,15 +118,6 @@ def test_the_log_gives_what_the_metrics_lack_and_drops_the_course_that_a_restart
         (20, "warning", "the clock is late"),
         (30, "stop", "--exit-interval 30"),
     ]
-
-
-def test_rows_that_are_written_again_replace_the_earlier_ones(tmp_path: Path) -> None:
-    again = [row(number, lm_loss=1.0, skipped=number - 5) for number in range(5, 7)]
-    write_rows(tmp_path / "metrics.jsonl", [row(number) for number in range(1, 9)] + again)
-    run = read(tmp_path)
-    assert list(run.rows) == [1, 2, 3, 4, 5, 6]
-    assert run.known("lm_loss")[4:] == [1.0, 1.0]
-    assert sorted(run.events) == [(4, "restart", ""), (6, "skipped", "")]
 
 
 def test_predicted_and_measured_figures_are_on_the_page(tmp_path: Path) -> None:
@@ -246,18 +236,3 @@ def test_no_figure_of_a_file_ends_in_a_traceback(tmp_path: Path, name: str, cont
     with (tmp_path / name).open("a") as file:
         file.write(content + "\n")
     assert report.main([str(tmp_path)]) == 0
-
-
-@pytest.mark.long
-def test_many_exits_restarts_and_rows_take_linear_time_and_a_small_page(tmp_path: Path) -> None:
-    """A quadratic reader takes minutes."""
-    count = 20_000
-    write_rows(tmp_path / "m.jsonl", [row(one, lm_loss=one * 7919 % 13) for one in range(1, count)])
-    lines = [f"exiting at iteration {at}: reason {at}" for at in range(count)]
-    lines += [f" [x] iteration {at:8}/ {count} | MFU: 12.3% | " for at in range(count, 0, -1)]
-    lines += [f"loaded the checkpoint of iteration {at} from x" for at in range(count)]
-    (tmp_path / "train.log").write_text("\n".join(lines))
-    began = time.process_time()
-    assert report.main([str(tmp_path)]) == 0
-    assert time.process_time() - began < 15.0
-    assert (tmp_path / "report.html").stat().st_size < 2**20

@@ -20,7 +20,6 @@ from megatron_lite.tensor_parallel.cross_entropy import (
 )
 from megatron_lite.tensor_parallel.layers import column_parallel_linear
 from tests.support.changes import with_fields
-from tests.support.mappings import copy_to_tensor_parallel_region
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
@@ -298,32 +297,6 @@ def test_what_is_frozen_gets_no_gradient_and_costs_no_matmul(frozen):
         losses_of(hidden, weight, case.labels, 5, Columns(None, 0, V)).backward(case.grad_losses)
     assert counter.get_total_flops() == 3 * 2 * S * B * H * V  # logits twice, and one gradient
     torch.testing.assert_close(trained.grad, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.runs(daily=2, ci=4)
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_gradcheck_in_float64(tp_size, chunk_size):
-    """Hidden states and the whole weight are the input on every rank, so that all ranks perturb the
-    same element."""
-
-    def work(rank, world_size):
-        with tp_state(world_size) as parallel:
-            generator = torch.Generator().manual_seed(2)
-            operands = [
-                torch.randn(*size, generator=generator, dtype=torch.float64).requires_grad_()
-                for size in ((2, 2, 3), (6, 3))
-            ]
-
-            def loss(hidden, weight):
-                whole = copy_to_tensor_parallel_region(weight, parallel.tp_group)
-                local = whole.chunk(world_size)[rank]
-                columns = Columns(parallel.tp_group, rank * len(local), len(local) - rank)
-                return losses_of(hidden, local, torch.tensor([[4, 0], [1, 3]]), chunk_size, columns)
-
-            return torch.autograd.gradcheck(loss, operands)
-
-    assert all(run_ranks(work, tp_size) if tp_size > 1 else [work(0, 1)])
 
 
 @pytest.mark.parametrize("chunk_size", [None, 5])

@@ -9,8 +9,6 @@ from megatron_lite.data.indexed import IndexedDataset
 from megatron_lite.tools import preprocess_data, train_tokenizer
 from megatron_lite.tools.jsonl import write_documents
 
-TOKENIZER_ERROR = "python -m megatron_lite.tools.train_tokenizer: error: "
-
 ERROR = "python -m megatron_lite.tools.preprocess_data: error: "
 
 DOCUMENTS = ["3 1 4", "", "1 5 9 2 6", "5"]
@@ -190,19 +188,6 @@ def test_an_input_of_empty_texts_is_an_error_and_leaves_no_files(
     assert files(tmp_path) == set()
 
 
-def test_progress_lines_come_every_log_interval(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl", ["1"] * 10)
-    assert preprocess(tmp_path, "--log-interval", "4", source=source, block_bytes=1) == 0
-    captured = capsys.readouterr()
-    assert [line.split(" (")[0] for line in captured.err.splitlines()] == [
-        "processed 4 documents",
-        "processed 8 documents",
-    ]
-    assert captured.out == f"{tmp_path}/out_text_document.bin: 10 documents, 10 tokens of uint16\n"
-
-
 def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
     """Train it, tokenize with it, and read the texts back from the .bin."""
     pytest.importorskip("tokenizers")
@@ -245,24 +230,3 @@ def test_own_tokenizer_end_to_end(tmp_path: Path) -> None:
     read = sequences(tmp_path / "out_text_document")
     assert [tokenizer.detokenize(ids) for ids in read] == [text + "<|endoftext|>" for text in texts]
     assert all(ids.count(0) == 1 for ids in read)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--vocab-size", "256"), "--vocab-size must be at least 257"),
-        (("--input", "none"), "--input none: no such file"),
-    ],
-)
-def test_train_tokenizer_names_bad_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], message: str
-) -> None:
-    source = write_jsonl(tmp_path / "in.jsonl")
-    assert (
-        train_tokenizer.main(["--input", source, "--output", str(tmp_path / "tokenizer"), *flags])
-        == 2
-    )
-    assert capsys.readouterr().err.startswith(
-        f"python -m megatron_lite.tools.train_tokenizer: error: {message}"
-    )
-    assert files(tmp_path) == set()
