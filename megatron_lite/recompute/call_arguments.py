@@ -38,6 +38,7 @@ class Arguments:
 
     tensors: the tensors among the arguments by their names, until `settle`. A parameter is passed
         on itself, and is not among them. A tensor that is passed twice is one tensor in the replay.
+    kinds: the kinds of devices of all tensors among the arguments.
     generators: the generators among the arguments, with their states before the forward.
     """
 
@@ -46,6 +47,7 @@ class Arguments:
         found, self._spec = tree_flatten_with_path((args, kwargs))
         self._leaves: list[Any] = []
         self._others = Contents()
+        self.kinds: set[str] = set()
         self.tensors: dict[str, Tensor] = {}
         known: dict[int, str] = {}
         self._names: list[str] = []
@@ -53,9 +55,11 @@ class Arguments:
             name = argument_name(path)
             if not isinstance(value, Tensor):
                 self._others.add(str(place), value)
-            elif not (value.is_leaf and isinstance(value, nn.Parameter)):
-                name = known.setdefault(id(value), name)
-                self.tensors[name], value = value, None
+            else:
+                self.kinds.add(value.device.type)
+                if not (value.is_leaf and isinstance(value, nn.Parameter)):
+                    name = known.setdefault(id(value), name)
+                    self.tensors[name], value = value, None
             self._names.append(name)
             self._leaves.append(value)
         self._needing = {name for name, value in self.tensors.items() if value.requires_grad}

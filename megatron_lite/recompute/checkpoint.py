@@ -102,7 +102,7 @@ class _Checkpoint(torch.autograd.Function):
         ctx.needing = [place for place, tensor in tensors.items() if tensor.requires_grad]
         # The conditions must be read before the run, which draws. The first input is split after
         # the run, which needs it whole.
-        ctx.conditions = Conditions(call.rng, tensors.values())
+        ctx.conditions = Conditions(call.rng, {each.device.type for each in tensors.values()})
         with casts_not_cached():
             outputs = call.function(*values)
         if call.split_group is not None:

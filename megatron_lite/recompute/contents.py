@@ -181,11 +181,13 @@ class Contents:
     def written(self) -> list[Part]:
         """Returns the tensors and arrays that were written to since."""
         before = {part.name: part.bits for part in self.parts.values() if part.bits is not None}
-        with unobserved():
-            now = [quick_hash(self.parts[name].value) for name in before]
-            values = read([*before.values(), *now])
-        pairs = zip(before, values, values[len(before) :], strict=False)
-        others = {name for name, one, other in pairs if one != other}
+        others = set()
+        if before:
+            with unobserved():
+                now = [quick_hash(self.parts[name].value) for name in before]
+                values = read([*before.values(), *now])
+            pairs = zip(before, values, values[len(before) :], strict=False)
+            others = {name for name, one, other in pairs if one != other}
         return [
             part
             for part in self.parts.values()

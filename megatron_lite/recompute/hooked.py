@@ -41,7 +41,6 @@ from megatron_lite.parallel.torch_internals import (
     engine,
 )
 from megatron_lite.recompute.call_arguments import Arguments
-from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.layer_state import LayerState, Written
 from megatron_lite.recompute.randomness import drawn_again
@@ -133,7 +132,7 @@ class _LayerCall:
         self._state = LayerState(
             how.name, how.layer, how.written or Written(set()), self._arguments.tensors
         )
-        self._conditions = Conditions(how.rng, tensors_of((args, kwargs)))
+        self._conditions = Conditions(how.rng, self._arguments.kinds)
         self._surroundings = Surroundings.now(self._conditions.kinds)
         self._generators = [*map(saved_value, self._conditions.take_states())]
         self._witness: Witness | None = None

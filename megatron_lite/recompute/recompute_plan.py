@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
@@ -16,7 +16,6 @@ from megatron_lite.config.regions import is_on_host, modules_of, without_nested
 
 Store = str  # of config/policy.py
 KEEP = Rule(layers=(Layers(),), action=LayerAction())
-MOST_NAMED = 3  # spans of layers in a rule that `str(plan)` writes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class Segment:
         assert self.num_layers >= 1 and self.unit + bool(self.regions) + bool(self.ops) <= 1, self
         assert not self.split or self.unit, self
         assert not self.ops or self.num_layers == 1, self
-        assert not self.host_modules or self.action == LayerAction(), self
+        assert not self.host_modules or not (self.unit or self.regions or self.ops), self
 
     @cached_property
     def split(self) -> bool:
@@ -73,16 +72,6 @@ class Segment:
         stays: whether no policy moves the tensor.
         """
         return self.on_host and not stays and (not self.host_modules or module in self.host_modules)
-
-    @property
-    def action(self) -> LayerAction:
-        """The segment's action, as the policy language expresses it."""
-        return LayerAction(
-            unit=self.num_layers if self.unit else 0,
-            regions=tuple(sorted(self.regions)),
-            ops=self.ops,
-            router=self.router,
-        )
 
 
 @dataclass(frozen=True)
@@ -117,11 +106,6 @@ class RecomputePlan:
     def num_layers(self) -> int:
         """The number of layers of the stage."""
         return sum(segment.num_layers for segment in self.segments)
-
-    def __str__(self) -> str:
-        """Returns a policy that gives this plan, such as "0-3:full/2@split; 4-5:none"."""
-        rules = tuple(_rules(self.segments))
-        return str(Policy(_joined(rules, self.num_layers) or rules))
 
 
 def keep_everything(num_layers: int) -> RecomputePlan:
@@ -160,75 +144,4 @@ def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
             first_layer=layer, regions=regions, ops=action.ops, router=action.router, store=store
         )
         for layer in layers
-    )
-
-
-def _rules(segments: tuple[Segment, ...]) -> Iterator[Rule]:
-    """Yields one rule for each run of consecutive segments that are alike.
-
-    A shorter unit directly after longer units belongs to their rule. The unit size did not divide
-    the number of layers: full/2 on five layers ends with a unit of one layer.
-    """
-    start = 0
-    while start < len(segments):
-        first, stop = segments[start], start + 1
-        while stop < len(segments) and _alike(first, segments[stop]):
-            stop += 1
-        last = segments[stop - 1]
-        if stop < len(segments) and _is_shorter_unit(segments[stop], first):
-            last, stop = segments[stop], stop + 1
-        layers = Layers(first.first_layer, last.first_layer + last.num_layers - 1)
-        yield Rule(layers=(layers,), action=first.action, store=first.store)
-        start = stop
-
-
-def _joined(rules: tuple[Rule, ...], num_layers: int) -> tuple[Rule, ...]:
-    """Returns fewer rules with the same effect, such as "every-2:full; *:none", if there are any.
-
-    Rules with equal actions become one, although other layers lie between theirs.
-    """
-    found: dict[tuple[LayerAction, Store], list[Layers]] = {}
-    for rule in rules:
-        found.setdefault((rule.action, rule.store), []).extend(rule.layers)
-    if len(found) == len(rules) or any(
-        # As one rule, these neighbours would be cut into units from the first layer on.
-        (one.action, one.store) == (other.action, other.store)
-        for one, other in itertools.pairwise(rules)
-    ):
-        return ()
-    joined = [
-        Rule(layers=_every_nth(layers, num_layers), action=action, store=store)
-        for (action, store), layers in found.items()
-    ]
-    longest = max(joined, key=lambda rule: len(rule.layers))
-    if len(longest.layers) > MOST_NAMED:
-        # The last rule may name all layers, since the first rule that names a layer decides.
-        joined.remove(longest)
-        joined.append(replace(longest, layers=(Layers(),)))
-    return tuple(joined)
-
-
-def _every_nth(layers: list[Layers], num_layers: int) -> tuple[Layers, ...]:
-    """Returns these layers as every n-th layer, if they are, else as they are."""
-    numbers = [one.first for one in layers if one.first == one.last]
-    step = numbers[1] - numbers[0] if len(numbers) > 1 else 0
-    if (
-        len(numbers) == len(layers) > 2
-        and numbers[0] < step  # the language knows no first layer beyond: every-2+3 cannot be read
-        and numbers == [*range(numbers[0], num_layers, step)]
-    ):
-        return (Layers(first=numbers[0], step=step),)
-    return tuple(layers)
-
-
-def _alike(one: Segment, other: Segment) -> bool:
-    return (one.action, one.store) == (other.action, other.store)
-
-
-def _is_shorter_unit(segment: Segment, first: Segment) -> bool:
-    return (
-        first.unit
-        and segment.unit
-        and (segment.store, segment.router) == (first.store, first.router)
-        and segment.num_layers < first.num_layers
     )

@@ -31,11 +31,11 @@ class Conditions:
     """The random numbers and the autocast of a forward. Make it right before the forward.
 
     rng: the streams that the function draws from; None if it draws nothing.
-    tensors: the arguments, whose devices count.
+    kinds: the kinds of devices of the arguments, such as "cuda".
     """
 
-    def __init__(self, rng: Generators | None, tensors: Iterable[Tensor]) -> None:
-        self.kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+    def __init__(self, rng: Generators | None, kinds: Iterable[str]) -> None:
+        self.kinds = {"cpu", *kinds}
         self._randomness = None if rng is None else Randomness.now(rng)
         self.autocast = autocast_states(self.kinds)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_lite.config.policy import Policy, parse_policy
+from megatron_lite.config.policy import Policy
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
@@ -50,20 +50,3 @@ def plan_model(config: RunConfig) -> RecomputePlan:
             for segment in plan.segments
         ]
     return replace(plan, segments=tuple(whole))
-
-
-def policy_by_stage(config: RunConfig) -> str:
-    """Returns a policy with the same effect as the run's own flags.
-
-    Its rules name their stages, unless all stages have the same rules.
-    """
-    plans = [
-        (stage.number, str(plan_stage(config.recompute, stage.num_layers, stage.number)))
-        for stage in stages(config.parallel, config.model.num_layers)
-    ]
-    if len({text for _, text in plans}) == 1:
-        return plans[0][1]
-    rules = [
-        replace(rule, stage=number) for number, text in plans for rule in parse_policy(text).rules
-    ]
-    return str(Policy(tuple(rules)))

@@ -189,7 +189,7 @@ class TimelineRecorder:
             return loss
 
         plan = model.decoder.plan
-        name = self._config.recompute.recompute_policy or str(plan)
+        name = str(self._config.recompute.policy)
         timeline = record_timeline(model, noted, name=name)
         sizes = Sizes.of(self._config, device=losses[0].device.type, stage=model.stage)
         predicted = tuple(kept_course(self._config.model, plan, sizes))

@@ -95,12 +95,6 @@ def test_every_layer_has_exactly_one_treatment_and_it_is_that_of_the_first_rule_
             assert not segment.unit or segment.num_layers <= action.unit
 
 
-@given(POLICIES, st.integers(1, 12))
-def test_a_plan_prints_as_a_policy_that_gives_it(policy: Policy, num_layers: int) -> None:
-    plan = RecomputePlan(tuple(segments(policy, num_layers)))
-    assert RecomputePlan(tuple(segments(parse_policy(str(plan)), num_layers))) == plan
-
-
 FULL = dict(recompute_granularity="full")
 
 

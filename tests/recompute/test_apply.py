@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
 from megatron_lite.memory.measure.live_storages import LiveStorages
@@ -16,60 +15,29 @@ from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute import witness
 from megatron_lite.recompute.apply import apply_policy_
 from megatron_lite.recompute.replay import RecomputeMismatch
+from tests.support.foreign_families import FAMILIES, tokens
+
+MODELS = {"GPT-2": "transformer.h", "Llama": "model.layers"}  # by name: their layers
 
 
-def gpt2() -> PreTrainedModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=5,
-            n_embd=16,
-            n_head=4,
-            vocab_size=61,
-            n_positions=12,
-            resid_pdrop=0.2,
-            embd_pdrop=0.2,
-            attn_pdrop=0.2,
-            attn_implementation="eager",
-        )
-    )
+def policy(name: str, text: str) -> Callable[[nn.Module], object]:
+    return lambda model: apply_policy_(model, layers_fqn=MODELS[name], policy=text)
 
 
-def llama() -> PreTrainedModel:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=5,
-            hidden_size=16,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=24,
-            vocab_size=61,
-            max_position_embeddings=12,
-            attention_dropout=0.2,
-            attn_implementation="eager",
-        )
-    )
+def trained_once(model: nn.Module) -> Tensor:
+    loss: Tensor = model(input_ids=tokens(0), labels=tokens(0), use_cache=False).loss
+    return loss
 
 
-MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
-    "gpt2": (gpt2, "transformer.h"),
-    "llama": (llama, "model.layers"),
-}
-TOKENS = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(4))
-
-
-def policy(name: str, text: str, **options: bool) -> Callable[[PreTrainedModel], object]:
-    return lambda model: apply_policy_(model, layers_fqn=MODELS[name][1], policy=text, **options)
-
-
-def alive_after_forward(name: str, prepare: Callable[[PreTrainedModel], object]) -> int:
+def alive_after_forward(name: str, prepare: Callable[[nn.Module], object]) -> int:
     """Bytes, whoever keeps them, but for the states of the random numbers: no operator makes those
     of transformers."""
     torch.manual_seed(1)
-    model = MODELS[name][0]()
+    model = FAMILIES[name].build()
     prepare(model)
     model.train()
     with LiveStorages() as live:
-        loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+        loss = trained_once(model)
     states = torch.get_rng_state().numel()
     assert loss.grad_fn is not None
     return sum(size for size in live.storages().values() if size != states)
@@ -79,7 +47,7 @@ def alive_after_forward(name: str, prepare: Callable[[PreTrainedModel], object])
 def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointing_does(
     name: str,
 ) -> None:
-    def own(model: PreTrainedModel) -> None:
+    def own(model: nn.Module) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
 
     assert alive_after_forward(name, policy(name, "*:full")) <= alive_after_forward(name, own)
@@ -87,15 +55,15 @@ def test_recomputing_every_layer_keeps_no_more_than_transformers_own_checkpointi
 
 def test_a_verified_replay_that_differs_names_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
-    model = gpt2()
+    model = FAMILIES["GPT-2"].build()
     apply_policy_(model, layers_fqn="transformer.h", policy="*:full", verify=True)
     model.train()
-    model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()  # nothing differs yet
-    loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    trained_once(model).backward()  # nothing differs yet
+    loss = trained_once(model)
     # not part of the state that a replay restores
-    act = type(model.transformer.h[3].mlp.act)
+    act = type(model.transformer.h[1].mlp.act)
     monkeypatch.setattr(act, "forward", lambda self, hidden: torch.relu(hidden))
-    with pytest.raises(RecomputeMismatch, match=r"transformer\.h\.4"):
+    with pytest.raises(RecomputeMismatch, match=r"transformer\.h\.2"):
         loss.backward()
 
 
@@ -117,7 +85,7 @@ def test_a_verified_replay_that_differs_names_the_layer(monkeypatch: pytest.Monk
 def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(
     fqn: str, text: str, message: str
 ) -> None:
-    model = gpt2()
+    model = FAMILIES["GPT-2"].build()
     with pytest.raises(ValueError) as raised:
         apply_policy_(model, layers_fqn=fqn, policy=text)
     assert message in str(raised.value)

@@ -18,16 +18,9 @@ from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.pool import ALIGNMENT, FLAG, Arena
-from megatron_lite.recompute.schedule import plan_stage
-from tests.support.models import (
-    BATCH,
-    SEQ_LENGTH,
-    build_tiny_model,
-    sample_tokens,
-    tiny_config,
-    tp_state,
-)
+from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens, tp_state
 from tests.support.pairs import only
+from tests.support.planned import planned
 from tests.support.ranks import run_ranks
 from tests.support.storages import addresses
 
@@ -45,22 +38,16 @@ POLICIES = (
 
 
 def build(
-    policy: str, parallel: ParallelState, *, contiguous: bool = True, micro_batches: int = 1
+    policy: str,
+    parallel: ParallelState | None = None,
+    *,
+    contiguous: bool = True,
+    micro_batches: int = 1,
 ) -> GPTModel:
     recompute = RecomputeConfig(recompute_policy=policy, contiguous_saved_activations=contiguous)
-    model = build_tiny_model(
-        tiny_config(num_layers=NUM_LAYERS, hidden_dropout=0.1),
-        parallel,
-        dtype=torch.float32,
-        plan=plan_stage(recompute, NUM_LAYERS),
-    )
+    model = planned(recompute, parallel=parallel, num_layers=NUM_LAYERS, hidden_dropout=0.1)
     model.decoder.stores.micro_batches = micro_batches
     return model
-
-
-def alone(policy: str, *, contiguous: bool = True, micro_batches: int = 1) -> GPTModel:
-    with tp_state(1) as parallel:
-        return build(policy, parallel, contiguous=contiguous, micro_batches=micro_batches)
 
 
 def step(model: GPTModel, *, batches: tuple[int, ...] = (3,)) -> list[Tensor]:
@@ -100,7 +87,7 @@ def allocations() -> Iterator[list[int]]:
 @pytest.mark.runs(daily=2, ci=5)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
-    ours, plain = alone(policy, micro_batches=2), alone("*:none", contiguous=False)
+    ours, plain = build(policy, micro_batches=2), build("*:none", contiguous=False)
     for batches in ((3,), (3, 4), (4, 5)):
         assert (
             equal(step(ours, batches=batches), step(plain, batches=batches)) and in_use(ours) == 0
@@ -112,17 +99,15 @@ def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
     ("policy", "sizes"),
     [
         ("*:full", [5 * SLOT]),
-        ("*:full/2", [3 * SLOT]),
-        ("*:full@host", [5 * SLOT]),
         ("0:none; 1-2:full; 3:pointwise; 4:full", [3 * SLOT]),
         ("0-1:full/2@host; *:full", [SLOT, 3 * SLOT]),
     ],
 )
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("micro_batches", [3])
 def test_there_is_one_allocation_for_each_kind_of_memory_of_the_planned_size(
     policy: str, sizes: list[int], micro_batches: int
 ) -> None:
-    model = alone(policy, micro_batches=micro_batches)
+    model = build(policy, micro_batches=micro_batches)
     with allocations() as made:
         for _ in range(3):
             step(model, batches=tuple(range(micro_batches)))
@@ -181,7 +166,7 @@ def test_a_forward_leaves_no_storage_behind_for_a_unit(
 
 
 def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag() -> None:
-    model = alone("*:full/2", micro_batches=2)
+    model = build("*:full/2", micro_batches=2)
     losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
     with pytest.raises(RuntimeError, match=f"{FLAG}: all 6 slots are in use"):
         model.loss(*sample_tokens(5))
@@ -195,7 +180,7 @@ def test_more_forwards_in_flight_than_slots_is_an_error_that_names_the_flag() ->
 
 
 def test_an_arena_that_is_too_small_is_replaced_once_it_is_idle_and_never_shrinks() -> None:
-    model, plain = alone("*:full/2", micro_batches=1), alone("*:full/2", contiguous=False)
+    model, plain = build("*:full/2", micro_batches=1), build("*:full/2", contiguous=False)
     with allocations() as made:
         step(model)
         model.decoder.stores.reserve(2)
@@ -212,7 +197,7 @@ def test_an_arena_that_is_too_small_is_replaced_once_it_is_idle_and_never_shrink
 
 
 def test_a_larger_input_than_the_first_is_an_error_and_a_smaller_one_fits() -> None:
-    model, plain = alone("*:full"), alone("*:full", contiguous=False)
+    model, plain = build("*:full"), build("*:full", contiguous=False)
     step(model)
 
     def shorter(model: GPTModel, length: int) -> list[Tensor]:

@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.region_runner import discarding
-from megatron_lite.recompute.schedule import plan_stage
-from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.planned import gradients_of, loss_of, planned
 
 LAYERNORM = RecomputeConfig(recompute_granularity="selective", recompute_modules=("layernorm",))
 
@@ -171,16 +170,10 @@ def test_after_the_layer_nothing_is_held_for_discarding() -> None:
 
 def model_grads(recompute: RecomputeConfig) -> list[Tensor]:
     """[loss, gradients] of a model of two layers."""
-    with tp_state(1) as parallel:
-        model = build_tiny_model(
-            tiny_config(num_layers=2, normalization="RMSNorm"),
-            parallel,
-            dtype=torch.float32,
-            plan=plan_stage(recompute, 2),
-        )
-    loss = model.loss(*sample_tokens()).mean()
+    model = planned(recompute, num_layers=2, normalization="RMSNorm")
+    loss = loss_of(model)
     loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]  # type: ignore[misc]
+    return [loss.detach(), *gradients_of(model)]
 
 
 def test_a_lent_norm_reads_its_input_once_so_that_gradients_meet_in_the_same_order() -> None:

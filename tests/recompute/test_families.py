@@ -16,9 +16,11 @@ import torch
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign import SITUATIONS, differences, train
 from tests.support.foreign_families import FAMILIES, NEWER, VARIANTS, language_loss, newer, tokens
+from tests.support.foreign_layers import LAYERS
 from tests.support.foreign_policies import POLICIES, faults, policy_on
 from tests.support.pairs import covered, thirds
 
+EVERY_MODEL = [*FAMILIES, *VARIANTS, *LAYERS]
 BRIEF = ("GPT-2", "Llama", "Mixtral, router loss", "T5")
 
 
@@ -73,11 +75,11 @@ def test_the_default_call_of_a_newer_family_trains_as_without_a_policy(
 @cache
 def in_every_situation() -> list[tuple[str, str, str]]:
     """Returns cases (model, policy, situation) in which every two of the three meet."""
-    return covered(itertools.product([*FAMILIES, *VARIANTS], POLICIES, SITUATIONS))
+    return covered(itertools.product(EVERY_MODEL, POLICIES, SITUATIONS))
 
 
-@pytest.mark.runs(daily=0, ci=3)
-@pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
+@pytest.mark.runs(daily=0, ci=8)
+@pytest.mark.parametrize("name", EVERY_MODEL)
 def test_every_policy_holds_in_every_situation(name: str) -> None:
     found = {
         (text, situation): lines

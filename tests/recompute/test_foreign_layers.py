@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
-import re
-from functools import cache
-
 import pytest
 import torch
 from torch import nn
 
 from megatron_lite.recompute.apply import apply_policy_
-from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.foreign import SITUATIONS, Foreign, differences, train
-from tests.support.foreign_layers import LAYERS, UNSEEN, Chain, Mlp, chain, chain_loss
-from tests.support.foreign_policies import POLICIES, faults, policy_on, unclear
-from tests.support.pairs import covered
+from tests.support.foreign_layers import LAYERS, Chain, Mlp, chain, chain_loss
+from tests.support.foreign_policies import faults, policy_on, unclear
+from tests.support.pairs import pairs
 
 SHORT = ("*:full", "*:ops(matmul)", "*:full@host")
 
 
-@pytest.mark.runs(daily=15, ci=45)
-@pytest.mark.parametrize("text", SHORT)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.runs(daily=15, ci=30)
+@pytest.mark.parametrize(("name", "text"), pairs(LAYERS, [*SHORT, "*:none@host"]))
 def test_a_layer_of_any_kind_trains_as_without_a_policy_or_is_refused(name: str, text: str) -> None:
     assert faults(name, text) == []
 
@@ -36,43 +30,6 @@ def test_every_way_to_train_gives_the_gradients_of_the_plain_model(situation: st
         faults("a tensor", "*:full", situation) == []
         and faults("named tuple", "*:ops(matmul)", situation) == []
     )
-
-
-@pytest.mark.parametrize("name", UNSEEN)
-def test_verify_finds_a_replay_that_draws_or_counts_otherwise(name: str) -> None:
-    """Unless the engine puts that state back, too, and all is equal."""
-    expected = train(UNSEEN[name])
-    try:
-        found = train(UNSEEN[name], prepare=policy_on(UNSEEN[name], "*:full", verify=True))
-    except RecomputeMismatch as error:
-        assert re.search(r"blocks\.\d", str(error))
-    else:
-        assert differences(expected, found) == []
-
-
-@cache
-def in_every_situation() -> list[tuple[str, str, str]]:
-    """Returns cases (layer, policy, situation) in which every two of the three meet."""
-    return covered(itertools.product(LAYERS, POLICIES, SITUATIONS))
-
-
-@pytest.mark.runs(daily=0, ci=5)
-@pytest.mark.parametrize("name", LAYERS)
-def test_every_policy_holds_in_every_situation(name: str) -> None:
-    found = {
-        (text, situation): lines
-        for layer, text, situation in in_every_situation()
-        if layer == name and (lines := faults(name, text, situation))
-    }
-    assert not found
-
-
-def test_parts_of_one_storage_that_count_their_writes_apart_are_moved_to_the_host_one_by_one() -> (
-    None
-):
-    """nn.GRU writes to parts of a product that torch does not know as views, between saving
-    them."""
-    assert faults("GRU and TransformerEncoderLayer", "*:none@host") == []
 
 
 def test_two_lists_that_share_their_weights_add_up() -> None:
@@ -130,8 +87,7 @@ def test_hooks_on_gradients_run_once() -> None:
     assert sorted(calls) == ["accumulated", "layer", "weight"]
 
 
-@pytest.mark.runs(daily=2, ci=4)
-@pytest.mark.parametrize("text", [*SHORT, "*:none@host"])
+@pytest.mark.parametrize("text", ["*:full", "*:none@host"])
 def test_a_policy_can_be_taken_off_and_another_put_on(text: str) -> None:
     from megatron_lite.recompute.apply import remove_policy_
 

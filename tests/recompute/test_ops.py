@@ -24,10 +24,8 @@ from megatron_lite.config.operators import GROUPS, IN_GROUPS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.meter import kept_for_backward
-from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.hooked import How, rebuild_saved
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.ops import KeptResults, find_operators
@@ -36,11 +34,11 @@ from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import recorded_collectives
-from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.models import sample_tokens, tp_state
+from tests.support.planned import NUM_LAYERS, planned
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.storages import addresses
 
-NUM_LAYERS = 3
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -72,26 +70,6 @@ class Dispatched(TorchDispatchMode):
         return Counter({name: found[name] for name in names if found[name]})
 
 
-def build(
-    policy: str,
-    *,
-    sequence_parallel: bool = False,
-    tail_skip: bool = True,
-    parallel: ParallelState | None = None,
-    **overrides: object,
-) -> GPTModel:
-    plan = plan_stage(
-        RecomputeConfig(recompute_policy=policy, recompute_tail_skip=tail_skip), NUM_LAYERS
-    )
-    config = tiny_config(**{"num_layers": NUM_LAYERS, **overrides})
-    if parallel is not None:
-        return build_tiny_model(
-            config, parallel, sequence_parallel=sequence_parallel, dtype=torch.float32, plan=plan
-        )
-    with tp_state(1) as alone:
-        return build_tiny_model(config, alone, dtype=torch.float32, plan=plan)
-
-
 MATMULS = ("addmm", "mm", "baddbmm", "bmm", FLASH)
 
 
@@ -114,7 +92,7 @@ def test_backward_runs_again_exactly_what_is_not_kept(
 ) -> None:
     """With biases. The last matmul of a layer is never run again: backward does not read its
     result."""
-    model = build(
+    model = planned(
         f"0,2:{policy};1:none", attention_backend=backend, hidden_dropout=0.1, squared_relu=True
     )
     loss = model.loss(*sample_tokens()).mean()
@@ -129,8 +107,8 @@ def test_backward_runs_again_exactly_what_is_not_kept(
 def test_every_second_result_is_counted_anew_in_each_layer_and_each_forward() -> None:
     """A counter of the process would keep other results in the next layer, micro-batch or model."""
     for model in (
-        build("*:ops(matmul/2)", attention_backend="flash"),
-        build("*:ops(matmul/2)", attention_backend="flash"),
+        planned("*:ops(matmul/2)", attention_backend="flash"),
+        planned("*:ops(matmul/2)", attention_backend="flash"),
     ):
         kept = []
         for _ in range(2):
@@ -165,11 +143,11 @@ def collectives_of_a_step(
 
     with tp_state(world_size) as parallel, pytest.MonkeyPatch.context() as patch:
         patch.setattr(KeptResults, "keeps", noted)
-        model = build(
+        model = planned(
             policy, parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1
         )
         loss = model.loss(*sample_tokens()).mean()
-        kept_again = build(
+        kept_again = planned(
             "*:none", parallel=parallel, sequence_parallel=sequence_parallel, hidden_dropout=0.1
         )
         loss_again = kept_again.loss(*sample_tokens()).mean()
@@ -260,7 +238,7 @@ def test_operators_that_do_not_exist_or_write_are_refused_when_the_model_is_buil
     name: str, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        build(f"1:ops(matmul,{name})")
+        planned(f"1:ops(matmul,{name})")
 
 
 def test_a_result_that_is_written_to_later_is_not_kept(rng: RngStreams) -> None:
@@ -372,7 +350,7 @@ def test_a_run_that_verifies_finds_what_is_rebuilt_otherwise_beside_kept_results
 
 
 def test_nothing_kept_or_rebuilt_outlives_the_backward() -> None:
-    model = build("*:ops(matmul,attention)", attention_backend="flash", hidden_dropout=0.1)
+    model = planned("*:ops(matmul,attention)", attention_backend="flash", hidden_dropout=0.1)
     with LiveStorages() as live:
         loss = model.loss(*sample_tokens()).mean()
         loss.backward()

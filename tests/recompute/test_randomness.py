@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.dropout_masks import Masks, mask_faults, recorded_masks
-from tests.support.equality import variant_config
-from tests.support.models import build_tiny_model, sample_tokens, tp_state
+from tests.support.models import sample_tokens, tp_state
+from tests.support.planned import NUM_LAYERS, planned
 from tests.support.ranks import run_ranks
 
-NUM_LAYERS = 3
 UNITS_OF_TWO = RecomputeConfig(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
 )
@@ -26,20 +24,15 @@ def masks_of_a_step(
     rank: int, world_size: int, sequence_parallel: bool, recompute: RecomputeConfig
 ) -> Masks:
     """All that forward and backward draw on this rank."""
-    config = variant_config(
-        "gpt2",
-        num_layers=NUM_LAYERS,
-        hidden_dropout=0.5,
-        attention_dropout=0.5,
-        attention_backend="unfused",
-    )
     with tp_state(world_size) as parallel:
-        model = build_tiny_model(
-            config,
-            parallel,
+        model = planned(
+            recompute,
+            parallel=parallel,
+            variant="gpt2",
             sequence_parallel=sequence_parallel,
-            dtype=torch.float32,
-            plan=plan_stage(recompute, NUM_LAYERS),
+            hidden_dropout=0.5,
+            attention_dropout=0.5,
+            attention_backend="unfused",
         )
         with recorded_masks() as masks:
             model.loss(*sample_tokens()).mean().backward()
@@ -84,12 +77,9 @@ def test_a_replay_draws_the_masks_of_its_forward_on_the_right_stream(
     ids=["units of two", "core_attn", "pointwise"],
 )
 def test_backward_leaves_the_streams_as_it_found_them(recompute: RecomputeConfig) -> None:
-    config = variant_config(
-        "gpt2", num_layers=NUM_LAYERS, hidden_dropout=0.5, attention_dropout=0.5
-    )
     with tp_state(1) as parallel:
-        model = build_tiny_model(
-            config, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS)
+        model = planned(
+            recompute, parallel=parallel, variant="gpt2", hidden_dropout=0.5, attention_dropout=0.5
         )
         loss = model.loss(*sample_tokens()).mean()
         model.loss(*sample_tokens(5))  # what is drawn again ends elsewhere

@@ -21,8 +21,8 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.planned import planned
 
-NUM_LAYERS = 3
 UNITS_OF_TWO = RecomputeConfig(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
 )
@@ -41,16 +41,6 @@ MLP_REGION = RecomputeConfig(recompute_granularity="selective", recompute_module
 @pytest.fixture
 def rng() -> RngStreams:
     return RngStreams(torch.device("cpu"), seed=3)
-
-
-def build(recompute: RecomputeConfig, **overrides: object) -> GPTModel:
-    with tp_state(1) as parallel:
-        return build_tiny_model(
-            tiny_config(**{"num_layers": NUM_LAYERS, **overrides}),
-            parallel,
-            dtype=torch.float32,
-            plan=plan_stage(recompute, NUM_LAYERS),
-        )
 
 
 def test_in_a_replay_too_every_layer_of_a_unit_gets_what_the_one_before_returned(
@@ -90,9 +80,9 @@ def replayed_layers(model: GPTModel) -> list[int]:
 
 def test_which_layers_run_again_depends_on_their_place_in_the_stage_alone() -> None:
     """However many models were built and run before."""
-    models = [build(FIRST_TWO) for _ in range(3)]
+    models = [planned(FIRST_TWO) for _ in range(3)]
     assert [replayed_layers(model) for model in models] == [[1, 0]] * 3
-    assert replayed_layers(build(UNITS_OF_TWO)) == [2, 0, 1]
+    assert replayed_layers(planned(UNITS_OF_TWO)) == [2, 0, 1]
 
 
 FROZEN: dict[str, Callable[[str], bool]] = {
@@ -106,7 +96,7 @@ FROZEN: dict[str, Callable[[str], bool]] = {
 def gradients(
     recompute: RecomputeConfig, frozen: Callable[[str], bool]
 ) -> dict[str, Tensor | None]:
-    model = build(recompute, hidden_dropout=0.1, untie_embeddings_and_output_weights=True)
+    model = planned(recompute, hidden_dropout=0.1, untie_embeddings_and_output_weights=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen(name))
     model.loss(*sample_tokens()).mean().backward()
@@ -140,7 +130,7 @@ def test_what_runs_between_forward_and_backward_changes_nothing(recompute: Recom
     """Another micro-batch's forward, an evaluation; and the backwards in any order."""
 
     def outcome(recompute: RecomputeConfig, first: int) -> list[Tensor]:
-        model = build(recompute, hidden_dropout=0.1, attention_dropout=0.1)
+        model = planned(recompute, hidden_dropout=0.1, attention_dropout=0.1)
         losses = [model.loss(*sample_tokens(batch)).mean() for batch in (3, 4)]
         with torch.no_grad():
             assert model.loss(*sample_tokens(5)).grad_fn is None

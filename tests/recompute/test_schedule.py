@@ -50,23 +50,3 @@ def keep(first: int) -> Segment:
 def test_the_plan_of_five_layers(flags: dict[str, object], segments: list[Segment]) -> None:
     plan = plan_stage(RecomputeConfig(**flags), 5)  # type: ignore[arg-type]
     assert plan == RecomputePlan(tuple(segments)) and plan.num_layers == 5
-
-
-@pytest.mark.parametrize(
-    ("policy", "num_layers", "text"),
-    [
-        ("every-2:full", 8, "every-2:full; every-2+1:none"),
-        ("every-3:full", 80, "every-3:full; *:none"),
-        ("every-2:mlp@host", 3, "0,2:mlp@host; 1:none"),
-        ("0:full; 7:full", 8, "0,7:full; 1-6:none"),
-        ("0-3:full/2; 8-11:full/2", 12, "0-3,8-11:full/2; 4-7:none"),
-        # every-2+3 is no text of the language
-        ("1:mlp; every-2+1:full; *:none", 8, "every-2:none; 1:mlp; 3,5,7:full"),
-        # as one rule, the layers 0-6 would have the units 0-1, 2-3, 4-5 and 6
-        ("0-2:full/2; 3-6:full/2", 8, "0-2:full/2; 3-6:full/2; 7:none"),
-    ],
-)
-def test_a_plan_names_each_action_once(policy: str, num_layers: int, text: str) -> None:
-    plan = plan_stage(RecomputeConfig(recompute_policy=policy), num_layers)
-    assert str(plan) == text
-    assert plan_stage(RecomputeConfig(recompute_policy=text), num_layers) == plan

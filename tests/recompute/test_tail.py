@@ -16,13 +16,12 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.regions import LAYERNORM, MLP_REGION
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import Sent, recorded_collectives
 from tests.support.equality import variant_config
-from tests.support.models import BATCH, SEQ_LENGTH, build_tiny_model, sample_tokens, tp_state
+from tests.support.models import BATCH, SEQ_LENGTH, sample_tokens, tp_state
+from tests.support.planned import planned  # three layers: units of 2 and 1
 from tests.support.ranks import run_ranks
 
-NUM_LAYERS = 3  # units of 2 and 1 layers
 MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 
 
@@ -80,20 +79,15 @@ SPLIT = {"uniform 2 split": (full("uniform", 2, split=True), 2, 0)}
 def backward(
     recompute: RecomputeConfig, dropout: float, world_size: int, *, sequence_parallel: bool
 ) -> Backward:
-    config = variant_config(
-        "gpt2",
-        num_layers=NUM_LAYERS,
-        hidden_dropout=dropout,
-        attention_dropout=dropout,
-        attention_backend="unfused",
-    )
     with tp_state(world_size) as parallel:
-        model = build_tiny_model(
-            config,
-            parallel,
+        model = planned(
+            recompute,
+            parallel=parallel,
+            variant="gpt2",
             sequence_parallel=sequence_parallel,
-            dtype=torch.float32,
-            plan=plan_stage(recompute, NUM_LAYERS),
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+            attention_backend="unfused",
         )
         loss = model.loss(*sample_tokens()).mean()
         with recorded_collectives() as sent, _Matmuls() as matmuls:

@@ -3,8 +3,8 @@ says where; no other does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,14 +19,14 @@ from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.recompute.verify import Record
-from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.models import build_tiny_model, tiny_config, tp_state
+from tests.support.planned import NUM_LAYERS, loss_of, planned
 from tests.support.ranks import run_ranks
 
 UNITS_OF_TWO = dict(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
 )
 MODULES = ("core_attn", "layernorm", "activation", "dropout")
-NUM_LAYERS = 3
 
 
 def selective(*modules: str) -> dict[str, object]:
@@ -38,21 +38,10 @@ def rng() -> RngStreams:
     return RngStreams(torch.device("cpu"), seed=3)
 
 
-@contextmanager
-def gpt(flags: dict[str, object], *, check: bool = True, **overrides: object) -> Iterator[GPTModel]:
-    """A GPT of three layers with dropout; its plan verified, or not."""
-    config = tiny_config(
-        **{"num_layers": NUM_LAYERS, "hidden_dropout": 0.1, "attention_dropout": 0.1, **overrides}
-    )
+def gpt(flags: dict[str, object], *, check: bool = True) -> GPTModel:
+    """Returns a GPT of three layers with dropout; its plan verified, or not."""
     recompute = RecomputeConfig(**flags, recompute_verify=check)  # type: ignore[arg-type]
-    with tp_state(1) as parallel:
-        yield build_tiny_model(
-            config, parallel, dtype=torch.float32, plan=plan_stage(recompute, NUM_LAYERS)
-        )
-
-
-def loss_of(model: GPTModel) -> Tensor:
-    return model.loss(*sample_tokens()).mean()
+    return planned(recompute, hidden_dropout=0.1, attention_dropout=0.1)
 
 
 def mismatch(model: GPTModel, between: Callable[[], object] = lambda: None) -> str:
@@ -100,17 +89,17 @@ HIDDEN, HEADS = [12, 3, 32], [12, 3, 24]
 def test_a_weight_changed_after_forward_is_found_at_the_first_region_that_reads_it(
     flags: dict[str, object], weight: str, message: str
 ) -> None:
-    with gpt(flags) as model:
-        parameter = dict(model.named_parameters())[weight]
-        assert mismatch(model, lambda: scale_(parameter)).startswith(REBUILT + message)
+    model = gpt(flags)
+    parameter = dict(model.named_parameters())[weight]
+    assert mismatch(model, lambda: scale_(parameter)).startswith(REBUILT + message)
 
 
 def test_a_mask_redrawn_from_other_numbers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RngStreams, "drawn_from", lambda self, state: nullcontext())
-    with gpt(selective("dropout")) as model:
-        assert mismatch(model).startswith(
-            f"{REBUILT}layer 2, dropout, output: tensor 0 {HIDDEN} of torch.bool differs"
-        )
+    model = gpt(selective("dropout"))
+    assert mismatch(model).startswith(
+        f"{REBUILT}layer 2, dropout, output: tensor 0 {HIDDEN} of torch.bool differs"
+    )
 
 
 def test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared(rng: RngStreams) -> None:
@@ -164,10 +153,10 @@ class _Averaging(nn.Module):
 
 @pytest.mark.parametrize("flags", [selective("activation"), selective("mlp"), UNITS_OF_TWO])
 def test_a_buffer_that_a_region_changes_is_found(flags: dict[str, object]) -> None:
-    with gpt(flags) as model:
-        mlp = model.decoder.layers[1].mlp
-        vars(mlp)["_activate"] = _Averaging(mlp._activate)
-        assert mismatch(model).startswith(REBUILT + "layer 1, ")
+    model = gpt(flags)
+    mlp = model.decoder.layers[1].mlp
+    vars(mlp)["_activate"] = _Averaging(mlp._activate)
+    assert mismatch(model).startswith(REBUILT + "layer 1, ")
 
 
 def test_another_shape_or_path_is_found(rng: RngStreams) -> None:
@@ -230,11 +219,11 @@ def test_where_all_is_well_nothing_is_raised_and_no_gradient_changes(
     flags: dict[str, object],
 ) -> None:
     def grads(flags: dict[str, object], check: bool) -> list[Tensor]:
-        with gpt(flags, check=check) as model:
-            loss = loss_of(model)
-            loss.backward(retain_graph=True)
-            loss.backward()
-            loss_of(model).backward()  # another micro-batch
+        model = gpt(flags, check=check)
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        loss_of(model).backward()  # another micro-batch
         return [parameter.grad for parameter in model.parameters()]  # type: ignore[misc]
 
     assert all(map(torch.equal, grads(flags, True), grads({}, False)))
@@ -288,11 +277,11 @@ def test_an_edge_that_only_the_replay_lost_is_found(
     flags: dict[str, object], what: str, change: str
 ) -> None:
     """The values agree to the bit, and a gradient would be lost in silence."""
-    with gpt(flags) as model:
-        _lose(model, what, LOST[change])
-        if "recompute_modules" in flags and what == "the residual":
-            loss_of(model).backward()  # it is outside of both regions, so no replay runs it
-            return
-        text = mismatch(model)
+    model = gpt(flags)
+    _lose(model, what, LOST[change])
+    if "recompute_modules" in flags and what == "the residual":
+        loss_of(model).backward()  # it is outside of both regions, so no replay runs it
+        return
+    text = mismatch(model)
     assert "the graph of a replay is not the forward's: " in text
     assert text.startswith(("unit of layers 0-1", "layer 1, "))

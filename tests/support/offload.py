@@ -17,8 +17,8 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.offload import CopyStreams
-from megatron_lite.recompute.schedule import plan_stage
-from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.models import sample_tokens
+from tests.support.planned import planned
 
 NUM_LAYERS = 5
 CPU = torch.device("cpu")
@@ -112,14 +112,10 @@ def config_of(policy: str) -> RecomputeConfig:
 
 
 def build(policy: str, copy_streams: CopyStreams | None = None, **overrides: object) -> GPTModel:
-    dropout = dict(hidden_dropout=0.1, attention_dropout=0.1)
-    with tp_state(1) as parallel:
-        model = build_tiny_model(
-            tiny_config(**{"num_layers": NUM_LAYERS, **dropout, **overrides}),
-            parallel,
-            dtype=torch.float32,
-            plan=plan_stage(config_of(policy), NUM_LAYERS),
-        )
+    model = planned(
+        config_of(policy),
+        **{"num_layers": NUM_LAYERS, "hidden_dropout": 0.1, "attention_dropout": 0.1, **overrides},
+    )
     if copy_streams is not None:
         model.decoder.stores.copy_streams = copy_streams
     return model

@@ -12,7 +12,6 @@ from megatron_lite.memory.explain.prices import flags_of
 from megatron_lite.memory.explain.recompute_report import Report
 from megatron_lite.memory.predict.states import parameter_count, rank_parameter_count
 from megatron_lite.memory.predict.step_peak import band
-from megatron_lite.recompute.schedule import policy_by_stage
 
 WIDTH = 100
 NAMED_TENSORS = 4
@@ -88,7 +87,7 @@ def _head(report: Report) -> Iterator[Block]:
             + (on_rank if sizes.tp_size * ranks > 1 else "")
         ),
         "flags": flags_of(config) or "none that recompute",
-        "plan": policy_by_stage(config),
+        "plan": str(config.recompute.policy),
     }
     for name, text in facts.items():
         yield f"    {name:12}{text}", 16
