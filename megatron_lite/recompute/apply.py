@@ -15,7 +15,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megatron_lite.recompute.stores import Stores
 
 MAX_FRAMES = 10  # between this module and nn.Module, which calls a forward; torch.compile adds some
+LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 CALLERS = frozenset({"_call_impl", "_slow_forward"})
 
 
@@ -210,19 +211,28 @@ class _Recomputed:
                 "with a recompute policy keep all that they save for backward on the device"
             )
             return forward(*args, **kwargs)
-        with self._on_host(layer, args, kwargs):
+        given = tensors_of((args, kwargs))
+        valued = all(map(has_values, given))
+        # The pool's buffers outlive a mode of fake tensors.
+        with self._on_host(layer, given) if self._segment.on_host and valued else nullcontext():
             if not self._segment.unit and not self._segment.ops:
                 return forward(*args, **kwargs)
-            return self._recomputed(layer, forward, args, kwargs)
+            return self._recomputed(layer, forward, args, kwargs, given if valued else None)
 
     def _recomputed(
-        self, layer: nn.Module, forward: Callable[..., Any], args: Args, kwargs: Kwargs
+        self,
+        layer: nn.Module,
+        forward: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        given: list[Tensor] | None,
     ) -> Any:
+        """Runs the layer. given: the tensors of its arguments, if they have values."""
         forward, args, kwargs = with_own_caches(forward, args, kwargs, self._shared.notify)
         # A layer writes to other buffers in eval mode than in training mode (BatchNorm). So the
         # record of earlier writes is kept apart for each combination of modes.
         training = tuple(module.training for module in layer.modules())
-        valued = all(map(has_values, tensors_of((args, kwargs))))
+        valued = given is not None
         results = None
         if self._segment.ops:
             from megatron_lite.recompute.ops import KeptResults
@@ -230,7 +240,7 @@ class _Recomputed:
             results = KeptResults(self._segment.ops, skip_tail=True)
         how = How(
             name=self._name,
-            rng=self._shared.streams(layer, args, kwargs) if valued else None,
+            rng=None if given is None else self._shared.streams(layer, given),
             layer=layer,
             written=self._written.setdefault(training, Written()) if valued else Written(),
             results=results,
@@ -241,13 +251,8 @@ class _Recomputed:
         self._shared.note_router(self._segment, bool(how.guard.has_router))
         return outputs
 
-    def _on_host(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        if not self._segment.on_host:
-            return nullcontext()
+    def _on_host(self, layer: nn.Module, given: list[Tensor]) -> AbstractContextManager[None]:
         # The first tensor is the hidden states, which belong to this layer. All others stay.
-        given = tensors_of((args, kwargs))
-        if not all(map(has_values, given)):
-            return nullcontext()  # the pool's buffers outlive a mode of fake tensors
         device = given[0].device if given else torch.device("cpu")
         return self._shared.offloaded(
             self._segment.first_layer, device, stay=[*weights_in_use(layer), *given[1:]]
@@ -286,7 +291,7 @@ class _Shared:
         elif segment in self._without_router[-1:]:
             self.notify("No layer whose policy says +router calls top-k: no choice is kept")
 
-    def streams(self, layer: nn.Module, args: Args, kwargs: Kwargs) -> Generators:
+    def streams(self, layer: nn.Module, given: list[Tensor]) -> Generators:
         """Returns the generators that a layer draws from.
 
         These are the named streams if there are any, otherwise torch's default generators of the
@@ -294,9 +299,7 @@ class _Shared:
         """
         if self._rng is not None:
             return self._rng
-        return DefaultGenerators(
-            {tensor.device for tensor in (*tensors_of((args, kwargs)), *layer.parameters())}
-        )
+        return DefaultGenerators({tensor.device for tensor in (*given, *layer.parameters())})
 
     @contextmanager
     def offloaded(self, layer: int, device: torch.device, *, stay: list[Tensor]) -> Iterator[None]:
@@ -317,22 +320,15 @@ class _Shared:
 
 
 def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
-    try:
-        found = model.get_submodule(layers_fqn)
-    except AttributeError:
-        raise ValueError(f"the model has no module {layers_fqn!r}; {_lists(model)}") from None
-    if not isinstance(found, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+    found: Any = dict(model.named_modules(remove_duplicate=False)).get(layers_fqn)
+    is_list = isinstance(found, LISTS)
+    if not is_list or len(found) == 0:
+        kind = "empty" if is_list else f"a {type(found).__name__}"
         raise ValueError(
-            f"{layers_fqn!r} is a {type(found).__name__}: a policy needs a ModuleList, a "
-            f"ModuleDict or a Sequential of layers; {_lists(model)}"
+            f"{layers_fqn!r} is {'no module of the model' if found is None else kind}: a policy "
+            f"needs a ModuleList, a ModuleDict or a Sequential of layers; {_lists(model)}"
         )
-    layers = [
-        _unwrapped(layer)
-        for layer in (found.values() if isinstance(found, nn.ModuleDict) else found)
-    ]
-    if not layers:
-        raise ValueError(f"{layers_fqn!r} is empty: a policy needs at least one layer")
-    return layers
+    return [*map(_unwrapped, found.values() if isinstance(found, nn.ModuleDict) else found)]
 
 
 def _unwrapped(layer: nn.Module) -> nn.Module:
@@ -359,7 +355,7 @@ def _lists(model: nn.Module) -> str:
     lists: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{one}.") for one in lists)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not inside:
+        if isinstance(module, LISTS) and not inside:
             lists.append(name)
     names = (name or "'' (the model itself)" for name in lists)
     return f"its lists of modules are {', '.join(names) or 'none'}"

@@ -145,7 +145,11 @@ MUTANTS = [
     Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(parts_are_gathered_in_the_wrong_order, SPLIT),
     # In and out of the Function.
-    Mutant(autocast_is_forgotten, test_checkpoint.test_a_replay_sees_the_autocast_of_its_forward),
+    Mutant(
+        autocast_is_forgotten,
+        test_checkpoint.test_a_replay_sees_the_autocast_of_its_forward,
+        dict(around="forward"),
+    ),
     Mutant(
         there_is_no_anchor,
         test_checkpoint.test_parameters_inside_get_their_gradients_though_no_input_needs_one,

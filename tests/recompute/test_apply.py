@@ -73,7 +73,7 @@ def test_a_verified_replay_that_differs_names_the_layer(monkeypatch: pytest.Monk
         (
             "transformer.layers",
             "*:full",
-            "no module 'transformer.layers'; its lists of modules are transformer.h",
+            "'transformer.layers' is no module of the model: a policy needs",
         ),
         ("transformer.h.0", "*:full", "is a GPT2Block: a policy needs a ModuleList, a ModuleDict"),
         ("transformer", "*:full", "a Sequential of layers; its lists of modules are transformer.h"),

@@ -104,17 +104,19 @@ def test_a_parameter_may_be_returned(rng: RngStreams) -> None:
     assert torch.equal(linear.bias.grad, torch.full((2,), 5.0))
 
 
-def test_a_replay_sees_the_autocast_of_its_forward(rng: RngStreams) -> None:
+@pytest.mark.parametrize("around", ["forward", "backward"])
+def test_a_replay_sees_the_autocast_of_its_forward(rng: RngStreams, around: str) -> None:
     dtypes = []
 
     def function(hidden: Tensor) -> Tensor:
         dtypes.append((hidden @ WEIGHT).dtype)
         return hidden @ WEIGHT
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around == "forward"):
         output = checkpoint(function, torch.ones(4, 6, requires_grad=True), rng=rng)
-    output.sum().backward()
-    assert dtypes == [torch.bfloat16, torch.bfloat16]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around == "backward"):
+        output.sum().backward()
+    assert dtypes == [torch.bfloat16 if around == "forward" else torch.float32] * 2
 
 
 class DeviceStreams(RngStreams):
@@ -148,19 +150,6 @@ def test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device(times
         return grads(streams, run, times=times)
 
     assert_equal(outcome(lambda h, w: checkpoint(function, h, w, rng=streams)), outcome(function))
-
-
-def test_a_replay_is_not_under_the_autocast_of_its_backward(rng: RngStreams) -> None:
-    dtypes = []
-
-    def function(hidden: Tensor) -> Tensor:
-        dtypes.append((hidden @ WEIGHT).dtype)
-        return hidden @ WEIGHT
-
-    output = checkpoint(function, torch.ones(4, 6, requires_grad=True), rng=rng)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output.sum().backward()
-    assert dtypes == [torch.float32, torch.float32]
 
 
 def test_a_gradient_is_handed_on_in_the_layout_that_backward_gave_it(rng: RngStreams) -> None:
