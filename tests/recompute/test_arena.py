@@ -94,7 +94,7 @@ def test_gradients_are_the_same_bits_in_every_step(policy: str) -> None:
         )
 
 
-@pytest.mark.runs(daily=4, ci=10)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("policy", "sizes"),
     [

@@ -30,7 +30,7 @@ from tests.support.odd_layers import (
 from tests.support.pairs import only, pairs
 
 
-@pytest.mark.runs(daily=46, ci=136)
+@pytest.mark.runs(daily=12, ci=36)
 @pytest.mark.parametrize(
     ("kind", "policy", "frozen", "verify"), pairs(LAYERS, POLICIES, [False, True], [False, True])
 )
@@ -83,7 +83,7 @@ def within_torchs_checkpoint(model: nn.Module) -> list[Tensor]:
     return [loss]
 
 
-@pytest.mark.runs(daily=19, ci=56)
+@pytest.mark.runs(daily=7, ci=20)
 @pytest.mark.parametrize(
     "run", [twice, second_order, other_weights, default_device, within_torchs_checkpoint]
 )
@@ -109,7 +109,7 @@ class Outer(nn.Module):
         return hidden.sin()
 
 
-@pytest.mark.runs(daily=3, ci=18)
+@pytest.mark.runs(daily=3, ci=12)
 @pytest.mark.parametrize(
     ("policy", "inner", "run"),
     pairs(POLICIES, ["*:full", "*:ops(matmul)", "0:full@host"], [step, twice, second_order]),

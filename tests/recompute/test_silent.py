@@ -68,7 +68,7 @@ def test_a_replay_does_not_end_before_an_operator_has_filled_what_it_saves(
     assert_equal(found, expected)
 
 
-@pytest.mark.runs(daily=86, ci=256)
+@pytest.mark.runs(daily=43, ci=128)
 @pytest.mark.parametrize(("name", "policy", "verify"), pairs(CASES, POLICIES, ["first", False]))
 def test_it_is_equal_or_refused(name: str, policy: str, verify: Any) -> None:
     foreign = CASES[name]
