@@ -37,6 +37,7 @@ from megatron_lite.parallel.torch_internals import (
     disable_current_modes,
     fake_mode_of,
     inductor_compile,
+    inductor_settings,
     is_fake,
     num_dispatch_modes,
     tree_map,
@@ -160,7 +161,11 @@ def missing_compiler(device: torch.device) -> str | None:
 def _compiled(function: Function, tensors: tuple[Tensor, ...]) -> Callable[..., Any]:
     from torch.fx.experimental.proxy_tensor import make_fx  # here: the import takes seconds
 
-    compile_graph = inductor_compile()
+    compile_graph, settings = inductor_compile(), inductor_settings()
+    # Ranks must sum rows in the same order, and so must a run that is resumed. So no measurement on
+    # a GPU may choose between kernels (torch 2.9). A concatenation is a part of its kernel.
+    chosen = {"deterministic": True, "force_pointwise_cat": True}
+    chosen = {name: value for name, value in chosen.items() if hasattr(settings, name)}
 
     # A meter's dispatch mode must not see the tensors of the trace, and the settings of the run
     # (autocast, gradients, hooks on saved tensors) must not change the graph.
@@ -168,8 +173,11 @@ def _compiled(function: Function, tensors: tuple[Tensor, ...]) -> Callable[..., 
         disable_current_modes(),
         torch.no_grad(),
         torch.autocast(tensors[0].device.type, enabled=False),
+        settings.patch(chosen),
     ):
-        graph = make_fx(function, tracing_mode="fake")(*tensors)
+        # Inductor would end a kernel at every write to a tensor that is made inside.
+        pure = torch.func.functionalize(function, remove="mutations")
+        graph = make_fx(pure, tracing_mode="fake")(*tensors)
         compiled: Callable[..., Any] = compile_graph(graph, list(tensors))
     return compiled
 
@@ -224,26 +232,32 @@ class _Applied(torch.autograd.Function):
 
 
 def run(
-    kernels: CompiledKernels | None, function: Function, *tensors: Tensor, **constants: Any
+    kernels: CompiledKernels | None,
+    function: Function,
+    *tensors: Tensor,
+    num_rounded: int = 1,
+    **constants: Any,
 ) -> Any:
-    """Returns `function(*tensors, **constants)`, from a compiled kernel if there are kernels."""
+    """Returns `function(*tensors, **constants)`, from a compiled kernel if there are kernels.
+
+    num_rounded: how many of the results have the dtype of the first tensor. Others, such as
+        statistics and the gradients of vectors, stay in the float32 of a compiled kernel.
+    """
     if kernels is None:
         return function(*tensors, **constants)
-    return kernels(_in_float32(function), *tensors, **constants)
+    return kernels(_in_float32(function, num_rounded), *tensors, **constants)
 
 
 @cache  # the function is a part of the key of a compiled graph
-def _in_float32(function: Function) -> Function:
-    """Returns the function with its arithmetic in float32 (float64).
-
-    The first result, and every gradient, has the dtype of the first argument. Statistics stay wide.
-    """
+def _in_float32(function: Function, num_rounded: int) -> Function:
+    """Returns the function with its arithmetic in float32 (float64), see `run`."""
 
     def wide(*tensors: Tensor, **constants: Any) -> Any:
         results = function(*map(_widened, tensors), **constants)
-        output, *others = (results,) if isinstance(results, Tensor) else results
-        output = output.to(tensors[0].dtype).contiguous()
-        return (output, *others) if others else output
+        if isinstance(results, Tensor):
+            return results.to(tensors[0].dtype).contiguous()
+        rounded = (one.to(tensors[0].dtype).contiguous() for one in results[:num_rounded])
+        return (*rounded, *results[num_rounded:])
 
     return wide
 

@@ -188,6 +188,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # These are functions: the modules of such a name load slowly, and few runs need them.
 inductor_compile = partial(private, "torch._inductor.compile")
+inductor_settings = partial(private, "torch._inductor.config")
 compiler_settings = partial(private, "torch._functorch.config")
 
 # Tensors and ranks without memory and processes.

@@ -258,6 +258,24 @@ def test_shapes_that_vary_do_not_compile_without_end() -> None:
     assert kernels.num_graphs == compiled.MOST_SHAPES
 
 
+@pytest.mark.usefixtures("uncompiled")
+def test_layers_micro_batches_and_evaluations_share_their_graphs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def num_graphs(num_layers: int, num_microbatches: int) -> int:
+        training = dict(
+            global_batch_size=num_microbatches, train_iters=2, eval_interval=1, torch_compile=True
+        )
+        trainer = run_to_end(tiny_run(model=dict(num_layers=num_layers), training=training))
+        kernels = next(iter(trainer.model)).decoder.context.kernels
+        assert kernels is not None
+        return kernels.num_graphs
+
+    few = num_graphs(1, 2)
+    assert num_graphs(3, 4) == few <= 20
+    assert "kernels were compiled in" in capsys.readouterr().out
+
+
 def test_the_device_decides_unless_a_flag_does() -> None:
     for flags, on_cpu, on_cuda in (
         ({}, False, True),
