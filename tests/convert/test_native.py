@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import find_step, step_fault
-from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.convert.native import native_source
 from megatron_lite.data import tokenizer_files
@@ -186,14 +185,6 @@ def test_the_files_of_a_bpe_tokenizer_are_stored_under_their_usual_names(tmp_pat
     moved = tokenizer_files.read_from(config, tmp_path)
     assert moved.vocab_file == str(tmp_path / "vocab.json")
     assert tokenizer_files.config_of(tokenizer_files.in_folder(tmp_path), tmp_path, 5) == moved
-
-
-def test_a_file_that_is_too_long_for_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    most = tokenizer_files.MOST_BYTES
-    with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(most + 1)  # a hole, which takes no room
-    with pytest.raises(InputError, match=f"longer than {most} bytes"):
-        tokenizer_files.contents_of([("tokenizer.json", tmp_path / "tokenizer.json")])
 
 
 # --- a checkpoint of Hugging Face, in training ---

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lite.convert.formats import FORMATS
 from megatron_lite.tools import convert
 from tests.support.conversions import converted, saved_peer
 
@@ -55,28 +54,6 @@ def test_a_wrong_command_is_one_line_and_leaves_nothing(
     error = capsys.readouterr().err
     assert message in error and error.startswith(ERROR) and len(error.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_unknown_format_names_those_known(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        convert.main(["--from", "onnx", "--to", "hf", "--load", "a", "--save", "b"])
-    assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert all(name in error for name in FORMATS)
-
-
-def test_one_line_on_stdout_says_what_was_done(
-    theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    capsys.readouterr()
-    assert converted(theirs, tmp_path / "new", "hf hf") == 0
-    told = capsys.readouterr()
-    assert told.out == f"{tmp_path}/new: converted from {theirs} (hf -> hf)\n"
-    assert told.err == ""
-    assert converted(theirs, tmp_path / "new", "hf hf") == 2
-    assert "exists already, and a conversion replaces nothing" in capsys.readouterr().err
 
 
 def test_a_log_gets_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
