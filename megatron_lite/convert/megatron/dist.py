@@ -32,11 +32,14 @@ from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input
 from megatron_lite.convert.megatron import args as megatron_args
-from megatron_lite.convert.megatron.names import EXTRA_STATE, LINEARS, our_name, stacked_name
 from megatron_lite.convert.megatron.source import (
+    EXTRA_STATE,
+    LINEARS,
     iteration_folder,
     megatron_source,
     need,
+    our_name,
+    stacked_name,
     updates_of,
 )
 from megatron_lite.convert.megatron.torch_file import (

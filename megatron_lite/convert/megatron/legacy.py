@@ -28,15 +28,16 @@ from megatron_lite.config.input_file import crafted
 from megatron_lite.config.stages import Stage
 from megatron_lite.convert.megatron import args as megatron_args
 from megatron_lite.convert.megatron.legacy_states import Named, Ranks, read_states
-from megatron_lite.convert.megatron.names import (
+from megatron_lite.convert.megatron.source import (
     EXTRA_STATE,
     LINEARS,
     flat,
     has_decay,
     in_order,
+    iteration_folder,
+    megatron_source,
     our_name,
 )
-from megatron_lite.convert.megatron.source import iteration_folder, megatron_source
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import (

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.megatron.args import ADAM, MASTER
-from megatron_lite.convert.megatron.names import has_decay
-from megatron_lite.convert.megatron.source import Unmapped, need, updates_of
+from megatron_lite.convert.megatron.source import Unmapped, has_decay, need, updates_of
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
