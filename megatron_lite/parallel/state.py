@@ -15,6 +15,7 @@ Nothing here is global: callers pass the state down as an argument.
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ from megatron_lite.parallel.torch_internals import flattened_mesh, set_group_tim
 
 Result = TypeVar("Result")
 SAVER = "saver"  # the description of the group whose ranks wait for the slowest disk
+
+# For tests on one GPU: "1" in this variable of the environment keeps the groups of one data- or
+# tensor-parallel rank, whose collectives then run.
+GROUPS_OF_ONE = "MEGATRON_LITE_GROUPS_OF_ONE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +234,8 @@ def choose_device(config: ParallelConfig, launch: Launch) -> torch.device:
 def _build(
     config: ParallelConfig, device: torch.device, *, dp_size: int, world_size: int, seed: int
 ) -> ParallelState:
-    if world_size == 1:
+    keeps_one = os.environ.get(GROUPS_OF_ONE) == "1"
+    if world_size == 1 and not keeps_one:
         return ParallelState(device=device, rng=RngStreams(device, seed=seed))
     sizes = {
         "pp": config.pipeline_model_parallel_size,
@@ -240,14 +246,15 @@ def _build(
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     places: dict[str, Any] = {}
     for axis, size in sizes.items():
-        places[f"{axis}_group"] = mesh.get_group(axis) if size > 1 else None
+        has_group = size > 1 or (keeps_one and axis in ("dp", "tp"))
+        places[f"{axis}_group"] = mesh.get_group(axis) if has_group else None
         places[f"{axis}_rank"] = mesh.get_local_rank(axis)
         places[f"{axis}_size"] = size
     dp_cp_mesh = None
     if dp_size > 1 and sizes["cp"] > 1:
         dp_cp_mesh = flattened_mesh(mesh["dp", "cp"], "data")
-    elif dp_size > 1 or sizes["cp"] > 1:
-        dp_cp_mesh = mesh["dp" if dp_size > 1 else "cp"]
+    elif dp_size > 1 or sizes["cp"] > 1 or keeps_one:
+        dp_cp_mesh = mesh["cp" if sizes["cp"] > 1 else "dp"]
     # torch requires that every rank makes all new groups in the same order, even those that it is
     # not in. The order of the calls below is therefore the same on all ranks.
     pipelines = mesh.mesh.flatten(1).t().tolist()

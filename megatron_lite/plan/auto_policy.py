@@ -140,7 +140,8 @@ def with_chosen_policy(
     """Returns the configuration with the fastest policy that fits its --memory-budget.
 
     hardware: the machine for which times are compared.
-    device_bytes: the memory of one rank's device, for a run without a budget.
+    device_bytes: the memory of one rank's device, for a run without a budget. The reserve of a GPU
+        stays free beside any budget.
     Raises InputError if no policy fits, with the smallest peak that can be reached, and if the
     budget is missing.
     """
@@ -149,6 +150,11 @@ def with_chosen_policy(
     if recompute.memory_budget is not None:
         budget = parse_bytes("--memory-budget", recompute.memory_budget)
         words = f"--memory-budget {recompute.memory_budget}"
+        if device_bytes is not None and hardware.device == "cuda":
+            usable = Budget(device_bytes, default_reserve(device_bytes)).plan_bytes
+            if budget > usable:
+                budget = usable
+                words += f", of which {size(usable)} are usable: a reserve of the GPU stays free"
     elif device_bytes is None:
         raise InputError(
             "--recompute-policy auto needs to know how much memory a rank may use: give "

@@ -24,6 +24,7 @@ from megatron_lite.parallel.state import ParallelState
 
 TRIES = 3  # each backward of them is compared with the first
 FLASH, CUDNN = "FlashAttention 2", "cuDNN"
+FREE = "torch's choice without --deterministic-mode"
 Kernel = Callable[[], AbstractContextManager[object]]
 
 
@@ -53,6 +54,21 @@ def cudnn_attention() -> Iterator[None]:
             torch.use_deterministic_algorithms(strict)
 
 
+@contextmanager
+def as_without_determinism() -> Iterator[None]:
+    """Makes torch choose as without deterministic algorithms."""
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+# What torch does differently under deterministic algorithms, of the operations of a step.
+FORCED = (
+    "--deterministic-mode forces one order of sums in the backward of attention, in the gradient "
+    "of the embedding and at the labels of the loss, and one workspace of cuBLAS"
+)
 KERNELS: Mapping[str, Kernel] = {FLASH: nullcontext, CUDNN: cudnn_attention}
 
 
@@ -88,21 +104,23 @@ def tried(
 
 
 def choose_attention_(model: ModelStages, config: RunConfig, parallel: ParallelState) -> list[str]:
-    """Makes attention run the fastest kernel that repeats its bits. Returns the log's line, if any.
+    """Makes attention run the fastest kernel that repeats its bits. Returns the log's lines.
 
-    Attention with dropout, a window, documents or context parallelism keeps the kernel that it has.
+    They name the operations that determinism forces, and what it costs in attention. Attention with
+    dropout, a window, documents or context parallelism keeps the kernel that it has.
     All ranks take the same kernel: this issues one all-reduce of one number.
     """
-    data = config.data
-    if (
-        parallel.device.type != "cuda"
-        or not config.training.deterministic_mode
-        or config.model.attention_dropout > 0.0
-        or config.model.always_unfused
-        or config.parallel.context_parallel_size > 1
-        or data.reset_attention_mask
-    ):
+    if parallel.device.type != "cuda" or not config.training.deterministic_mode:
         return []
+    own_kernels = {
+        "--attention-dropout": config.model.attention_dropout > 0.0,
+        f"--attention-backend {config.model.attention_backend}": config.model.always_unfused,
+        "--context-parallel-size": config.parallel.context_parallel_size > 1,
+        "--reset-attention-mask": config.data.reset_attention_mask,
+    }
+    kept = [flag for flag, holds in own_kernels.items() if holds]
+    if kept:
+        return [FORCED, f"deterministic attention has torch's deterministic kernel: {kept[0]}"]
     values = _values(config, parallel)
     results = {
         name: tried(partial(_attention, values, kernel), _milliseconds)
@@ -115,7 +133,8 @@ def choose_attention_(model: ModelStages, config: RunConfig, parallel: ParallelS
         for module in model.modules():
             if isinstance(module, CoreAttention):
                 module.kernel = cudnn_attention
-    return [line(results, taken)]
+    results[FREE] = tried(partial(_attention, values, as_without_determinism), _milliseconds)
+    return [FORCED, line(results, taken)]
 
 
 def line(results: Mapping[str, Tried], taken: str) -> str:

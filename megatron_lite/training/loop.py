@@ -422,8 +422,9 @@ class Trainer:
         assert meter.peak_bytes is not None
         most = self.batches.num_microbatches(self.batches.largest)
         predicted = own_step_peak(self.config, self.parallel, most)
-        self.peak = peak_of_all_ranks(predicted.num_bytes, meter.peak_bytes, self.parallel)
-        log.measured(*self.peak, is_peak=True)
+        own = PeakMemory(predicted.num_bytes, meter.peak_bytes, meter.reserved_bytes)
+        self.peak = peak_of_all_ranks(own, self.parallel)
+        log.measured(self.peak.predicted, self.peak.measured, is_peak=True)
         log.line(f"peak of a step, highest of all ranks: {self.peak}")
 
     def _compare_replicas(self) -> None:

@@ -44,6 +44,7 @@ WORDS = (
 LIBRARIES = 256 * 2**20
 LARGEST_TERMS = 3
 MANY_LAYERS = 10_000
+NEAR = 0.02  # a prediction so near to the memory may be what ran out
 STATUS, MEMINFO = Path("/proc/self/status"), Path("/proc/meminfo")
 CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -234,6 +235,11 @@ def advice(config: RunConfig, peak: StepPeak, parallel: ParallelState, *, when: 
     may = "an unknown amount" if allowed is None else f"{size(allowed)}{by_flag}"
     if allowed is None:
         end = "docs/memory.md lists what needs less"
+    elif peak.fits(allowed) and not peak.fits(round(allowed * (1.0 - NEAR))):
+        end = (
+            f"The prediction is within {NEAR:.0%} of that, and an allocator needs some room beside "
+            f"it: {_cheapest(config, round(allowed * (1.0 - NEAR)), parallel)}"
+        )
     elif peak.fits(allowed):
         end = (
             "The step should fit, so something else takes memory: other processes on the device, "

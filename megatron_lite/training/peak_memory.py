@@ -29,20 +29,27 @@ from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import local_part
 
+PIECES = 1.05  # reserved over allocated, from which on fragments are worth a word
+IN_ONE_PIECE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
+
 
 class PeakMemory(NamedTuple):
     """The peak of a step on the rank that holds most.
 
     predicted, measured: bytes.
+    reserved: on CUDA, the most that the allocator held of the device, with its free pieces; else 0.
     """
 
     predicted: int
     measured: int
+    reserved: int = 0
 
     def __str__(self) -> str:
         return (
             f"{size(self.measured)} measured, {size(self.predicted)} predicted "
             f"({self.predicted / max(1, self.measured):.1%} of it)"
+            + (f"; {size(self.reserved)} reserved" if self.reserved else "")
+            + (f" in pieces: {IN_ONE_PIECE}" if self.reserved > PIECES * self.measured else "")
         )
 
 
@@ -68,11 +75,13 @@ def measures_peak(config: RunConfig, device: torch.device) -> bool:
 
 
 class PeakMeter:
-    """Measures the peak of one step of this rank. peak_bytes: None before it has measured."""
+    """Measures the peak of one step of this rank. peak_bytes: None before it has measured.
+    reserved_bytes: as in PeakMemory."""
 
     def __init__(self, model: ModelStages, optimizer: Optimizer, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self.peak_bytes: int | None = None
+        self.reserved_bytes = 0
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -81,6 +90,7 @@ class PeakMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
             yield
             self.peak_bytes = torch.cuda.max_memory_allocated(self._device)
+            self.reserved_bytes = torch.cuda.max_memory_reserved(self._device)
             return
         # The profiler does not see what was allocated before, such as the buffers of @host and the
         # slots of --contiguous-saved-activations, which the first step made.
@@ -94,14 +104,13 @@ class PeakMeter:
         self.peak_bytes = held + found.peak_bytes
 
 
-def peak_of_all_ranks(predicted: int, measured: int, parallel: ParallelState) -> PeakMemory:
-    """Returns the largest predicted and the largest measured peak of any rank.
+def peak_of_all_ranks(own: PeakMemory, parallel: ParallelState) -> PeakMemory:
+    """Returns the largest figures of any rank.
 
     Every rank must call it: it issues one all-reduce over all ranks. Waits for the device.
     """
-    figures = torch.tensor([predicted, measured], device=parallel.device)
-    told, found = all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist()
-    return PeakMemory(predicted=told, measured=found)
+    figures = torch.tensor(own, device=parallel.device)
+    return PeakMemory(*all_reduce_(figures, parallel.world_group, dist.ReduceOp.MAX).tolist())
 
 
 def _held_tensors(model: ModelStages, optimizer: Optimizer) -> Iterator[Tensor]:

@@ -36,13 +36,15 @@ FIRST_STEPS = 2  # whose times do not count: kernels compile, and the peak is me
 class RunSummary:
     """The figures of a run. A figure that is not known is None.
 
-    peak_bytes_*: the peak of a step on the rank that holds most.
+    peak_bytes_*: the peak of a step on the rank that holds most, and what the allocator of a GPU
+        reserved.
     step_ms_*: the time of a step; the measured one is the median of the steps after the second.
     machine: the name of the machine for which the time was predicted.
     """
 
     peak_bytes_predicted: int | None = None
     peak_bytes_measured: int | None = None
+    peak_bytes_reserved: int | None = None
     step_ms_predicted: float | None = None
     step_ms_measured: float | None = None
     machine: str | None = None
@@ -51,7 +53,10 @@ class RunSummary:
         """Returns by name the text of each figure that was both predicted and measured."""
         found = {}
         if self.peak_bytes_predicted is not None and self.peak_bytes_measured is not None:
-            found["peak"] = str(PeakMemory(self.peak_bytes_predicted, self.peak_bytes_measured))
+            reserved = self.peak_bytes_reserved or 0
+            found["peak"] = str(
+                PeakMemory(self.peak_bytes_predicted, self.peak_bytes_measured, reserved)
+            )
         if self.step_ms_predicted is not None and self.step_ms_measured:
             share = self.step_ms_predicted / self.step_ms_measured
             found["step time"] = (
@@ -80,6 +85,7 @@ def summary_of(
     return RunSummary(
         peak_bytes_predicted=None if peak is None else peak.predicted,
         peak_bytes_measured=None if peak is None else peak.measured,
+        peak_bytes_reserved=None if peak is None or not peak.reserved else peak.reserved,
         step_ms_predicted=predicted,
         step_ms_measured=1000.0 * statistics.median(later) if later else None,
         machine=None if machine is None else machine.name,

@@ -53,6 +53,9 @@ def test_without_a_budget_the_memory_of_the_device_counts_less_a_reserve() -> No
     least = peak_of(config_of()) + 2**30
     chosen = with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=least)
     assert peak_of(chosen.config) <= least - 2**30 - 0.03 * least
+    named = config_of(f"--recompute-policy auto --memory-budget {least}B")
+    on_gpu = with_chosen_policy(named, load_hardware("h100-80gb"), 1, device_bytes=least)
+    assert "a reserve of the GPU stays free" in on_gpu.notice
     with pytest.raises(InputError, match="give --memory-budget"):
         with_chosen_policy(config, load_hardware("cpu"), 1, device_bytes=None)
 

@@ -19,6 +19,8 @@ from megatron_lite.training import deterministic
 from megatron_lite.training.deterministic import CUDNN, FLASH, Tried, tried
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
+ON_CPU: Any = SimpleNamespace(device=torch.device("cpu"))  # streams, for attention without dropout
+
 
 @pytest.fixture(autouse=True)
 def torchs_settings() -> Iterator[None]:
@@ -89,17 +91,19 @@ def test_a_kernel_repeats_if_all_tries_gave_equal_bits() -> None:
 def test_the_fastest_kernel_that_repeats_on_every_rank_is_taken(
     monkeypatch: pytest.MonkeyPatch, cudnn: Tried, others_agree: bool, taken: str, text: str
 ) -> None:
-    results = iter([Tried(2.0, True), cudnn])  # FlashAttention's first
+    results = iter([Tried(2.0, True), cudnn, Tried(0.5)])  # FlashAttention's first
     monkeypatch.setattr(deterministic, "_values", lambda *_: [])
     monkeypatch.setattr(deterministic, "tried", lambda *_: next(results))
-    layer = CoreAttention(tiny_run().model, None, layer=0)  # type: ignore[arg-type]
+    layer = CoreAttention(tiny_run().model, ON_CPU, layer=0)
     config = tiny_run(model=dict(attention_dropout=0.0), training=dict(deterministic_mode=True))
     rank = SimpleNamespace(device=torch.device("cuda"), all_agree=lambda yes: yes and others_agree)
-    (said,) = deterministic.choose_attention_(torch.nn.ModuleList([layer]), config, rank)  # type: ignore[arg-type]
+    forced, said = deterministic.choose_attention_(torch.nn.ModuleList([layer]), config, rank)  # type: ignore[arg-type]
+    assert "embedding" in forced and "without --deterministic-mode: 0.50 ms" in said
     assert (layer.kernel is deterministic.cudnn_attention) == (taken == CUDNN)
     assert said.startswith(f"deterministic attention is {taken}'s: ") and text in said
     unfit = tiny_run(training=dict(deterministic_mode=True))  # with dropout
-    assert deterministic.choose_attention_(torch.nn.ModuleList(), unfit, rank) == []  # type: ignore[arg-type]
+    _, kept = deterministic.choose_attention_(torch.nn.ModuleList(), unfit, rank)  # type: ignore[arg-type]
+    assert "--attention-dropout" in kept
 
 
 def test_what_is_tried_is_the_models_attention_at_the_runs_shape() -> None:
@@ -108,7 +112,7 @@ def test_what_is_tried_is_the_models_attention_at_the_runs_shape() -> None:
     values = deterministic._values(config, rank)  # type: ignore[arg-type]
     assert [tuple(one.shape) for one in values] == [(16, 1, heads, 8) for heads in (2, 1, 1, 2)]
     output, *gradients = deterministic._attention(values, deterministic.KERNELS[FLASH])
-    layer = CoreAttention(config.model, None, layer=0).eval()  # type: ignore[arg-type]
+    layer = CoreAttention(config.model, ON_CPU, layer=0).eval()
     expected = layer(*values[:3])
     assert torch.equal(output.permute(2, 0, 1, 3).flatten(2), expected)
     for one, other in zip(

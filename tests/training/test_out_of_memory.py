@@ -15,6 +15,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
+from megatron_lite.training.peak_memory import PeakMemory
 from tests.support.commands import run_command
 from tests.support.layouts import LAYOUTS
 from tests.support.rank_faults import first_step_fails
@@ -75,6 +76,22 @@ def test_the_message_has_the_peak_what_holds_it_and_a_policy_that_fits() -> None
         <= limit
         < whole.num_bytes
     )
+
+
+@pytest.mark.parametrize(("share", "near"), [(1.01, True), (1.1, False)])
+def test_a_prediction_just_below_the_memory_is_not_blamed_on_something_else(
+    share: float, near: bool
+) -> None:
+    whole = step_peak(large_run(), 0, device="cpu", dp_cp_size=1, num_microbatches=1)
+    text = message_of(large_run(memory_limit=f"{int(share * whole.num_bytes)}B"))
+    assert ("within 2% of that" in text and "--recompute-policy" in text) == near
+    assert ("something else takes memory" in text) == (not near)
+
+
+def test_the_peak_says_how_much_the_allocator_reserved_and_what_joins_pieces() -> None:
+    assert "; 1.050 GiB reserved" in str(PeakMemory(2**30, 2**30, int(1.05 * 2**30)))
+    assert "expandable_segments" in str(PeakMemory(2**30, 2**30, int(1.2 * 2**30)))
+    assert "reserved" not in str(PeakMemory(2**30, 2**30))
 
 
 def test_the_message_says_so_if_no_policy_fits() -> None:
