@@ -1,255 +1,167 @@
-"""Compares the time model with published runs.
+"""Compares the time model with runs: those of this engine on an H100, and published ones.
 
-No constant is fitted to a run: the figures of a machine come from its data sheet and from published
-microbenchmarks (megatron_lite/plan/machines/*.json). docs/planning.md has the table, and says what
-the papers do not.
+No constant is fitted to a published run: the figures of a machine come from its data sheet, from
+published microbenchmarks and from one H100 (megatron_lite/plan/machines/*.json). runs.json has the
+runs, and for each source what its software does in another way than this engine. docs/planning.md
+has the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
 
-from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.run import RunConfig
+from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.stages import Stage
-from megatron_lite.config.training import TrainingConfig
 from megatron_lite.memory.predict.flops import step_flops
-from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.plan.step_time import StepTime, step_time
+from megatron_lite.plan.hardware import Flash, Hardware, Mode, load_hardware
+from megatron_lite.plan.step_time import OPTIMIZER, step_time
 
-MICRO_BATCH_SIZES = (1, 2, 4, 8)
-MEGATRON, LLAMA = "arXiv 2104.04473, Table 1", "arXiv 2407.21783, Table 4"
+RUNS = Path(__file__).parent / "runs.json"
+TRAINING = "--mock-data --lr 1e-4 --train-iters 10"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """A published run.
+class Row(NamedTuple):
+    """A run and its prediction. measured, predicted: seconds of a step."""
 
-    tflops: the achieved TFLOP/s of one GPU.
-    """
-
-    name: str
     source: str
-    num_gpus: int
-    tflops: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronRun(Published):
-    """A row of MEGATRON, on A100 80 GB."""
-
-    heads: int
-    hidden: int
-    layers: int
-    tp: int
-    pp: int
-    batch: int
-
-    @property
-    def flops(self) -> float:
-        """The FLOPs of a step by formula 3 of the paper."""
-        s, h, v = 2048, self.hidden, 51200
-        layers = 96 * self.batch * s * self.layers * h * h
-        return layers * (1 + s / (6 * h) + v / (16 * self.layers * h))
-
-    def config(self, micro_batch_size: int) -> RunConfig:
-        """Returns the run. ValueError: the micro-batches do not divide."""
-        per_rank, chunks = self.layers // self.pp, None
-        if self.pp > 1:
-            chunks = next(one for one in range(2, per_rank + 1) if per_rank % one == 0)
-            if self.batch // (self.num_gpus // self.tp // self.pp * micro_batch_size) % self.pp:
-                raise ValueError("the interleaved schedule needs a multiple of p micro-batches")
-        return RunConfig(
-            model=ModelConfig(
-                num_layers=self.layers,
-                hidden_size=self.hidden,
-                num_attention_heads=self.heads,
-                max_position_embeddings=2048,
-                attention_backend="unfused",
-            ),
-            training=TrainingConfig(
-                micro_batch_size=micro_batch_size, global_batch_size=self.batch, bf16=True
-            ),
-            data=DataConfig(seq_length=2048),
-            tokenizer=TokenizerConfig(vocab_size=51199, make_vocab_size_divisible_by=1),
-            parallel=ParallelConfig(
-                tensor_model_parallel_size=self.tp,
-                pipeline_model_parallel_size=self.pp,
-                num_virtual_stages_per_pipeline_rank=chunks,
-                overlap_p2p_comm=False,
-            ),
-            data_parallel=DataParallelConfig(grad_reduce_in_bf16=True),
-            recompute=RecomputeConfig(
-                recompute_granularity="full", recompute_method="uniform", recompute_tail_skip=False
-            ),
-        )
-
-
-MEGATRON_RUNS = tuple(
-    MegatronRun(
-        name=f"GPT {name}",
-        source=MEGATRON,
-        heads=heads,
-        hidden=hidden,
-        layers=layers,
-        tp=tp,
-        pp=pp,
-        num_gpus=gpus,
-        batch=batch,
-        tflops=tflops,
-    )
-    for name, heads, hidden, layers, tp, pp, gpus, batch, tflops in (
-        ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
-        ("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138),
-        ("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142),
-        ("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
-        ("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138),
-        ("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140),
-        ("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148),
-        ("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155),
-        ("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163),
-        ("1008.0B", 160, 25600, 128, 8, 64, 3072, 3072, 163),
-    )
-)
-LLAMA_RUN = Published(name="Llama 3 405B", source=LLAMA, num_gpus=8192, tflops=430)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A published run and its prediction.
-
-    tflops: the predicted TFLOP/s of one GPU, by the FLOPs that the paper counts.
-    """
-
-    run: Published
-    micro_batch_size: int
-    virtual_stages: int
-    time: StepTime
-    tflops: float
+    kind: str
+    name: str
+    gpus: int
+    measured: float
+    predicted: float
 
     @property
     def error(self) -> float:
-        """The relative error of the prediction: above 0 it is too fast."""
-        return self.tflops / self.run.tflops - 1.0
+        """The relative error of the speed: above 0 the prediction is too fast."""
+        return self.measured / self.predicted - 1.0
 
 
-def rows() -> Iterator[Row]:
-    """Yields the prediction of every published run."""
-    a100 = load_hardware("a100-80gb")
-    for run in MEGATRON_RUNS:
+def rows(group: str) -> list[Row]:
+    """Returns the rows. group: "measured", for those of this engine, or "published"."""
+    runs = json.loads(RUNS.read_text(encoding="utf-8"))
+    if group == "published":
+        return [row for source in runs["published"] for row in _published(source)]
+    own = runs["measured"]
+    machine = _machine(own)
+    found = []
+    for run in own["rows"]:
+        time = step_time(_config(run["flags"]), machine, 1)
+        predicted = time.seconds + own["step_wait_s"]
+        predicted -= time.terms[OPTIMIZER] if run.get("skips_update") else 0.0
+        found.append(
+            Row("this engine", run["kind"], run["name"], 1, run["step_ms"] / 1000.0, predicted)
+        )
+    return found
+
+
+def _published(source: Mapping[str, Any]) -> Iterator[Row]:
+    machine = _machine(source)
+    for run in source["rows"]:
         found = []
-        for size in MICRO_BATCH_SIZES:
+        for size in run.get("micro_batch_sizes", [None]):
+            words = f"{source['common']} {run['flags']}"
+            words += "" if size is None else f" --micro-batch-size {size}"
             try:
-                config = run.config(size)
-                time = step_time(
-                    config,
-                    a100,
-                    run.num_gpus,
-                    fused_accumulation=True,
-                    transfer_bytes=2048 * size * run.hidden * 2 // run.tp,
-                )
+                found.append(_row(source, run, words, machine))
             except ValueError:
                 continue  # the batch does not divide into such micro-batches
-            found.append(
-                Row(
-                    run=run,
-                    micro_batch_size=size,
-                    virtual_stages=config.parallel.num_virtual_stages_per_pipeline_rank or 1,
-                    time=time,
-                    tflops=run.flops / time.seconds / run.num_gpus / 1e12,
-                )
-            )
-        yield max(found, key=lambda row: row.tflops)
-    yield llama_row()
+        yield min(found, key=lambda row: row.predicted)
 
 
-def llama_row() -> Row:
-    """Returns the prediction of Llama 3 405B at a sequence length of 8192."""
-    p, chunks, layers = 16, 8, 126
-    model = ModelConfig(
-        num_layers=p * chunks,
-        hidden_size=16384,
-        ffn_hidden_size=53248,
-        num_attention_heads=128,
-        group_query_attention=True,
-        num_query_groups=8,
-        max_position_embeddings=8192,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=True,
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
-    config = RunConfig(
-        model=model,
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=2048, bf16=True),
-        data=DataConfig(seq_length=8192),
-        tokenizer=TokenizerConfig(vocab_size=128255),
-        parallel=ParallelConfig(
-            tensor_model_parallel_size=8,
-            sequence_parallel=True,
-            pipeline_model_parallel_size=p,
-            num_virtual_stages_per_pipeline_rank=chunks,
-        ),
-        data_parallel=DataParallelConfig(
-            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-        ),
-    )
-    lengths = [0, *[1] * layers, 0]
-    all_stages = [
+def _row(source: Mapping[str, Any], run: Mapping[str, Any], words: str, machine: Hardware) -> Row:
+    config, gpus = _config(words), run["gpus"]
+    model, parallel = config.model, config.parallel
+    length, batch = config.data.seq_length, config.training.global_batch_size or 1
+    more: dict[str, Any] = {}
+    if "micro_batch_sizes" in run:  # 2104.04473, section 4.1: ranks send a part each
+        hidden = length * config.training.micro_batch_size * model.hidden_size * 2
+        more["transfer_bytes"] = hidden // parallel.tensor_model_parallel_size
+    if run.get("empty_ends"):  # 2407.21783, section 3.3.2
+        more["all_stages"] = _stages_with_empty_ends(model.num_layers, 16)
+        model = replace(model, num_layers=model.num_layers - 2)
+    flops = step_flops(model, batch=batch, seq_length=length, padded_vocab_size=128256)
+    tokens = run["tokens_per_second"]
+    measured = flops / (run["tflops"] * 1e12) if tokens is None else batch * length / tokens
+    predicted = step_time(config, machine, gpus, **more).seconds
+    return Row(source["source"], source["kind"], run["name"], gpus, measured / gpus, predicted)
+
+
+def _stages_with_empty_ends(count: int, size: int) -> list[Stage]:
+    """Returns stages of one layer each, of which the first and the last have none."""
+    return [
         Stage(
             number=number,
-            count=p * chunks,
-            rank=number % p,
-            chunk=number // p,
-            first_layer=sum(lengths[:number]),
-            num_layers=length,
+            count=count,
+            rank=number % size,
+            chunk=number // size,
+            first_layer=max(0, number - 1),
+            num_layers=int(0 < number < count - 1),
         )
-        for number, length in enumerate(lengths)
+        for number in range(count)
     ]
-    time = step_time(
-        config,
-        load_hardware("h100-80gb"),
-        LLAMA_RUN.num_gpus,
-        fused_accumulation=True,
-        all_stages=all_stages,
-    )
-    flops = step_flops(
-        replace(model, num_layers=layers), batch=2048, seq_length=8192, padded_vocab_size=128256
-    )
-    return Row(
-        run=LLAMA_RUN,
-        micro_batch_size=1,
-        virtual_stages=chunks,
-        time=time,
-        tflops=flops / time.seconds / LLAMA_RUN.num_gpus / 1e12,
+
+
+def _config(words: str) -> Any:
+    return parse_args([*words.split(), *TRAINING.split()]).config
+
+
+def _machine(source: Mapping[str, Any]) -> Hardware:
+    machine, changes = load_hardware(source["machine"]), dict(source["changes"])
+    if "eager" in changes:
+        changes["eager"] = Mode(**changes["eager"])
+    if "flash" in changes:
+        changes["bf16"] = replace(machine.bf16, flash=Flash(**changes.pop("flash")))
+    return replace(machine, **changes)
+
+
+def summary(found: Sequence[Row], by: str) -> Iterator[str]:
+    """Yields a table of mean and worst errors, and of the rank correlation. by: source or kind."""
+    yield f"| {by} | runs | mean error | worst | rank correlation |"
+    yield "|---|---|---|---|---|"
+    for name in dict.fromkeys(getattr(row, by) for row in found):
+        own = [row for row in found if getattr(row, by) == name]
+        worst = max(own, key=lambda row: abs(row.error))
+        mean = statistics.mean(abs(row.error) for row in own)
+        ranks = "" if len(own) < 3 else f"{correlation(own):.2f}"
+        yield f"| {name} | {len(own)} | {mean:.1%} | {worst.error:+.1%} | {ranks} |"
+
+
+def correlation(found: Sequence[Row]) -> float:
+    """Returns the rank correlation of measured and predicted seconds."""
+
+    def ranks(seconds: list[float]) -> list[int]:
+        return [sorted(seconds).index(one) for one in seconds]
+
+    return statistics.correlation(
+        ranks([row.measured for row in found]), ranks([row.predicted for row in found])
     )
 
 
 def table(found: Sequence[Row]) -> Iterator[str]:
-    """Yields the lines of the table."""
-    yield "| run | source | GPUs | b | v | achieved | predicted | error |"
-    yield "|---|---|---|---|---|---|---|---|"
+    """Yields the lines of the table of all runs."""
+    yield "| run | source | GPUs | seconds | predicted | error |"
+    yield "|---|---|---|---|---|---|"
     for row in found:
         yield (
-            f"| {row.run.name} | {row.run.source} | {row.run.num_gpus} | {row.micro_batch_size} "
-            f"| {row.virtual_stages} | {row.run.tflops:.0f} | {row.tflops:.0f} | {row.error:+.1%} |"
+            f"| {row.name} | {row.source} | {row.gpus} | {row.measured:.4g} | {row.predicted:.4g} "
+            f"| {row.error:+.1%} |"
         )
 
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
-    print(*table(list(rows())), sep="\n")
+    for group in ("measured", "published"):
+        found = rows(group)
+        for lines in (table(found), summary(found, "source"), summary(found, "kind")):
+            print(*lines, "", sep="\n")

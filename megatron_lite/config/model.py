@@ -67,11 +67,12 @@ class ActivationFacts(NamedTuple):
     fc1_blocks: the number of outputs of the MLP's first matmul, each f wide. A gated activation
         has two.
     moved: the bytes that its forward and its backward read and write, as multiples of the bytes of
-        its output.
+        its output. fused: the same of a compiled kernel for each.
     """
 
     fc1_blocks: int
     moved: tuple[int, int]
+    fused: tuple[int, int]
 
 
 # The facts about each choice, for the code that builds the model, predicts its memory and counts
@@ -85,9 +86,9 @@ NORMS_AFTER = {"before": False, "after": True}
 NORMS_ALL_HEADS = {"head": False, "all-heads": True}
 NORM_VECTORS = {"LayerNorm": 2, "RMSNorm": 1}
 ACTIVATIONS = {
-    "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3)),
-    "swiglu": ActivationFacts(fc1_blocks=2, moved=(5, 13)),
-    "squared_relu": ActivationFacts(fc1_blocks=1, moved=(4, 7)),
+    "gelu": ActivationFacts(fc1_blocks=1, moved=(2, 3), fused=(2, 3)),
+    "swiglu": ActivationFacts(fc1_blocks=2, moved=(5, 13), fused=(3, 5)),
+    "squared_relu": ActivationFacts(fc1_blocks=1, moved=(4, 7), fused=(2, 3)),
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
 OF_RANKS = ("tensor_model_parallel_size",)

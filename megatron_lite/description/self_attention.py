@@ -66,13 +66,16 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         yield query_key_norms(of, _heads(of) if apart else (whole,))
     if rotary:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * of.element
-        # x cos + rotate_half(x) sin takes five kernels for the query and five for the key.
+        # x cos + rotate_half(x) sin takes five kernels for the query and five for the key, and one
+        # each where it is compiled.
         both = of.query + of.kv
         yield Operation(
             "rotary",
             "self_attention",
             (shared_table("rotary tables", tables),),
-            moved=Moved(10 * both, 12 * both),
+            moved=Moved(2 * both, 2 * both)
+            if sizes.compiled_kernels
+            else Moved(10 * both, 12 * both),
         )
     # Without rotation, norm and groups, core attention saves views of linear_qkv's output.
     inputs: Tensors = (whole,)

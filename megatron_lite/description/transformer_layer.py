@@ -168,7 +168,8 @@ def _activation(of: Shape, intermediate: KeptTensor, activated: KeptTensor) -> O
         inside = max(inside, 2 * of.wide(output) * of.sizes.is_rounded)
     elif model.activation == "swiglu":
         inside += 2 * output  # backward holds silu(gate) and two gradients of that size
-    forward, backward = ACTIVATIONS[model.activation].moved
+    facts = ACTIVATIONS[model.activation]
+    forward, backward = facts.fused if of.sizes.compiled_kernels else facts.moved
     return Operation(
         "activation",
         "mlp",

@@ -1,12 +1,15 @@
-"""The figures of a machine that decide how long a training step takes. Standard library only.
+"""The figures of a machine and its software that decide how long a training step takes.
 
     matmul        peak x highest efficiency x (what the shape lets it reach), or the time that its
                   tensors need to pass through memory, if that is longer
-    memory        bytes / bandwidth
+    attention     FLOPs / (peak x efficiency of the kernel)
+    memory        bytes / bandwidth, by mode for the pointwise kernels of a layer
+    host          launches x the time of one, by mode
     collective    steps x latency + bytes / bandwidth, inside a node or between nodes
 
 Each machine is a JSON file in machines/, which also states the source of each figure.
-`python -m megatron_lite.tools.calibrate` writes such a file for the machine it runs on.
+`python -m megatron_lite.tools.calibrate` writes such a file for the machine it runs on. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -41,6 +44,16 @@ DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flash:
+    """The shares of the peak that flash attention reaches, by default and in deterministic mode."""
+
+    forward_efficiency: float
+    backward_efficiency: float
+    deterministic_forward_efficiency: float
+    deterministic_backward_efficiency: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Matmuls:
     """The rate of matmuls in one format.
 
@@ -48,13 +61,27 @@ class Matmuls:
     max_efficiency: the largest share of the peak that a matmul reaches.
     half_dimension: the smallest dimension at which a matmul reaches half of that; 0 if the rate
         does not depend on it.
-    flash_efficiency: the share of the peak that flash attention reaches, forward and backward.
+    flash: the shares of the peak that flash attention reaches.
     """
 
     peak_flops: float
     max_efficiency: float
     half_dimension: float
-    flash_efficiency: float
+    flash: Flash
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """One way to run the kernels of a layer: eager, compiled, or captured in a graph.
+
+    launch_s: the host's time to launch one kernel, with the bookkeeping of torch and autograd.
+    replay_s: the host's further time to start the replay of a unit or region.
+    memory_efficiency: the share of the memory's bandwidth that pointwise kernels reach.
+    """
+
+    launch_s: float
+    replay_s: float
+    memory_efficiency: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +98,25 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The figures of one machine. Bandwidths are bytes per second.
+    """The figures of one machine and of the software that runs on it. Bandwidths are bytes/s.
 
     device: "cuda" or "cpu".
     ranks_per_node: the GPUs of a node, or on a CPU the ranks that a node runs.
     memory_bytes: the device memory of one rank.
     memory_bandwidth: the data-sheet bandwidth of that memory.
-    memory_efficiency: the share of it that a kernel reaches.
+    memory_efficiency: the share of it that kernels reach which stream through whole buffers, such
+        as the optimizer's.
     multiprocessors, tile_m, tile_n: a matmul computes tiles of its result, one for each of the
         multiprocessors at a time. Unfinished rounds waste time. A CPU has 1, 1 and 1.
-    kernel_s: the fixed time of one kernel.
+    kernel_s: the fixed time of one kernel on the device.
     bf16, fp32: the rates of matmuls. fp16 has the rates of bf16.
+    eager, compiled, captured: the ways to run kernels.
+    loss_traffic: the bytes that the loss moves, as a share of those of torch's operators. A
+        compiled loss moves fewer.
+    fused_accumulation: whether a matmul adds a 16-bit weight's gradient to its float32 sum.
+    overlap: the share of the collectives of weights and gradients that computation hides at most.
+    band: the largest relative error of a step's time that is expected.
+    pace: the factor of every predicted time, which `report --calibration` learns from runs.
     inside, between: the networks inside a node and between nodes, per rank.
     host_bandwidth: the bandwidth to host memory, in each direction.
     shares_cores: whether computing ranks slow a collective down as much as it slows them, so that
@@ -101,11 +136,19 @@ class Hardware:
     kernel_s: float
     bf16: Matmuls
     fp32: Matmuls
+    eager: Mode
+    compiled: Mode
+    captured: Mode
+    loss_traffic: float
+    fused_accumulation: bool
+    overlap: float
+    band: float
     inside: Link
     between: Link
     host_bandwidth: float
     shares_cores: bool
     sources: Mapping[str, str] = dataclasses.field(hash=False)
+    pace: float = 1.0
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -113,7 +156,7 @@ class Hardware:
         for where, value in _figures(self):
             name = where.rpartition(".")[2]
             lowest = 0.0 if name in ZERO_ALLOWED else SMALLEST_FIGURE
-            highest = 1.0 if name.endswith("_efficiency") else LARGEST_FIGURE
+            highest = 1.0 if name.endswith("efficiency") or name == "overlap" else LARGEST_FIGURE
             if not lowest <= value <= highest:
                 raise ValueError(f"{where} must be in [{lowest:g}, {highest:g}] (got {value})")
 
@@ -122,11 +165,8 @@ class Hardware:
         return chosen("an element of bytes", str(element_bytes), {"2": self.bf16, "4": self.fp32})
 
     def matmul_seconds(self, matmul: Matmul, element_bytes: int) -> float:
-        """Returns the time of one matmul."""
+        """Returns the time of one matmul that is no part of a flash attention kernel."""
         rates = self.matmuls(element_bytes)
-        if matmul.fused:  # a flash kernel, which skips the half that a causal mask hides
-            done = matmul.flops / 2 if matmul.causal else matmul.flops
-            return done / (rates.peak_flops * rates.flash_efficiency)
         m, n, k, batch = matmul.m, matmul.n, matmul.k, matmul.batch
         smallest = min(m, n, k)
         rate = rates.peak_flops * rates.max_efficiency
@@ -134,9 +174,23 @@ class Hardware:
         moved = batch * (m * k + k * n + m * n) * element_bytes
         return max(matmul.flops / rate, self.memory_seconds(moved)) + self.kernel_s
 
-    def memory_seconds(self, num_bytes: float) -> float:
-        """Returns the time in which kernels read and write so many bytes of device memory."""
-        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+    def flash_seconds(
+        self, matmul: Matmul, element_bytes: int, *, backward: bool, deterministic: bool
+    ) -> float:
+        """Returns the time of one matmul of a flash kernel, which skips what a mask hides."""
+        rates = self.matmuls(element_bytes)
+        kind = "backward" if backward else "forward"
+        name = f"{'deterministic_' * deterministic}{kind}_efficiency"
+        done = matmul.flops / 2 if matmul.causal else matmul.flops
+        return done / (rates.peak_flops * float(getattr(rates.flash, name)))
+
+    def memory_seconds(self, num_bytes: float, mode: Mode | None = None) -> float:
+        """Returns the time in which kernels read and write so many bytes of device memory.
+
+        mode: that of pointwise kernels of a layer; None: kernels that stream through buffers.
+        """
+        share = self.memory_efficiency if mode is None else mode.memory_efficiency
+        return num_bytes / (self.memory_bandwidth * share)
 
     def collective_seconds(self, collective: Collective, group: Group) -> float:
         """Returns the time of one collective of a group of ranks."""
@@ -176,7 +230,15 @@ class Hardware:
         return best
 
 
-ZERO_ALLOWED = ("half_dimension", "kernel_s", "latency_s")
+ZERO_ALLOWED = (
+    "half_dimension",
+    "kernel_s",
+    "latency_s",
+    "launch_s",
+    "replay_s",
+    "overlap",
+    "band",
+)
 SMALLEST_FIGURE = 1e-12
 # How often each byte of the whole tensor reaches a rank.
 ROUNDS = {ALL_REDUCE: 2, ALL_GATHER: 1, REDUCE_SCATTER: 1, SHIFT: 1}

@@ -18,9 +18,9 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.plan.operation_time import Clock
 from megatron_lite.plan.policies import LayerPrice
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
+from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, Store
 
 KEEP = LayerAction()
@@ -119,7 +119,8 @@ def _priced(
         rebuilt += Shape(model, sizes).residual
     seconds = 0.0
     if action != KEEP:
-        seconds = replay_time(model, segment, skip_tail, clock, sizes).total()
+        work = replay_time(model, segment, skip_tail, clock, sizes)
+        seconds = work.seconds
     return LayerChoice(action, store, LayerPrice(kept, rebuilt, seconds), moved)
 
 

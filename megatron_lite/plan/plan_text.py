@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config.invocation import shell_lines
 from megatron_lite.config.plain import parse_json
@@ -29,12 +29,39 @@ MOST_STAGES = 64
 STATES = ("weights", "main weights", "gradients", "optimizer states")
 LEGEND = (
     "t p c d: tensor-, pipeline-, context- and data-parallel ranks; v: virtual stages; b: "
-    "micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds"
+    "micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds; +-: the band of "
+    "an estimate"
 )
+DAY_S = 86400.0
 
 
-def plain_verdict(one: FitVerdict, hardware: Hardware) -> dict[str, Any]:
+class Training(NamedTuple):
+    """The length of a training run and the price of a GPU, for the days and the cost of a plan."""
+
+    tokens: int | None = None
+    price_per_gpu_hour: float | None = None
+
+    def plain(self, plan: Plan) -> dict[str, float]:
+        """Returns the days and the cost of a plan, as far as they are known."""
+        if self.tokens is None:
+            return {}
+        days = self.tokens / plan.time.tokens_per_second / DAY_S
+        if self.price_per_gpu_hour is None:
+            return {"days": days}
+        return {"days": days, "cost": 24 * days * plan.num_ranks * self.price_per_gpu_hour}
+
+
+NOT_KNOWN = Training()
+
+
+def plain_verdict(
+    one: FitVerdict, hardware: Hardware, training: Training = NOT_KNOWN
+) -> dict[str, Any]:
     """Returns a verdict as JSON has it. Bytes and seconds are numbers."""
+
+    def plain(plan: Plan | None) -> dict[str, Any] | None:
+        return None if plan is None else _plain_plan(plan, hardware) | training.plain(plan)
+
     largest, smallest, larger = one.largest_micro_batch, one.found.smallest, one.found.larger
     return {
         "verdict": one.word,
@@ -43,9 +70,9 @@ def plain_verdict(one: FitVerdict, hardware: Hardware) -> dict[str, Any]:
         "memory_bytes": one.budget.memory_bytes,
         "reserve_bytes": one.budget.reserve_bytes,
         "num_layouts": one.found.num_layouts,
-        "plans": [_plain_plan(plan, hardware) for plan in one.found.plans],
-        "smallest": None if smallest is None else _plain_plan(smallest, hardware),
-        "next_better": None if larger is None else _plain_plan(larger, hardware),
+        "plans": [plain(plan) for plan in one.found.plans],
+        "smallest": plain(smallest),
+        "next_better": plain(larger),
         "largest_micro_batch_size": largest and largest.config.training.micro_batch_size,
         "neighbours": [
             {
@@ -77,6 +104,7 @@ def _plain_plan(plan: Plan, hardware: Hardware) -> dict[str, Any]:
         "peak_bytes": plan.peak.num_bytes,
         "peak_terms": plain_terms(plan.peak.terms),
         "step_seconds": plan.time.seconds,
+        "band": plan.time.band,
         "step_terms": dict(plan.time.terms),
         "tokens_per_second": plan.time.tokens_per_second,
         "mfu": plan.time.mfu,
@@ -176,14 +204,20 @@ def lines(one: Mapping[str, Any]) -> Iterator[str]:
     elif one["verdict"] != FITS:
         yield f"The best plan takes {lack} GiB of the reserve."
     yield ""
-    yield f"{'':3}{'layout':<48}{'peak GiB':>9}{'free':>7}{'extra':>8}{'step s':>9}{'MFU':>8}"
+    yield f"{'':3}{'layout':<46}{'peak GiB':>9}{'free':>7}{'extra':>8}{'step s':>15}{'MFU':>10}"
     for number, row in enumerate(one["plans"] or [plan], start=1):
         free = (one["memory_bytes"] - row["peak_bytes"]) / GIB
         yield (
-            f"{number:<3}{row['layout']:<48}{gib(row['peak_bytes']):>9}{free:>7.1f}"
-            f"{row['extra_flops']:>8.1%}{row['step_seconds']:>9.2f}{row['mfu']:>8.1%}"
+            f"{number:<3}{row['layout']:<46}{gib(row['peak_bytes']):>9}{free:>7.1f}"
+            f"{row['extra_flops']:>8.1%}{banded(row['step_seconds'], row['band']):>15}"
+            f"{100 * row['mfu']:>6.0f}+-{100 * row['mfu'] * row['band']:.0f}%"
         )
-        yield f"   {textwrap.shorten(row['recompute_policy'], WIDTH - 3, placeholder=' ..')}"
+        yield from textwrap.wrap(
+            row["recompute_policy"], WIDTH, initial_indent="   ", subsequent_indent="   "
+        )
+        if "days" in row:
+            cost = f", cost {banded(row['cost'], row['band'], ',.0f')}" if "cost" in row else ""
+            yield f"   {banded(row['days'], row['band'], '.1f')} days{cost}"
     yield from _wrapped(LEGEND)
     yield ""
     yield from _wrapped(
@@ -211,7 +245,7 @@ def _around(one: Mapping[str, Any], plan: Mapping[str, Any], budget: int) -> Ite
     if larger := one["next_better"]:
         yield from _wrapped(
             f"Next better plan: {larger['layout']} without recomputation takes "
-            f"{larger['step_seconds']:.2f} s a step, and lacks "
+            f"{banded(larger['step_seconds'], larger['band'])} s a step, and lacks "
             f"{gib(larger['peak_bytes'] - budget)} GiB."
         )
     if one["neighbours"]:
@@ -224,13 +258,19 @@ def _around(one: Mapping[str, Any], plan: Mapping[str, Any], budget: int) -> Ite
         speed = other["tokens_per_second"] / plan["tokens_per_second"] - 1.0
         more = (other["peak_bytes"] - plan["peak_bytes"]) / GIB
         yield (
-            f"{change} {peak:>7} GiB ({more:+.2f}), {other['step_seconds']:.2f} s a step, "
+            f"{change} {peak:>7} GiB ({more:+.2f}), "
+            f"{banded(other['step_seconds'], plan['band'])} s a step, "
             f"{speed:+.1%} tokens/s"
         )
 
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH)
+
+
+def banded(value: float, band: float, style: str = ".2f") -> str:
+    """Returns an estimate with its band, such as "1.23 +-10%"."""
+    return f"{value:{style}} +-{band:.0%}"
 
 
 def gib(num_bytes: float) -> str:

@@ -18,9 +18,9 @@ from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layer_choices import KEEP, LayerChoice, layer_choices
-from megatron_lite.plan.operation_time import Clock
 from megatron_lite.plan.policies import Mix, Room, best_mix, layer_order, mix_peak
 from megatron_lite.plan.stage_time import TimedRun, stage_time
+from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import keep_everything
 
 HOST_STEPS = 8  # numbers of layers with a hosted action that are tried
@@ -210,9 +210,9 @@ class RankMixes:
         first = hosted.moved / self.run.hardware.host_bandwidth
         # Nothing runs beside the first copy of a backward, that of the last layer.
         return (
-            self.clock.exposed(count * first, time.forward.total())
+            self.clock.exposed(count * first, time.forward.seconds)
             + first
-            + self.clock.exposed((count - 1) * first, time.backward.total())
+            + self.clock.exposed((count - 1) * first, time.backward.seconds)
         )
 
     def config(self, mixes: Sequence[StageMix]) -> RunConfig:

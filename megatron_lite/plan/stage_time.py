@@ -10,7 +10,8 @@ again and again, so their times are cached. Standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -24,73 +25,118 @@ from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.memory.predict.replays import replayed_bytes, replayed_calls
+from megatron_lite.memory.predict.replays import replayed_calls, replayed_operations
 from megatron_lite.memory.predict.states import parameter_count
 from megatron_lite.plan.hardware import Group
-from megatron_lite.plan.operation_time import (
+from megatron_lite.plan.work import (
     REPLAYED_MATMULS,
     REPLAYED_MEMORY_BOUND,
     TENSOR_PARALLEL,
     Clock,
-    Seconds,
+    Row,
+    Work,
+    sum_of,
 )
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 
 HOST_COPIES = "copies to and from the host"
 FSDP = "gathers and reductions of FSDP2"
 GRADIENT_SUMS = "sums of gradients"
+HOST_PACE = "waits for the host's launches"
 FLOAT32 = 4
-# The time in which Python starts the replay of a unit or region on a CPU: 0.13 ms were seen, and
-# 0.3 ms where generators are set back. On a GPU it runs beside the kernels.
-REPLAY_S = 2e-4
+REGION_START = 0.35  # of the host's time to start the replay of a unit
 CACHED = 4096
 
 
 class StageTime(NamedTuple):
-    """The seconds of one micro-batch in one stage, by term."""
+    """The work of one micro-batch in one stage."""
 
-    forward: Seconds
-    backward: Seconds
+    forward: Work
+    backward: Work
 
 
 class TimedRun(NamedTuple):
     """A run, and what decides the time of its operations.
 
     data_parallel: the ranks that share out or replicate the states.
-    fused: whether a kernel adds each weight gradient to its sum as it computes it.
     """
 
     config: RunConfig
     clock: Clock
     data_parallel: Group = Group(1)
-    fused: bool = False
 
 
 def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
-    """Returns the time of one micro-batch in a stage."""
-    model, clock = run.config.model, run.clock
+    """Returns the time of one micro-batch in a stage.
+
+    The host runs ahead of the device, so a pass takes about the longer of the two times. It takes
+    more where both are near, since each has parts in which it waits for the other. On a CPU both
+    are the same cores.
+    """
+    clock = run.clock
     sizes = Sizes.of(run.config, device=clock.hardware.device, stage=stage)
+    sizes = replace(sizes, compiled_kernels=clock.is_fused)
+    computed = _computed(run, stage, plan, sizes)
+    transfers = _transfers(run, stage, plan, sizes, [one.seconds for one in computed])
+    forward, backward = (
+        Work({**one.terms, HOST_PACE: _host_pace(clock, one), **terms}, one.host)
+        for one, terms in zip(computed, transfers, strict=True)
+    )
+    return StageTime(forward, backward)
+
+
+def _host_pace(clock: Clock, work: Work) -> float:
+    """Returns by how much the host delays the device."""
+    if clock.hardware.shares_cores:
+        return work.host
+    return math.hypot(work.seconds**1.5, work.host**1.5) ** (2 / 3) - work.seconds
+
+
+def _computed(run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes) -> tuple[Work, Work]:
+    """Returns the work of forward and of backward besides copies and gathers of weights."""
+    model, clock = run.config.model, run.clock
     ends = _ends(model, replace(sizes, first_layer=0), clock)
     inner = layer_sizes(model, sizes)
     layers = _layers(model, inner, stage.num_layers, clock)
-    forward, backward = ends.forward + layers.forward, ends.backward + layers.backward
-    for segment in plan.segments:
-        if segment.unit or segment.regions or segment.ops:
-            backward += replay_time(model, segment, plan.skip_tail, clock, inner)
-    parameters = stage_parameters(run.config, stage)
-    backward += clock.memory_bound(GRADIENT_SUMS, _summed_bytes(run) * parameters)
-    computed = forward.total(), backward.total()
-    # Backward begins with the last layer, and nothing runs beside the copies of that one.
+    backward = [(ends.backward, 1.0), (layers.backward, 1.0)]
+    skip, budget = plan.skip_tail, run.config.recompute.activation_memory_budget
+    backward += [
+        (replay_time(model, one, skip, clock, inner), 1.0)
+        for one in plan.segments
+        if one.unit or one.regions or one.ops
+    ]
+    if budget is not None and stage.num_layers:  # an assumption: the compiler runs the rest again
+        whole = Segment(first_layer=0, num_layers=stage.num_layers, unit=True)
+        backward.append((replay_time(model, whole, skip, clock, inner), 1.0 - budget))
+    summed = _summed_bytes(run) * stage_parameters(run.config, stage)
+    backward.append((Work.of([clock.streamed(GRADIENT_SUMS, GRADIENT_SUMS, summed)]), 1.0))
+    return sum_of([(ends.forward, 1.0), (layers.forward, 1.0)]), sum_of(backward)
+
+
+def _transfers(
+    run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes, computed: Sequence[float]
+) -> list[dict[str, float]]:
+    """Returns the terms of forward and of backward by which transfers delay them.
+
+    computed: the seconds of both. Backward begins with the last layer, and nothing runs beside the
+    copies of that one. Each layer's weights are gathered while the layer before it computes, which
+    hides a share of that: no run has yet measured how large it is.
+    """
+    clock, options = run.clock, run.config.data_parallel
     copied, parts = _host_copies(run, plan, sizes)
-    forward[HOST_COPIES] = clock.exposed(copied, computed[0])
-    backward[HOST_COPIES] = clock.in_parts(copied, parts, computed[1])
-    # Each layer is gathered while the layer before it computes.
     units = max(stage.num_layers, 1)
-    gathered, reduced = _fsdp(run, parameters, units)
-    forward[FSDP] = clock.in_parts(gathered, units, computed[0])
-    again = gathered * run.config.data_parallel.torch_fsdp2_reshard_after_forward
-    backward[FSDP] = clock.in_parts(reduced + again, units, computed[1])
-    return StageTime(forward, backward)
+    gathered, reduced = _fsdp(run, stage_parameters(run.config, stage), units)
+    again = gathered * options.torch_fsdp2_reshard_after_forward
+    return [
+        {
+            HOST_COPIES: clock.exposed(copied, computed[0]),
+            FSDP: clock.reduced(gathered, units, computed[0]),
+        },
+        {
+            HOST_COPIES: clock.in_parts(copied, parts, computed[1]),
+            FSDP: clock.reduced(reduced + again, units, computed[1]),
+        },
+    ]
 
 
 def layers_differ(model: ModelConfig) -> bool:
@@ -113,37 +159,33 @@ def layer_sizes(model: ModelConfig, sizes: Sizes) -> Sizes:
 
 @lru_cache(CACHED)
 def _ends(model: ModelConfig, sizes: Sizes, clock: Clock) -> StageTime:
-    """Returns the time of the embedding and of the head, as far as the stage holds them."""
-    return _operations_time(
-        [
-            *(embedding_operations(model, sizes) if sizes.has_embedding else ()),
-            *(head_operations(model, sizes) if sizes.has_head else ()),
-        ],
-        clock,
-    )
+    """Returns the work of the embedding and of the head, as far as the stage holds them."""
+    return _passes([*embedding_operations(model, sizes), *head_operations(model, sizes)], clock)
 
 
 @lru_cache(CACHED)
 def _layers(model: ModelConfig, sizes: Sizes, num_layers: int, clock: Clock) -> StageTime:
-    forward, backward = Seconds(), Seconds()
-    for layer, count in describe_kinds(model, sizes, num_layers):
-        one = _operations_time(layer.operations, clock)
-        forward += one.forward.times(count)
-        backward += one.backward.times(count)
-    return StageTime(forward, backward)
+    kinds = [
+        (_passes(layer.operations, clock), float(count))
+        for layer, count in describe_kinds(model, sizes, num_layers)
+    ]
+    return StageTime(
+        sum_of((one.forward, count) for one, count in kinds),
+        sum_of((one.backward, count) for one, count in kinds),
+    )
 
 
-def _operations_time(operations: Iterable[Operation], clock: Clock) -> StageTime:
-    forward, backward = Seconds(), Seconds()
-    for operation in operations:
-        forward, backward = forward + clock.forward(operation), backward + clock.backward(operation)
-    return StageTime(forward, backward)
+def _passes(operations: Sequence[Operation], clock: Clock) -> StageTime:
+    return StageTime(
+        Work.of(row for one in operations for row in clock.forward(one)),
+        Work.of(row for one in operations for row in clock.backward(one)),
+    )
 
 
 def replay_time(
     model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
-) -> Seconds:
-    """Returns the time of what backward runs again of a segment."""
+) -> Work:
+    """Returns the work that backward does again of a segment."""
     if not layers_differ(model):  # alike layers are replayed in the same time wherever they lie
         segment = replace(segment, first_layer=0)
     return _replay(model, segment, skip_tail, clock, sizes)
@@ -152,35 +194,40 @@ def replay_time(
 @lru_cache(CACHED)
 def _replay(
     model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
-) -> Seconds:
+) -> Work:
     stop = segment.first_layer + segment.num_layers
     layers = describe_layers(model, sizes, stop)[segment.first_layer :]
-    moved = replayed_bytes(layers, segment, skip_tail=skip_tail)
-    seconds = clock.memory_bound(REPLAYED_MEMORY_BOUND, moved)
+    rows = [
+        clock.pointwise(one, REPLAYED_MEMORY_BOUND, backward=False)
+        for one in replayed_operations(layers, segment, skip_tail=skip_tail)
+    ]
     for _, operation, call in replayed_calls(layers, segment, skip_tail=skip_tail):
-        seconds += clock.call(operation, call, REPLAYED_MATMULS)
-    if clock.hardware.device == "cpu":
-        starts = segment.num_layers * len(segment.regions) or 1
-        seconds[REPLAYED_MEMORY_BOUND] += REPLAY_S * starts
+        rows += clock.call(operation, call, REPLAYED_MATMULS)
+    starts = segment.num_layers * len(segment.regions) * REGION_START or 1.0
+    rows.append(Row("replay", REPLAYED_MEMORY_BOUND, 0.0, starts * clock.mode.replay_s))
     if segment.split:
         # The gather of a unit's input runs beside the backward of the unit after it.
         gather = Collective(ALL_GATHER, Shape(model, sizes).whole)
-        seconds[TENSOR_PARALLEL] += clock.exposed(
-            clock.hardware.collective_seconds(gather, clock.tp), seconds.total()
-        )
-    return seconds
+        seconds = clock.hardware.collective_seconds(gather, clock.tp)
+        beside = sum(row.seconds for row in rows)
+        rows.append(Row("replay", TENSOR_PARALLEL, clock.exposed(seconds, beside)))
+    return Work.of(rows)
 
 
 def _summed_bytes(run: TimedRun) -> int:
     """Returns the bytes that are moved to add the gradient of a parameter to its float32 sum.
 
-    The sum is read and written, and the gradient is read. A fused kernel writes the sum where the
-    matmul would have written the gradient. FSDP2 casts gradients to float32 to send them.
+    The sum is read and written, and the gradient is read. A matmul that adds by itself writes the
+    sum where it would have written the gradient. FSDP2 casts gradients to float32 to send them.
     """
-    element = run.clock.element_bytes
-    if run.config.data_parallel.use_torch_fsdp2:
+    element, config = run.clock.element_bytes, run.config
+    if config.data_parallel.use_torch_fsdp2:
         return element + FLOAT32
-    return 2 * FLOAT32 - element if run.fused else 2 * FLOAT32 + element
+    # torch's addmm adds a float32 product on every device
+    fused = run.clock.hardware.fused_accumulation or element == FLOAT32
+    if fused and config.training.gradient_accumulation_fusion and not config.compiles_layers:
+        return 2 * FLOAT32 - element
+    return 2 * FLOAT32 + element
 
 
 def stage_parameters(config: RunConfig, stage: Stage) -> int:
@@ -212,7 +259,10 @@ def _fsdp(run: TimedRun, parameters: int, units: int) -> tuple[float, float]:
 
     def seconds(kind: str, element_bytes: int) -> float:
         one = Collective(kind, element_bytes * parameters // units)
-        return units * run.clock.hardware.collective_seconds(one, run.data_parallel)
+        hardware = run.clock.hardware
+        # FSDP2 copies the whole tensor into or out of the buffer of the collective.
+        copied = hardware.memory_seconds(2 * one.num_bytes * (run.data_parallel.size > 1))
+        return units * (copied + hardware.collective_seconds(one, run.data_parallel))
 
     sent = element if options.grad_reduce_in_bf16 else FLOAT32
     return seconds(ALL_GATHER, element), seconds(REDUCE_SCATTER, sent)

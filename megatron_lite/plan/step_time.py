@@ -2,9 +2,9 @@
 
     time = max over pipeline ranks (computation + waits + reduction) + optimizer + gathers
 
-docs/planning.md has the formulas and how well they predict published runs. The matmuls, bytes and
-collectives come from description/, the replays from the plan that a run executes, and the order of
-micro-batches from pipeline/order.py. Standard library only.
+docs/planning.md has the formulas and how well they predict measured and published runs. The rows
+of work.py say what an operation computes, moves and launches, stage_time.py adds them up for a
+stage, and pipeline_time.py runs the order of micro-batches. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from megatron_lite.description.operations import (
     Matmul,
 )
 from megatron_lite.description.shape import Shape
-from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes
+from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_kinds
 from megatron_lite.memory.predict.flops import step_flops
 from megatron_lite.plan.hardware import Group, Hardware
-from megatron_lite.plan.operation_time import Clock, Seconds
-from megatron_lite.plan.pipeline_time import Durations, run_pipeline, shortest_pipeline
+from megatron_lite.plan.pipeline_time import Durations, RankEnd, run_pipeline, shortest_pipeline
 from megatron_lite.plan.stage_time import (
     FLOAT32,
     StageTime,
@@ -39,6 +38,7 @@ from megatron_lite.plan.stage_time import (
     stage_parameters,
     stage_time,
 )
+from megatron_lite.plan.work import Clock, sum_of
 from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_stage
 
@@ -48,8 +48,11 @@ OPTIMIZER = "optimizer"
 WEIGHT_GATHERS = "gathers of weights"
 # The bytes that a step moves for each parameter, besides the weight that it writes: the gradient is
 # read for its norm, scaled in place and read again; master weight and two moments are read and
-# written.
-ADAM_BYTES = 4 + 8 + 4 + 24
+# written; the master weight is read again for the weight.
+ADAM_BYTES = 4 + 8 + 4 + 24 + 4
+# Muon moves for each parameter of its matrices: momentum and direction in float32, the direction
+# in 16 bits, its norm, its division and the update of the weight.
+MUON_BYTES = 12 + 12 + 6 + 2 + 4 + 10
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
 
@@ -61,6 +64,7 @@ class StepTime:
     rank: that pipeline rank.
     model_flops: the model FLOPs of a step on all ranks, as the logs count them.
     peak_flops: the peak of one rank.
+    band: the relative error of the seconds that is expected, in both directions.
     """
 
     terms: Mapping[str, float]
@@ -69,6 +73,7 @@ class StepTime:
     tokens: int
     model_flops: int
     peak_flops: float
+    band: float
 
     @property
     def seconds(self) -> float:
@@ -96,15 +101,12 @@ def step_time(
     hardware: Hardware,
     num_ranks: int,
     *,
-    fused_accumulation: bool = False,
     all_stages: Sequence[Stage] | None = None,
     transfer_bytes: int | None = None,
     bound: bool = False,
 ) -> StepTime:
     """Returns the time of one step of the full batch.
 
-    fused_accumulation: whether NVIDIA apex's kernel adds weight gradients to their sums
-        (`--no-gradient-accumulation-fusion` turns it off).
     all_stages: other stages than the flags describe, in the order of the model.
     transfer_bytes: the bytes that a rank sends to the next stage, if they are not its hidden
         states.
@@ -113,21 +115,56 @@ def step_time(
     Raises ValueError if the ranks or the batch do not divide, or if the vocabulary is not known.
     """
     parallel, model = config.parallel, config.model
-    t, c, p = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.pipeline_model_parallel_size,
-    )
-    dp_size = parallel.data_parallel_size(num_ranks)
+    p, dp_size = parallel.pipeline_model_parallel_size, parallel.data_parallel_size(num_ranks)
     num_microbatches = config.training.num_microbatches(dp_size)
     # Ranks are numbered tensor-parallel first, then context-, data- and pipeline-parallel.
-    clock, pipeline = Clock.of(config, hardware), Group(p, t * c * dp_size)
-    # torch's addmm does so for float32 weights, without apex
-    fused = fused_accumulation or clock.element_bytes == ELEMENT_BYTES["fp32"]
-    fused &= config.training.gradient_accumulation_fusion
-    timed = TimedRun(config, clock, Group(dp_size * c, t), fused)
+    t = parallel.tensor_model_parallel_size
+    clock = Clock.of(config, hardware)
+    run = TimedRun(config, clock, Group(dp_size * parallel.context_parallel_size, t))
+    pipeline = Group(p, run.data_parallel.size * t)
     own_stages = _alike(config, all_stages or stages(parallel, model.num_layers))
-    num_chunks = len(own_stages) // p
+    passages = _passages(run, own_stages, num_microbatches)
+    sent = transfer_bytes or Shape(model, Sizes.of(config, device=hardware.device)).residual
+    transfer = hardware.transfer_seconds(sent, inside=pipeline.is_inside_a_node(hardware))
+    durations = Durations(
+        [[one.forward.seconds for one in own] for own in passages],
+        [[one.backward.seconds for one in own] for own in passages],
+        transfer if p > 1 else 0.0,
+        parallel.overlap_p2p_comm,
+    )
+    ran = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
+    # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
+    embeddings = Group(min(p, 2), (p - 1) * pipeline.stride or 1)
+    timed_update = cache(update_time)
+    updates = [
+        timed_update(run, own_stages[rank::p], embeddings, sum(forward), sum(backward))
+        for rank, (forward, backward) in enumerate(
+            zip(durations.forward, durations.backward, strict=True)
+        )
+    ]
+    batch, length = config.training.batch_size(dp_size), config.data.seq_length
+    vocab_size = config.tokenizer.padded_vocab_size(t)
+    last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
+    return StepTime(
+        terms=_terms(passages[last], ran[last], updates, last, num_microbatches, hardware.pace),
+        rank=last,
+        num_ranks=num_ranks,
+        tokens=batch * length,
+        model_flops=step_flops(model, batch=batch, seq_length=length, padded_vocab_size=vocab_size),
+        peak_flops=hardware.matmuls(clock.element_bytes).peak_flops,
+        band=hardware.band,
+    )
+
+
+def _passages(
+    run: TimedRun, own_stages: Sequence[Stage], num_microbatches: int
+) -> list[list[StageTime]]:
+    """Returns the mean time of a micro-batch in each stage, by rank and chunk.
+
+    The first forwards of each window of those in flight may keep everything.
+    """
+    config = run.config
+    p = config.parallel.pipeline_model_parallel_size
     num_kept = config.recompute.num_microbatches_with_partial_activation_checkpoints or 0
 
     @cache
@@ -136,58 +173,43 @@ def step_time(
         whole = keep_everything(stage.num_layers)
         plan = plan_stage(config.recompute, stage.num_layers, stage.number)
         parts = ((plan, 1.0 - kept), (whole, kept)) if stage.num_layers else ((whole, 1.0),)
-        times = [(stage_time(timed, stage, one), share) for one, share in parts if share]
+        times = [(stage_time(run, stage, one), share) for one, share in parts if share]
         return StageTime(
-            *(sum((one[half].times(share) for one, share in times), Seconds()) for half in (0, 1))
+            sum_of((one.forward, share) for one, share in times),
+            sum_of((one.backward, share) for one, share in times),
         )
 
-    # By rank and chunk. The first `num_kept` of each window of forwards in flight keep everything.
     passages = []
     for rank in range(p):
         window = most_in_flight(
-            size=p, rank=rank, num_microbatches=num_microbatches, num_chunks=num_chunks
+            size=p, rank=rank, num_microbatches=num_microbatches, num_chunks=len(own_stages) // p
         )
         kept = min(1.0, num_kept / window)
         passages.append([passage(stage, kept) for stage in own_stages[rank::p]])
-    sent = transfer_bytes or Shape(model, Sizes.of(config, device=hardware.device)).residual
-    transfer = hardware.transfer_seconds(sent, inside=pipeline.is_inside_a_node(hardware))
-    durations = Durations(
-        [[one.forward.total() for one in own] for own in passages],
-        [[one.backward.total() for one in own] for own in passages],
-        transfer if p > 1 else 0.0,
-        parallel.overlap_p2p_comm,
-    )
-    ran = (shortest_pipeline if bound else run_pipeline)(durations, num_microbatches)
-    # A tied embedding is on the first and the last pipeline rank, which are p - 1 strides apart.
-    embeddings = Group(min(p, 2), (p - 1) * pipeline.stride or 1)
+    return passages
 
-    @cache
-    def update(own: tuple[Stage, ...], forward: float, backward: float) -> UpdateTime:
-        return update_time(timed, own, embeddings, forward, backward)
 
-    updates = [
-        update(own_stages[rank::p], sum(durations.forward[rank]), sum(durations.backward[rank]))
-        for rank in range(p)
-    ]
-    last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
-    terms = Seconds()
-    for one in passages[last]:
-        terms += (one.forward + one.backward).times(num_microbatches)
-    terms[PIPELINE_WAITS] = ran[last].end - ran[last].busy
-    terms[REDUCTION] = updates[last].reduction
-    # The norm of all gradients makes every rank wait before its update.
-    terms[OPTIMIZER] = max(one.update for one in updates)
-    terms[WEIGHT_GATHERS] = max(one.gather for one in updates)
-    batch, length = config.training.batch_size(dp_size), config.data.seq_length
-    vocab_size = config.tokenizer.padded_vocab_size(t)
-    return StepTime(
-        terms={term: seconds for term, seconds in terms.items() if seconds > 0.0},
-        rank=last,
-        num_ranks=num_ranks,
-        tokens=batch * length,
-        model_flops=step_flops(model, batch=batch, seq_length=length, padded_vocab_size=vocab_size),
-        peak_flops=hardware.matmuls(clock.element_bytes).peak_flops,
+def _terms(
+    passages: Sequence[StageTime],
+    ran: RankEnd,
+    updates: Sequence[UpdateTime],
+    rank: int,
+    num_microbatches: int,
+    pace: float,
+) -> dict[str, float]:
+    """Returns the terms of a step on a rank, from its micro-batches and the updates of all."""
+    computed = sum_of(
+        (half, num_microbatches) for one in passages for half in (one.forward, one.backward)
     )
+    terms = {
+        **computed.terms,
+        PIPELINE_WAITS: ran.end - ran.busy,
+        REDUCTION: updates[rank].reduction,
+        # The norm of all gradients makes every rank wait before its update.
+        OPTIMIZER: max(one.update for one in updates),
+        WEIGHT_GATHERS: max(one.gather for one in updates),
+    }
+    return {term: pace * seconds for term, seconds in terms.items() if seconds > 0.0}
 
 
 def _alike(config: RunConfig, all_stages: Sequence[Stage]) -> tuple[Stage, ...]:
@@ -222,7 +244,7 @@ class UpdateTime(NamedTuple):
 
 
 def update_time(
-    run: TimedRun, stages: Sequence[Stage], embeddings: Group, forward: float, backward: float
+    run: TimedRun, stages: tuple[Stage, ...], embeddings: Group, forward: float, backward: float
 ) -> UpdateTime:
     """Returns the times of one pipeline rank.
 
@@ -231,16 +253,16 @@ def update_time(
     forward, backward: the seconds of one micro-batch in all stages of the rank.
     """
     config, clock, group = run.config, run.clock, run.data_parallel
-    options, element = config.data_parallel, clock.element_bytes
+    options, element, hardware = config.data_parallel, clock.element_bytes, run.clock.hardware
     parameters = sum(stage_parameters(config, stage) for stage in stages)
     bucket = options.bucket_size(group.size)
     buckets = 1 if bucket is None else max(1, math.ceil(parameters / bucket))
 
     def exposed(kind: str, element_bytes: int, beside: float, parts: int) -> float:
         collective = Collective(kind, element_bytes * parameters)
-        return clock.in_parts(clock.hardware.collective_seconds(collective, group), parts, beside)
+        return clock.reduced(hardware.collective_seconds(collective, group), parts, beside)
 
-    reduction = clock.hardware.collective_seconds(_tied_gradient(config, stages), embeddings)
+    reduction = hardware.collective_seconds(_tied_gradient(config, stages), embeddings)
     gather, shards = 0.0, 1
     if options.use_torch_fsdp2:
         shards = group.size
@@ -253,7 +275,7 @@ def update_time(
             parts = buckets if options.overlap_param_gather else 1
             gather = exposed(ALL_GATHER, element, forward, parts)
     written = element if element < FLOAT32 else 0
-    update = clock.hardware.memory_seconds((ADAM_BYTES + written) * parameters / shards)
+    update = hardware.memory_seconds((ADAM_BYTES + written) * parameters / shards)
     if config.optimizer.optimizer == "muon":
         update += _muon(run, stages, shards)
     return UpdateTime(reduction, update, gather)
@@ -299,7 +321,8 @@ def _muon(run: TimedRun, stages: Sequence[Stage], shards: int) -> float:
         (FLOAT32 * elements * (shards > 1), run.data_parallel),
         (element * elements * (t > 1), clock.tp),
     )
-    return options.muon_num_ns_steps * seconds * share + sum(
+    beside = clock.hardware.memory_seconds(MUON_BYTES * elements)
+    return (options.muon_num_ns_steps * seconds + beside) * share + sum(
         clock.hardware.collective_seconds(Collective(ALL_GATHER, num_bytes), group)
         for num_bytes, group in gathers
         if num_bytes
@@ -307,9 +330,13 @@ def _muon(run: TimedRun, stages: Sequence[Stage], shards: int) -> float:
 
 
 def _newton_schulz_step(clock: Clock, rows: int, columns: int, element_bytes: int) -> float:
-    """Returns the seconds of X X^T, its square, and the product with X (optim/muon_update.py)."""
+    """Returns the seconds of X X^T, its square, and the product with X (optim/muon_update.py).
+
+    The square and the product are added to a matrix of their size.
+    """
     short, long = sorted((rows, columns))
     products = ((short, short, long), (short, short, short), (short, long, short))
-    return sum(
+    added = element_bytes * short * (short + long)
+    return clock.hardware.memory_seconds(added) + sum(
         clock.hardware.matmul_seconds(Matmul("", *shape), element_bytes) for shape in products
     )

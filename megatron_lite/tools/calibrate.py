@@ -3,8 +3,10 @@ here.json`
 
 The file has the figures of plan/hardware.py, and `load_hardware("here.json")` reads it. The tool
 measures matmuls of a few shapes in bfloat16 and float32, flash attention, the bandwidth of memory,
-and an all-reduce of two ranks: gloo on a CPU, NCCL on two GPUs. It takes less than a minute. First
-set OMP_NUM_THREADS to the threads of one rank, as for training.
+and an all-reduce of two ranks: gloo on a CPU, NCCL on two GPUs. Two short training runs then give
+what depends on this engine: the host's time for a launch, and the bandwidth of its pointwise
+kernels. It takes about a minute. First set OMP_NUM_THREADS to the threads of one rank, as for
+training.
 """
 
 from __future__ import annotations
@@ -12,8 +14,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
+import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -25,20 +30,26 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parser import Parser
 from megatron_lite.config.plain import parse_json
+from megatron_lite.config.run import RunConfig
+from megatron_lite.config.run_flags import build_run, flags_of
 from megatron_lite.data.durable_files import replacing
-from megatron_lite.plan.hardware import Hardware, Link, Matmuls, load_hardware, machine_names
+from megatron_lite.plan.hardware import Flash, Hardware, Link, Matmuls, load_hardware, machine_names
+from megatron_lite.plan.step_time import step_time
 from megatron_lite.tools.command import exit_status
 
 # The smallest dimension varies most, because the fit is a function of it.
 SHAPES = ((1024, 1024, 1024), (512, 512, 512), (1024, 1024, 128), (128, 1024, 1024), (64, 512, 512))
 ELEMENTS, ALL_REDUCE_BYTES = 1 << 24, 1 << 24  # of memory-bound kernels, and of a large all-reduce
 LARGER = 8  # on a GPU every dimension and both of these are so many times as large
-SMALL_BYTES = 8
+SMALL_BYTES, HALVINGS = 8, 30
+PROBES = ((64, 32), (512, 256))  # hidden sizes and sequence lengths of two short training runs
+BAND = 0.15  # relative error that a plan is expected to have after a calibration
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,8 +109,9 @@ def run(output: str, *, device: str, links_of: str | None, seconds: float) -> No
             f"{rates.half_dimension:.0f}"
         )
     print(
-        f"memory: {machine.memory_bandwidth / 1e9:.3g} GB/s, of which kernels reach "
-        f"{machine.memory_efficiency:.0%}\n"
+        f"memory: {machine.memory_bandwidth / 1e9:.3g} GB/s, of which pointwise kernels reach "
+        f"{machine.eager.memory_efficiency:.0%}\n"
+        f"launch of a kernel: {machine.eager.launch_s * 1e6:.3g} us\n"
         f"all-reduce: {machine.inside.latency_s * 1e6:.3g} us a step, "
         f"{machine.inside.bandwidth / 1e9:.3g} GB/s\n{output}: written"
     )
@@ -120,33 +132,107 @@ def measure(device: str, seconds: float, known: Hardware | None) -> Hardware:
     inside = known.inside if known else _all_reduce(device, seconds)
     ranks = torch.cuda.device_count() if cuda else os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
-    return Hardware(
+    like = load_hardware(known.name if cuda and known else "h100-80gb" if cuda else "cpu")
+    measured = dataclasses.replace(
+        like,
         name=platform.node() or "this machine",
-        device=device,
         ranks_per_node=known.ranks_per_node if known else ranks,
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if cuda else memory,
         memory_bandwidth=copied,
-        memory_efficiency=min(1.0, _kernel_bandwidth(device, elements, seconds) / copied),
+        memory_efficiency=1.0,
         multiprocessors=1,
         tile_m=1,
         tile_n=1,
-        kernel_s=_kernel_seconds(device, seconds),
         bf16=_matmuls(device, torch.bfloat16, seconds),
         fp32=_matmuls(device, torch.float32, seconds),
+        band=BAND,
         inside=inside,
         between=known.between if known else inside,
         host_bandwidth=to_host,
-        shares_cores=not cuda,
         sources={
             "all figures": f"measured by megatron_lite.tools.calibrate with torch "
             f"{torch.__version__} and {torch.get_num_threads()} threads",
             "peak_flops, half_dimension": "a fit to matmuls of several shapes",
-            "memory_efficiency": "gelu, softmax and layer norm, forward and backward",
+            "eager, compiled": "training runs of this engine",
+            "captured, loss_traffic, overlap": f"those of {like.name}",
             "inside, between": f"those of {known.name}"
             if known
             else "an all-reduce of two ranks on this machine",
         },
     )
+    for mode in ("eager", "compiled") if cuda else ("eager",):
+        measured = _with_mode(measured, mode)
+    return measured if cuda else dataclasses.replace(measured, compiled=measured.eager)
+
+
+def _with_mode(machine: Hardware, name: str) -> Hardware:
+    """Returns the machine with the figures of a mode with which it predicts two training runs.
+
+    The smaller run launches kernels that compute next to nothing. The larger one moves memory.
+    """
+    factor = LARGER if machine.device == "cuda" else 1
+    figures = (("launch_s", 1e-9, 1e-3), ("memory_efficiency", 1.0, 1e-2))
+    for (figure, fast, slow), sizes in zip(figures, PROBES, strict=True):
+        config = _probe(*(size * factor for size in sizes), compiled=name == "compiled")
+        measured = _step_seconds(config)
+        for _ in range(HALVINGS):  # bisects the logarithm, as the time only grows towards `slow`
+            middle = math.sqrt(fast * slow)
+            mode = dataclasses.replace(getattr(machine, name), **{figure: middle})
+            machine = dataclasses.replace(machine, **{name: mode})
+            if step_time(config, machine, 1).seconds < measured:
+                fast = middle
+            else:
+                slow = middle
+    return machine
+
+
+def _probe(hidden_size: int, seq_length: int, *, compiled: bool) -> RunConfig:
+    """Returns a short run of a small model."""
+    return build_run(
+        {
+            "model": {
+                "num_layers": 4,
+                "hidden_size": hidden_size,
+                "num_attention_heads": max(1, hidden_size // 64),
+                "max_position_embeddings": seq_length,
+                "position_embedding_type": "rope",
+                "normalization": "RMSNorm",
+                "swiglu": True,
+                "add_bias_linear": False,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+            },
+            "training": {
+                "micro_batch_size": 2,
+                "global_batch_size": 2,
+                "train_iters": 12,
+                "torch_compile": compiled,
+            },
+            "data": {"seq_length": seq_length, "mock_data": True},
+            "tokenizer": {"vocab_size": 1023},
+            "lr_schedule": {"lr": 1e-4},
+        }
+    )
+
+
+def _step_seconds(config: RunConfig) -> float:
+    """Returns a time that the later steps of a run reach, in a process of its own.
+
+    It is their lower quartile, since other programs disturb the slower ones.
+
+    Raises InputError if the run fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, "metrics.jsonl")
+        words = [*flags_of(config), "--metrics-jsonl", file, "--log-interval", "1"]
+        command = [sys.executable, "-m", "megatron_lite", "train", *words]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise InputError(f"a short training run failed: {ran.stderr.strip()[-500:]}")
+        with open(file, encoding="utf-8") as lines:
+            records = [parse_json(line) for line in lines]
+    times = [one["iteration_ms"] for one in records if one.get("iteration_ms")]
+    return statistics.quantiles(times[len(times) // 3 :], n=4)[0] / 1000.0
 
 
 def _seconds(action: Callable[[], object], seconds: float) -> float:
@@ -186,58 +272,40 @@ def _matmuls(device: str, dtype: torch.dtype, seconds: float) -> Matmuls:
         taken = _seconds(partial(F.linear, x, weight), seconds)
         samples.append((min(m, n, k), 2.0 * m * n * k / taken))
     curve = fit(samples)
-    # Causal flash attention: forward has two matmuls and backward five, and the mask leaves half.
-    heads, length, channels = 8, min(2048, larger * SHAPES[0][0]), 64
+    return Matmuls(
+        peak_flops=curve.peak,
+        max_efficiency=1.0,
+        half_dimension=curve.half_dimension,
+        flash=_flash(device, dtype, seconds, curve.peak),
+    )
+
+
+def _flash(device: str, dtype: torch.dtype, seconds: float, peak: float) -> Flash:
+    """Returns the rates of causal flash attention, as shares of the peak of matmuls.
+
+    Forward has two matmuls and backward five, and the mask leaves half.
+    """
+    heads, length, channels = 8, min(2048, (LARGER if device == "cuda" else 1) * 1024), 64
     query, key, value = (
         torch.randn(1, heads, length, channels, device=device).to(dtype).requires_grad_()
         for _ in range(3)
     )
 
-    def attention() -> None:
+    def shares() -> list[float]:
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        attended.backward(attended.detach())
+        gradient = attended.detach()
+        forward = _seconds(
+            lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True), seconds
+        )
+        backward = _seconds(lambda: attended.backward(gradient, retain_graph=True), seconds)
+        flops = heads * length * length * channels
+        return [min(1.0, flops * n / time / peak) for n, time in ((2, forward), (5, backward))]
 
-    flash = 7 * 2 * heads * length * length * channels / 2 / _seconds(attention, seconds)
-    return Matmuls(
-        peak_flops=curve.peak,
-        max_efficiency=1.0,
-        half_dimension=curve.half_dimension,
-        flash_efficiency=min(1.0, flash / curve.peak),
-    )
-
-
-def _kernel_bandwidth(device: str, elements: int, seconds: float) -> float:
-    """Returns the bytes per second that memory-bound kernels of a layer move."""
-    hidden = torch.randn(elements // 4096, 1024, device=device).requires_grad_()
-
-    def step() -> None:
-        for output in (
-            F.gelu(hidden, approximate="tanh"),
-            F.softmax(hidden, -1),
-            F.layer_norm(hidden, (1024,)),
-        ):
-            output.backward(output.detach())
-            hidden.grad = None
-
-    # Forward reads and writes; backward reads two tensors and writes one.
-    return 3 * 5 * hidden.nbytes / _seconds(step, seconds)
-
-
-def _kernel_seconds(device: str, seconds: float) -> float:
-    """Returns the fixed time of one kernel, with the bookkeeping of torch and autograd.
-
-    It is the mean over the kernels of a chain of operators on a few elements. A linear layer has
-    two kernels in backward, and the others have one.
-    """
-    hidden = torch.ones(2, 4, device=device, requires_grad=True)
-    weight = torch.ones(4, 4, device=device, requires_grad=True)
-
-    def step() -> None:
-        normed = F.layer_norm(hidden, (4,))
-        output = F.gelu(F.linear(normed, weight), approximate="tanh") + hidden
-        output.backward(output.detach())
-
-    return _seconds(step, seconds) / (4 + 5)
+    usual = shares()
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        deterministic = shares() if device == "cuda" else usual
+    names = [field.name for field in dataclasses.fields(Flash)]
+    return Flash(**dict(zip(names, [*usual, *deterministic], strict=True)))
 
 
 def _all_reduce(device: str, seconds: float) -> Link:

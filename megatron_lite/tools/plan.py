@@ -40,7 +40,7 @@ from megatron_lite.pages.plan_page import plan_page
 from megatron_lite.parallel.messages import told_on_terminal
 from megatron_lite.plan.auto_policy import Budget, default_reserve
 from megatron_lite.plan.hardware import ALIASES, Hardware, load_hardware, machine_names
-from megatron_lite.plan.plan_text import lines, plain_stages, plain_verdict
+from megatron_lite.plan.plan_text import Training, lines, plain_stages, plain_verdict
 from megatron_lite.plan.problem import LOSS_CHUNK, SEARCHED, Problem, Values, problem_of
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
@@ -103,6 +103,8 @@ def _parser(program: str) -> tuple[Parser, list[str]]:
         default="0",
         help="host memory of each GPU in which a policy may keep tensors, @host (default: 0)",
     )
+    add("--train-tokens", metavar="N", help="tokens to train on, such as 2e12: prints the days")
+    add("--price-per-gpu-hour", metavar="PRICE", help="prints the cost, with --train-tokens")
     add("--json", metavar="FILE", help="write the plans as JSON; - is stdout, without the text")
     add("--html", metavar="FILE.html", help="write a page that shows the plans and their terms")
     own = [action.dest for action in parser.actions if action.dest != "help"]
@@ -126,10 +128,14 @@ def _plan(
     check_only_values(flags)
     notes += take_ignored(flags)
     problem, budget = _problem(own, flags, notes)
+    tokens, price = (_number(own, name) for name in ("train_tokens", "price_per_gpu_hour"))
+    if price is not None and tokens is None:
+        raise InputError(f"--price-per-gpu-hour {price:g} needs --train-tokens: give it")
+    training = Training(None if tokens is None else round(tokens), price)
     verdicts = list(_verdicts(problem, budget, own["gpus"]))
     plain: dict[str, Any] = {
         "machine": problem.hardware.name,
-        "verdicts": [plain_verdict(one, problem.hardware) for one in verdicts],
+        "verdicts": [plain_verdict(one, problem.hardware, training) for one in verdicts],
     }
     if own["json"] is not None:
         _write(own["json"], json.dumps(plain, indent=2) + "\n")
@@ -144,6 +150,20 @@ def _plan(
         if own["gpus"] is not None and all(one.word == DOES_NOT_FIT for one in verdicts):
             print(_more_gpus(problem, budget, max(one.num_ranks for one in verdicts), typed))
     return status(verdicts)
+
+
+def _number(own: Mapping[str, Any], name: str) -> float | None:
+    """Returns the number above 0 that a flag gives, or None."""
+    text = own[name]
+    try:
+        number = None if text is None else float(text)
+    except ValueError:
+        number = 0.0
+    if number is not None and not 0.0 < number < 1e24:
+        raise InputError(
+            f"{flag_of(name)} {shown(repr(text))}: give a number above 0, such as 2e12"
+        )
+    return number
 
 
 def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[FitVerdict]:

@@ -7,6 +7,8 @@ and measured. docs/training-logs.md describes it. The tool needs the extra `plot
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -16,12 +18,14 @@ from megatron_lite.config.input_file import crafted
 from megatron_lite.config.parser import Parser
 from megatron_lite.data.durable_files import replacing
 from megatron_lite.pages.run_page import run_page
-from megatron_lite.pages.run_record import read_run
+from megatron_lite.pages.run_record import RunRecord, read_run
+from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools.command import exit_status
 
 PROGRAM = "python -m megatron_lite.tools.report"
 
 DEFAULT_OUTPUT = "report.html"
+LEAST_BAND = 0.05  # of a machine's times after a run, and the change from the run before if larger
 
 
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
@@ -42,12 +46,23 @@ def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
         metavar="FILE.html",
         help=f"the page (default: {DEFAULT_OUTPUT} in the folder, or METRICS_FILE.html)",
     )
+    parser.add_argument(
+        "--calibration",
+        nargs=2,
+        metavar=("MACHINE", "FILE.json"),
+        help="also write the machine MACHINE to FILE.json with what this run says about its times, "
+        "for `plan --machine FILE.json`; if it exists, the run must have had --machine FILE.json",
+    )
     args = parser.parse_args(argv)
-    return exit_status(lambda: report(args.paths, args.output), program)
+    return exit_status(lambda: report(args.paths, args.output, args.calibration), program)
 
 
-def report(paths: Sequence[str], output: str | None = None) -> None:
+def report(
+    paths: Sequence[str], output: str | None = None, calibration: Sequence[str] | None = None
+) -> None:
     """Writes the page of the run that these paths hold, and prints its name.
+
+    calibration: a machine and the file in which it is written with the pace of this run.
 
     Raises InputError if the paths hold no metrics, or those of several runs, and if the page cannot
     be written.
@@ -56,10 +71,37 @@ def report(paths: Sequence[str], output: str | None = None) -> None:
     if os.path.splitext(target)[1] not in (".html", ".htm"):
         raise InputError(f"--output must end in .html or .htm (got {target!r})")
     with crafted(", ".join(paths)):
-        text = run_page(read_run(paths))
+        run = read_run(paths)
+        text = run_page(run)
+    if calibration is not None:
+        _calibrate(run, *calibration)
     with replacing(target) as unfinished, open(unfinished, "w", encoding="utf-8") as file:
         file.write(text)
     print(target)
+
+
+def _calibrate(run: RunRecord, machine: str, file: str) -> None:
+    """Writes a machine whose pace is that of the run, and whose band has room for the run before.
+
+    Raises InputError if the run's time was not predicted.
+    """
+    if not file.endswith(".json"):
+        raise InputError(f"--calibration {file}: give a file that ends in .json")
+    measured, predicted = (run.summary.get(f"step_ms_{one}") for one in ("measured", "predicted"))
+    if not measured or not predicted:
+        raise InputError(
+            f"--calibration {file}: the run {run.name} has no predicted and measured step time: "
+            "train it with --machine, and at least 3 steps"
+        )
+    known = load_hardware(file if os.path.exists(file) else machine)
+    # The run was predicted with the machine of its flags, which may be the file itself.
+    pace = (known.pace if os.path.exists(file) else 1.0) * measured / predicted
+    band = max(LEAST_BAND, abs(pace / known.pace - 1.0) if known.pace != 1.0 else LEAST_BAND)
+    sources = {**known.sources, "pace, band": f"the run {run.name}"}
+    found = dataclasses.replace(known, pace=pace, band=band, sources=sources)
+    with replacing(file) as unfinished, open(unfinished, "w", encoding="utf-8") as text:
+        text.write(json.dumps(dataclasses.asdict(found), indent=2) + "\n")
+    print(f"{file}: a step takes {pace:.3f} of what {machine} predicts, +-{band:.0%}")
 
 
 def _default_output(path: str) -> str:

@@ -217,11 +217,19 @@ def flags_page() -> str:
 # Pictures and texts
 
 
-def published_runs() -> str:
-    """Returns the table of published runs with their predictions."""
-    from benchmarks.published import rows, table
+def measured_runs() -> str:
+    """Returns the errors of the time model against this engine's runs, by kind of run."""
+    from benchmarks.published import rows, summary
 
-    return "\n".join([*table(list(rows()))])
+    return "\n".join(summary(rows("measured"), "kind"))
+
+
+def published_runs() -> str:
+    """Returns the errors of the time model against published runs, by source and by kind."""
+    from benchmarks.published import rows, summary
+
+    found = rows("published")
+    return "\n".join([*summary(found, "source"), "", *summary(found, "kind")])
 
 
 def picture_of_memory() -> str:
@@ -281,6 +289,7 @@ def terminal_row() -> str:
 TEXTS: dict[str, Callable[[], str]] = {
     "grammar": grammar,
     "ladder": ladder,
+    "measured-runs": measured_runs,
     "published-runs": published_runs,
     "regions": regions_table,
     "schedule": schedule,

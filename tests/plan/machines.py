@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_lite.plan.hardware import Hardware, Link, Matmuls
+from megatron_lite.plan.hardware import Flash, Hardware, Link, Matmuls, Mode
 
 FREE = Link(latency_s=0.0, bandwidth=1e24)
 
 
+def flash(efficiency: float) -> Flash:
+    """Returns the same share of the peak for every flash kernel."""
+    return Flash(
+        forward_efficiency=efficiency,
+        backward_efficiency=efficiency,
+        deterministic_forward_efficiency=efficiency,
+        deterministic_backward_efficiency=efficiency,
+    )
+
+
 def ideal(peak_flops: float = 1e12, device: str = "cuda") -> Hardware:
     """Returns a machine on which only matmuls take time, at their peak."""
-    rates = Matmuls(
-        peak_flops=peak_flops, max_efficiency=1.0, half_dimension=0.0, flash_efficiency=1.0
-    )
+    rates = Matmuls(peak_flops=peak_flops, max_efficiency=1.0, half_dimension=0.0, flash=flash(1.0))
+    mode = Mode(launch_s=0.0, replay_s=0.0, memory_efficiency=1.0)
     return Hardware(
         name="ideal",
         device=device,
@@ -27,6 +36,13 @@ def ideal(peak_flops: float = 1e12, device: str = "cuda") -> Hardware:
         kernel_s=0.0,
         bf16=rates,
         fp32=rates,
+        eager=mode,
+        compiled=mode,
+        captured=mode,
+        loss_traffic=1.0,
+        fused_accumulation=False,
+        overlap=1.0,
+        band=0.1,
         inside=FREE,
         between=FREE,
         host_bandwidth=1e24,

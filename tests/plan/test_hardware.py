@@ -87,15 +87,14 @@ def test_a_larger_matmul_never_takes_less_time(m: int, n: int, k: int) -> None:
             assert machine.matmul_seconds(larger, 2) >= machine.matmul_seconds(one, 2) * (1 - 1e-9)
 
 
-def test_a_causal_flash_kernel_takes_half_the_time_and_an_unfused_mask_saves_nothing() -> None:
+def test_a_causal_flash_kernel_takes_half_the_time_and_a_deterministic_one_more() -> None:
     whole = Matmul("x", 4096, 4096, 128, 64, fused=True)
-    assert A100.matmul_seconds(with_fields(whole, causal=True), 2) == pytest.approx(
-        A100.matmul_seconds(whole, 2) / 2
-    )
-    unfused = with_fields(whole, fused=False)
-    assert A100.matmul_seconds(with_fields(unfused, causal=True), 2) == A100.matmul_seconds(
-        unfused, 2
-    )
+
+    def seconds(matmul: Matmul, *, deterministic: bool = False) -> float:
+        return A100.flash_seconds(matmul, 2, backward=True, deterministic=deterministic)
+
+    assert seconds(with_fields(whole, causal=True)) == pytest.approx(seconds(whole) / 2)
+    assert seconds(whole, deterministic=True) > seconds(whole)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 64])

@@ -18,16 +18,16 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops
 from megatron_lite.plan.hardware import Group, Link, load_hardware
-from megatron_lite.plan.operation_time import (
+from megatron_lite.plan.stage_time import FSDP, HOST_COPIES
+from megatron_lite.plan.step_time import OPTIMIZER, REDUCTION, WEIGHT_GATHERS, StepTime, step_time
+from megatron_lite.plan.work import (
     BACKWARD_MATMULS,
     FORWARD_MATMULS,
     REPLAYED_MATMULS,
     TENSOR_PARALLEL,
 )
-from megatron_lite.plan.stage_time import FSDP, HOST_COPIES
-from megatron_lite.plan.step_time import OPTIMIZER, REDUCTION, WEIGHT_GATHERS, StepTime, step_time
 from megatron_lite.recompute.schedule import plan_stage
-from tests.plan.machines import ideal, talking
+from tests.plan.machines import flash, ideal, talking
 from tests.support.traffic import plan_collectives
 
 A100 = load_hardware("a100-80gb")
@@ -99,7 +99,7 @@ def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(
     model = replace(MODEL, attention_backend=backend)
     config = run(model=model, recompute=policy, tensor_model_parallel_size=tp)
     # A flash kernel skips half of its products, which the FLOPs of the logs count.
-    half = replace(ideal(), bf16=replace(ideal().bf16, flash_efficiency=0.5))
+    half = replace(ideal(), bf16=replace(ideal().bf16, flash=flash(0.5)))
     machine = ideal() if backend == "unfused" else half
     time = step_time(config, machine, 8)
     flops = hardware_flops(

@@ -66,17 +66,18 @@ def replayed_calls(
             )
 
 
-def replayed_bytes(layers: Sequence[LayerDescription], segment: Segment, *, skip_tail: bool) -> int:
-    """Returns the bytes that the kernels of a replay move, besides matmuls and collectives.
+def replayed_operations(
+    layers: Sequence[LayerDescription], segment: Segment, *, skip_tail: bool
+) -> list[Operation]:
+    """Returns the operations whose kernels besides matmuls and collectives run in a replay.
 
     layers: the descriptions of the segment's layers.
     """
     again = [operation for layer in layers for operation in layer.operations]
     if not (segment.unit or segment.ops):
-        again = [one for one in again if not segment.regions.isdisjoint(one.regions)]
-    elif skip_tail:  # the last operation adds the output of the tail to the residual
-        again = again[:-1]
-    return sum(operation.moved.forward for operation in again)
+        return [one for one in again if not segment.regions.isdisjoint(one.regions)]
+    # the last operation adds the output of the tail to the residual
+    return again[:-1] if skip_tail else again
 
 
 def kept_calls(
