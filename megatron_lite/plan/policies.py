@@ -9,9 +9,11 @@ when it rebuilds a layer: K is what the stage keeps for a micro-batch, C what th
 one keep, and q what the replay adds. Layers with a large q come first: the order by falling q
 minimizes the largest C + q, for any numbers (Jackson's rule).
 
-`best_mix` takes the best two choices: with one limit on bytes and one on the number of layers, two
-are the best wherever parts of a layer could be chosen. It then moves single layers to faster
-choices while they fit. Standard library only.
+`best_mix` is exact for stages of few layers: it builds the stage in this order, and of all states
+(bytes so far, fullest moment, seconds) it keeps those that no other one beats. For many layers it
+takes the best two choices: with one limit on bytes and one on the number of layers, two are the
+best wherever parts of a layer could be chosen. It then moves single layers to faster choices while
+they fit. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import bisect
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
+
+FEW_LAYERS = 8
+MOST_STATES = 96  # that are kept for each number of layers
 
 
 class LayerPrice(NamedTuple):
@@ -68,8 +73,59 @@ def mix_peak(choices: Sequence[LayerPrice], counts: Sequence[int], in_flight: in
     return (in_flight - 1) * kept + fullest
 
 
+class _State(NamedTuple):
+    """Layers that come first in a stage: their bytes, their fullest moment, seconds and counts."""
+
+    kept: int
+    fullest: int
+    seconds: float
+    counts: tuple[int, ...]
+
+
 def best_mix(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> Mix | None:
     """Returns a fast mix that the room holds, or None if it holds no choice for all layers."""
+    mix = None if num_layers <= FEW_LAYERS else _two_and_moves(choices, num_layers, room)
+    return mix or _exact_mix(choices, num_layers, room)
+
+
+def _exact_mix(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> Mix | None:
+    order = layer_order(choices)
+    states: list[list[_State]] = [[] for _ in range(num_layers + 1)]
+    states[0] = [_State(0, 0, 0.0, (0,) * len(choices))]
+    for place in order:
+        choice = choices[place]
+        # One more layer of this choice after a state that may already end with some of them.
+        for done in range(num_layers):
+            states[done + 1] = _useful(
+                states[done + 1] + [_with(one, place, choice, room) for one in states[done]], room
+            )
+    best = min(states[num_layers], key=lambda one: one.seconds, default=None)
+    return None if best is None else Mix(best.counts, best.seconds)
+
+
+def _with(state: _State, place: int, choice: LayerPrice, room: Room) -> _State:
+    kept = state.kept + choice.kept
+    counts = state.counts[:place] + (state.counts[place] + 1,) + state.counts[place + 1 :]
+    fullest = max(state.fullest, kept + choice.rebuilt)
+    return _State(kept, fullest, state.seconds + choice.seconds, counts)
+
+
+def _useful(found: list[_State], room: Room) -> list[_State]:
+    """Returns the states within the room that no other one beats, and at most MOST_STATES."""
+    useful: list[_State] = []
+    for one in sorted(set(found)):  # by bytes
+        if (room.in_flight - 1) * one.kept + one.fullest > room.limit:
+            continue
+        if not any(
+            other.fullest <= one.fullest and other.seconds <= one.seconds for other in useful
+        ):
+            useful.append(one)
+    step = -(-len(useful) // MOST_STATES)
+    return useful if step <= 1 else [*useful[:-1:step], useful[-1]]
+
+
+def _two_and_moves(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> Mix | None:
+    """Returns the best two choices, changed by moves of single layers, or None if no two fit."""
 
     def mix(*layers: tuple[int, int]) -> Mix:
         """Returns the mix of pairs (choice, number of layers)."""

@@ -30,6 +30,9 @@ def plan(**values: Any) -> dict[str, Any]:
         "step_terms": {"matmuls": 2.0, "waits": 0.5, "nothing": 0.0},
         "tokens_per_second": 12_345.0,
         "mfu": 0.456,
+        "band": 0.1,
+        "days": 12.34,
+        "cost": 5678.0,
         "extra_flops": 0.125,
         **values,
     }
@@ -55,17 +58,20 @@ def test_the_figures_of_the_page_are_the_planners() -> None:
     found = {"machine": "h100", "verdicts": [verdict(), verdict()]}
     parsed = ParsedPage(plan_page(found, [STAGES, STAGES]))
     assert parsed.faults == []
-    same = ["12,345", "0-3:full; *:none"]
+    same = ["0-3:full; *:none", "12.3", "5,678"]
     for cells in (
-        ["t 2, p 2", "13.00", "2.5", *same],
-        ["t 2, p 2", "13.00", "2.75", *same],
-        ["t 1", "90.00", "2.5", *same],
-        ["plan 1 with t 4", "9.00", "3.5", "1", ""],
+        ["2.5 +-10%", "13.00", "t 2, p 2", *same],
+        ["2.75 +-10%", "13.00", "t 2, p 2", *same],
+        ["2.5 +-10%", "90.00", "t 1", *same],
+        ["3.5 +-10%", "9.00", "plan 1 with t 4", "", "", ""],
+        ["step s", "2.5", "2.75"],
+        ["tokens/s", "12,345", "12,345"],
+        ["cost", "5,678", "5,678"],
         ["1", "optimizer states", "9.00", "exact"],
         ["matmuls", "2"],
     ):
         assert parsed.rows.count(cells) == 2, cells
-    for text in ("8 GPUs: fits", "45.6%", "12.5%", "--recompute-policy '0-3:full; *:none'"):
+    for text in ("8 GPUs: fits", "46% +-5%", "12.5%", "--recompute-policy '0-3:full; *:none'"):
         assert text in parsed.text
     assert "nothing" not in parsed.text
 
