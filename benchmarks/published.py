@@ -113,7 +113,9 @@ def _stages_with_empty_ends(count: int, size: int) -> list[Stage]:
 
 
 def _config(words: str) -> Any:
-    return parse_args([*words.split(), *TRAINING.split()]).config
+    # Kernels were not compiled unless a run says so.
+    compiled = [] if "--torch-compile" in words else ["--no-torch-compile"]
+    return parse_args([*words.split(), *compiled, *TRAINING.split()]).config
 
 
 def _machine(source: Mapping[str, Any]) -> Hardware:

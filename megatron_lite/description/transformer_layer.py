@@ -169,7 +169,7 @@ def _activation(of: Shape, intermediate: KeptTensor, activated: KeptTensor) -> O
     elif model.activation == "swiglu":
         inside += 2 * output  # backward holds silu(gate) and two gradients of that size
     facts = ACTIVATIONS[model.activation]
-    forward, backward = facts.fused if of.sizes.compiled_kernels else facts.moved
+    forward, backward = facts.fused if of.sizes.compiled else facts.moved
     return Operation(
         "activation",
         "mlp",

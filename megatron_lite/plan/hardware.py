@@ -111,8 +111,7 @@ class Hardware:
     kernel_s: the fixed time of one kernel on the device.
     bf16, fp32: the rates of matmuls. fp16 has the rates of bf16.
     eager, compiled, captured: the ways to run kernels.
-    loss_traffic: the bytes that the loss moves, as a share of those of torch's operators. A
-        compiled loss moves fewer.
+    loss_traffic: the bytes that a compiled loss moves, as a share of those of torch's operators.
     fused_accumulation: whether a matmul adds a 16-bit weight's gradient to its float32 sum.
     overlap: the share of the collectives of weights and gradients that computation hides at most.
     band: the largest relative error of a step's time that is expected.

@@ -75,7 +75,6 @@ def stage_time(run: TimedRun, stage: Stage, plan: RecomputePlan) -> StageTime:
     """
     clock = run.clock
     sizes = Sizes.of(run.config, device=clock.hardware.device, stage=stage)
-    sizes = replace(sizes, compiled_kernels=clock.is_fused)
     computed = _computed(run, stage, plan, sizes)
     transfers = _transfers(run, stage, plan, sizes, [one.seconds for one in computed])
     forward, backward = (
@@ -89,7 +88,7 @@ def _host_pace(clock: Clock, work: Work) -> float:
     """Returns by how much the host delays the device."""
     if clock.hardware.shares_cores:
         return work.host
-    return math.hypot(work.seconds**1.5, work.host**1.5) ** (2 / 3) - work.seconds
+    return math.sqrt(math.hypot(work.seconds**2, work.host**2)) - work.seconds
 
 
 def _computed(run: TimedRun, stage: Stage, plan: RecomputePlan, sizes: Sizes) -> tuple[Work, Work]:

@@ -105,13 +105,14 @@ class Clock(NamedTuple):
         """Returns the clock of a run."""
         t, training = config.parallel.tensor_model_parallel_size, config.training
         element_bytes = chosen("the precision", training.precision, ELEMENT_BYTES)
+        is_fused = config.uses_compiler(hardware.device)
         return cls(
             hardware,
             element_bytes,
             Group(t),
             Group(config.parallel.context_parallel_size, t),
-            hardware.compiled if training.torch_compile else hardware.eager,
-            training.torch_compile,
+            hardware.compiled if is_fused else hardware.eager,
+            is_fused,
             training.deterministic_mode,
         )
 
@@ -162,13 +163,12 @@ class Clock(NamedTuple):
     def pointwise(self, operation: Operation, term: str, *, backward: bool) -> Row:
         """Returns the row of the kernels of an operation besides matmuls and collectives."""
         num_bytes = float(operation.moved[backward])
-        if operation.name == "loss":
+        if operation.name == "loss" and self.is_fused:
             num_bytes *= self.hardware.loss_traffic
-        launches = self._launches(operation)[backward]
-        if not num_bytes:
-            return Row(operation.name, term, 0.0)
-        seconds = self.hardware.memory_seconds(num_bytes, self.mode)
-        seconds += launches * self.hardware.kernel_s
+        launches, seconds = 0.0, self.hardware.memory_seconds(num_bytes, self.mode)
+        if num_bytes:
+            launches = self._launches(operation)[backward]
+            seconds += launches * self.hardware.kernel_s
         if backward and not self.hardware.fused_accumulation:
             launches += ACCUMULATIONS * len(operation.parameters)
         return self.row(operation.name, term, seconds, launches, num_bytes=num_bytes)
