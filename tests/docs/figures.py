@@ -225,11 +225,17 @@ def measured_runs() -> str:
 
 
 def published_runs() -> str:
-    """Returns the errors of the time model against published runs, by source and by kind."""
+    """Returns the errors of the time model against published runs, by source."""
     from benchmarks.published import rows, summary
 
-    found = rows("published")
-    return "\n".join([*summary(found, "source"), "", *summary(found, "kind")])
+    return "\n".join(summary(rows("published"), "source"))
+
+
+def published_kinds() -> str:
+    """Returns the errors of the time model against published runs, by kind of states."""
+    from benchmarks.published import rows, summary
+
+    return "\n".join(summary(rows("published"), "kind"))
 
 
 def picture_of_memory() -> str:
@@ -291,6 +297,7 @@ TEXTS: dict[str, Callable[[], str]] = {
     "ladder": ladder,
     "measured-runs": measured_runs,
     "published-runs": published_runs,
+    "published-kinds": published_kinds,
     "regions": regions_table,
     "schedule": schedule,
     "terminal-row": terminal_row,
