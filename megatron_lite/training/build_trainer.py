@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.config.units import size
-from megatron_lite.data.datasets import build_datasets
+from megatron_lite.data.datasets import Datasets, build_datasets
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
@@ -34,17 +34,13 @@ from megatron_lite.tensor_parallel.rank_context import RankContext
 from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.loop import Trainer
-from megatron_lite.training.out_of_memory import (
-    above_limit,
-    check_fits,
-    check_peak_fits,
-    told_where_memory_runs_out,
-)
+from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
 from megatron_lite.training.run_notices import RunNotices
 from megatron_lite.training.step import StageRunner, train_step
 
 if TYPE_CHECKING:
     from megatron_lite.checkpointing.directory import Claim
+    from megatron_lite.checkpointing.start import Start
 
 PARAMS_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -183,27 +179,35 @@ def build_trainer(
         raise
 
 
-def _build(
-    config: RunConfig,
-    parallel: ParallelState,
-    claim: Claim | None,
-    pulse: Pulse,
-    invocation: Invocation,
-) -> Trainer:
-    training = config.training
-    if training.deterministic_mode:
-        from megatron_lite.training.deterministic import use_deterministic_algorithms
+class _Course(NamedTuple):
+    """The course of a run, from where it starts to its end.
 
-        use_deterministic_algorithms()
-    config, kernels = with_known_compiler(config, parallel)
-    start, done, saver = None, Progress(), None
+    config: that of the run, with the weight decay of the checkpoint if the run follows it.
+    start, done: the checkpoint from which it starts, and the progress there.
+    num_iterations, num_samples: the ends of the run, which also count what came before this start.
+    most: the most micro-batches of a step.
+    notices: lines for the log.
+    """
+
+    config: RunConfig
+    start: Start | None
+    done: Progress
+    batches: BatchSchedule
+    num_iterations: int
+    num_samples: int
+    schedule: LrSchedule
+    most: int
+    notices: tuple[str, ...] = ()
+
+
+def _course(config: RunConfig, parallel: ParallelState, program: str) -> _Course:
+    """Returns the course of a run. Every rank must call this."""
+    training, start, done = config.training, None, Progress()
     if config.checkpoint.load is not None:
         from megatron_lite.checkpointing.start import find_start
 
-        start = find_start(config.checkpoint, parallel, invocation.program)
+        start = find_start(config.checkpoint, parallel, program)
         done = start.progress
-    followed: tuple[str, ...] = ()
-    attention: list[str] = []
     try:
         batches = config.batch_schedule(parallel.dp_size)
         # Counts from the checkpoint's progress: the run may continue with another batch size.
@@ -213,31 +217,44 @@ def _build(
         left = num_iterations - done.iteration
         sizes = batches.sizes_from(done.consumed_samples, num_iterations=left)
         _check_batches(config, parallel, batches, sizes)
-        train_samples = batches.consumed_after(left, consumed=done.consumed_samples)
+        num_samples = batches.consumed_after(left, consumed=done.consumed_samples)
         schedule = LrSchedule.build(
-            config.lr_schedule,
-            train_samples=training.train_samples or train_samples,
-            batches=batches,
+            config.lr_schedule, train_samples=training.train_samples or num_samples, batches=batches
         )
-        if start is not None and start.step is not None:
-            from megatron_lite.training.saved_schedule import followed_schedule
+        most = batches.num_microbatches(batches.largest)
+        course = _Course(config, start, done, batches, num_iterations, num_samples, schedule, most)
+        if start is None or start.step is None:
+            return course
+        from megatron_lite.training.saved_schedule import followed_schedule
 
-            schedule, config, followed = followed_schedule(config, schedule, start, parallel)
+        followed = followed_schedule(config, schedule, start, parallel)
+        return course._replace(**followed._asdict())
     except ValueError as error:
         raise InputError(str(error)) from error
-    most = batches.num_microbatches(batches.largest)
-    check_peak_fits(config, parallel, most)
+
+
+def _build(
+    config: RunConfig,
+    parallel: ParallelState,
+    claim: Claim | None,
+    pulse: Pulse,
+    invocation: Invocation,
+) -> Trainer:
+    training, saver = config.training, None
+    attention: list[str] = []
+    if training.deterministic_mode:
+        from megatron_lite.training.deterministic import use_deterministic_algorithms
+
+        use_deterministic_algorithms()
+    config, kernels = with_known_compiler(config, parallel)
+    course = _course(config, parallel, invocation.program)
+    config, batches, most = course.config, course.batches, course.most
+    if not (training.allow_predicted_out_of_memory or config.compiles_layers):
+        check_fits(config, parallel, most)
     rules = document_rules(config)
     with told_where_memory_runs_out(config, parallel, most, lambda: "while the run was built"):
         with told_by_rank_0("reading the data and building its sample index", parallel.rank):
-            evaluation_samples = training.eval_iters * batches.full
-            datasets = build_datasets(
-                config.data,
-                vocab_size=config.tokenizer.true_vocab_size,
-                seed=training.seed,
-                num_samples=(train_samples, evaluation_samples, evaluation_samples),
-                shared=lambda make: _from_rank_0(make, parallel),
-            )
+            datasets = _build_datasets(config, parallel, course)
         with told_by_rank_0("building the model and its optimizer", parallel.rank):
             model = build_stages(config, parallel)
             optimizer = build_optimizer(config, parallel, model)
@@ -252,7 +269,7 @@ def _build(
     if claim is not None:
         from megatron_lite.checkpointing.saver import Saver
 
-        saver = Saver(config.checkpoint, parallel, claim, started_at=done.iteration)
+        saver = Saver(config.checkpoint, parallel, claim, started_at=course.done.iteration)
     notices = RunNotices.of(config, device=parallel.device.type, world_size=parallel.world_size)
     trainer = Trainer(
         config=config,
@@ -260,13 +277,13 @@ def _build(
         model=model,
         runner=runner,
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=course.schedule,
         datasets=datasets,
-        num_iterations=num_iterations,
+        num_iterations=course.num_iterations,
         batches=batches,
         order=sample_order(config.data, len(datasets.train)),
         saver=saver,
-        start=start,
+        start=course.start,
         rules=rules,
         notices=(
             kernels,
@@ -274,7 +291,7 @@ def _build(
             *attention,
             *_predicted_peak(config, parallel, most),
             *notices.in_log,
-            *followed,
+            *course.notices,
         ),
         invocation=invocation,
         tokenizer=_tokenizer_contents(config, parallel),
@@ -282,6 +299,23 @@ def _build(
     )
     _add_what_flags_ask_for(trainer)
     return trainer
+
+
+def _build_datasets(config: RunConfig, parallel: ParallelState, course: _Course) -> Datasets:
+    evaluation_samples = config.training.eval_iters * course.batches.full
+
+    def shared(make: Callable[[], Any]) -> Any:
+        # Returns on every rank what the function returns on rank 0: values of JSON.
+        own = json.dumps(make()).encode() if parallel.rank == 0 else b""
+        return parse_json(all_gather_bytes(own, parallel.world_group)[0], longest=None)
+
+    return build_datasets(
+        config.data,
+        vocab_size=config.tokenizer.true_vocab_size,
+        seed=config.training.seed,
+        num_samples=(course.num_samples, evaluation_samples, evaluation_samples),
+        shared=shared,
+    )
 
 
 def _add_what_flags_ask_for(trainer: Trainer) -> None:
@@ -312,12 +346,6 @@ def _add_what_flags_ask_for(trainer: Trainer) -> None:
         from megatron_lite.supervision.drift import ReplicaCheck
 
         trainer.replicas = ReplicaCheck(trainer.model, trainer.optimizer, parallel)
-
-
-def _from_rank_0(make: Callable[[], Any], parallel: ParallelState) -> Any:
-    """Returns on every rank what the function returns on rank 0: values of JSON."""
-    own = json.dumps(make()).encode() if parallel.rank == 0 else b""
-    return parse_json(all_gather_bytes(own, parallel.world_group)[0], longest=None)
 
 
 def _tokenizer_contents(config: RunConfig, parallel: ParallelState) -> dict[str, bytes]:

@@ -26,7 +26,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.states import rank_parameter_count, rank_states
-from megatron_lite.memory.predict.step_peak import StepPeak
+from megatron_lite.memory.predict.step_peak import PeakTerm, StepPeak
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.peak_memory import own_step_peak
 
@@ -52,65 +52,48 @@ CGROUP_LIMITS = (
 )
 
 
-def check_fits(config: RunConfig, parallel: ParallelState) -> None:
-    """Raises InputError if what a rank holds for its parameters cannot fit into its memory."""
-    needed = least_bytes(config, parallel)
-    _require(
-        parallel,
-        needed,
-        "the model does not fit: weights, gradients and optimizer state of one rank take "
-        f"{size(needed)}",
-        lambda there: (
-            "give more ranks (--tensor-model-parallel-size, "
-            "--pipeline-model-parallel-size, --use-distributed-optimizer, --use-torch-fsdp2), or "
-            "smaller sizes"
-        ),
-    )
-
-
-def check_peak_fits(config: RunConfig, parallel: ParallelState, num_microbatches: int) -> None:
-    """Raises InputError if the predicted peaks of a host's ranks, or of a GPU's, exceed its memory.
-
-    Only the certain part of a peak counts, so that a run that fits is never refused. It does
-    nothing under --allow-predicted-out-of-memory, and for compiled layers, whose kept bytes are not
-    known.
-    """
-    if config.training.allow_predicted_out_of_memory or config.compiles_layers:
-        return
-    peak = own_step_peak(config, parallel, num_microbatches)
-    certain = peak.certain_bytes
-    _require(
-        parallel,
-        certain,
-        f"the run does not fit. {_need(peak)}. {size(certain)} of it are certain",
-        lambda there: (
-            f"{_cheapest(config, there, parallel)}. --allow-predicted-out-of-memory "
-            "starts the run all the same"
-        ),
-    )
-
-
-def _require(
-    parallel: ParallelState, num_bytes: int, need: str, remedy: Callable[[int], str]
+def check_fits(
+    config: RunConfig, parallel: ParallelState, num_microbatches: int | None = None
 ) -> None:
-    """Raises InputError if a host's ranks, or a GPU's rank, need more memory than it has.
+    """Raises InputError if the ranks of a host, or of a GPU, surely need more memory than it has.
 
     The other ranks raise PeerError. On a CPU this all-gathers the needs, because the ranks of a
-    host share its memory.
-    need: the beginning of the message. remedy: returns its end from the bytes that a rank may have.
+    host share its memory. Only the certain part of a peak counts, so that a run that fits is never
+    refused.
+    num_microbatches: those of a step. None: only the weights, gradients and optimizer state count,
+        which are known before anything else.
     """
     device, host = parallel.device, socket.gethostname()
-    here, place = [num_bytes], str(device)
+    if num_microbatches is None:
+        held = PeakTerm("weights, gradients and optimizer state", least_bytes(config, parallel))
+        peak = StepPeak(parallel.pp_rank, "from step to step", (held,))
+        need = f"the model does not fit: {held.name} of one rank take {size(held.num_bytes)}"
+    else:
+        peak = own_step_peak(config, parallel, num_microbatches)
+        need = f"the run does not fit. {_need(peak)}. {size(peak.certain_bytes)} of it are certain"
+    own, place = peak.certain_bytes, str(device)
+    here = [own]
     if device.type == "cpu":
-        rows = [text.rpartition(" ") for text in gather_texts(f"{host} {num_bytes}", parallel)]
+        rows = [text.rpartition(" ") for text in gather_texts(f"{host} {own}", parallel)]
         here, place = [int(number) for name, _, number in rows if name == host], host
 
     def check() -> None:
-        there = memory_bytes(device)
-        if there is not None and sum(here) > there:
-            of_all = f" ({size(sum(here))} for the {len(here)} ranks there)" if here[1:] else ""
-            end = remedy(there // len(here))
-            raise InputError(f"{need}{of_all}, and {place} has {size(there)}: {end}")
+        there, of_all = memory_bytes(device), ""
+        if there is None or peak.fits(there - (sum(here) - own), at_best=True):
+            return
+        if here[1:]:
+            of_all = f" ({size(sum(here))} for the {len(here)} ranks there)"
+        if num_microbatches is None:
+            end = (
+                "give more ranks (--tensor-model-parallel-size, --pipeline-model-parallel-size, "
+                "--use-distributed-optimizer, --use-torch-fsdp2), or smaller sizes"
+            )
+        else:
+            end = (
+                f"{_cheapest(config, there // len(here), parallel)}. "
+                "--allow-predicted-out-of-memory starts the run all the same"
+            )
+        raise InputError(f"{need}{of_all}, and {place} has {size(there)}: {end}")
 
     parallel.together("the memory of the machine", check)
 

@@ -71,7 +71,7 @@ class PeakTerm(NamedTuple):
 
     name: str
     num_bytes: int
-    tag: Tag
+    tag: Tag = EXACT
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,14 @@ class StepPeak:
         """The sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
 
-    def fits(self, num_bytes: int) -> bool:
+    def fits(self, num_bytes: int, *, at_best: bool = False) -> bool:
         """Returns whether these bytes are enough for the step.
 
-        The planner, `--recompute-policy auto` and the message of a run out of memory ask it. The
-        start of a run refuses only what surely does not fit, by `certain_bytes`.
+        Whoever needs to know asks here: the planner, `--recompute-policy auto`, the message of a
+        run out of memory, and the start of a run.
+        at_best: counts the certain part alone. The start refuses only what surely does not fit.
         """
-        return self.num_bytes <= num_bytes
+        return (self.certain_bytes if at_best else self.num_bytes) <= num_bytes
 
     @property
     def certain_bytes(self) -> int:
