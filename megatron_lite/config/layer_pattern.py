@@ -18,13 +18,10 @@ from __future__ import annotations
 import ast
 import re
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_lite.config.checks import quoted
 from megatron_lite.config.plain import shown
-
-if TYPE_CHECKING:
-    from megatron_lite.config.model import ModelConfig
 
 Pattern = int | tuple[int, ...]
 
@@ -125,44 +122,8 @@ def reach(window: tuple[int, int] | None, seq_length: int) -> int | None:
     return None if window is None or window[0] >= seq_length - 1 else window[0]
 
 
-def check_layers(model: ModelConfig) -> None:
-    """Raises ValueError if a window or rotary setting breaks a rule, or if two contradict."""
-    window, skipped, unrotated = model.window_size, model.window_attn_skip_freq, model.no_rope_freq
-    if window is not None and (
-        len(window) != 2 or not 0 <= window[0] <= LARGEST_NUMBER or window[1] != 0
-    ):
-        raise ValueError(
-            f"--window-size {spelled(window)}: give LEFT,0, the tokens before a query that it "
-            "reads, and 0 since the model is causal; without a limit leave it out"
-        )
-    if skipped is not None and window is not None:
-        name = f"--window-attn-skip-freq {spelled(skipped)}"
-        _check_pattern(name, skipped, model.num_layers)
-        if skipped == 1 if isinstance(skipped, int) else not any(skipped):
-            raise ValueError(
-                f"{name} leaves no layer with --window-size {spelled(window)}: leave both out"
-            )
-    if unrotated is None:
-        return
-    name = f"--no-rope-freq {spelled(unrotated)}"
-    _check_pattern(name, unrotated, model.num_layers)
-    if not model.positions.rotated:
-        raise ValueError(
-            f"{name} takes rotary embedding out of some layers, and --position-embedding-type "
-            f"{model.position_embedding_type} has none: give rope, or leave --no-rope-freq out"
-        )
-    if isinstance(unrotated, int) and model.num_layers % unrotated:
-        raise ValueError(
-            f"{name} does not divide --num-layers {model.num_layers}: give a divisor, or a list "
-            "with one number for each layer"
-        )
-    if marks_all(unrotated):
-        raise ValueError(
-            f"{name} leaves no layer that rotates: give --position-embedding-type none instead"
-        )
-
-
-def _check_pattern(name: str, pattern: Pattern, num_layers: int) -> None:
+def check_pattern(name: str, pattern: Pattern, num_layers: int) -> None:
+    """Raises ValueError unless the pattern is a frequency, or has a mark for each layer."""
     if isinstance(pattern, int):
         if pattern < 1:
             raise ValueError(f"{name}: give at least 1")
@@ -171,10 +132,6 @@ def _check_pattern(name: str, pattern: Pattern, num_layers: int) -> None:
             f"{name} must be a list of 0 and 1, one for each of --num-layers {num_layers} (got "
             f"{len(pattern)} numbers)"
         )
-
-
-def marks_all(pattern: Pattern) -> bool:
-    return pattern == 1 if isinstance(pattern, int) else all(pattern)
 
 
 def spelled(pattern: Pattern) -> str:

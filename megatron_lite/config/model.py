@@ -19,11 +19,13 @@ from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen, resolve
 from megatron_lite.config.layer_pattern import (
-    check_layers,
+    LARGEST_NUMBER,
+    check_pattern,
     marks,
     parse_pattern,
     parse_window,
     reach,
+    spelled,
 )
 from megatron_lite.config.plain import MOST_LAYERS
 from megatron_lite.config.setting import check_settings, required, setting, switch
@@ -270,7 +272,46 @@ class ModelConfig:
                 f"{self.rotary_dim} rotated channels: it must be an even number of at least 2, in "
                 "(0, 1]"
             )
-        check_layers(self)
+        self._check_window()
+        self._check_rotation()
+
+    def _check_window(self) -> None:
+        window, skipped = self.window_size, self.window_attn_skip_freq
+        if window is None:
+            return
+        if len(window) != 2 or not 0 <= window[0] <= LARGEST_NUMBER or window[1] != 0:
+            raise ValueError(
+                f"--window-size {spelled(window)}: give LEFT,0, the tokens before a query that it "
+                "reads, and 0 since the model is causal; without a limit leave it out"
+            )
+        if skipped is not None:
+            name = f"--window-attn-skip-freq {spelled(skipped)}"
+            check_pattern(name, skipped, self.num_layers)
+            if not any(map(self.layer_window, range(self.num_layers))):
+                raise ValueError(
+                    f"{name} leaves no layer with --window-size {spelled(window)}: leave both out"
+                )
+
+    def _check_rotation(self) -> None:
+        unrotated = self.no_rope_freq
+        if unrotated is None:
+            return
+        name = f"--no-rope-freq {spelled(unrotated)}"
+        check_pattern(name, unrotated, self.num_layers)
+        if not self.positions.rotated:
+            raise ValueError(
+                f"{name} takes rotary embedding out of some layers, and --position-embedding-type "
+                f"{self.position_embedding_type} has none: give rope, or leave --no-rope-freq out"
+            )
+        if isinstance(unrotated, int) and self.num_layers % unrotated:
+            raise ValueError(
+                f"{name} does not divide --num-layers {self.num_layers}: give a divisor, or a list "
+                "with one number for each layer"
+            )
+        if not any(map(self.layer_rotates, range(self.num_layers))):
+            raise ValueError(
+                f"{name} leaves no layer that rotates: give --position-embedding-type none instead"
+            )
 
     @property
     def head_dim(self) -> int:
