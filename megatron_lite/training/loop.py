@@ -66,6 +66,14 @@ class StartedStep(NamedTuple):
     end: StepEnd
 
 
+class Looks(NamedTuple):
+    """What looks at a step: None for most steps."""
+
+    meter: ActivationMeter | None = None
+    timeline: TimelineRecorder | None = None
+    peak: PeakMeter | None = None
+
+
 @dataclass(kw_only=True)
 class Trainer:
     """The parts of a run, and its progress. build_trainer.py makes them.
@@ -274,11 +282,7 @@ class Trainer:
         return 0 if waits or not StepEnd.is_late(self.parallel.device) else 1
 
     def _start_step(self, log: RunLog) -> StartedStep:
-        """Runs a step, without reading its figures.
-
-        The first one of this start measures the kept bytes. The second one measures its peak and
-        records the memory timeline: its memory is that of all later steps.
-        """
+        """Runs a step, without reading its figures."""
         config, parallel, logging = self.config, self.parallel, self.config.logging
         iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
         batch_size = self.batches.at(before)
@@ -298,18 +302,12 @@ class Trainer:
             rules=self.rules,
         )
         self._num_steps += 1
-        meter = timeline = peak = None
-        if self._num_steps == 1 and not config.compiles_layers:
-            meter = ActivationMeter(thorough=config.recompute.recompute_verify)
-        if self._num_steps == 2 and logging.memory_timeline and parallel.rank == 0:
-            timeline = TimelineRecorder(logging.memory_timeline, config)
-        if self._num_steps == 2 and measures_peak(self.config, self.parallel.device):
-            peak = PeakMeter(self.model, self.optimizer, parallel.device)
+        looks = self._looks() if self._num_steps <= 2 else Looks()
         if self.profiler is not None:
             self.profiler.begin(iteration)
         with ExitStack() as around:
-            if peak is not None:
-                around.enter_context(peak.step())
+            if looks.peak is not None:
+                around.enter_context(looks.peak.step())
             if self.slow_ranks is not None:
                 around.enter_context(self.slow_ranks.step(logged=logged))
             masked = None
@@ -321,16 +319,16 @@ class Trainer:
                 batches,
                 learning_rate=learning_rate,
                 decoupled_learning_rate=decoupled_learning_rate,
-                meter=meter,
-                timeline=timeline,
+                meter=looks.meter,
+                timeline=looks.timeline,
                 masked=masked,
             )
         for notice in self.profiler.end(iteration) if self.profiler is not None else ():
             log.line(notice)
-        if meter is not None:
-            self._compare_kept_bytes(meter, log)
-        if peak is not None:
-            self._compare_peak(peak, log)
+        if looks.meter is not None:
+            self._compare_kept_bytes(looks.meter, log)
+        if looks.peak is not None:
+            self._compare_peak(looks.peak, log)
         self.progress = replace(
             self.progress, iteration=iteration, consumed_samples=before + batch_size
         )
@@ -352,6 +350,23 @@ class Trainer:
             decoupled_learning_rate=decoupled_learning_rate,
         )
         return StartedStep(row, result, StepEnd(parallel.device, figures))
+
+    def _looks(self) -> Looks:
+        """Returns what looks at this step.
+
+        The first one of this start measures the kept bytes. The second one measures its peak and
+        records the memory timeline: its memory is that of all later steps.
+        """
+        config, device = self.config, self.parallel.device
+        if self._num_steps == 1:
+            verifies = config.recompute.recompute_verify
+            return Looks(None if config.compiles_layers else ActivationMeter(thorough=verifies))
+        path, peak, timeline = config.logging.memory_timeline, None, None
+        if path is not None and self.parallel.rank == 0:
+            timeline = TimelineRecorder(path, config)
+        if measures_peak(config, device):
+            peak = PeakMeter(self.model, self.optimizer, device)
+        return Looks(timeline=timeline, peak=peak)
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
