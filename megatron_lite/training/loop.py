@@ -207,12 +207,8 @@ class Trainer:
             is_first = self._num_steps == 0
             with log.slow("the first step of this start") if is_first else nullcontext():
                 self._started.append(self._start_step(log))
-            kernels = next(iter(self.model)).decoder.context.kernels
-            if is_first and kernels is not None:
-                log.line(
-                    f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
-                    "first step; TORCHINDUCTOR_CACHE_DIR keeps them for the next start"
-                )
+            if is_first:
+                self._tell_compiled_kernels(log)
             iteration = self.progress.iteration
             if self.saver is not None:
                 self.saver.poll(log.line)
@@ -252,6 +248,14 @@ class Trainer:
             growth = self.batches.at(self.progress.consumed_samples) / batch_size
             self.pulse.at(f"iteration {iteration + 1}", growth=max(1.0, growth))
         return True
+
+    def _tell_compiled_kernels(self, log: RunLog) -> None:
+        kernels = next(iter(self.model)).decoder.context.kernels
+        if kernels is not None:
+            log.line(
+                f"{kernels.num_graphs} kernels were compiled in {kernels.seconds:.1f} s of the "
+                "first step; TORCHINDUCTOR_CACHE_DIR keeps them for the next start"
+            )
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
