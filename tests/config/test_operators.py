@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.config.notices import notices
 from megatron_lite.config.operators import GROUPS, Choice
 from megatron_lite.config.policy import parse_policy
 from megatron_lite.config.recompute import RecomputeConfig
@@ -70,26 +69,3 @@ def test_a_run_refuses_operators_whose_bytes_it_could_not_tell() -> None:
     with pytest.raises(ValueError, match=r"aten\.gelu\.default would keep cannot be told"):
         run_with("0:ops(matmul);1:ops(aten.gelu.default)")
     run_with("0:ops(matmul);1:ops(aten.bmm.default/2,max)")
-
-
-@pytest.mark.parametrize(
-    ("policy", "tp_size", "model", "warned"),
-    [
-        ("*:ops(matmul)", 1, {}, []),
-        ("*:ops(matmul,attention)", 1, dict(attention_dropout=0.0), []),
-        ("*:ops(matmul,attention)", 1, dict(attention_dropout=0.1), ["attention"]),
-        (
-            "*:ops(matmul,attention)",
-            1,
-            dict(attention_dropout=0.0, attention_backend="unfused"),
-            ["attention"],
-        ),
-        ("0:ops(collective/2);1:ops(max)", 1, {}, ["collective", "max"]),
-        ("0:ops(collective/2)", 2, {}, []),
-    ],
-)
-def test_a_name_without_effect_is_a_warning(
-    policy: str, tp_size: int, model: dict[str, object], warned: list[str]
-) -> None:
-    warnings = notices(run_with(policy, tp_size=tp_size, **model), "recompute")
-    assert [one.split("(")[1].split(")")[0] for one in warnings if "keeps nothing" in one] == warned

@@ -82,17 +82,6 @@ def test_a_value_beyond_its_rule_is_told_with_flag_rule_and_value(
     assert said.startswith(f"{flag} must be ") and rule in said and f"(got {value!r})" in said
 
 
-def test_a_library_user_gets_the_same_errors() -> None:
-    for config_class, broken, message in (
-        (ModelConfig, {"normalization": "rmsnorm"}, "--normalization must be one of LayerNorm"),
-        (ModelConfig, {"num_layers": 0}, "--num-layers must be at least 1"),
-        (TrainingConfig, {"rampup_batch_size": (4, 2), "global_batch_size": 8}, "three numbers"),
-        (TokenizerConfig, {"vocab_size": None}, "needs --vocab-size"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            build(config_class, **broken)
-
-
 SMALLEST: dict[type, dict[str, Any]] = {
     ModelConfig: {
         "num_layers": 2,

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,12 +16,7 @@ from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.parallel.state import parallel_state
 from megatron_lite.training import build_trainer as build
 from megatron_lite.training import out_of_memory as capacity
-from megatron_lite.training.out_of_memory import (
-    check_fits,
-    least_bytes,
-    memory_bytes,
-    told_where_memory_runs_out,
-)
+from megatron_lite.training.out_of_memory import check_fits, least_bytes, memory_bytes
 from tests.support.commands import MOCK, SMALL_RUN
 from tests.support.programs import program
 from tests.support.ranks import run_ranks
@@ -89,31 +83,6 @@ def test_the_limit_of_the_control_group_counts_where_it_is_lower(
         (tmp_path / "memory.max").write_text(limit + "\n")
     files = dict(meminfo=tmp_path / "meminfo", cgroup_limits=[tmp_path / "memory.max"])
     assert memory_bytes(CPU, **files) == expected
-
-
-def _too_much() -> None:
-    torch.empty(1 << 60, dtype=torch.uint8)
-
-
-def _too_much_for_numpy() -> None:
-    np.empty(1 << 60, np.uint8)
-
-
-def _as_cuda() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore of it.")
-
-
-@pytest.mark.parametrize("allocate", [_too_much, _too_much_for_numpy, _as_cuda])
-def test_an_allocation_that_fails_in_the_build_is_one_line_with_both_numbers(allocate) -> None:
-    with (
-        parallel_state(RUN.parallel, seed=1) as parallel,
-        pytest.raises(InputError) as fault,
-        told_where_memory_runs_out(RUN, parallel, 4, lambda: "while the run was built"),
-    ):
-        allocate()
-    text = str(fault.value)
-    assert text.startswith("out of memory while the run was built (") and "\n" not in text
-    assert "A step of this rank needs " in text and "It may allocate " in text
 
 
 @pytest.mark.parametrize(

@@ -338,35 +338,6 @@ def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
     assert len(expected) > 1
 
 
-LAYOUT_FLAGS = [
-    (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-    (2, "--attention-backend unfused --context-parallel-size 2"),
-    (2, "--use-torch-fsdp2 --calculate-per-token-loss"),
-    (2, "--use-distributed-optimizer"),
-    (4, "--pipeline-model-parallel-size 4 --calculate-per-token-loss"),
-]
-
-
-@pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize(("ranks", "layout"), only(LAYOUT_FLAGS, 1))
-def test_a_run_has_the_same_losses_in_every_layout(ranks: int, layout: str, tmp_path: Path) -> None:
-    kept = ("--attention-backend unfused", "--calculate-per-token-loss")
-    same = " ".join(flag for flag in kept if flag in layout)
-    flags = f"{FLAGS} --global-batch-size 12"
-    expected = metrics_of(f"{flags} {same}", tmp_path)
-    path = tmp_path / "sharded.jsonl"
-
-    def work(rank: int, world_size: int) -> None:
-        run_to_end(config_of(f"{flags} {layout} --metrics-jsonl {path}"))
-
-    run_ranks(work, ranks, detail=False)
-    found = columns(path)
-    assert len(found) == len(expected) > 1
-    for want, have in zip(expected, found, strict=True):
-        assert have == pytest.approx(want, rel=2e-5)
-
-
 def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"

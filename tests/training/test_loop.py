@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.config.checks import InputError
-from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
 
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
@@ -57,27 +56,6 @@ def test_evaluation_does_not_disturb_training(tmp_path: Path) -> None:
     run_to_end(tiny_run(metrics=tmp_path / "a"))
     run_to_end(tiny_run(metrics=tmp_path / "b", training=dict(eval_interval=3)))
     assert rows(tmp_path / "a") == rows(tmp_path / "b")
-
-
-def _losses(rank: int, world_size: int, folder: Path, tp_size: int) -> None:
-    run_to_end(
-        tiny_run(
-            tp_size=tp_size, model=NO_DROPOUT, metrics=folder / f"world{world_size}-tp{tp_size}"
-        )
-    )
-
-
-@pytest.mark.long
-def test_losses_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    """One data order at every DP size, one model at every TP size. float32 sums in another order:
-    1e-4 after 20 steps."""
-    for world_size, tp_size in ((1, 1), (2, 1), (2, 2), (4, 2)):
-        run_ranks(_losses, world_size, tmp_path, tp_size, detail=False)
-    expected = [row["lm_loss"] for row in rows(tmp_path / "world1-tp1")]
-    for name in ("world2-tp1", "world2-tp2", "world4-tp2"):
-        assert [row["lm_loss"] for row in rows(tmp_path / name)] == pytest.approx(
-            expected, rel=1e-4
-        ), name
 
 
 def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path: Path) -> None:

@@ -21,79 +21,6 @@ from tests.support.mutants import replaces
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
-FULL = dict(recompute_granularity="full")
-POLICIES: dict[str, dict[str, Any]] = {
-    "none": {},
-    "uniform": dict(**FULL, recompute_method="uniform"),
-    "units of 2, split": dict(
-        **FULL,
-        recompute_method="uniform",
-        recompute_num_layers=2,
-        distribute_saved_activations=True,
-    ),
-    "block": dict(**FULL, recompute_method="block", recompute_num_layers=2),
-    "block, whole tail": dict(**FULL, recompute_method="block", recompute_tail_skip=False),
-    "core_attn": dict(recompute_activations=True),
-    "pointwise": dict(
-        recompute_granularity="selective",
-        recompute_modules=("core_attn", "layernorm", "activation"),
-    ),
-    "layers on the host": dict(recompute_policy="*:none@host"),
-    "split, on the host": dict(
-        recompute_policy="*:full@split+host",
-        contiguous_saved_activations=True,
-        recompute_verify=True,
-    ),
-    "mlp, verified": dict(
-        recompute_granularity="selective",
-        recompute_modules=("mlp", "layernorm"),
-        recompute_verify=True,
-    ),
-}
-
-
-ITERATIONS = 8
-
-
-def _train_each(rank: int, world_size: int, folder: Path) -> None:
-    for name, flags in POLICIES.items():
-        config = tiny_run(
-            tp_size=world_size,
-            metrics=folder / name,
-            model=dict(num_layers=3),
-            training=dict(train_iters=ITERATIONS, micro_batch_size=2, eval_iters=0),
-        )
-        run_to_end(replace(config, recompute=RecomputeConfig(**flags)))
-
-
-@pytest.mark.long
-def test_iterations_with_dropout_log_the_same_text_under_every_policy(tmp_path: Path) -> None:
-    run_ranks(_train_each, 2, tmp_path, detail=False)
-    texts, kept = {}, {}
-    for name in POLICIES:
-        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
-        texts[name] = [(json.dumps(row["lm_loss"]), json.dumps(row["grad_norm"])) for row in rows]
-        assert all(
-            row["activation_bytes_predicted"] == row["activation_bytes_measured"] for row in rows
-        ), name
-        assert all(
-            row["activation_host_bytes_predicted"] == row["activation_host_bytes_measured"]
-            for row in rows
-        ), name
-        assert (rows[0]["activation_host_bytes_measured"] is not None) == ("on the host" in name)
-        kept[name] = rows[0]["activation_bytes_measured"]
-    assert len(set(texts["none"])) == ITERATIONS and all(
-        text == texts["none"] for text in texts.values()
-    )
-    assert (
-        kept["units of 2, split"]
-        < kept["uniform"]
-        < kept["block"]
-        < kept["none"]
-        > kept["pointwise"]
-    )
-    assert kept["layers on the host"] < kept["split, on the host"] < kept["uniform"]
-
 
 def _keep_a_tensor(
     monkeypatch: pytest.MonkeyPatch, kept: list[torch.Tensor], *, by_the_graph: bool
@@ -163,7 +90,7 @@ def _record(rank: int, world_size: int, folder: Path) -> None:
     run_to_end(
         replace(
             config,
-            recompute=RecomputeConfig(**POLICIES["uniform"]),
+            recompute=RecomputeConfig(recompute_policy="*:full"),
             logging=LoggingConfig(
                 memory_timeline=str(folder / "timeline.json"), metrics_jsonl=str(folder / "metrics")
             ),
@@ -180,7 +107,7 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) ->
             run_to_end(
                 replace(
                     tiny_run(tp_size=size, metrics=plain / "metrics", training=dict(train_iters=3)),
-                    recompute=RecomputeConfig(**POLICIES["uniform"]),
+                    recompute=RecomputeConfig(recompute_policy="*:full"),
                 )
             )
             and None
