@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.stores import Opened, Stores
@@ -100,6 +99,8 @@ def _run(
         else None
     )
     if results is None:
+        from megatron_lite.recompute.checkpoint import checkpoint
+
         return checkpoint(
             forward,
             *args,

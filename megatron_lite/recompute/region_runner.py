@@ -26,7 +26,6 @@ from torch import Tensor
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import address_of
-from megatron_lite.recompute.checkpoint import checkpoint, rebuilt_outputs
 from megatron_lite.recompute.saved import Handle, bytes_of, exchanging, view_in
 
 if TYPE_CHECKING:
@@ -62,6 +61,8 @@ def discarding() -> Iterator[Callable[[Tensor], None]]:
 
 
 def _rebuilt_bytes(node: Any) -> Tensor:
+    from megatron_lite.recompute.checkpoint import rebuilt_outputs
+
     return bytes_of(rebuilt_outputs(node))
 
 
@@ -128,6 +129,8 @@ class Regions:
         # matmul.
         forward = _with_last(function, skip_tail)
         replay = _with_last(function, True) if self.skip_region_tails else None
+        from megatron_lite.recompute.checkpoint import checkpoint
+
         return checkpoint(
             self._verified(name, forward, self.rng), *args, rng=self.rng, replay=replay
         )
@@ -139,6 +142,8 @@ class Regions:
         self._called.add(name)
         if name not in self.rebuilt:
             return self.noted(name, function(*args))
+        from megatron_lite.recompute.checkpoint import checkpoint
+
         output = checkpoint(self._verified(name, function, None), *args, rng=None)
         # The recipe finds the replay through the output's grad_fn. Under no_grad there is none.
         if output.grad_fn is not None:

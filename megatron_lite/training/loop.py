@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from megatron_lite.training.timers import Timers
 
 
+NEVER = 2**63  # iterations
+
+
 class StartedStep(NamedTuple):
     """A step whose figures may still be on the device.
 
@@ -195,9 +198,15 @@ class Trainer:
             log.line(f"exiting at iteration {iteration}: {reason}")
             return False
 
-        def is_at(interval: int | None) -> bool:
-            return interval is not None and iteration % interval == 0
-
+        evaluate_every, save_every, compare_every, exit_every = (
+            interval or NEVER
+            for interval in (
+                training.eval_interval,
+                None if self.saver is None else checkpoint.save_interval,
+                training.check_weight_hash_across_dp_replicas_interval,
+                training.exit_interval,
+            )
+        )
         self._last_end = StepEnd(self.parallel.device)
         # No time limit in the first step: kernels load or compile in it, for minutes on some
         # machines.
@@ -213,19 +222,17 @@ class Trainer:
             if self.saver is not None:
                 self.saver.poll(log.line)
             ends = iteration == self.num_iterations
-            evaluates, saves = (
-                is_at(training.eval_interval) and not ends,  # the end evaluates by itself
-                self.saver is not None and is_at(checkpoint.save_interval),
-            )
+            evaluates = iteration % evaluate_every == 0 and not ends  # the end does so by itself
+            saves = iteration % save_every == 0
             reason, last = exits.now(), None
-            if is_at(training.exit_interval):
+            if iteration % exit_every == 0:
                 last = f"--exit-interval {training.exit_interval}"
             # An evaluation, a save or the end of the run needs the progress of all steps. Otherwise
             # one step's figures may stay on the GPU, so that reading them does not stall it.
             needs_all = evaluates or saves or ends or reason or last
             while len(self._started) > (0 if needs_all else in_flight):
                 self._finish_step(self._started.pop(0), log)
-            if is_at(training.check_weight_hash_across_dp_replicas_interval):
+            if iteration % compare_every == 0:
                 self._compare_replicas()
             if evaluates:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
