@@ -17,6 +17,7 @@ from megatron_lite.training import log_files
 from megatron_lite.training.log_files import metrics_file
 from megatron_lite.training.scalars import TensorBoard
 from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.syscalls import recorded
 
 ROWS = "".join(f'{{"iteration": {number}}}\n' for number in range(1, 6))
 
@@ -159,3 +160,14 @@ def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_
         assert sorted(other.name for other in folder.iterdir()) == ["m", "m.previous"]
         number += 1
     assert number > 2
+
+
+def test_the_new_text_is_on_the_disk_before_it_takes_the_files_name(tmp_path: Path) -> None:
+    path = tmp_path / "m"
+    path.write_text(ROWS)
+    with recorded() as calls:
+        metrics_file(str(path), 3)
+    renamed = next((place for place, call in enumerate(calls) if call.target == str(path)), None)
+    assert renamed is not None
+    assert calls[renamed - 1].name == "fsync" and calls[renamed - 1].times == calls[renamed].times
+    assert (calls[renamed + 1].name, calls[renamed + 1].path) == ("fsync", str(tmp_path))
