@@ -24,7 +24,7 @@ from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.generators import RngSnapshot
-from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.parameter_spec import saved_state, spec_of
 from megatron_lite.parallel.rng import DEFAULT
 from megatron_lite.parallel.state import ParallelState
 
@@ -104,7 +104,7 @@ def load_weights(
 
     Raises InputError if the parameters' names or global shapes differ from the checkpoint's.
     """
-    held = dict(model.named_parameters())
+    held = saved_state(model)
     # With several pipeline ranks each holds only the parameters of its own stages, so the other
     # parameters of the checkpoint are not unexpected.
     unexpected = sorted(set(metadata.parameters) - set(held)) if parallel.pp_size == 1 else []
@@ -117,7 +117,7 @@ def load_weights(
     reader = ShardReader(step, "model", saved_tp_size=metadata.tp_size)
     for name, parameter in held.items():
         values = reader.read(name, metadata.parameters[name], spec_of(parameter), **ranks)
-        if optimizer is None:
+        if optimizer is None or not isinstance(parameter, nn.Parameter):
             parameter.copy_(values)
         else:
             optimizer.set_weight(name, values)

@@ -20,7 +20,7 @@ from megatron_lite.checkpointing.step_files import shard_file
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import open_input, regular_path
-from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 
 MOST_DIMS = 8
 MOST_ELEMENTS = 2**48
@@ -94,7 +94,7 @@ def layouts_of(model: nn.Module, pp_rank: int) -> dict[str, SavedLayout]:
     """Returns the layout of every parameter that this pipeline rank saves, by name."""
     return {
         name: SavedLayout(spec_of(parameter), pp_rank)
-        for name, parameter in model.named_parameters()
+        for name, parameter in saved_state(model).items()
         if not spec_of(parameter).is_copy
     }
 

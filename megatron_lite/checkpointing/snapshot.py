@@ -22,7 +22,7 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.parameter_spec import saved_state, spec_of
 from megatron_lite.parallel.state import ParallelState
 
 
@@ -77,8 +77,10 @@ def take_snapshot(
     texts: dict[str, bytes] = {}
     held: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
     # Gathering a parameter is a collective, so every data-parallel rank must run the loop.
-    for name, parameter in model.named_parameters():
-        weight, states = optimizer.weight(name), optimizer.whole_states(name)
+    for name, parameter in saved_state(model).items():
+        weight, states = parameter, {}
+        if isinstance(parameter, nn.Parameter):
+            weight, states = optimizer.weight(name), optimizer.whole_states(name)
         if parallel.dp_cp_rank != 0:
             continue
         for kind, key, tensor in (

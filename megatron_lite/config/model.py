@@ -18,6 +18,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen, resolve
+from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.layer_pattern import (
     LARGEST_NUMBER,
     check_pattern,
@@ -99,7 +100,7 @@ ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ExpertSettings):
     """The shape of one GPT.
 
     ffn_hidden_size: f. None: Megatron's default, 4 h. With a gated activation it is 8/3 h, rounded
@@ -274,6 +275,7 @@ class ModelConfig:
             )
         self._check_window()
         self._check_rotation()
+        self.check_experts(self.num_layers)
 
     def _check_window(self) -> None:
         window, skipped = self.window_size, self.window_attn_skip_freq
@@ -355,6 +357,11 @@ class ModelConfig:
         Returns None if the layer has no window, or a window that covers the whole sequence.
         """
         return reach(self.layer_window(layer), seq_length)
+
+    @property
+    def num_dense_layers(self) -> int:
+        """The number of layers with a dense MLP."""
+        return sum(not self.layer_has_experts(layer) for layer in range(self.num_layers))
 
     def layer_rotates(self, layer: int) -> bool:
         """Returns whether the layer rotates queries and keys.

@@ -15,7 +15,10 @@ from megatron_lite.config.layer_pattern import reach, spelled
 from megatron_lite.config.operators import parse_entry
 from megatron_lite.config.policy import LayerAction, check_policy_reaches
 from megatron_lite.config.regions import (
+    MLP_REGION,
+    MOE,
     NORM_PARTS,
+    POINTWISE,
     REGIONS,
     any_skips_tail,
     nested,
@@ -181,9 +184,15 @@ def _of_regions(config: RunConfig, actions: list[LayerAction], modules: list[str
             f"--recompute-modules {region} saves next to nothing under --attention-backend "
             f"{model.attention_backend}: flash attention rebuilds its scores in backward by itself"
         )
-    if any(action.router for action in actions):
+    if any(action.router for action in actions) and model.num_experts is None:
         yield "--recompute-policy +router has no effect: these layers have no router"
     for region in modules:
+        # `pointwise` names every cheap region, whatever the layers have.
+        wanted = REGIONS[region].needs_experts and not {*POINTWISE} <= {*modules}
+        if wanted and model.num_experts is None:
+            yield f"--recompute-modules {region} has no effect without --num-experts"
+        if region == MLP_REGION and model.num_dense_layers == 0:
+            yield f"--recompute-modules {region} has no effect: every layer has experts; use {MOE}"
         if model.norms_after and REGIONS[region].needs_norms_before:
             yield (
                 f"--recompute-modules {region} has no effect under --norm-position after: no "

@@ -25,6 +25,7 @@ GROUPS = {
         "aten.bmm.default",
         "aten.baddbmm.default",
         "aten.linear.default",
+        "aten._grouped_mm.default",
     ),
     "attention": (
         "aten._scaled_dot_product_flash_attention.default",

@@ -13,6 +13,7 @@ from typing import Literal
 
 CORE_ATTENTION, LAYERNORM, MLP_REGION = "core_attn", "layernorm", "mlp"
 ACTIVATION, DROPOUT = "activation", "dropout"
+MOE, MOE_ACTIVATION, SHARED_EXPERTS = "moe", "moe_act", "shared_experts"
 ALIAS = "pointwise"
 Method = Literal["replay", "discard", "redraw"]
 
@@ -37,6 +38,7 @@ class RegionFacts:
     needs_norms_before: whether it frees memory only where a norm precedes attention and the MLP.
         No operation keeps the output of a norm that follows them (--norm-position after).
     needs_hidden_dropout: whether it frees memory only under --hidden-dropout > 0.
+    needs_experts: whether only layers with experts have it (--num-experts). They have no `mlp`.
     """
 
     method: Method
@@ -47,6 +49,7 @@ class RegionFacts:
     needs_scores: bool = False
     needs_norms_before: bool = False
     needs_hidden_dropout: bool = False
+    needs_experts: bool = False
 
 
 REGIONS = {
@@ -64,6 +67,19 @@ REGIONS = {
     ACTIVATION: RegionFacts(method="discard", help="the activation of the MLP", parent=MLP_REGION),
     DROPOUT: RegionFacts(
         method="redraw", help="the dropout masks of the residual stream", needs_hidden_dropout=True
+    ),
+    MOE: RegionFacts(
+        method="replay",
+        help="router and experts, with the forward's choice",
+        draws=True,
+        skips_tail=True,
+        needs_experts=True,
+    ),
+    SHARED_EXPERTS: RegionFacts(
+        method="replay", help="the shared expert", parent=MOE, draws=True, needs_experts=True
+    ),
+    MOE_ACTIVATION: RegionFacts(
+        method="discard", help="the activation of the experts", parent=MOE, needs_experts=True
     ),
 }
 MODULES = tuple(REGIONS)

@@ -15,8 +15,10 @@ only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.description.operations import (
     NOTHING_MOVED,
     OPERATORS,
@@ -26,6 +28,7 @@ from megatron_lite.description.operations import (
     Operation,
     OperatorCall,
     Parameter,
+    RegionEntry,
 )
 from megatron_lite.description.shape import Shape
 
@@ -130,3 +133,94 @@ def row_linear(
 
 def _linear(bias: bool) -> str:
     return "aten.addmm.default" if bias else "aten.mm.default"
+
+
+def dense_mlp(
+    of: Shape,
+    normed: KeptTensor,
+    *,
+    name: str,
+    module: str,
+    ffn_size: int,
+    regions: tuple[str, ...],
+    enters: tuple[RegionEntry, ...],
+    activation: str,
+    output_is_read: bool,
+) -> Iterator[Operation]:
+    """Yields an MLP (model/mlp.py).
+
+    normed: its input. name: how the names of its operations begin. activation: the region of its
+    activation. enters: the regions that begin with it.
+    """
+    model, sizes = of.model, of.sizes
+    prefix = "" if name == "linear" else f"{name} "
+    fc2_width = ffn_size // of.tp_size
+    fc1_width = model.fc1_blocks * fc2_width
+    intermediate = KeptTensor(f"{prefix}fc1 output", sizes.tokens * fc1_width * of.element)
+    activated = KeptTensor(f"{prefix}activation output", sizes.tokens * fc2_width * of.element)
+    yield column_linear(
+        of,
+        f"{name}_fc1",
+        f"{module}.linear_fc1",
+        f"{prefix}fc1",
+        intermediate.name,
+        width=fc1_width,
+        bias=model.add_bias_linear,
+        skips_bias=sizes.compiled,
+        keeps=(normed,),
+        regions=regions,
+        enters=enters,
+    )
+    yield activation_operation(
+        of,
+        intermediate,
+        activated,
+        name=f"{prefix}activation",
+        module=module,
+        regions=(*regions, activation),
+    )
+    yield row_linear(
+        of,
+        f"{name}_fc2",
+        f"{module}.linear_fc2",
+        f"{prefix}fc2",
+        width=fc2_width,
+        keeps=(activated,),
+        regions=regions,
+        own_gradient=model.norms_after,
+        output_is_read=output_is_read,
+    )
+
+
+def activation_operation(
+    of: Shape,
+    intermediate: KeptTensor,
+    activated: KeptTensor,
+    *,
+    name: str,
+    module: str,
+    regions: tuple[str, ...],
+) -> Operation:
+    """Returns an MLP's activation. intermediate: its input. activated: its result.
+
+    regions: those in which it lies. The last one is its own.
+    """
+    model, inside, output = of.model, intermediate.num_bytes, activated.num_bytes
+    if of.sizes.compiled:
+        pass  # one kernel, which has no tensor inside
+    elif model.activation == "gelu" and model.bias_gelu_fusion and of.sizes.device == "cpu":
+        # The forward computes in float32: a 16-bit input and the result are cast.
+        inside = max(inside, 2 * of.wide(output) * of.sizes.is_rounded)
+    elif model.activation == "swiglu":
+        inside += 2 * output  # backward holds silu(gate) and two gradients of that size
+    facts = ACTIVATIONS[model.activation]
+    forward, backward = facts.fused if of.sizes.compiled else facts.moved
+    return Operation(
+        name,
+        module,
+        (intermediate,),
+        regions,
+        (RegionEntry(regions[-1], (intermediate,), (activated.name,)),),
+        moved=Moved(forward * output, backward * output),
+        temporary=inside + output,
+    )

@@ -188,6 +188,10 @@ class Operation(NamedTuple):
     beside: tuple[str, ...] = ()
     temporary: int = 0
 
+    def outside(self, region: str) -> tuple[str, ...]:
+        """Returns the regions around one of its regions."""
+        return self.regions[: self.regions.index(region)]
+
     @property
     def forward(self) -> tuple[Collective, ...]:
         """The collectives of its forward."""
@@ -206,11 +210,13 @@ class LayerDescription:
     absorbs: the name of the operation whose backward frees the gradient of the layer's output, or
         adds to it in place.
     peculiarity: a text that tells how the layer differs from other layers of the model, or "".
+    choices: what a replay of the layer may not choose again, so that every policy keeps it.
     """
 
     operations: tuple[Operation, ...]
     absorbs: str
     peculiarity: str = ""
+    choices: tuple[KeptTensor, ...] = ()
 
     @property
     def input(self) -> KeptTensor:
@@ -247,22 +253,20 @@ class LayerDescription:
     def tail(self, region: str | None = None) -> frozenset[tuple[str, int]]:
         """Returns the calls that a replay can leave out if its output is not read.
 
-        They are the `output_only` calls of the last operation that has calls. Each is (name of the
-        operation, number of the call).
+        They are the `output_only` calls of the last operation that has calls, and of those right
+        before it that have no others. Each is (name of the operation, number of the call).
 
         region: the region that is replayed, or None for the whole layer.
         """
-        within = [
-            one
-            for one in self.operations
-            if one.calls and (region is None or region in one.regions)
-        ]
-        return frozenset(
-            (last.name, number)
-            for last in within[-1:]
-            for number, call in enumerate(last.calls)
-            if call.output_only
-        )
+        calls: list[tuple[str, int]] = []
+        for one in reversed(self.operations):
+            if not one.calls or (region is not None and region not in one.regions):
+                continue
+            found = [number for number, call in enumerate(one.calls) if call.output_only]
+            calls += [(one.name, number) for number in found]
+            if len(found) < len(one.calls):
+                break
+        return frozenset(calls)
 
 
 def rng_state(name: str, num_bytes: int) -> KeptTensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
-from megatron_lite.config.model import ACTIVATIONS, ModelConfig
-from megatron_lite.config.regions import ACTIVATION, MLP_REGION
-from megatron_lite.description.linears import column_linear, row_linear
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.regions import ACTIVATION, MLP_REGION, MOE
+from megatron_lite.description.experts import ROUTER, choices, expert_operations
+from megatron_lite.description.linears import column_linear, dense_mlp, row_linear
 from megatron_lite.description.norms import (
     ATTENTION_DROPOUT,
     MLP_DROPOUT,
@@ -36,10 +38,14 @@ def describe_layers(
 
     Layers that are alike share one description.
     """
-    alike: dict[tuple[int | None, bool], LayerDescription] = {}
+    alike: dict[tuple[int | None, bool, bool], LayerDescription] = {}
     layers = []
     for layer in range(sizes.first_layer, sizes.first_layer + num_layers):
-        kind = (model.layer_reach(layer, sizes.seq_length), model.layer_rotates(layer))
+        kind = (
+            model.layer_reach(layer, sizes.seq_length),
+            model.layer_rotates(layer),
+            model.layer_has_experts(layer),
+        )
         if kind not in alike:
             alike[kind] = describe_layer(model, sizes, layer)
         layers.append(alike[kind])
@@ -53,7 +59,7 @@ def describe_kinds(
 
     A model whose layers are all alike is described once, however many layers it has.
     """
-    if model.window_size is None and model.no_rope_freq is None:
+    if model.window_size is None and model.no_rope_freq is None and model.moe_layer_freq == 1:
         return [(describe_layer(model, sizes, sizes.first_layer), num_layers)]
     layers = describe_layers(model, sizes, num_layers)
     counts = Counter(map(id, layers))
@@ -80,11 +86,8 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
     )
     if model.norms_after:
         normed, normed_mlp = layer_input, mlp_residual
-    fc2_width = model.ffn_size // of.tp_size
-    fc1_width = model.fc1_blocks * model.ffn_size // of.tp_size
-    intermediate = KeptTensor("fc1 output", sizes.tokens * fc1_width * of.element)
-    activated = KeptTensor("activation output", sizes.tokens * fc2_width * of.element)
-    bias = model.add_bias_linear
+    has_experts = model.layer_has_experts(layer)
+    region = MOE if has_experts else MLP_REGION
     before, after = not model.norms_after, model.norms_after
     rows = (
         before and norm_before(of, "input_layernorm", layer_input, normed.name, "input norm"),
@@ -104,36 +107,29 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         after and norm_after(of, "post_self_attn_layernorm", LINEAR_PROJ),
         add_branch(of, ATTENTION_DROPOUT),
         before and norm_before(of, "pre_mlp_layernorm", mlp_residual, normed_mlp.name, "mlp norm"),
-        column_linear(
-            of,
-            LINEAR_FC1,
-            "mlp.linear_fc1",
-            "fc1",
-            intermediate.name,
-            width=fc1_width,
-            bias=bias,
-            skips_bias=sizes.compiled,
-            keeps=(normed_mlp,),
-            regions=(MLP_REGION,),
-            enters=(RegionEntry(MLP_REGION, (normed_mlp,)),),
-        ),
-        _activation(of, intermediate, activated),
-        row_linear(
-            of,
-            LINEAR_FC2,
-            "mlp.linear_fc2",
-            "fc2",
-            width=fc2_width,
-            keeps=(activated,),
-            regions=(MLP_REGION,),
-            own_gradient=after,
-            output_is_read=after,
-        ),
-        after and norm_after(of, "post_mlp_layernorm", LINEAR_FC2, (MLP_REGION,)),
+        *(expert_operations(of, normed_mlp) if has_experts else _mlp(of, normed_mlp)),
+        after and norm_after(of, "post_mlp_layernorm", LINEAR_FC2, (region,)),
         add_branch(of, MLP_DROPOUT),
     )
     return LayerDescription(
-        tuple(row for row in rows if row), _absorbs(of), _peculiarity(model, sizes, layer)
+        tuple(row for row in rows if row),
+        _absorbs(of, has_experts),
+        _peculiarity(model, sizes, layer),
+        choices(of) if has_experts else (),
+    )
+
+
+def _mlp(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
+    return dense_mlp(
+        of,
+        normed,
+        name="linear",
+        module="mlp",
+        ffn_size=of.model.ffn_size,
+        regions=(MLP_REGION,),
+        enters=(RegionEntry(MLP_REGION, (normed,)),),
+        activation=ACTIVATION,
+        output_is_read=of.model.norms_after,
     )
 
 
@@ -158,30 +154,7 @@ def _query_key_value(of: Shape, keeps: KeptTensor) -> Operation:
     )
 
 
-def _activation(of: Shape, intermediate: KeptTensor, activated: KeptTensor) -> Operation:
-    """Returns the MLP's activation. intermediate: its input. activated: its result."""
-    model, inside, output = of.model, intermediate.num_bytes, activated.num_bytes
-    if of.sizes.compiled:
-        pass  # one kernel, which has no tensor inside
-    elif model.activation == "gelu" and model.bias_gelu_fusion and of.sizes.device == "cpu":
-        # The forward computes in float32: a 16-bit input and the result are cast.
-        inside = max(inside, 2 * of.wide(output) * of.sizes.is_rounded)
-    elif model.activation == "swiglu":
-        inside += 2 * output  # backward holds silu(gate) and two gradients of that size
-    facts = ACTIVATIONS[model.activation]
-    forward, backward = facts.fused if of.sizes.compiled else facts.moved
-    return Operation(
-        "activation",
-        "mlp",
-        (intermediate,),
-        (MLP_REGION, ACTIVATION),
-        (RegionEntry(ACTIVATION, (intermediate,), (activated.name,)),),
-        moved=Moved(forward * output, backward * output),
-        temporary=inside + output,
-    )
-
-
-def _absorbs(of: Shape) -> str:
+def _absorbs(of: Shape, has_experts: bool) -> str:
     """Returns the operation whose backward takes in the gradient of the layer's output.
 
     It adds the gradient of the MLP's input to it. With a parallel residual the two are added where
@@ -190,13 +163,16 @@ def _absorbs(of: Shape) -> str:
     model = of.model
     if model.parallel_residual:
         return ATTENTION_DROPOUT if model.hidden_dropout or of.widened else LINEAR_PROJ
-    return LINEAR_FC1 if model.norms_after else "pre_mlp_layernorm"
+    first = ROUTER if has_experts else LINEAR_FC1
+    return first if model.norms_after else "pre_mlp_layernorm"
 
 
 def _peculiarity(model: ModelConfig, sizes: Sizes, layer: int) -> str:
     """Returns a text that tells how the layer differs from others of the model, or ""."""
     reach = model.layer_reach(layer, sizes.seq_length)
     words = [f"a window of {reach + 1} tokens"] if reach is not None else []
+    if model.layer_has_experts(layer) and model.moe_layer_freq != 1:
+        words.append(f"{model.num_experts} experts")
     if model.positions.rotated and not model.layer_rotates(layer):
         words.append("no rotary embedding")
     return ", ".join(words)

@@ -118,12 +118,17 @@ def activation_function(
     kernels: compiles the activation; None: torch's operators compute it. The function takes the
         bias of linear_fc1 as a second argument if a compiled kernel is to add it.
     """
-    pair = chosen("the activation", config.activation, PAIRS)
-    if config.activation == "gelu" and config.bias_gelu_fusion:
-        pair = TANH_GELU
+    pair = activation_pair(config)
     if adds_bias(config, kernels):
         pair = BIASED[id(pair)]
     return partial(applied, pair, kernels)
+
+
+def activation_pair(config: ModelConfig) -> Pair:
+    """Returns the activation of the MLP as a forward and a backward."""
+    if config.activation == "gelu" and config.bias_gelu_fusion:
+        return TANH_GELU
+    return chosen("the activation", config.activation, PAIRS)
 
 
 def adds_bias(config: ModelConfig, kernels: CompiledKernels | None) -> bool:

@@ -273,6 +273,12 @@ class ModelStages(nn.Module):
         for chunk in self.chunks:
             yield from chunk.named_parameters(prefix, recurse, remove_duplicate)
 
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        for chunk in self.chunks:
+            yield from chunk.named_buffers(prefix, recurse, remove_duplicate)
+
     def constants(self) -> tuple[Tensor, ...]:
         """Returns the tensors besides the parameters that outlive a step."""
         return tuple(tensor for chunk in self for tensor in chunk.constants())

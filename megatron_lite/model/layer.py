@@ -1,4 +1,4 @@
-"""The transformer layers of a stage: the MLP, the layer, and the stack with the norm after it.
+"""The transformer layers of a stage: the layer, and the stack with the norm after it.
 
 A layer has dropout before each addition:
 
@@ -12,64 +12,25 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.regions import ACTIVATION, LAYERNORM, MLP_REGION
+from megatron_lite.config.regions import (
+    ACTIVATION,
+    LAYERNORM,
+    MLP_REGION,
+    MOE,
+    MOE_ACTIVATION,
+    SHARED_EXPERTS,
+)
 from megatron_lite.config.stages import Stage
-from megatron_lite.model.activations import activation_function, adds_bias
-from megatron_lite.model.attention import SelfAttention, branch_skips_bias
+from megatron_lite.model.attention import SelfAttention
 from megatron_lite.model.dropout import add_dropped_out
+from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norm import Norm
 from megatron_lite.model.rotary import RotaryTables
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.stores import Stores
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.rank_context import RankContext
-
-
-class MLP(nn.Module):
-    """The MLP: [s/t under sequence parallelism else s, b, h] -> the same shape.
-
-    The activation's output is [s, b, f/t]. With a gated activation linear_fc1 computes [gate; up].
-    Its 2f rows form two blocks, and each block is split over the TP ranks.
-    """
-
-    def __init__(self, config: ModelConfig, context: RankContext) -> None:
-        super().__init__()
-        self.activation = activation_function(config, context.kernels)
-        self.output_is_read = config.norms_after  # by the backward of the norm after the MLP
-        blocks = config.fc1_blocks
-        self.linear_fc1 = ColumnParallelLinear(
-            config.hidden_size,
-            blocks * config.ffn_size,
-            bias=config.add_bias_linear,
-            init_std=config.init_method_std,
-            context=context,
-            tp_blocks=blocks,
-            skip_bias_add=adds_bias(config, context.kernels),
-        )
-        self.linear_fc2 = RowParallelLinear(
-            config.ffn_size,
-            config.hidden_size,
-            bias=config.add_bias_linear,
-            init_std=config.output_init_std,
-            context=context,
-            skip_bias_add=branch_skips_bias(config, context),
-        )
-
-    def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
-        """Runs the MLP. skip_tail: the output's values are never read; linear_fc2 is skipped."""
-        activated = regions.run_discarding(
-            ACTIVATION, self._activate, self.linear_fc1(hidden_states)
-        )
-        if not self.output_is_read:
-            regions.enter_tail()
-        return self.linear_fc2(activated, skip_tail)
-
-    def _activate(self, intermediate: Tensor) -> Tensor:
-        if self.linear_fc1.skipped_bias is None:
-            return self.activation(intermediate)
-        return self.activation(intermediate, self.linear_fc1.skipped_bias)
 
 
 class TransformerLayer(nn.Module):
@@ -99,7 +60,20 @@ class TransformerLayer(nn.Module):
         self.self_attention = SelfAttention(config, context, number)
         self.post_self_attn_layernorm = norm(after=True)
         self.pre_mlp_layernorm = norm(after=False)
-        self.mlp = MLP(config, context)
+        self.mlp_region = MOE if config.layer_has_experts(number) else MLP_REGION
+        self.mlp: nn.Module
+        if config.layer_has_experts(number):
+            # late: a dense model does not need it
+            from megatron_lite.model.experts import MixtureOfExperts
+
+            self.mlp = MixtureOfExperts(config, context)
+            self.absent_regions = frozenset({MLP_REGION, ACTIVATION})
+            if self.mlp.shared_experts is None:
+                self.absent_regions |= {SHARED_EXPERTS}
+        else:
+            # by the backward of the norm after the MLP
+            self.mlp = MLP(config, context, output_is_read=config.norms_after)
+            self.absent_regions = frozenset({MOE, MOE_ACTIVATION, SHARED_EXPERTS})
         self.post_mlp_layernorm = norm(after=True)
 
     def forward(
@@ -122,8 +96,8 @@ class TransformerLayer(nn.Module):
         if self.pre_mlp_layernorm is not None:
             normed = regions.run_discarding(LAYERNORM, self.pre_mlp_layernorm, normed)
         skip_tail = regions.skip_layer_tail
-        branch = regions.run(MLP_REGION, self._mlp, normed, regions, skip_tail=skip_tail)
-        bias = self.mlp.linear_fc2.skipped_bias
+        branch = regions.run(self.mlp_region, self._mlp, normed, regions, skip_tail=skip_tail)
+        bias = self.mlp.linear_fc2.skipped_bias if isinstance(self.mlp, MLP) else None
         return self._add(attended, branch, bias, regions, skip_tail=skip_tail)
 
     def _mlp(self, hidden_states: Tensor, regions: Regions, skip_tail: bool) -> Tensor:

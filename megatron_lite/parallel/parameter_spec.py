@@ -11,9 +11,11 @@ in `tp_blocks` blocks (2 for swiglu's [gate; up], else 1):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor, nn
+
+Marked = TypeVar("Marked", bound=Tensor)
 
 
 class Span(NamedTuple):
@@ -95,8 +97,8 @@ class ParameterSpec:
         return self.global_shape[self.tp_dim] if self.padded_length is None else self.padded_length
 
 
-def mark(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
-    """Attaches the spec to the parameter and returns it."""
+def mark(parameter: Marked, spec: ParameterSpec) -> Marked:
+    """Attaches the spec to the parameter, or to a buffer that checkpoints save, and returns it."""
     parameter.parameter_spec = spec  # type: ignore[attr-defined]
     return parameter
 
@@ -107,3 +109,13 @@ def spec_of(parameter: Tensor) -> ParameterSpec:
     if not isinstance(spec, ParameterSpec):
         raise TypeError(f"a parameter of shape {tuple(parameter.shape)} carries no ParameterSpec")
     return spec
+
+
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of a model, and its buffers that carry a spec, by name."""
+    buffers = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if isinstance(getattr(buffer, "parameter_spec", None), ParameterSpec)
+    }
+    return {**dict(model.named_parameters()), **buffers}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import LayerAction
-from megatron_lite.config.regions import REGIONS, nested
+from megatron_lite.config.regions import ACTIVATION, MLP_REGION, POINTWISE, REGIONS, nested
 from megatron_lite.config.run import RunConfig
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
@@ -24,6 +24,8 @@ from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, Store
 
 KEEP = LayerAction()
+
+OF_DENSE = (MLP_REGION, ACTIVATION)  # the regions that only a dense MLP has
 
 
 class LayerChoice(NamedTuple):
@@ -90,11 +92,17 @@ def _actions(model: ModelConfig, sizes: Sizes) -> Iterator[LayerAction]:
         if (not facts.needs_scores or model.builds_scores(sizes.device))
         and (not facts.needs_hidden_dropout or model.hidden_dropout > 0.0)
         and (not facts.needs_norms_before or not model.norms_after)
+        and (not facts.needs_experts or model.num_experts is not None)
+        and (name not in OF_DENSE or model.num_dense_layers)
     ]
+    # The name `pointwise` stands for every cheap region, those of experts too.
+    dense = {name for name in POINTWISE if not REGIONS[name].needs_experts}
+    implied = set(POINTWISE) - dense if model.num_experts is None else set()
     for number in range(len(useful) + 1):
         for regions in itertools.combinations(useful, number):
             if not nested(regions):
-                yield LayerAction(regions=tuple(sorted(regions)))
+                more = implied if dense <= {*regions} else set()
+                yield LayerAction(regions=tuple(sorted({*regions, *more})))
     yield LayerAction(unit=1)
 
 

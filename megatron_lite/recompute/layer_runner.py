@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.recompute.choices import Choices
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
 from megatron_lite.recompute.region_runner import Regions
 from megatron_lite.recompute.stores import Opened, Stores
@@ -33,7 +34,8 @@ def run_layers(
 ) -> Tensor:
     """Returns hidden_states after all layers. Input and output are [s/t or s, b, h].
 
-    Each layer is called as `layer(hidden_states, *extras, regions)`.
+    Each layer is called as `layer(hidden_states, *extras, regions)`. Its `absent_regions`, if any,
+    are the regions that it does not have.
 
     A unit keeps only its input. If the plan splits that input, this TP rank keeps 1/t of it, and
     backward all-gathers it. Backward of one split unit also starts the all-gather for the split
@@ -49,6 +51,7 @@ def run_layers(
         around = (stores or Stores(hidden_states.device)).forward(plan, hidden_states, tp_size)
     with around as opened:
         for segment in plan.segments:
+            choices = Choices()  # outside of the stores: they stay on the device
             part = layers[segment.first_layer : segment.first_layer + segment.num_layers]
             with nullcontext() if opened is None else opened(segment, (part, extras)):
                 hidden_states = _run(
@@ -58,6 +61,7 @@ def run_layers(
                     hidden_states,
                     *extras,
                     rng=rng,
+                    choices=choices,
                     previous=split_before,
                     split_group=tp_group if segment.split else None,
                 )
@@ -72,12 +76,13 @@ def _run(
     layers: Sequence[Layer],
     *args: Any,
     rng: RngStreams,
+    choices: Choices,
     split_group: ProcessGroup | None,
     previous: Any,
 ) -> Tensor:
     """Runs one segment and returns its output. previous: the grad_fn of the last split unit."""
     if not segment.unit and not segment.ops:
-        return _chain(plan, segment, layers, rng)(*args)
+        return _chain(plan, segment, layers, rng, choices)(*args)
     # What few policies need is imported late.
     record, results = None, None
     if plan.verify:
@@ -91,10 +96,10 @@ def _run(
         results = KeptResults(segment.ops, skip_tail=plan.skip_tail)
     # A verified replay must be the forward itself, with nothing left out. A plan with `verify` has
     # no `skip_tail`, so `replay` is None below and the engine runs `forward` again.
-    forward = _chain(plan, segment, layers, rng, record=record, results=results)
+    forward = _chain(plan, segment, layers, rng, choices, record=record, results=results)
     forward = forward if record is None else record.recorded(forward)
     replay = (
-        _chain(plan, segment, layers, rng, skip_layer_tail=True, results=results)
+        _chain(plan, segment, layers, rng, choices, skip_layer_tail=True, results=results)
         if plan.skip_tail
         else None
     )
@@ -124,6 +129,7 @@ def _chain(
     segment: Segment,
     layers: Sequence[Layer],
     rng: RngStreams,
+    choices: Choices,
     *,
     skip_layer_tail: bool = False,
     record: Record | None = None,
@@ -142,6 +148,8 @@ def _chain(
                 skip_layer_tail=skip_layer_tail and number == len(layers) - 1,
                 record=record,
                 results=results,
+                choices=choices,
+                absent=getattr(layer, "absent_regions", frozenset()),
             )
             with regions.opened():
                 hidden_states = regions.noted("output", layer(hidden_states, *extras, regions))

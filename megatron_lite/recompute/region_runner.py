@@ -26,6 +26,8 @@ from torch import Tensor
 from megatron_lite.config.regions import REGIONS
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import address_of
+from megatron_lite.recompute.choices import Choices
+from megatron_lite.recompute.phase import is_recomputing
 from megatron_lite.recompute.saved import Handle, bytes_of, exchanging, view_in
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ class Regions:
         unit's last layer: its graph is needed, and the values of its output are not.
     record: where a unit that is being verified notes what its regions return.
     results: the results of operators that an `ops(...)` policy keeps.
+    choices: what the routers chose. The runs of a unit share them.
+    absent: the regions that the layer does not have.
     """
 
     rebuilt: frozenset[str]
@@ -109,6 +113,8 @@ class Regions:
     skip_layer_tail: bool = False
     record: Record | None = None
     results: KeptResults | None = None
+    choices: Choices = field(default_factory=Choices)
+    absent: frozenset[str] = frozenset()
     _called: set[str] = field(default_factory=set, init=False)
     _discard: list[Callable[[Tensor], None]] = field(default_factory=list, init=False)
 
@@ -140,7 +146,8 @@ class Regions:
         `args` are kept, and the result is freed once the layer has run."""
         assert REGIONS[name].method == "discard", name
         self._called.add(name)
-        if name not in self.rebuilt:
+        # In a replay of a region around it, that region keeps nothing.
+        if name not in self.rebuilt or is_recomputing():
             return self.noted(name, function(*args))
         from megatron_lite.recompute.checkpoint import checkpoint
 
@@ -157,6 +164,10 @@ class Regions:
         if name not in self.rebuilt:
             return None
         return Redraw(self.rng, draw, self._record(name, None))
+
+    def choose(self, choose: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Returns `choose()`, or in a replay what it returned in the forward."""
+        return self.choices.of(self.layer, choose)
 
     def enter_tail(self) -> None:
         """Marks that the layer's last matmul comes next.
@@ -185,7 +196,7 @@ class Regions:
                 yield
         else:
             yield
-        for name in sorted(self.rebuilt - self._called):
+        for name in sorted(self.rebuilt - self._called - self.absent):
             # Without dropout, as in an evaluation, there is no mask to draw again, and without a
             # norm before attention no output to discard.
             facts = REGIONS[name]

@@ -12,10 +12,11 @@ receives in forward.
                                                 scatter                         full tensor
     gather_from_tensor_parallel_region          all-gather,    this rank's      (t-1)/t of the
                                                 last dim       slice            gathered tensor
+    copy_to_tensor_parallel_region              identity       all-reduce       -
+      (f of 1909.08053)
 
-Each function returns its input if the group is None, and keeps no tensor for backward. The dual of
-the first mapping is f of 1909.08053: identity forward, all-reduce backward. It has no function
-here, because linear.py overlaps that all-reduce with a matmul.
+Each function returns its input if the group is None, and keeps no tensor for backward. The linear
+layers (layers.py) have f and g themselves, since they overlap them with matmuls.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ def reduce_from_tensor_parallel_region(partial: Tensor, tp_group: ProcessGroup |
     Each partial tensor is one summand, so its gradient is the whole gradient of the sum.
     """
     return _mapped(partial, tp_group, all_reduce, lambda grad, _: grad)
+
+
+def copy_to_tensor_parallel_region(whole: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+    """Returns the tensor. Each rank's gradient of it is partial, so backward sums them."""
+    return _mapped(whole, tp_group, lambda tensor, _: tensor.view_as(tensor), all_reduce)
 
 
 def gather_from_sequence_parallel_region(

@@ -22,6 +22,7 @@ class RankContext:
     group, rank, size: the TP group (None for one rank), this rank's place in it, and its size.
     sequence_parallel: whether the sequence is sharded over the TP group between sharded layers.
     cp: the rank's place among the ranks that split each sequence.
+    dp_group: the ranks that hold other micro-batches; None for one rank.
     kernels: the compiled kernels of norms, activations, rotary embedding and dropout; None: torch's
         operators. loss_kernels: those of the loss, by default the same.
     """
@@ -34,6 +35,7 @@ class RankContext:
     size: int = 1
     sequence_parallel: bool = False
     cp: ContextParallel = field(default_factory=ContextParallel)
+    dp_group: ProcessGroup | None = None
     kernels: CompiledKernels | None = None
     loss_kernels: CompiledKernels | None = None
 
@@ -63,6 +65,7 @@ class RankContext:
                 size=parallel.cp_size,
                 comm_type=cp_comm_type,
             ),
+            dp_group=parallel.dp_group,
             kernels=kernels,
             loss_kernels=loss_kernels or kernels,
         )

@@ -77,6 +77,8 @@ class IterationRecord:
     decoupled_learning_rate: that of the word embedding and the output layer. None without
         --decoupled-lr.
     params_norm, num_zeros: only on logged iterations, and only if asked for.
+    load_balancing_loss, z_loss, expert_imbalance: only on logged iterations of a model with experts
+        (model/router.py).
     """
 
     iteration: int
@@ -97,6 +99,9 @@ class IterationRecord:
     decoupled_learning_rate: float | None = None
     params_norm: float | None = None
     num_zeros: int | None = None
+    load_balancing_loss: float | None = None
+    z_loss: float | None = None
+    expert_imbalance: float | None = None
 
 
 class Evaluation(NamedTuple):
@@ -147,6 +152,10 @@ class Interval:
         self.eta = clock(left / facts.batch_size * full)
 
 
+def _scientific(value: float | None) -> str | None:
+    return None if value is None else f"{value:.6E}"
+
+
 def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> str:
     """Returns Megatron's iteration line over the iterations since the last line."""
     last, device = interval.last, facts.device
@@ -163,6 +172,9 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
         else f"{last.decoupled_learning_rate:.6E}",
         "global batch size": f"{last.global_batch_size:5d}",
         "lm loss": f"{interval.loss:.6E}",
+        "load_balancing_loss": _scientific(last.load_balancing_loss),
+        "z_loss": _scientific(last.z_loss),
+        "fullest expert over the mean": _scientific(last.expert_imbalance),
         "loss scale": f"{last.loss_scale:.1f}",
         "grad norm": f"{last.grad_norm:.3f}",
         "num zeros": last.num_zeros,

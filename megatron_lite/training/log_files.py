@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 SKIPPED_BATCHES = "skipped_batches.jsonl"
 # A row has these fields only if they are known.
-OPTIONAL = ("decoupled_learning_rate", "params_norm", "num_zeros")
+OPTIONAL = (
+    *("decoupled_learning_rate", "params_norm", "num_zeros"),
+    *("load_balancing_loss", "z_loss", "expert_imbalance"),
+)
 
 
 def log_file_path(config: RunConfig) -> str | None:

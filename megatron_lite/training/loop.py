@@ -353,6 +353,8 @@ class Trainer:
             figures["params_norm"] = self.optimizer.params_norm()
         if logged and logging.log_num_zeros_in_grad:
             figures["num_zeros"] = self.optimizer.num_zeros_in_grad()
+        if logged and self.config.model.num_experts is not None:
+            figures |= self.runner.router_figures(len(batches))
         row = dict(
             iteration=iteration,
             consumed_samples=self.progress.consumed_samples,
@@ -408,6 +410,9 @@ class Trainer:
             grad_norm=figures.grad_norm,
             params_norm=figures.params_norm,
             num_zeros=None if figures.num_zeros is None else int(figures.num_zeros),
+            load_balancing_loss=figures.load_balancing_loss,
+            z_loss=figures.z_loss,
+            expert_imbalance=figures.expert_imbalance,
             loss_scale=figures.loss_scale,
             iteration_ms=seconds * 1000.0,
             tokens_per_second=batch_size * self.config.data.seq_length / seconds,

@@ -135,6 +135,9 @@ def scalars_of(one: Interval, facts: RunFacts, config: LoggingConfig) -> dict[st
         "grad-norm": record.grad_norm,
         "num-zeros": record.num_zeros,
         "params-norm": record.params_norm,
+        "load_balancing_loss": record.load_balancing_loss,
+        "z_loss": record.z_loss,
+        "expert-imbalance": record.expert_imbalance,
         "throughput": one.teraflops,
         "tokens-per-second": record.tokens_per_second,
         "iteration-time": record.iteration_ms / 1000.0

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,8 @@ class StepResult(NamedTuple):
 class StepFigures(NamedTuple):
     """A step's figures, read from the device.
 
-    params_norm, num_zeros: only on logged iterations, and only if asked for.
+    params_norm, num_zeros: only on logged iterations, and only if asked for. The others: those of
+        the routers (model/router.py), only on logged iterations of a model with experts.
     """
 
     loss: float
@@ -88,6 +89,9 @@ class StepFigures(NamedTuple):
     loss_scale: float
     params_norm: float | None = None
     num_zeros: float | None = None
+    load_balancing_loss: float | None = None
+    z_loss: float | None = None
+    expert_imbalance: float | None = None
 
 
 class StepEnd:
@@ -176,6 +180,8 @@ def train_step(
         update = optimizer.step(
             learning_rate, loss, decoupled_learning_rate=decoupled_learning_rate
         )
+    for router in runner.routers:
+        router.update_bias(parallel.dp_cp_group)
     return StepResult(
         loss,
         update.grad_norm,
@@ -274,6 +280,7 @@ class StageRunner:
         self.links = links
         self._everywhere, self._loss_in_one_pass = everywhere, loss_in_one_pass
         self._chunks = list(model)
+        self.routers: list[Any] = [one for one in model.modules() if hasattr(one, "update_bias")]
         # All ranks need one dtype for the all-reduce of the loss, also those that have no loss.
         self._loss_dtype = torch.promote_types(torch.float32, self._chunks[0].context.params_dtype)
         # By number of micro-batches: a rank's actions, and the forwards that save all activations.
@@ -353,6 +360,11 @@ class StageRunner:
         """
         if not self.model.training:  # it visits every module: 3 % of the smallest model's step
             self.model.train()
+        # A rank's part of a router's losses counts as its part of the loss does: each micro-batch,
+        # and each data-parallel rank, has an equal share.
+        share = loss_factor * self.parallel.cp_size
+        for router in self.routers:
+            router.start_step(share if loss_scale is None else loss_scale * share)
         count, dtype = len(batches), self._loss_dtype
         step_loss = MicroBatchLoss(
             factor=loss_factor,
@@ -394,6 +406,19 @@ class StageRunner:
                 losses.append(loss.detach())
                 del loss  # else its graph would live on during the next forward
         return sum(losses, start=torch.zeros((), dtype=dtype, device=self.parallel.device))
+
+    def router_figures(self, num_microbatches: int) -> dict[str, Tensor]:
+        """Returns the figures of the last step's routers (model/router.py)."""
+        from megatron_lite.model.router import router_figures
+
+        first = self._chunks[0]
+        num_layers = first.config.num_layers - first.config.num_dense_layers
+        return router_figures(
+            self.routers,
+            self.parallel,
+            is_split=first.context.sequence_parallel,
+            num_calls=num_layers * num_microbatches,
+        )
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:

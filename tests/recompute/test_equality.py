@@ -80,6 +80,15 @@ OTHER_MODELS = DIFFERING_MODELS | {
     name: variant_config(name, num_layers=NUM_LAYERS, hidden_dropout=0.1, attention_dropout=0.1)
     for name in ("olmo", "pythia")
 }
+# Routers, a shared expert with a gate, dense layers between those with experts.
+EXPERT_MODELS = {
+    name: variant_config(name, num_layers=NUM_LAYERS, hidden_dropout=0.1, **settings)
+    for name, settings in {
+        "mixtral": dict(moe_layer_freq=(1, 1, 0, 1, 1)),
+        "deepseek": dict(moe_layer_freq=2, moe_router_dtype=None, norm_position="after"),
+    }.items()
+}
+EXPERT_MODULES = [("moe",), ("moe_act", "shared_experts", "layernorm"), ("moe", "mlp", "pointwise")]
 # One of each kind: units, split units, regions, operators, host memory, and a verified replay.
 ONE_OF_EACH_KIND = {
     "uniform 2",
@@ -94,11 +103,13 @@ ON_HOST = ("*:full@host", "*:none@host", "*:pointwise@host", "0:full/2; 1:none; 
 OPS = ("*:ops(matmul)", "*:ops(matmul,attention)@host", "*:ops(matmul/2,attention,collective)")
 
 
-def policies(*, can_split: bool) -> dict[str, RecomputeConfig]:
+def policies(
+    *, can_split: bool, module_sets: Sequence[tuple[str, ...]] = MODULE_SETS
+) -> dict[str, RecomputeConfig]:
     """Every policy of Megatron's flags that is legal in the layout, and policies that keep the
     results of operators, or keep something in host memory or in one allocation."""
     named = {"core_attn": RecomputeConfig(recompute_activations=True)}
-    for modules in MODULE_SETS:
+    for modules in module_sets:
         named["+".join(modules)] = RecomputeConfig(
             recompute_granularity="selective", recompute_modules=modules
         )
@@ -179,7 +190,10 @@ def faults(
     model."""
     found = {}
     dtype = torch.float32 if precision == AUTOCAST else precision
-    named = policies(can_split=world_size > 1 and not sequence_parallel)
+    named = policies(
+        can_split=world_size > 1 and not sequence_parallel,
+        module_sets=(*MODULE_SETS, *EXPERT_MODULES),
+    )
     with tp_state(world_size) as parallel:
         for model_name, of_model in chosen.items():
             config, outcomes = models[model_name], {}
@@ -282,3 +296,28 @@ def test_gradients_of_layers_that_differ_are_unchanged_to_the_bit(
     ]
     assert len(chosen) > 4
     check(tp_size, sequence_parallel, precision, dict.fromkeys(names, chosen), OTHER_MODELS)
+
+
+@pytest.mark.runs(daily=2, ci=3)
+@pytest.mark.parametrize(
+    ("tp_size", "sequence_parallel", "precision"),
+    [
+        (1, False, torch.float32),
+        (2, True, torch.bfloat16),
+        (2, False, torch.float32),
+        pytest.param(2, True, torch.float32, marks=pytest.mark.long),
+        pytest.param(1, False, AUTOCAST, marks=pytest.mark.long),
+    ],
+)
+def test_gradients_of_experts_are_unchanged_to_the_bit(
+    tp_size: int, sequence_parallel: bool, precision: torch.dtype | str
+) -> None:
+    can_split = tp_size > 1 and not sequence_parallel
+    named = policies(can_split=can_split, module_sets=(*MODULE_SETS, *EXPERT_MODULES))
+    if not FULL_GRIDS and tp_size > 1:
+        chosen = [name for name in named if name in ONE_OF_EACH_KIND or "moe" in name]
+    else:
+        chosen = list(named)
+    check(
+        tp_size, sequence_parallel, precision, dict.fromkeys(EXPERT_MODELS, chosen), EXPERT_MODELS
+    )

@@ -75,6 +75,33 @@ VARIANTS: dict[str, dict[str, object]] = {
         bias_gelu_fusion=False,
         untie_embeddings_and_output_weights=True,
     ),
+    "mixtral": dict(
+        LLAMA,
+        **GQA,
+        num_experts=4,
+        moe_ffn_hidden_size=64,
+        moe_aux_loss_coeff=0.1,
+        moe_z_loss_coeff=0.1,
+        untie_embeddings_and_output_weights=True,
+    ),
+    "deepseek": dict(
+        LLAMA,
+        num_experts=8,
+        moe_layer_freq=(0, 1),
+        moe_ffn_hidden_size=32,
+        moe_shared_expert_intermediate_size=32,
+        moe_shared_expert_gate=True,
+        moe_router_topk=4,
+        moe_router_score_function="sigmoid",
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_enable_expert_bias=True,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_router_dtype="fp64",
+        moe_aux_loss_coeff=0.1,
+        untie_embeddings_and_output_weights=True,
+    ),
 }
 
 

@@ -1,7 +1,7 @@
-"""The FLOPs of the flash kernels of a CPU, for which torch's counter has no formula.
+"""The FLOPs of kernels for which torch's counter has no formula: flash on a CPU, grouped products.
 
-They are those of the kernels' matrix products, whose number of heads is the query's: torch's own
-formulas refuse grouped heads in some releases.
+Those of flash are those of the kernels' matrix products, whose number of heads is the query's:
+torch's own formulas refuse grouped heads in some releases.
 """
 
 from __future__ import annotations
@@ -28,4 +28,13 @@ def _flash_backward(
     return 2 * batch * heads * rows * key[2] * (3 * width + 2 * value[3])
 
 
-FORMULAS = {CPU_FLASH: _flash, CPU_FLASH_BACKWARD: _flash_backward}
+def _grouped(left: torch.Size, right: torch.Size, *_: Any, **__: Any) -> int:
+    """Rows [n, k] times one of the matrices [E, k, m], or [k, n] times [n, m] in groups of n."""
+    return 2 * left[0] * left[1] * right[-1]
+
+
+FORMULAS = {
+    CPU_FLASH: _flash,
+    CPU_FLASH_BACKWARD: _flash_backward,
+    torch.ops.aten._grouped_mm: _grouped,
+}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megatron_lite.config import run_flags
 from megatron_lite.config.recompute import RecomputeConfig
-from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MLP_REGION, POINTWISE
+from megatron_lite.config.regions import ALIAS, CORE_ATTENTION, MLP_REGION, MOE, POINTWISE
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages, stages_of_rank
 from megatron_lite.description.sizes import Sizes
@@ -158,7 +158,8 @@ def alternatives(
 
 def _usual(config: RunConfig, device: str) -> Iterator[ComparedRun]:
     """Yields the run with usual settings instead of its own, as far as its layout allows them."""
-    modules = [(CORE_ATTENTION,), POINTWISE, (MLP_REGION,)]
+    largest = MLP_REGION if config.model.num_experts is None else MOE
+    modules = [(CORE_ATTENTION,), POINTWISE, (largest,)]
     if config.model.builds_scores(device):
         modules.append((CORE_ATTENTION, *POINTWISE))
     policies = ["every-2:full"]

@@ -98,7 +98,7 @@ def layer_terms(
         candidates = [
             Term(number, f"{entry.region} (rebuilt)", tensor, module=operation.module)
             for entry in operation.enters
-            if entry.region in rebuilt
+            if entry.region in rebuilt and rebuilt.isdisjoint(operation.outside(entry.region))
             for tensor in entry.kept(sizes)
         ]
         if rebuilt.isdisjoint(operation.regions):
@@ -146,6 +146,8 @@ def _terms(
     yield Term(first, UNIT, rng_state("RNG states", sizes.rng_state_bytes))
     if sizes.resets_attention:
         yield Term(first, UNIT, document_starts(sizes))
+    for number in range(first, first + segment.num_layers):
+        yield from (Term(number, UNIT, choice) for choice in layers[number].choices)
     if segment.ops:
         for operation, call in kept_calls(layers[first], segment.ops, skip_tail=plan.skip_tail):
             yield from (

@@ -1,0 +1,164 @@
+"""The settings of mixture-of-experts layers, with Megatron's names. ModelConfig inherits them.
+
+NOTATION, besides that of config/model.py:
+    E  experts of a layer    k  experts that a token is sent to    n  their rows, k s b
+
+A layer with experts has a router and E experts in place of its MLP. The router gives each token k
+experts and a weight for each. The layer's output is the weighted sum of what they return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_lite.config.layer_pattern import check_pattern, parse_pattern, spelled
+from megatron_lite.config.setting import setting, switch
+
+LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+NOT_HERE = "is not implemented here: choose one of the others"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSettings:
+    """Which layers have experts, how tokens choose them, and what keeps the choice balanced.
+
+    moe_layer_freq: which layers have experts: every N-th, beginning with layer 0, or a list with 1
+        for each that has them.
+    moe_router_load_balancing_type: over which tokens the balance is judged: those of a micro-batch,
+        of each sequence, or of all micro-batches of a step so far on all ranks.
+    """
+
+    num_experts: int | None = setting(
+        "experts of each mixture-of-experts layer; none: every layer has a dense MLP", least=1
+    )
+    moe_layer_freq: int | tuple[int, ...] = setting(
+        "every N-th layer has experts, beginning with the first; or a list with 1 for each layer "
+        "that has them, such as [0]*1+[1]*5",
+        1,
+        parse=partial(parse_pattern, "--moe-layer-freq"),
+        without="num_experts",
+    )
+    moe_ffn_hidden_size: int | None = setting(
+        "channels inside each expert; derived: --ffn-hidden-size",
+        least=1,
+        multiple_of=("tensor_model_parallel_size",),
+        why="each rank holds an equal part of every expert",
+        without="num_experts",
+    )
+    moe_shared_expert_intermediate_size: int | None = setting(
+        "channels inside the shared expert, which reads every token; none: no shared expert",
+        least=1,
+        multiple_of=("tensor_model_parallel_size",),
+        why="each rank holds an equal part of it",
+        without="num_experts",
+    )
+    moe_shared_expert_gate: bool = switch(
+        "multiply the shared expert's output by a sigmoid of the token",
+        needs=("moe_shared_expert_intermediate_size",),
+    )
+    moe_router_topk: int = setting(
+        "experts that each token is sent to", 2, least=1, upto="num_experts", without="num_experts"
+    )
+    moe_router_score_function: str = setting(
+        "scores of the experts for a token",
+        "softmax",
+        choices=("softmax", "sigmoid"),
+        refused={"sqrtsoftplus": NOT_HERE},
+        without="num_experts",
+    )
+    moe_router_pre_softmax: bool = switch(
+        "softmax over all experts before the choice, instead of over the chosen ones",
+        needs=("moe_router_score_function=softmax",),
+        without="num_experts",
+    )
+    moe_router_dtype: str | None = setting(
+        "precision of the router's matmul and scores; derived: that of the layer",
+        choices=("fp32", "fp64"),
+        without="num_experts",
+    )
+    moe_router_num_groups: int | None = setting(
+        "groups of experts, of which a token chooses some first",
+        least=1,
+        needs=("moe_router_group_topk",),
+    )
+    moe_router_group_topk: int | None = setting(
+        "groups that a token chooses",
+        least=1,
+        upto="moe_router_num_groups",
+        needs=("moe_router_num_groups",),
+    )
+    moe_router_topk_scaling_factor: float | None = setting(
+        "factor on the weights of the chosen experts", above=0.0, without="num_experts"
+    )
+    moe_router_enable_expert_bias: bool = switch(
+        "balance without a loss: a bias of each expert, which only the choice reads, moves after "
+        "each step (2408.15664)",
+        needs=("moe_router_score_function=sigmoid",),
+    )
+    moe_router_bias_update_rate: float = setting(
+        "step of the experts' biases", 1e-3, least=0.0, needs=("moe_router_enable_expert_bias",)
+    )
+    moe_router_load_balancing_type: str = setting(
+        "tokens over which the load-balancing loss is taken: a micro-batch, each sequence, or all "
+        "of a step so far",
+        "aux_loss",
+        choices=LOSSES,
+        refused={"sinkhorn": NOT_HERE, "quantile_balancing": NOT_HERE},
+    )
+    moe_aux_loss_coeff: float = setting(
+        "factor on the load-balancing loss (2101.03961)", 0.0, least=0.0, without="num_experts"
+    )
+    moe_z_loss_coeff: float | None = setting(
+        "factor on the loss that keeps the router's logits small (2202.08906)",
+        least=0.0,
+        without="num_experts",
+    )
+
+    @property
+    def expert_size(self) -> int:
+        """The channels inside each expert after its activation."""
+        size = self.moe_ffn_hidden_size or getattr(self, "ffn_hidden_size", None)
+        assert isinstance(size, int)
+        return size
+
+    @property
+    def balances_experts(self) -> bool:
+        """Tells whether there is a load-balancing loss."""
+        return self.moe_aux_loss_coeff > 0.0 and self.moe_router_load_balancing_type != "none"
+
+    @property
+    def chooses_in_groups(self) -> bool:
+        """Tells whether a token chooses groups of experts before it chooses experts."""
+        return self.moe_router_num_groups is not None
+
+    def layer_has_experts(self, layer: int) -> bool:
+        """Returns whether the layer has experts. layer: its number in the whole model, from 0."""
+        if self.num_experts is None:
+            return False
+        pattern = self.moe_layer_freq
+        return layer % pattern == 0 if isinstance(pattern, int) else pattern[layer] == 1
+
+    def check_experts(self, num_layers: int) -> None:
+        """Raises ValueError for experts in no layer, or groups that do not divide them."""
+        if self.num_experts is None:
+            return
+        if getattr(self, "add_bias_linear", False):
+            raise ValueError(
+                f"--num-experts {self.num_experts} needs --disable-bias-linear: experts have no "
+                "bias here"
+            )
+        name = f"--moe-layer-freq {spelled(self.moe_layer_freq)}"
+        check_pattern(name, self.moe_layer_freq, num_layers)
+        if not any(map(self.layer_has_experts, range(num_layers))):
+            raise ValueError(f"{name} gives no layer experts: leave --num-experts out")
+        groups, chosen = self.moe_router_num_groups, self.moe_router_group_topk
+        if groups is None or chosen is None:
+            return
+        topk, experts = self.moe_router_topk, self.num_experts
+        if experts % groups or topk % chosen or topk // chosen > experts // groups:
+            raise ValueError(
+                f"--moe-router-num-groups {groups} with --moe-router-group-topk {chosen}: "
+                f"--num-experts {experts} must form equal groups, and each of the chosen groups "
+                f"gives an equal part of --moe-router-topk {topk}: change one of them"
+            )

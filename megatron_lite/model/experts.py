@@ -1,0 +1,244 @@
+"""A mixture-of-experts layer in place of an MLP (arXiv 2101.03961, 2401.04088).
+
+    tokens [T, h] --router--> experts [T, k], weights [T, k]
+        | each token k times, sorted by expert
+    rows [n, h] --fc1--> [n, f] --activation x weight--> [n, f] --fc2--> [n, h]
+        | summed over the k rows of each token
+    output [T, h], plus that of the shared expert
+
+No token is dropped: n = k T rows, however they are spread over the experts. Under sequence
+parallelism each rank chooses for its own tokens. Then the tokens are gathered, every rank computes
+its part of each expert's channels, and the partial sums are scattered again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.regions import MOE_ACTIVATION, SHARED_EXPERTS
+from megatron_lite.model.activations import activation_pair
+from megatron_lite.model.mlp import MLP
+from megatron_lite.model.router import Router, Routing
+from megatron_lite.parallel.compiled import Pair
+from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.recompute.region_runner import Regions
+from megatron_lite.tensor_parallel.grouped_linear import GroupedLinear
+from megatron_lite.tensor_parallel.layers import new_parameter
+from megatron_lite.tensor_parallel.mappings import (
+    copy_to_tensor_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron_lite.tensor_parallel.rank_context import RankContext
+
+Mapping = Callable[[Tensor, ProcessGroup | None], Tensor]
+
+
+class MixtureOfExperts(nn.Module):
+    """Router, experts and shared expert: [s/t under sequence parallelism else s, b, h] -> the same.
+
+    Forward all-gathers tokens and routing over the TP group and reduce-scatters the output under
+    sequence parallelism; else it all-reduces the output. Backward issues the conjugates.
+    Keeps: see the router; the order of the rows, the rows, their weights, and the inputs of the
+    activation and of fc2.
+    """
+
+    def __init__(self, config: ModelConfig, context: RankContext) -> None:
+        super().__init__()
+        self.context = context
+        self.router = Router(config, context)
+        self.shared_experts: SharedExperts | None = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExperts(config, context)
+        self.experts = Experts(config, context)
+
+    def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
+        """Runs the layer. skip_tail: the output's values are never read; the last products of the
+        experts are skipped."""
+        hidden_states = _gathering(hidden_states)
+        routing = self.router(hidden_states, regions)
+        if self.shared_experts is None:
+            return self._routed(hidden_states, routing, regions, skip_tail)
+        shared = regions.run(SHARED_EXPERTS, self.shared_experts, hidden_states, regions)
+        return shared + self._routed(hidden_states, routing, regions, skip_tail)
+
+    def _routed(
+        self, hidden_states: Tensor, routing: Routing, regions: Regions, skip_tail: bool
+    ) -> Tensor:
+        group, is_split = self.context.group, self.context.sequence_parallel
+        # tokens and weights: each rank's gradients of them are partial
+        enter: Mapping = copy_to_tensor_parallel_region
+        leave: Mapping = reduce_from_tensor_parallel_region
+        if is_split:
+            enter = gather_from_sequence_parallel_region
+            leave = reduce_scatter_to_sequence_parallel_region
+        tokens, weights = (enter(one, group) for one in (hidden_states, routing.weights))
+        with torch.no_grad():
+            experts = routing.experts
+            if is_split:
+                experts = gather_from_sequence_parallel_region(experts, group)
+            order = RowOrder.of(experts, self.experts.num_experts)
+        partial_sums = self.experts(tokens.flatten(0, 1), weights, order, regions, skip_tail)
+        return leave(partial_sums.view(tokens.shape), group)
+
+
+def _gathering(hidden_states: Tensor) -> Tensor:
+    """Returns the tensor as a node of its own, at which the gradients of a region's readers add up.
+
+    A replay adds them up before they leave the region. Sums in another order have other bits.
+    """
+    return hidden_states.view_as(hidden_states)
+
+
+class SharedExperts(MLP):
+    """The MLP that reads every token: [s/t under sequence parallelism else s, b, h] -> the same.
+
+    gate_weight: [1, h], or None. Each token's output is multiplied by sigmoid(x gate_weight^T).
+    """
+
+    def __init__(self, config: ModelConfig, context: RankContext) -> None:
+        super().__init__(
+            config,
+            context,
+            ffn_size=config.moe_shared_expert_intermediate_size,
+            activation=MOE_ACTIVATION,
+            output_is_read=True,  # the experts follow
+        )
+        self.gate_weight: nn.Parameter | None = None
+        if config.moe_shared_expert_gate:
+            spec = ParameterSpec(
+                global_shape=(1, config.hidden_size),
+                sum_grad_over_tp=context.sequence_parallel,
+                init_std=config.init_method_std,
+            )
+            self.gate_weight = new_parameter(spec, context)
+
+    def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
+        """Runs the whole MLP. skip_tail: makes no difference, since operations follow."""
+        if self.gate_weight is None:
+            return super().forward(hidden_states, regions)
+        hidden_states = _gathering(hidden_states)
+        gate = F.linear(hidden_states, self.gate_weight).sigmoid()
+        return gate * super().forward(hidden_states, regions)
+
+
+class Experts(nn.Module):
+    """The experts' MLPs: tokens [T, h] and their routing -> [T, h], partial over the TP group."""
+
+    def __init__(self, config: ModelConfig, context: RankContext) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.num_experts = config.num_experts
+        self.output_is_read = config.norms_after
+        self.activation = partial(_Weighted.apply, activation_pair(config))
+        linear = partial(GroupedLinear, config.num_experts, context=context)
+        self.linear_fc1 = linear(
+            config.hidden_size,
+            config.fc1_blocks * config.expert_size,
+            tp_dim=1,
+            tp_blocks=config.fc1_blocks,
+            init_std=config.init_method_std,
+        )
+        self.linear_fc2 = linear(
+            config.expert_size, config.hidden_size, tp_dim=2, init_std=config.output_init_std
+        )
+
+    def forward(
+        self, tokens: Tensor, weights: Tensor, order: RowOrder, regions: Regions, skip_tail: bool
+    ) -> Tensor:
+        """Returns the sum of the k rows of each token. weights: [T, k]."""
+        rows, row_weights = _Rows.apply(tokens, weights, order.order)
+        activated = regions.run_discarding(
+            MOE_ACTIVATION, self.activation, self.linear_fc1(rows, order.ends), row_weights
+        )
+        if not self.output_is_read:
+            regions.enter_tail()
+        output = self.linear_fc2(activated, order.ends, skip_tail)
+        summed: Tensor = _Summed.apply(output, order.order, weights.shape[1], skip_tail)
+        return summed
+
+
+class RowOrder(NamedTuple):
+    """The rows of the experts, in the order of the experts.
+
+    order: [n] int64, the place of each row in the flattened choice [T, k]. Rows of one expert keep
+        the order of their tokens.
+    ends: [E] int32, the number of rows of the experts up to and including each one.
+    """
+
+    order: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int) -> RowOrder:
+        """Returns the order for the choice of experts [T, k]."""
+        chosen, order = experts.flatten().sort(stable=True)
+        bounds = torch.arange(1, num_experts + 1, device=chosen.device)
+        return cls(order, torch.searchsorted(chosen, bounds).int())
+
+
+def _places(order: Tensor) -> Tensor:
+    """Returns the row of each place of the flattened choice: the inverse of `order`."""
+    return torch.empty_like(order).scatter_(
+        0, order, torch.arange(order.shape[0], device=order.device)
+    )
+
+
+class _Rows(torch.autograd.Function):
+    """tokens [T, h], weights [T, k] -> rows [n, h], row weights [n]. Keeps the order."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(order)
+        ctx.topk = weights.shape[1]
+        return tokens[order // ctx.topk], weights.flatten()[order]
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
+        (order,) = ctx.saved_tensors
+        places = _places(order)
+        grad_tokens = grad_rows[places].unflatten(0, (-1, ctx.topk)).sum(1)
+        return grad_tokens, grad_weights[places].view(-1, ctx.topk), None
+
+
+class _Summed(torch.autograd.Function):
+    """rows [n, h] -> [T, h], the sum of the k rows of each token. Keeps the order."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, topk: int, skip_tail: bool) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.topk = topk
+        if skip_tail:
+            return rows.new_empty(()).expand(rows.shape[0] // topk, rows.shape[1])
+        return rows[_places(order)].unflatten(0, (-1, topk)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return grad[order // ctx.topk], None, None, None
+
+
+class _Weighted(torch.autograd.Function):
+    """x [n, blocks f], w [n] -> activation(x) w [n, f]. Keeps x and w."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: Pair, intermediate: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(intermediate, weights)
+        ctx.pair = pair
+        return (pair.forward(intermediate) * weights.unsqueeze(-1)).to(intermediate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        intermediate, weights = ctx.saved_tensors
+        grad_weights = (grad * ctx.pair.forward(intermediate)).sum(-1, dtype=weights.dtype)
+        grad_activated = (grad * weights.unsqueeze(-1)).to(intermediate.dtype)
+        return None, ctx.pair.backward(grad_activated, intermediate), grad_weights

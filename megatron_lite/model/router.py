@@ -1,0 +1,354 @@
+"""The router of a mixture-of-experts layer: which experts a token is sent to, and their weights.
+
+    logits [T, E] = x W^T              T tokens of this rank, E experts
+    choice [T, k] = top-k of the scores, plus a bias of each expert if there is one
+    weights [T, k] from the scores of the chosen experts
+
+    scores          weights
+    softmax         softmax of the k logits (Megatron's default), or --moe-router-pre-softmax: the
+                    chosen k of the softmax over all experts
+    sigmoid         sigmoid of each logit, divided by the sum of the chosen (2412.19437, sec. 2.1)
+
+Losses keep the choice balanced and the logits small. Only their gradients exist: backward adds them
+to the gradient of the logits, as Megatron's MoEAuxLossAutoScaler does. The formulas of weights
+and losses are plain torch operations. Backward runs them again on the kept logits, so a layer keeps
+the logits, the choice, and counts, and no other tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, ReduceOp
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.parallel.collectives import all_reduce_
+from megatron_lite.parallel.parameter_spec import ParameterSpec, mark
+from megatron_lite.parallel.state import ParallelState
+from megatron_lite.recompute.phase import is_recomputing
+from megatron_lite.recompute.region_runner import Regions
+from megatron_lite.tensor_parallel.layers import new_parameter
+from megatron_lite.tensor_parallel.rank_context import RankContext
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+SMALL = 1e-20  # Megatron's, in the sum of sigmoid scores
+
+
+class Routing(NamedTuple):
+    """The experts of each token, [T, k] int64, and their weights [T, k] in the router's dtype."""
+
+    experts: Tensor
+    weights: Tensor
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token: [s/t under sequence parallelism else s, b, h] -> Routing.
+
+    weight: [E, h], the same on every TP rank. expert_bias: [E] float32, part of the state.
+    tokens_per_expert: [E] float32, how many tokens this rank has sent to each expert since the step
+        began. loss_sums: the sums of the load-balancing loss and of the z-loss over the
+        micro-batches of the step, without their coefficients.
+    gradient_scale: the factor on the gradients of both losses, which the step sets: that of one
+        micro-batch in the mean over micro-batches and data-parallel ranks, times the loss scale.
+
+    Keeps its input, the logits, the choice, and the counts that the load-balancing loss needs.
+    Forward issues one all-reduce of these counts over each group that splits the tokens.
+    """
+
+    expert_bias: Tensor | None
+    tokens_per_expert: Tensor
+    global_tokens: Tensor
+    loss_sums: Tensor
+    num_calls: Tensor
+    gradient_scale: Tensor
+
+    def __init__(self, config: ModelConfig, context: RankContext) -> None:
+        super().__init__()
+        assert config.num_experts is not None
+        self.config, self.context = config, context
+        spec = ParameterSpec(
+            global_shape=(config.num_experts, config.hidden_size),
+            sum_grad_over_tp=context.sequence_parallel,
+            init_std=config.init_method_std,
+        )
+        self.weight = new_parameter(spec, context)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=context.device)
+
+        biased = config.moe_router_enable_expert_bias
+        self.register_buffer("expert_bias", zeros(config.num_experts) if biased else None)
+        if self.expert_bias is not None:
+            mark(self.expert_bias, ParameterSpec(global_shape=(config.num_experts,)))
+        for name in ("tokens_per_expert", "global_tokens"):
+            self.register_buffer(name, zeros(config.num_experts), persistent=False)
+        self.register_buffer("loss_sums", zeros(2), persistent=False)
+        self.register_buffer("num_calls", zeros(), persistent=False)
+        self.register_buffer("gradient_scale", zeros() + 1.0, persistent=False)
+        groups = (context.group if context.sequence_parallel else None, context.cp.group)
+        self._groups = tuple(group for group in groups if group is not None)
+
+    def forward(self, hidden_states: Tensor, regions: Regions) -> Routing:
+        """Returns the routing of this rank's tokens, T = s b, or s b / t."""
+        config = self.config
+        dtype, kind = hidden_states.dtype, hidden_states.device.type
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        dtype = DTYPES.get(config.moe_router_dtype or "", dtype)
+        logits = _Logits.apply(hidden_states.flatten(0, 1), self.weight, dtype)
+        columns = hidden_states.shape[1] if self._judges_sequences else 1
+        experts, *counts = regions.choose(lambda: self._chosen(logits.detach(), columns))
+        losses = _Losses(config, tuple(counts), self._num_token_ranks, self.gradient_scale)
+        weights = _Weights.apply(
+            logits, experts, config, losses if self.training else None, *counts
+        )
+        if self.training and not is_recomputing():
+            self._count(logits.detach(), experts, losses)
+        return Routing(experts, weights)
+
+    def start_step(self, gradient_scale: Tensor | float) -> None:
+        """Clears what a step counts. gradient_scale: see the class."""
+        self.gradient_scale.fill_(gradient_scale)
+        for tensor in (self.tokens_per_expert, self.global_tokens, self.num_calls, self.loss_sums):
+            tensor.zero_()
+
+    @torch.no_grad()
+    def update_bias(self, dp_cp_group: ProcessGroup | None) -> None:
+        """Moves each expert's bias by one step towards balance, after a step (2408.15664, alg. 1).
+
+        Issues an all-reduce of the counts over `dp_cp_group`, and under sequence parallelism over
+        the TP group.
+        """
+        if self.expert_bias is None:
+            return
+        counts = all_reduce_(self.tokens_per_expert.clone(), dp_cp_group)
+        if self.context.sequence_parallel:
+            counts = all_reduce_(counts, self.context.group)
+        error = counts.mean() - counts
+        self.expert_bias.add_(error.sign(), alpha=self.config.moe_router_bias_update_rate)
+
+    @property
+    def _judges_sequences(self) -> bool:
+        return self.config.moe_router_load_balancing_type == "seq_aux_loss"
+
+    @property
+    def _num_token_ranks(self) -> int:
+        """The number of ranks of the TP and CP groups that split the tokens of a micro-batch."""
+        return (self.context.size if self.context.sequence_parallel else 1) * self.context.cp.size
+
+    @torch.no_grad()
+    def _chosen(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
+        """Returns the experts [T, k], and the counts that the load-balancing loss needs, if any.
+
+        columns: how many sequences are judged by themselves; 1 for all tokens together.
+        """
+        config = self.config
+        scores = logits
+        if config.moe_router_score_function == "sigmoid" or config.moe_router_pre_softmax:
+            scores = _scores(logits, config)
+        if self.expert_bias is not None:
+            scores = scores + self.expert_bias
+        if config.chooses_in_groups:
+            scores = _without_other_groups(scores, config)
+        experts = scores.topk(config.moe_router_topk, dim=-1).indices
+        if not (self.training and config.balances_experts):
+            return (experts,)
+        # The loss judges the choice that the scores alone would make, as Megatron's does.
+        judged = experts
+        if self.expert_bias is not None or config.chooses_in_groups:
+            judged = _balance_scores(logits, config).topk(config.moe_router_topk, dim=-1).indices
+        counts = _counts(judged, columns, logits.shape[1])
+        for group in self._groups:
+            counts = all_reduce_(counts, group)
+        if config.moe_router_load_balancing_type == "global_aux_loss":
+            counts = self._mean_so_far(counts)
+        return experts, counts
+
+    def _mean_so_far(self, counts: Tensor) -> Tensor:
+        """Returns the mean of the counts of the step's micro-batches so far, over all ranks."""
+        group = self.context.dp_group
+        counts = counts if group is None else all_reduce_(counts, group)
+        return (self.global_tokens.add_(counts[0]) / self.num_calls.add_(1.0)).unsqueeze(0)
+
+    @torch.no_grad()
+    def _count(self, logits: Tensor, experts: Tensor, losses: _Losses) -> None:
+        self.tokens_per_expert.add_(_counts(experts, 1, logits.shape[1])[0])
+        values = [one(logits) for one in (losses.balance, losses.small)]
+        self.loss_sums.add_(torch.stack([value.float() for value in values]))
+
+
+class _Losses(NamedTuple):
+    """The losses of one call of a router, as functions of its logits.
+
+    counts: () or (counts,): [1, E], or [b, E] for the loss of each sequence.
+    num_ranks: the number of ranks that split the tokens. Each computes its part of a loss.
+    scale: the factor on their gradients.
+    """
+
+    config: ModelConfig
+    counts: tuple[Tensor, ...]
+    num_ranks: int
+    scale: Tensor
+
+    def balance(self, logits: Tensor) -> Tensor:
+        """Returns E sum_e f_e P_e (2101.03961, eq. 4): the share of tokens sent to an expert, times
+        its mean score. For sequences it is the mean over them."""
+        if not self.counts:
+            return logits.new_zeros((), dtype=torch.float32)
+        (counts,) = self.counts
+        num_tokens, num_experts = logits.shape
+        columns = counts.shape[0]
+        total: Any = num_tokens // columns * self.num_ranks
+        if self.config.moe_router_load_balancing_type == "global_aux_loss":
+            total = counts.sum() / self.config.moe_router_topk
+        scores = _balance_scores(logits, self.config).view(-1, columns, num_experts).sum(0)
+        factor = num_experts / (self.config.moe_router_topk * columns * total * total)
+        return (scores * counts).sum() * factor
+
+    def small(self, logits: Tensor) -> Tensor:
+        """Returns the mean square of the logits' logsumexp (2202.08906, eq. 5)."""
+        return logits.logsumexp(-1).square().mean() / self.num_ranks
+
+    def terms(self) -> list[tuple[Callable[[Tensor], Tensor], float]]:
+        """Returns the losses that have an effect, and their coefficients."""
+        every = (
+            (self.balance, self.config.moe_aux_loss_coeff if self.counts else 0.0),
+            (self.small, self.config.moe_z_loss_coeff or 0.0),
+        )
+        return [(loss, coefficient) for loss, coefficient in every if coefficient]
+
+
+class _Logits(torch.autograd.Function):
+    """x [T, h], W [E, h] -> x W^T [T, E], computed in `dtype`. Keeps x and W as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        with torch.autocast(tokens.device.type, enabled=False):
+            return tokens.to(dtype) @ weight.to(dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weight = ctx.saved_tensors
+        grad_tokens = (grad @ weight.to(grad.dtype)).to(tokens.dtype)
+        return grad_tokens, (grad.t() @ tokens.to(grad.dtype)).to(weight.dtype), None
+
+
+class _Weights(torch.autograd.Function):
+    """logits [T, E], experts [T, k] -> weights [T, k]. Backward adds the losses' gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        experts: Tensor,
+        config: ModelConfig,
+        losses: _Losses | None,
+        *counts: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(logits, experts, *counts)
+        # The counts are among the saved tensors, so that hooks see them.
+        ctx.config, ctx.losses = config, losses and losses._replace(counts=())
+        return _weights(logits, experts, config)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved, experts, *counts = ctx.saved_tensors
+        with torch.enable_grad():
+            logits = saved.detach().requires_grad_()
+            outputs, grads = [_weights(logits, experts, ctx.config)], [grad]
+            if ctx.losses is not None:
+                losses = ctx.losses._replace(counts=tuple(counts))
+                for loss, coefficient in losses.terms():
+                    outputs.append(loss(logits))
+                    grads.append((losses.scale * coefficient).to(outputs[-1].dtype))
+            (grad_logits,) = torch.autograd.grad(outputs, logits, grads)
+        return grad_logits, None, None, None, *[None] * len(counts)
+
+
+def _scores(logits: Tensor, config: ModelConfig) -> Tensor:
+    """Returns the score of every expert, in the dtype of the logits."""
+    if config.moe_router_score_function == "sigmoid":
+        return _wide(logits).sigmoid().to(logits.dtype)
+    return _wide(logits).softmax(-1).to(logits.dtype)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _weights(logits: Tensor, experts: Tensor, config: ModelConfig) -> Tensor:
+    """Returns the weights of the chosen experts, [T, k], as Megatron computes them."""
+    if config.moe_router_score_function == "sigmoid":
+        weights = _scores(logits, config).gather(-1, experts)
+        if config.moe_router_topk > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + SMALL)
+    elif config.moe_router_pre_softmax:
+        weights = _scores(logits, config).gather(-1, experts)
+    else:
+        weights = _scores(logits.gather(-1, experts), config)
+    factor = config.moe_router_topk_scaling_factor
+    return weights if factor is None else weights * factor
+
+
+def _balance_scores(logits: Tensor, config: ModelConfig) -> Tensor:
+    """Returns the scores of the load-balancing loss, which add up to 1 for each token."""
+    if config.moe_router_score_function == "sigmoid":
+        scores = logits.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + SMALL)
+    return _wide(logits).softmax(-1)
+
+
+def _without_other_groups(scores: Tensor, config: ModelConfig) -> Tensor:
+    """Returns the scores, with -inf for the experts outside the chosen groups (2405.04434, 2.1.2).
+
+    A group's score is the sum of its k / (chosen groups) best experts.
+    """
+    groups, chosen = config.moe_router_num_groups, config.moe_router_group_topk
+    assert groups is not None and chosen is not None
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(config.moe_router_topk // chosen, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(chosen).indices, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+
+
+def _counts(experts: Tensor, columns: int, num_experts: int) -> Tensor:
+    """Returns how many tokens each expert gets, [columns, E] float32.
+
+    experts: [T, k] of the tokens [s, b]. columns: b for each sequence by itself, or 1.
+    """
+    chosen = experts.view(-1, columns, experts.shape[-1]).transpose(0, 1).flatten(1)
+    counts = torch.zeros(columns, num_experts, dtype=torch.float32, device=experts.device)
+    return counts.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float32))
+
+
+def router_figures(
+    routers: Sequence[Router], parallel: ParallelState, *, is_split: bool, num_calls: int
+) -> dict[str, Tensor]:
+    """Returns the figures of a step's routers, 0-d and the same on every rank.
+
+    load_balancing_loss, z_loss: the means over layers and micro-batches, without coefficients.
+    expert_imbalance: the tokens of the fullest expert of any layer over those of the mean expert.
+    is_split: whether each TP rank has other tokens (sequence parallelism).
+    num_calls: how many losses the sums hold, over all layers and micro-batches.
+    Issues an all-reduce over each group of ranks with other tokens, and two over `pp_group`.
+    """
+    losses = torch.zeros(2, dtype=torch.float32, device=parallel.device)
+    imbalance = losses.new_ones(())
+    if routers:  # else the stage has no layer with experts
+        sums = torch.stack([one.loss_sums for one in routers]).sum(0)
+        counts = torch.stack([one.tokens_per_expert for one in routers])
+        both = torch.cat([sums, counts.flatten()])
+        for group in (parallel.tp_group if is_split else None, parallel.dp_cp_group):
+            both = all_reduce_(both, group)
+        losses, counts = both[:2] / (num_calls * parallel.dp_size), both[2:].view_as(counts)
+        imbalance = (counts.amax(1) / counts.mean(1)).max()
+    losses = all_reduce_(losses, parallel.pp_group)
+    return {
+        "load_balancing_loss": losses[0],
+        "z_loss": losses[1],
+        "expert_imbalance": all_reduce_(imbalance, parallel.pp_group, ReduceOp.MAX),
+    }

@@ -1,0 +1,122 @@
+"""A linear layer for each group of rows: the experts of a mixture-of-experts layer.
+
+    y = x A_e^T  for the rows of expert e       x [n, in], A [E, out, in], rows sorted by expert
+
+torch's grouped product computes all experts in one call. It has no float64, and its rows must be
+multiples of 16 bytes: then one matmul for each expert does the same, and the host waits for the
+number of rows of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.weight_gradient import in_autocast_dtype
+from megatron_lite.tensor_parallel.layers import new_parameter
+from megatron_lite.tensor_parallel.rank_context import RankContext
+
+ROW_BYTES = 16
+
+
+def grouped_linear(
+    rows: Tensor, weight: Tensor, ends: Tensor, *, skip_tail: bool = False
+) -> Tensor:
+    """Returns the product of each row with the weight of its expert: [n, in] -> [n, out].
+
+    rows: sorted by expert. weight: [E, out, in].
+    ends: [E] int32, the number of rows of the experts up to and including each one.
+    skip_tail: builds only the graph, for a replay whose output is never read (layers.py).
+    Issues no collective. Keeps the rows, the weight and `ends`.
+    """
+    if torch.is_autocast_enabled(rows.device.type):
+        rows, weight = in_autocast_dtype(rows, weight)
+    output: Tensor = _GroupedMatmul.apply(rows, weight, ends, skip_tail)
+    return output
+
+
+class GroupedLinear(nn.Module):
+    """A linear layer for each expert, without bias: rows [n, input_size] -> [n, output_size].
+
+    Weight [E, output_size, input_size]. It is sharded over the TP group along `tp_dim`: 1, the
+    output features (in `tp_blocks` blocks), or 2, the input features. The result is partial then.
+    Issues no collective. Keeps the rows.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        *,
+        tp_dim: int,
+        init_std: float,
+        context: RankContext,
+        tp_blocks: int = 1,
+    ) -> None:
+        super().__init__()
+        spec = ParameterSpec(
+            global_shape=(num_experts, output_size, input_size),
+            tp_dim=tp_dim,
+            tp_blocks=tp_blocks,
+            init_std=init_std,
+        )
+        self.weight = new_parameter(spec, context)
+
+    def forward(self, rows: Tensor, ends: Tensor, skip_tail: bool = False) -> Tensor:
+        """Returns the rows times the weights of their experts. See `grouped_linear`."""
+        return grouped_linear(rows, self.weight, ends, skip_tail=skip_tail)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """x [n, in], A [E, out, in] -> y [n, out]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor, skip_tail: bool) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        if skip_tail:
+            return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])
+        return products(rows, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, ends = ctx.saved_tensors
+        grad_output = grad_output.contiguous()
+        needs_rows, needs_weight = ctx.needs_input_grad[:2]
+        grad_rows = products(grad_output, weight, ends) if needs_rows else None
+        grad_weight = outer_products(grad_output, rows, ends) if needs_weight else None
+        return grad_rows, grad_weight, None, None
+
+
+def products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Returns each group of rows times its matrix: [n, k] and [E, k, m] -> [n, m]."""
+    if _is_grouped(rows, matrices.shape[-1]):
+        return torch._grouped_mm(rows, matrices, offs=ends)
+    parts = zip(rows.tensor_split(ends[:-1].long().cpu()), matrices, strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+def outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """Returns left^T right of each group of rows: [n, k] and [n, m] -> [E, k, m].
+
+    A group without rows gets zeros.
+    """
+    if _is_grouped(left, right.shape[-1]):
+        return torch._grouped_mm(left.t(), right, offs=ends)
+    cuts = ends[:-1].long().cpu()
+    pairs = zip(left.tensor_split(cuts), right.tensor_split(cuts), strict=True)
+    return torch.stack([one.t() @ other for one, other in pairs])
+
+
+def _is_grouped(rows: Tensor, width: int) -> bool:
+    """Tells whether torch's grouped product takes rows of this width, and makes rows of `width`."""
+    size = rows.element_size()
+    return (
+        rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and rows.shape[0] > 0
+        and rows.shape[-1] * size % ROW_BYTES == 0
+        and width * size % ROW_BYTES == 0
+    )
