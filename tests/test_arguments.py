@@ -98,7 +98,7 @@ def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is() -> Non
 
 def test_all_faults_of_a_command_line_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     words = (
-        "--num-layers two --seed one --hidden-siz 4 --num-experts 8 --moe-use-upcycling "
+        "--num-layers two --seed one --hidden-siz 4 --moe-latent-size 8 --moe-use-upcycling "
         "--fp8-format hybrid --window-size x --mtp-num-layers 1 --lr -1 --xyz 3"
     )
     assert faults_of([*RUN.split(), *words.split()], capsys) == [
@@ -108,8 +108,8 @@ def test_all_faults_of_a_command_line_are_listed(capsys: pytest.CaptureFixture[s
         "such as 128,0",
         "unknown flag --hidden-siz: did you mean --hidden-size?",
         "unknown flag --xyz: --help lists the flags",
-        "Megatron's --num-experts, --moe-use-upcycling are not supported here: "
-        + REFUSED["--num-experts"],
+        "Megatron's --moe-latent-size, --moe-use-upcycling are not supported here: "
+        + REFUSED["--moe-latent-size"],
         f"Megatron's --fp8-format is not supported here: {REFUSED['--fp8-format']}",
         "Megatron's --mtp-num-layers 1 is not supported here, only 0: "
         + REFUSED["--mtp-num-layers"],
@@ -252,8 +252,8 @@ def test_the_topics_of_help_share_out_all_flags(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("--num-experts", "--num-experts is refused: "),
-        ("num_experts", "--num-experts is refused: "),
+        ("--moe-latent-size", "--moe-latent-size is refused: "),
+        ("moe_latent_size", "--moe-latent-size is refused: "),
         ("--use-mcore-models", "--use-mcore-models is accepted and has no effect here: "),
         ("--batch-size", "--batch-size is an old spelling of --micro-batch-size"),
     ],

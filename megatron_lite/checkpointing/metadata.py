@@ -176,6 +176,7 @@ def read_config(step: Path) -> RunConfig:
 def check_config_fits(step: Path, config: RunConfig, metadata: Metadata) -> None:
     """Raises InputError unless config.json describes a model with as many weights as the step."""
     counted = parameter_count(config.model, config.tokenizer.true_vocab_size)
+    counted += config.model.num_expert_biases
     held = sum(math.prod(layout.spec.global_shape) for layout in metadata.parameters.values())
     if counted != held:
         raise InputError(

@@ -80,7 +80,7 @@ class ExpertSettings:
     moe_router_num_groups: int | None = setting(
         "groups of experts, of which a token chooses some first",
         least=1,
-        needs=("moe_router_group_topk",),
+        without="moe_router_group_topk",
     )
     moe_router_group_topk: int | None = setting(
         "groups that a token chooses",
@@ -130,7 +130,7 @@ class ExpertSettings:
     @property
     def chooses_in_groups(self) -> bool:
         """Tells whether a token chooses groups of experts before it chooses experts."""
-        return self.moe_router_num_groups is not None
+        return self.moe_router_group_topk is not None
 
     def layer_has_experts(self, layer: int) -> bool:
         """Returns whether the layer has experts. layer: its number in the whole model, from 0."""

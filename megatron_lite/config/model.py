@@ -363,6 +363,12 @@ class ModelConfig(ExpertSettings):
         """The number of layers with a dense MLP."""
         return sum(not self.layer_has_experts(layer) for layer in range(self.num_layers))
 
+    @property
+    def num_expert_biases(self) -> int:
+        """The number of the experts' biases, which are saved beside the weights."""
+        biased = (self.num_experts or 0) * self.moe_router_enable_expert_bias
+        return biased * (self.num_layers - self.num_dense_layers)
+
     def layer_rotates(self, layer: int) -> bool:
         """Returns whether the layer rotates queries and keys.
 

@@ -120,7 +120,7 @@ class RecomputeConfig:
         # What a compiled layer keeps is not known, and every collective would end its graph.
         excludes=(
             *("recompute_verify", "overlap_param_gather"),
-            *("tensor_model_parallel_size>1", "context_parallel_size>1"),
+            *("tensor_model_parallel_size>1", "context_parallel_size>1", "num_experts"),
         ),
         why="it is the share, 0 to 1, that the compiler keeps of each layer, which is one graph",
     )

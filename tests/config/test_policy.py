@@ -88,8 +88,9 @@ def test_every_layer_has_exactly_one_treatment_and_it_is_that_of_the_first_rule_
             action = LayerAction() if first is None else first.action
             assert segment.unit == bool(action.unit) and segment.ops == action.ops
             assert segment.router == action.router
-            assert segment.regions == set(action.regions) - (
-                {"activation"} if "mlp" in action.regions else set()
+            inside = {"mlp": {"activation"}, "moe": {"moe_act", "shared_experts"}}
+            assert segment.regions == set(action.regions).difference(
+                *(inside.get(region, ()) for region in action.regions)
             )
             assert segment.store == ("device" if first is None else first.store)
             assert not segment.unit or segment.num_layers <= action.unit
@@ -105,7 +106,7 @@ FULL = dict(recompute_granularity="full")
         (dict(recompute_activations=True), "*:core_attn"),
         (
             dict(recompute_granularity="selective", recompute_modules=("pointwise", "core_attn")),
-            "*:layernorm+activation+dropout+core_attn",
+            "*:layernorm+activation+dropout+moe_act+core_attn",
         ),
         (dict(**FULL, recompute_method="uniform"), "*:full"),
         (dict(**FULL, recompute_method="uniform", recompute_num_layers=2), "0-4:full/2"),

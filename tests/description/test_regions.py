@@ -20,7 +20,7 @@ SIZES = Sizes(
 def layers() -> list[LayerDescription]:
     return [
         describe_layer(
-            variant_config(variant, attention_backend=backend, hidden_dropout=0.1), SIZES, layer=1
+            variant_config(variant, attention_backend=backend, hidden_dropout=0.1), SIZES
         )
         for variant, backend in product(VARIANTS, ("flash", "unfused"))
     ]

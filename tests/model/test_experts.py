@@ -343,7 +343,7 @@ def test_bad_settings_are_named() -> None:
         (dict(moe_layer_freq=(0,)), "gives no layer experts"),
         (dict(add_bias_linear=True), "needs --disable-bias-linear"),
         (dict(moe_router_num_groups=3, moe_router_group_topk=1), "must form equal groups"),
-        (dict(moe_router_num_groups=4), "needs --moe-router-group-topk"),
+        (dict(moe_router_group_topk=4), "needs --moe-router-num-groups"),
     ):
         with pytest.raises(ValueError, match=words.replace("(", r"\(")):
             config_of(**settings)

@@ -87,7 +87,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "deepseek": dict(
         LLAMA,
         num_experts=8,
-        moe_layer_freq=(0, 1),
+        moe_layer_freq=2,
         moe_ffn_hidden_size=32,
         moe_shared_expert_intermediate_size=32,
         moe_shared_expert_gate=True,
