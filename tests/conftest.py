@@ -128,12 +128,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             ("long", numbers["ci"]),
             ("", numbers["daily"]),
         ):
-            number = min(number, len(cases))
-            for index in range(number):
-                # One case of each stretch of neighbours, by turns its first, its second and so on:
-                # a fixed step would choose the same value of a grid's last settings each time.
-                begin, end = (one * len(cases) // number for one in (index, index + 1))
-                item = cases[begin + index % (end - begin)]
+            for index in range(min(number, len(cases))):  # evenly among the cases
+                item = cases[index * len(cases) // min(number, len(cases))]
                 item.own_markers[:] = [
                     mark for mark in item.own_markers if mark.name not in ("long", "weekly")
                 ]

@@ -17,6 +17,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
+from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import StepMeter
 from megatron_lite.recompute.contents import tensors_of
 
@@ -96,7 +97,7 @@ class FakeGauge(StepMeter):
 
     def mark(self) -> None:
         """Reads the sum of the storages."""
-        self._forget_dead()
+        self.total_bytes()  # FSDP2 frees storages without an operator
         now, peak = self._held + self._total, self._held + self.peak_bytes
         self.readings.append(Reading(now, peak, int(self._seconds * 1e9)))
         self.peak_bytes = self._total
@@ -116,10 +117,7 @@ class FakeGauge(StepMeter):
             self._seconds += max(flops / self.flops, moved / self.bandwidth)
         return result
 
-    def after(self, func: Any) -> None:
-        """Compares the sum with the peak."""
-        self._forget_dead()
-        self.peak_bytes = max(self.peak_bytes, self._total)
+    after = LiveStorages.after  # compares the sum with the peak
 
 
 Gauge = CudaGauge | CpuGauge | FakeGauge

@@ -35,9 +35,11 @@ from megatron_lite.fit.step import (
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.replay import RecomputeMismatch
+from megatron_lite.recompute.split_inputs import tensor_parallel_group
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
+ON_RANKS = ("full@split",)  # they need tensor-parallel layers
 ON_HOST = ("none@host", "full@host")  # they need a GPU, which has pinned memory beside it
 IMPOSSIBLE = 1 << 60  # the bytes of an action that a layer cannot have
 
@@ -59,24 +61,35 @@ class Measurement:
         device: torch.device,
         gauge: Callable[[torch.device, int], Gauge],
         *,
+        buckets: int = 0,
         has_values: bool = True,
     ) -> None:
         """optimizer: see update_bytes. gauge: makes what reads the device (gauges.py).
 
+        buckets: the bytes that data parallelism holds beside weights and gradients.
         has_values: whether tensors are real. Fake ones neither need a first run nor prove replays.
         Raises ValueError if the step runs no backward through the layers.
         """
         self._model, self._lists, self._has_values = model, lists, has_values
         self._device, self._gauge = device, gauge
+        self._has_ranks = (
+            has_values
+            and dist.is_available()
+            and dist.is_initialized()
+            and dist.get_world_size() > 1
+        )
         self._layers = [layer for one in lists for layer in one.layers]
         self._step = Step(model, self._layers, step)
         states = tensors_of(list(getattr(optimizer, "state", {}).values()))
         weights = [*model.parameters(), *model.buffers()]
-        self._held = bytes_of([*weights, *states, *(each.grad for each in model.parameters())])
+        self._held = buckets + bytes_of(
+            [*weights, *states, *(each.grad for each in model.parameters())]
+        )
         self._missing, self._update = update_bytes(model, optimizer, device)
         self.terms = {
             "weights and buffers": bytes_of(weights),
             "gradients": bytes_of(each for each in model.parameters() if each.requires_grad),
+            "buckets of gradients": buckets,
             "optimizer states": bytes_of(states) + self._missing,
         }
         self.notes: list[str] = []
@@ -87,7 +100,9 @@ class Measurement:
                 "loss.backward() in it, on a loss that depends on trainable parameters"
             )
         self._order = list(dict.fromkeys(span.layer for span in spans if span.name == FORWARD))
-        self.problem = self._problem(spans, [*CANDIDATES, *ON_HOST * (device.type == "cuda")])
+        has_parts = any(tensor_parallel_group(layer) is not None for layer in self._layers)
+        candidates = (*CANDIDATES, *ON_RANKS * has_parts, *ON_HOST * (device.type == "cuda"))
+        self.problem = self._problem(spans, list(candidates))
         if self._step.varies:
             self.notes.append(
                 "note: the step has inputs of other shapes each time; these figures are for the "
@@ -139,9 +154,14 @@ class Measurement:
 
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         kinds: dict[Any, list[int]] = {}
+        used = {span.layer for span in spans if span.name == BACKWARD}
+        lists = [place for place, one in enumerate(self._lists) for _ in one.layers]
         for number in self._order:
-            kinds.setdefault(kind_of(self._layers[number]), []).append(number)
-        _check_ranks(list(kinds.values()))
+            # Another list may have other inputs. Without a backward, what is kept is soon freed.
+            kind = kind_of(self._layers[number]), lists[number], number in used
+            kinds.setdefault(kind, []).append(number)
+        if self._has_ranks:
+            _check_ranks(list(kinds.values()))
         waiting = [(numbers, list(candidates)) for numbers in kinds.values()]
         found: dict[tuple[int, str], Option] = {}
         while any(actions for _, actions in waiting):
@@ -227,7 +247,7 @@ class Measurement:
 
     def _of_all_ranks(self, figures: Sequence[int]) -> list[int]:
         """Returns the highest of each figure over all ranks."""
-        if not _has_ranks():
+        if not self._has_ranks:
             return list(figures)
         highest = torch.tensor(figures, device=self._device)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
@@ -248,17 +268,12 @@ def _figures(spans: list[Span], layer: int) -> list[int]:
     ]
 
 
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 def _check_ranks(kinds: list[list[int]]) -> None:
     """Raises ValueError unless all ranks call the same kinds of layers in the same order."""
-    if _has_ranks():
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, kinds)
-        if any(one != kinds for one in told):
-            raise ValueError(
-                "the ranks call other layers, or in another order, so no policy serves all of "
-                "them: fit the model before it is split into stages"
-            )
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, kinds)
+    if any(one != kinds for one in told):
+        raise ValueError(
+            "the ranks call other layers, or in another order, so no policy serves all of "
+            "them: fit the model before it is split into stages"
+        )

@@ -23,6 +23,7 @@ from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.torch_internals import address_of, write_count_of
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
+from megatron_lite.recompute.split_inputs import local_of
 
 FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, OUTSIDE = "f", "fe", "b", "be", ""
 MODEL_END, AFTER = "me", "a"
@@ -175,7 +176,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Returns the bytes of the storages of this rank's tensors, each once."""
-    storages = [_local(each).untyped_storage() for each in tensors if each is not None]
+    storages = [local_of(each).untyped_storage() for each in tensors if each is not None]
     return sum({address_of(one): one.nbytes() for one in storages}.values())
 
 
@@ -194,7 +195,7 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
     trained = [each for each in model.parameters() if each.requires_grad]
     groups = optimizer.param_groups if is_made else [{"params": trained}]
     stand_ins = [
-        {**group, "params": [nn.Parameter(_local(each).to("meta")) for each in group["params"]]}
+        {**group, "params": [nn.Parameter(local_of(each).to("meta")) for each in group["params"]]}
         for group in groups
     ]
     existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0
@@ -223,11 +224,6 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
         ) from error
     missing = max(0, states - existing)
     return missing, missing + temporary
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = getattr(tensor, "to_local", lambda: tensor)()
-    return local
 
 
 def _refuse_update(optimizer: Optimizer, *_: Any) -> None:

@@ -74,8 +74,8 @@ def apply_policy_(
     ValueError, before anything is changed, if
         the model has no such module, or it is no ModuleList, ModuleDict or Sequential, or is empty;
         the policy cannot be parsed, or one of its rules never applies;
-        the policy names regions, units of several layers, a split over ranks, or operators that
-        torch does not have;
+        the policy names regions, units of several layers, or operators that torch does not have;
+        it says @split, and no weight of the layer is divided over tensor-parallel ranks;
         the layers have a policy already.
     RuntimeError in forward or backward: the message names what a replay cannot repeat.
     It warns of a rule that names more layers than the model has, and once of a key-value cache that
@@ -86,8 +86,8 @@ def apply_policy_(
     parsed = parse_policy(policy, setting=setting)
     notices = check_policy_reaches(parsed, [len(layers)], setting=setting)
     plan = RecomputePlan(tuple(segments(parsed, len(layers))), skip_tail=False, verify=bool(verify))
-    for segment in plan.segments:
-        _check(segment, setting)
+    for segment, layer in zip(plan.segments, layers, strict=False):
+        _check(segment, layer, setting)
     if any(_policies(layer) for layer in layers):
         raise ValueError(
             f"the layers of {layers_fqn} have a recompute policy already: take it off with "
@@ -213,8 +213,7 @@ class _Recomputed:
             return forward(*args, **kwargs)
         given = tensors_of((args, kwargs))
         valued = all(map(has_values, given))
-        # The pool's buffers outlive a mode of fake tensors.
-        with self._on_host(layer, given) if self._segment.on_host and valued else nullcontext():
+        with self._elsewhere(layer, given, valued):
             if not self._segment.unit and not self._segment.ops:
                 return forward(*args, **kwargs)
             return self._recomputed(layer, forward, args, kwargs, given if valued else None)
@@ -251,8 +250,17 @@ class _Recomputed:
         self._shared.note_router(self._segment, bool(how.guard.has_router))
         return outputs
 
-    def _on_host(self, layer: nn.Module, given: list[Tensor]) -> AbstractContextManager[None]:
+    def _elsewhere(
+        self, layer: nn.Module, given: list[Tensor], valued: bool
+    ) -> AbstractContextManager[None]:
+        """Returns the block in which `@split` and `@host` keep what is given to the layer."""
         # The first tensor is the hidden states, which belong to this layer. All others stay.
+        if self._segment.split:
+            from megatron_lite.recompute.split_inputs import dividing
+
+            return dividing(layer, given[0])
+        if not self._segment.on_host or not valued:
+            return nullcontext()  # the pool's buffers outlive a mode of fake tensors
         device = given[0].device if given else torch.device("cpu")
         return self._shared.offloaded(
             self._segment.first_layer, device, stay=[*weights_in_use(layer), *given[1:]]
@@ -361,7 +369,7 @@ def _lists(model: nn.Module) -> str:
     return f"its lists of modules are {', '.join(names) or 'none'}"
 
 
-def _check(segment: Segment, setting: str) -> None:
+def _check(segment: Segment, layer: nn.Module, setting: str) -> None:
     refused = {
         f"{'+'.join(sorted(segment.regions))} names regions, and this model's layers have none: "
         "use full, none or ops(...)": segment.regions,
@@ -370,11 +378,18 @@ def _check(segment: Segment, setting: str) -> None:
         f"@{segment.store} names parts of this project's own layers: give @host": (
             segment.host_modules
         ),
-        "@split needs tensor-parallel layers of this project": segment.split,
+        "a model of another library has @split or @host, not both": (
+            segment.split and segment.on_host
+        ),
     }
     for reason, is_so in refused.items():
         if is_so:
             raise ValueError(f"{setting}, layer {segment.first_layer}: {reason}")
+    if segment.split:
+        from megatron_lite.recompute.split_inputs import NO_GROUP, tensor_parallel_group
+
+        if tensor_parallel_group(layer) is None:
+            raise ValueError(f"{setting}, layer {segment.first_layer}: {NO_GROUP}")
     if segment.ops:
         from megatron_lite.recompute.ops import find_operators
 

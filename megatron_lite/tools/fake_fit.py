@@ -1,19 +1,31 @@
-"""Fits a model of transformers on fake tensors, which have sizes and no memory."""
+"""Fits a model of transformers on fake tensors, which have sizes and no memory.
+
+One rank of several runs in torch's "fake" process group, whose collectives move nothing. Under
+FSDP2 its weights, gradients and optimizer states are those of the real `fully_shard`, and so are
+the weights that are gathered at the peak.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.plain import shown
 from megatron_lite.fit.gauges import FakeGauge
-from megatron_lite.fit.layers import layer_lists
+from megatron_lite.fit.layers import LayerList, layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import Fit, fitted
-from megatron_lite.parallel.torch_internals import FakeTensorMode
+from megatron_lite.parallel.simulated import SimulatedTensors
+from megatron_lite.parallel.torch_internals import fake_store
 from megatron_lite.plan.hardware import Hardware
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -45,11 +57,15 @@ def fit_config(
     dtype: str = "bf16",
     optimizer: str = "adamw",
     lora_rank: int = 0,
+    gpus: int = 1,
+    fsdp: bool = False,
 ) -> Fit:
-    """Returns the fit of a model of transformers, on fake tensors.
+    """Returns the fit of a model of transformers on one of `gpus` data-parallel ranks.
 
     config: the parsed config.json. dtype, optimizer: keys of the tables above.
     lora_rank: 0 trains all parameters.
+    fsdp: each layer is a unit of FSDP2, and the model holds the rest. Otherwise the model is under
+        DDP, which has buckets as large as the gradients beside them.
     Raises ValueError if no policy fits, or if the model cannot be built or run.
     """
     device = torch.device("cpu")
@@ -61,25 +77,47 @@ def fit_config(
         made.bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
         return made
 
-    with FakeTensorMode():
+    with _ranks(gpus) as mesh, SimulatedTensors(), _without_checks():
         model = _model(config, DTYPES[dtype])
         if lora_rank:
             add_adapters_(model, lora_rank)
+        lists = layer_lists(model, None)
+        buckets = 0 if fsdp or gpus == 1 else sum(one.nbytes for one in _trained(model))
+        if fsdp:
+            shard_(model, lists, mesh)
         given = _inputs(model, micro_batch_size, seq_length, DTYPES[dtype])
 
         def step() -> None:
             _loss(model(**given)).backward()  # the logits are not held meanwhile
 
+        try:
+            step()  # in its first step FSDP2 learns the order of its units
+        except RuntimeError as error:
+            raise InputError(
+                f"{type(model).__name__} cannot run on fake tensors, for example because its "
+                f"forward decides by values ({shown(str(error).splitlines()[0])}): call "
+                "fit_memory_ with a batch of your own"
+            ) from error
+        model.zero_grad()
         measured = Measurement(
             model,
-            layer_lists(model, None),
+            lists,
             step,
             OPTIMIZERS[optimizer],
             device,
             gauge,
+            buckets=buckets,
             has_values=False,
         )
         return fitted(model, measured, budget)
+
+
+def shard_(model: nn.Module, lists: list[LayerList], mesh: DeviceMesh) -> None:
+    """Shards a model over ranks with FSDP2: each layer is a unit, and the model holds the rest."""
+    for one in lists:
+        for layer in one.layers:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def add_adapters_(model: nn.Module, rank: int) -> None:
@@ -93,34 +131,80 @@ def add_adapters_(model: nn.Module, rank: int) -> None:
                     setattr(module, name, LowRank(child, rank))
 
 
+@contextmanager
+def _ranks(number: int) -> Iterator[DeviceMesh]:
+    """Makes this process rank 0 of `number` ranks that do not exist, and yields their mesh."""
+    dist.init_process_group("fake", store=fake_store()(), rank=0, world_size=number)
+    try:
+        yield init_device_mesh("cpu", (number,))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _without_checks() -> Iterator[None]:
+    """Switches off the checks of transformers that read values, such as that of image tokens."""
+    before = os.environ.get("TRANSFORMERS_DISABLE_TORCH_CHECK")
+    os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"]
+        if before is not None:
+            os.environ["TRANSFORMERS_DISABLE_TORCH_CHECK"] = before
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [each for each in model.parameters() if each.requires_grad]
+
+
 def _model(config: Any, dtype: torch.dtype) -> Any:
     import transformers
+    from transformers.initialization import no_init_weights
 
     try:
         parsed = transformers.AutoConfig.for_model(**config)
         name = (parsed.architectures or [""])[0]
         family = getattr(transformers, name, None)
         if isinstance(family, type) and issubclass(family, transformers.PreTrainedModel):
-            return family._from_config(parsed, dtype=dtype).train()
+            with no_init_weights():
+                return family._from_config(parsed, dtype=dtype).train()
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise InputError(f"transformers cannot build this model: {shown(str(error))}") from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
 
 
 def _inputs(model: Any, batch: int, length: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    if model.main_input_name == "pixel_values":
-        sides, config = model.config.image_size, model.config
+    """Returns a batch: token ids of text, and images or spectra as large as the model takes."""
+    config, main = model.config, model.main_input_name
+    vision = getattr(config, "vision_config", config if main == "pixel_values" else None)
+    inputs: dict[str, Tensor] = {}
+    if vision is not None:
+        sides = getattr(vision, "image_size", None)
+        if sides is None:
+            raise InputError(
+                f"{type(model).__name__} reads images of any size, cut into patches: call "
+                "fit_memory_ with a batch of your own"
+            )
         height, width = (sides, sides) if isinstance(sides, int) else sides
-        return {"pixel_values": torch.zeros(batch, config.num_channels, height, width, dtype=dtype)}
-    if model.main_input_name != "input_ids":
+        channels = getattr(vision, "num_channels", 3)
+        inputs["pixel_values"] = torch.zeros(batch, channels, height, width, dtype=dtype)
+    elif main == "input_features" and hasattr(config, "max_source_positions"):
+        frames = 2 * config.max_source_positions  # Whisper's first convolutions halve them
+        inputs[main] = torch.zeros(batch, config.num_mel_bins, frames, dtype=dtype)
+    elif main not in ("input_ids", "input_values"):
         raise InputError(
-            f"the model reads {model.main_input_name}: only token ids and images are made here; "
-            "call fit_memory_ with a batch of your own"
+            f"{type(model).__name__} reads {main}: only token ids, images, samples of sound and "
+            "Whisper's spectra are made here; call fit_memory_ with a batch of your own"
         )
+    if main == "pixel_values" and vision is config:
+        return inputs
     if length < 1:
         raise InputError(f"--seq-length must be at least 1 (got {length}): give the tokens")
+    if main == "input_values":
+        return {main: torch.zeros(batch, length, dtype=dtype)}
     ids = torch.zeros(batch, length, dtype=torch.int64)
-    return {"input_ids": ids, "labels": ids}
+    return {**inputs, **({} if main == "input_features" else {"input_ids": ids}), "labels": ids}
 
 
 def _loss(output: Any) -> Tensor:

@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron-lite fit") 
         default="bf16",
         help="of weights and computation",
     )
+    add("--gpus", type=int, default=1, metavar="N", help="data-parallel GPUs (default: 1)")
+    add("--fsdp", action="store_true", help="shard each layer over the GPUs (default: DDP)")
     add("--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="whose states count")
     add("--trainable", default="all", metavar="WHAT", help="all, or lora:RANK on linear layers")
     args = parser.parse_args(argv)
@@ -62,6 +64,10 @@ def _text(args: argparse.Namespace) -> str:
         raise InputError(f"{path}: no configuration of transformers: model_type is missing")
     if args.micro_batch_size < 1:
         raise InputError(f"--micro-batch-size must be at least 1 (got {args.micro_batch_size})")
+    if args.gpus < 1 + args.fsdp:
+        raise InputError(
+            f"--gpus must be at least {1 + args.fsdp}{' with --fsdp' * args.fsdp} (got {args.gpus})"
+        )
     what, _, rank = args.trainable.partition(":")
     if args.trainable != "all" and (what != "lora" or not rank.isdecimal() or int(rank) < 1):
         raise InputError(f"--trainable {shown(repr(args.trainable))}: give all, or lora:16")
@@ -81,6 +87,8 @@ def _text(args: argparse.Namespace) -> str:
             dtype=args.dtype,
             optimizer=args.optimizer,
             lora_rank=int(rank or 0),
+            gpus=args.gpus,
+            fsdp=args.fsdp,
         )
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -88,8 +96,10 @@ def _text(args: argparse.Namespace) -> str:
         f'apply_policy_(model, layers_fqn="{name}", policy="{policy}")'
         for name, policy in fit.policies.items()
     )
+    ranks = f"each of {args.gpus} GPUs under {'FSDP2' if args.fsdp else 'DDP'}: "
     return (
-        f"{fit}\n\nIn Python:\n\nfrom megatron_lite.api import apply_policy_\n\n{lines}\n\n"
+        f"{ranks * (args.gpus > 1)}{fit}\n\n"
+        f"In Python:\n\nfrom megatron_lite.api import apply_policy_\n\n{lines}\n\n"
         "In the Trainer of transformers, which measures it on the GPU:\n\n"
         "from megatron_lite.fit.trainer_callback import MemoryBudgetCallback\n\n"
         f'trainer.add_callback(MemoryBudgetCallback("{budget // 2**20}MiB"))'

@@ -28,6 +28,7 @@ COMMANDS = {
         " --train-iters 2 --lr 1e-3 --mock-data --vocab-size 4095 --log-peak-memory"
         " --eval-iters 0 --log-interval 1 --distributed-backend gloo"
     ),
+    "fit": "python -c \"$(sed -n '/^import torch, transformers/,/^print(fit/p' README.md)\"",
     "dry_run": (
         "NPROC_PER_NODE=1 bash examples/large/llama3_8b.sh --dry-run-memory"
         " --dry-run-world-size 8 --dry-run-ranks 0 --dry-run-device cpu"

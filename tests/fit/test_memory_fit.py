@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron_lite.api import fit_memory_
 from megatron_lite.config.units import size
+from megatron_lite.fit.gauges import CpuGauge
+from megatron_lite.fit.layers import layer_lists
+from megatron_lite.fit.measurement import Measurement
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
-from tests.support.foreign_families import FAMILIES
+from tests.support.foreign_families import FAMILIES, newer
 from tests.support.ranks import run_ranks
 
 # A layer keeps some 5 KB of generator states, which weigh in models as small as these.
@@ -122,26 +127,44 @@ def test_the_peak_is_within_the_budget_and_gradients_are_the_same(
 ) -> None:
     torch.manual_seed(1)
     made = model()
-    assert check(made, lambda: made(ids()).backward(), (0.0, 0.5)) < 0.03
+    assert check(made, lambda: made(ids()).backward(), (0.0, 0.5)) < 0.01
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "T5"])
 def test_models_of_transformers_fit(name: str) -> None:
     family = FAMILIES[name]
     model = family.build()
-    assert check(model, lambda: family.loss(model, 0).backward(), (0.3,)) < 0.03
+    assert check(model, lambda: family.loss(model, 0).backward(), (0.3,)) < 0.01
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("name", [*FAMILIES, "LFM2", "Falcon-H1", "Qwen3-MoE"])
 def test_every_family_fits_five_budgets(name: str) -> None:
-    family = FAMILIES[name]
+    family = FAMILIES.get(name) or newer(name)
+    if family is None:
+        pytest.skip(f"this transformers has no {name}")
     model = family.build()
-    try:
-        check(model, lambda: family.loss(model, 0).backward(), (0.0, 0.2, 0.4, 0.6, 0.8))
-    except (ValueError, RuntimeError):
-        if not family.may_refuse:
-            raise
+    off = check(model, lambda: family.loss(model, 0).backward(), (0.0, 0.2, 0.4, 0.6, 0.8))
+    assert off < 0.01
+
+
+def test_a_vision_language_model_fits() -> None:
+    shape: Any = dict(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+    )
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(vocab_size=99, **shape),
+        vision_config=transformers.CLIPVisionConfig(image_size=16, patch_size=8, **shape),
+        image_token_id=98,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).train()
+    tokens = torch.cat([torch.full((2, 4), 98), ids(2, 20)], 1)  # 4 patches of an image
+
+    def step() -> None:
+        pixels = torch.ones(2, 3, 16, 16)
+        model(input_ids=tokens, pixel_values=pixels, labels=tokens).loss.backward()
+
+    assert check(model, step, (0.3,)) < 0.01
 
 
 @pytest.mark.long
@@ -310,22 +333,56 @@ def test_a_wrong_call_is_refused_with_the_reason(
     assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())
 
 
-def fit_on_rank(rank: int, world_size: int) -> tuple[dict[str, str], int]:
+def fit_on_rank(rank: int, world_size: int, wrapper: str) -> tuple[list[str], int]:
     """Fits a model whose batch is larger on rank 1."""
     torch.manual_seed(1)
-    model = Model([64] * 4)
+    model: Any = Model([64] * 4)
+    mesh = init_device_mesh("cpu", (world_size,))
+    if wrapper == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif wrapper == "FSDP2":
+        for unit in [*model.part0, model]:
+            fully_shard(unit, mesh=mesh)
+    else:
+        for block in model.part0:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, mesh, plan)
 
     def step() -> None:
-        model(ids(2 + 2 * rank)).backward()
-        for each in model.parameters():
-            dist.all_reduce(each.grad)
+        batch = 4 if wrapper == "TP" else 2 + 2 * rank
+        model(ids(batch)).backward()
 
+    plain = gradients(model, step)
     whole = fit_memory_(model, None, step=step)
     whole.remove()
     fit = fit_memory_(model, f"{whole.measured - 20_000}B", step=step)
-    return fit.policies, fit.measured
+    assert fit.budget is not None and fit.measured <= fit.budget
+    for name, gradient in gradients(model, step).items():
+        expected, gradient = (getattr(x, "_local_tensor", x) for x in (plain[name], gradient))
+        assert torch.equal(gradient, expected), name
+    return list(fit.policies.values()), fit.measured
 
 
-def test_ranks_get_the_policy_of_the_fullest_one() -> None:
-    first, second = run_ranks(fit_on_rank, 2)
-    assert first == second and first[0]["part0"] != "*:none"
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP2", "TP"])
+def test_ranks_get_the_policy_of_the_fullest_one(wrapper: str) -> None:
+    first, second = run_ranks(fit_on_rank, 2, wrapper)
+    assert first == second and first[0] != ["*:none"]
+
+
+def split_on_rank(rank: int, world_size: int) -> list[int]:
+    """Returns the bytes by which a layer keeps more than its whole input."""
+    model, mesh = Model([64] * 4), init_device_mesh("cpu", (world_size,))
+    for block in model.part0:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    measured = Measurement(
+        model, layer_lists(model, None), lambda: model(ids()).backward(), None,
+        torch.device("cpu"), CpuGauge,
+    )  # fmt: skip
+    options = measured.problem.options
+    return [one.held for layer in options for one in layer if one.action == "full@split"]
+
+
+def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers() -> None:
+    whole = ids().numel() * 32 * 4
+    for held in run_ranks(split_on_rank, 2):
+        assert held == [-whole // 2] * 4

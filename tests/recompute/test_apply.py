@@ -79,7 +79,7 @@ def test_a_verified_replay_that_differs_names_the_layer(monkeypatch: pytest.Monk
         ("transformer", "*:full", "a Sequential of layers; its lists of modules are transformer.h"),
         ("transformer.h", "*:mlp", "mlp names regions, and this model's layers have none"),
         ("transformer.h", "*:full/2", "one by one"),
-        ("transformer.h", "*:full@split", "needs tensor-parallel layers"),
+        ("transformer.h", "*:full@split", "as DTensors"),
     ],
 )
 def test_what_cannot_be_done_is_one_error_and_the_model_is_as_it_was(

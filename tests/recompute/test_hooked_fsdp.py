@@ -141,8 +141,15 @@ def trained_in_dtensors(rank: int, world_size: int, policy: str | None) -> list[
 
 def faults_in_dtensors(rank: int, world_size: int) -> None:
     expected = trained_in_dtensors(rank, world_size, None)
-    for policy in ("*:full", "*:ops(matmul)", "*:ops(matmul,collective)", "*:ops(matmul)@host"):
+    for policy in (
+        "*:full", "*:ops(matmul)", "*:ops(matmul,collective)", "*:ops(matmul)@host",
+        "*:full@split", "every-2:full@split",
+    ):  # fmt: skip
         assert_equal(trained_in_dtensors(rank, world_size, policy), expected)
+    whole = Model(Block)
+    for policy, reason in (("*:full@split", "as DTensors"), ("*:full@split+host", "not both")):
+        with pytest.raises(ValueError, match=reason):
+            apply_policy_(whole, layers_fqn="layers", policy=policy)
 
 
 @pytest.mark.long

@@ -1,0 +1,91 @@
+"""Divides the input of a layer over its tensor-parallel ranks: `@split` on models of others.
+
+Between tensor-parallel layers every rank has the same hidden states. A layer under `full@split`
+keeps 1/t of them on each rank of its group, and a replay gathers them in one all-gather. The group
+is that of the layer's weights: DTensors of torch's `parallelize_module` or of `tp_plan` in
+transformers. Hidden states that are divided already (sequence parallelism) are kept as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.functional import pad
+
+from megatron_lite.parallel.torch_internals import address_of, fills_its_memory
+from megatron_lite.recompute.saved import Handle, exchanging
+
+NO_GROUP = (
+    "@split needs layers whose weights are divided over tensor-parallel ranks as DTensors: use "
+    "torch's parallelize_module or tp_plan of transformers first, or leave @split out"
+)
+
+
+def tensor_parallel_group(layer: nn.Module) -> ProcessGroup | None:
+    """Returns the group over which weights of the layer are divided, or None.
+
+    Call it in the layer's forward. Before, FSDP2 has the weights divided over its own ranks.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")
+    if tensors is None:
+        return None
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    units = [] if fsdp is None else [m for m in layer.modules() if isinstance(m, fsdp.FSDPModule)]
+    inside = {id(each) for unit in units if unit is not layer for each in unit.parameters()}
+    for weight in layer.parameters():
+        if isinstance(weight, tensors.DTensor) and id(weight) not in inside:
+            for dim, placement in enumerate(weight.placements):
+                if placement.is_shard():
+                    group: ProcessGroup = weight.device_mesh.get_group(dim)
+                    return group if group.size() > 1 else None
+    return None
+
+
+@contextmanager
+def dividing(layer: nn.Module, hidden_states: Tensor) -> Iterator[None]:
+    """Keeps a part of `hidden_states` on each rank, where the block saves them for backward.
+
+    Raises RuntimeError if no weight of the layer is divided.
+    """
+    group = tensor_parallel_group(layer)
+    if group is None:
+        raise RuntimeError(NO_GROUP)
+    place = _place(hidden_states)
+    with exchanging(lambda tensor: _part(tensor, group) if _place(tensor) == place else None):
+        yield
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    local = local_of(tensor)
+    return address_of(local.untyped_storage()), local.storage_offset(), *local.shape
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor, or another tensor itself."""
+    local: Tensor = getattr(tensor, "to_local", lambda: tensor)()
+    return local
+
+
+def _part(tensor: Tensor, group: ProcessGroup) -> Handle | None:
+    local, placements = local_of(tensor.detach()), getattr(tensor, "placements", ())
+    if not fills_its_memory(local) or any(not each.is_replicate() for each in placements):
+        return None
+    size, shape, stride = local.numel(), local.shape, local.stride()
+    kind: Any = type(tensor)
+    mesh = getattr(tensor, "device_mesh", None)
+    whole = pad(local.as_strided((size,), (1,), local.storage_offset()), (0, -size % group.size()))
+    own = whole.view(group.size(), -1)[group.rank()].clone()
+
+    def gathered() -> Tensor:
+        all_ranks = own.new_empty(group.size() * own.numel())
+        dist.all_gather_into_tensor(all_ranks, own, group=group)
+        found = all_ranks[:size].as_strided(shape, stride)
+        return found if mesh is None else kind.from_local(found, mesh, placements, run_check=False)
+
+    return gathered

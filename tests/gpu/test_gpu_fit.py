@@ -1,0 +1,111 @@
+"""A budget holds on a GPU: what its allocator says, the prediction, the bits and `@host`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_lite.api import apply_policy_, fit_memory_, remove_policy_
+from megatron_lite.fit.gauges import CudaGauge
+from megatron_lite.fit.layers import layer_lists
+from megatron_lite.fit.measurement import CANDIDATES, FULL, ON_HOST, Measurement
+
+
+class Layer(nn.Module):
+    """Attention and an MLP, each with a norm and a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.inner, self.up = nn.LayerNorm(width), nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns [b, s, width]."""
+        batch, length, width = hidden.shape
+        heads = self.qkv(self.norm(hidden)).view(batch, length, 3, width // 64, 64)
+        attended = nn.functional.scaled_dot_product_attention(
+            *heads.permute(2, 0, 3, 1, 4), is_causal=True
+        )
+        hidden = hidden + attended.transpose(1, 2).reshape(batch, length, width)
+        return hidden + self.down(nn.functional.gelu(self.up(self.inner(hidden))))
+
+
+class Model(nn.Module):
+    """Eight layers and a head."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(1000, width), nn.Linear(width, 1000)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Returns the loss of predicting the tokens themselves."""
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+def trained(model: nn.Module, tokens: Tensor) -> list[Tensor]:
+    """Returns the gradients of a step."""
+    model.zero_grad()
+    model(tokens).backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+def test_the_peak_of_the_allocator_is_within_the_budget(cuda: torch.device) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.manual_seed(1)
+        model = Model().to(cuda, torch.bfloat16)
+        tokens = torch.randint(1000, (8, 512), device=cuda)
+        plain = trained(model, tokens)
+        model.zero_grad()
+        step: Any = lambda: model(tokens).backward()  # noqa: E731
+        whole = fit_memory_(model, None, step=step)
+        whole.remove()
+        smallest = least(model, step)
+        for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+            budget = int(smallest + share * (whole.measured - smallest))
+            fit = fit_memory_(model, f"{budget}B", step=step)
+            assert fit.measured <= budget
+            assert abs(fit.plan.peak / fit.measured - 1) < 0.01
+            torch.cuda.reset_peak_memory_stats(cuda)
+            step()
+            assert torch.cuda.max_memory_allocated(cuda) <= budget
+            for gradient, expected in zip(trained(model, tokens), plain, strict=True):
+                assert torch.equal(gradient, expected)
+            model.zero_grad()
+            fit.remove()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_host_memory_is_a_candidate_that_saves_memory_of_the_gpu(cuda: torch.device) -> None:
+    model = Model().to(cuda, torch.bfloat16)
+    tokens = torch.randint(1000, (8, 512), device=cuda)
+    measured = Measurement(
+        model, layer_lists(model, None), lambda: model(tokens).backward(), None, cuda, CudaGauge
+    )
+    options = {option.action: option for option in measured.problem.options[1]}
+    assert {*CANDIDATES, *ON_HOST, FULL} == {*options}
+    assert options["none@host"].held < options["none"].held
+    assert options["full@host"].held < 0
+
+
+def least(model: nn.Module, step: Callable[[], Any]) -> int:
+    """Returns the bytes of a step in which every layer is rebuilt."""
+    apply_policy_(model, layers_fqn="layers", policy="*:full")
+    step()
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    model.zero_grad()
+    remove_policy_(model)
+    return torch.cuda.max_memory_allocated()
