@@ -178,7 +178,7 @@ def torch_norm(config: ModelConfig, context: RankContext) -> Normalize:
     """Returns the norm by torch's kernels, or by compiled ones."""
     pair = chosen("--normalization", config.normalization, NORMS)
     epsilon, kernels = config.norm_epsilon, context.kernels
-    if config.normalization == "RMSNorm" and kernels is None and context.device.type != "cpu":
+    if config.normalization == "RMSNorm" and kernels is None and context.device.type == "cuda":
         # torch has a fused kernel for CUDA. On a CPU it composes the norm from operations that keep
         # four tensors.
         return lambda x, weight: F.rms_norm(x, weight.shape, weight, epsilon)
