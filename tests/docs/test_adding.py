@@ -30,7 +30,7 @@ TABLES = {
     "OPTIMIZERS": "config.optimizer_settings",
     "OptimizerConfig": "config.optimizer_settings",
     "FAMILIES": "config.hf_families",
-    "LAYOUTS": "convert.hf_tensors",
+    "LAYOUTS": "convert.hf",
 }
 
 
