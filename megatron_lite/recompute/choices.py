@@ -19,9 +19,11 @@ class Choices:
     A choice is a tuple of tensors without gradients: indices of experts, counts of tokens. A router
     that draws noise, or whose kernel breaks ties in any order, could choose otherwise in a replay.
     Its tensors go to the saved-tensor hooks that are in force when this object is made.
+    is_replayed: whether a replay calls the routers; else nothing is kept here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_replayed: bool = True) -> None:
+        self._is_replayed = is_replayed
         self._hooks = hooks_in_force()
         self._kept: dict[int, tuple[Handle, ...]] = {}
 
@@ -32,5 +34,7 @@ class Choices:
         # A mode that numbers the calls of operators must not see calls that a replay leaves out.
         with disable_current_modes() if results_may_be_kept() else nullcontext():
             choice = choose()
+        if not self._is_replayed:
+            return choice
         self._kept[layer] = tuple(saved_value(each, self._hooks) for each in choice)
         return choice

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_lite.config.regions import MOE
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.recompute.choices import Choices
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
@@ -51,7 +52,11 @@ def run_layers(
         around = (stores or Stores(hidden_states.device)).forward(plan, hidden_states, tp_size)
     with around as opened:
         for segment in plan.segments:
-            choices = Choices()  # outside of the stores: they stay on the device
+            # Outside of the stores: they stay on the device. A region without the router keeps
+            # `Regions` among its arguments, and so these.
+            choices = Choices(
+                is_replayed=segment.unit or bool(segment.ops) or MOE in segment.regions
+            )
             part = layers[segment.first_layer : segment.first_layer + segment.num_layers]
             with nullcontext() if opened is None else opened(segment, (part, extras)):
                 hidden_states = _run(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
+from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
@@ -82,6 +83,20 @@ def test_every_layout_trains_as_one_process_does(layout: str, tmp_path: Path) ->
     run_ranks(_run, 2, layout, other, {}, detail=False)
     for expected, found in zip(outcome(one), outcome(other), strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.parametrize("action", ["shared_experts", "moe+shared_experts"])
+def test_only_a_replay_of_the_router_keeps_its_choice_on_the_device(
+    action: str, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "run.jsonl"
+    config = replace(
+        config_of("", metrics, until=1),
+        recompute=RecomputeConfig(recompute_policy=f"*:{action}@host"),
+    )
+    run_to_end(config)
+    assert outcome(metrics)
 
 
 @pytest.mark.runs(daily=1, ci=2)
