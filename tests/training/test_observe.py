@@ -90,7 +90,7 @@ def _record(rank: int, world_size: int, folder: Path) -> None:
     run_to_end(
         replace(
             config,
-            recompute=RecomputeConfig(recompute_policy="*:full"),
+            recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"),
             logging=LoggingConfig(
                 memory_timeline=str(folder / "timeline.json"), metrics_jsonl=str(folder / "metrics")
             ),
@@ -107,7 +107,9 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) ->
             run_to_end(
                 replace(
                     tiny_run(tp_size=size, metrics=plain / "metrics", training=dict(train_iters=3)),
-                    recompute=RecomputeConfig(recompute_policy="*:full"),
+                    recompute=RecomputeConfig(
+                        recompute_granularity="full", recompute_method="uniform"
+                    ),
                 )
             )
             and None
