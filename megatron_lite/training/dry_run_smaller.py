@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import most_in_flight, stages, stages_of_rank
@@ -27,7 +28,7 @@ from megatron_lite.memory.measure.step_meter import FORWARD, HOST, OTHER, STATES
 from megatron_lite.memory.predict.kept_tensors import activation_terms
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.memory.predict.update_memory import update_memory
-from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment
+from megatron_lite.recompute.recompute_plan import Segment
 from megatron_lite.recompute.schedule import plan_stage
 
 REPEATS, IN_FLIGHT = 3, 2
@@ -181,15 +182,22 @@ def _smaller(whole: StepSize, place: RankPlace) -> tuple[StepSize, list[tuple[St
 
 def _with_segments(config: RunConfig, segments: Sequence[Segment], num_stages: int) -> RunConfig:
     """Returns the run with these segments in every stage."""
-    own, layers = [], 0
+    rules, layers = [], 0
     for one in segments:
-        own.append(replace(one, first_layer=layers))
+        action = LayerAction(
+            unit=one.num_layers if one.unit else 0,
+            regions=tuple(sorted(one.regions)),
+            ops=one.ops,
+            router=one.router,
+        )
+        own = Layers(layers, layers + one.num_layers - 1)
+        rules.append(Rule(layers=(own,), action=action, store=one.store))
         layers += one.num_layers
     return replace(
         config,
         model=replace(config.model, num_layers=layers * num_stages),
         recompute=RecomputeConfig(
-            recompute_policy=str(RecomputePlan(tuple(own))),
+            recompute_policy=str(Policy(tuple(rules))),
             recompute_tail_skip=config.recompute.recompute_tail_skip,
         ),
     )

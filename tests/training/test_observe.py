@@ -123,7 +123,7 @@ def test_a_timeline_of_the_run_is_written_and_changes_nothing(tmp_path: Path) ->
     ]
     assert losses[0] == losses[1]
     timeline = read_timeline(str(recorded / "timeline.json"))
-    assert timeline.name == "0-1:full" and {event.phase for event in timeline.events} == {
+    assert timeline.name == "*:full" and {event.phase for event in timeline.events} == {
         "forward",
         "replay",
         "backward",
