@@ -160,6 +160,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 def _model(config: Any, dtype: torch.dtype) -> Any:
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.initialization import no_init_weights
 
     try:
@@ -169,7 +170,10 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
         if isinstance(family, type) and issubclass(family, transformers.PreTrainedModel):
             with no_init_weights():
                 return family._from_config(parsed, dtype=dtype).train()
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (
+        *(TypeError, ValueError, KeyError, AttributeError),
+        *(ArithmeticError, RuntimeError, StrictDataclassError),
+    ) as error:
         raise InputError(f"transformers cannot build this model: {shown(str(error))}") from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
 

@@ -74,7 +74,10 @@ def _text(args: argparse.Namespace) -> str:
     hardware = load_hardware(args.gpu)
     budget = hardware.memory_bytes - default_reserve(hardware.memory_bytes)
     if args.memory_budget is not None:
-        budget = parse_bytes("--memory-budget", args.memory_budget, least=1)
+        try:
+            budget = parse_bytes("--memory-budget", args.memory_budget, least=1)
+        except ValueError as error:
+            raise InputError(str(error)) from None
     from megatron_lite.tools.fake_fit import fit_config
 
     try:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_lite.__main__ import main
 from megatron_lite.api import fit_memory_
+from megatron_lite.config.checks import InputError
 from megatron_lite.fit.gauges import FakeGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
@@ -144,3 +145,20 @@ def test_a_fault_ends_with_status_2_and_its_reason(
     assert main(given) == 2
     error = capsys.readouterr().err
     assert text in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"hidden_size": -64}, {"hidden_size": "a"}, {"num_attention_heads": 0}]
+)
+def test_sizes_that_transformers_refuses_are_a_fault_of_the_input(change: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="transformers cannot build this model"):
+        fit_config({**LLAMA, **change}, load_hardware("h100"), None, seq_length=8)
+
+
+def test_a_budget_that_is_no_size_is_a_fault_of_the_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["fit", "--hf-config", str(tmp_path), "--gpu", "h100", "--memory-budget", "-1"]
+    assert main(words) == 2
+    assert "--memory-budget '-1': give a number of bytes" in capsys.readouterr().err
