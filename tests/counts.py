@@ -30,9 +30,9 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 277_600,
+    "tokens of the library": 277_900,
     "files of the library": 288,
-    "tokens of tests": 348_500,
+    "tokens of tests": 348_800,
     "tokens of benchmarks": 23_600,
     "own files in one plain step": 34,
     "own functions in one plain step": 136,

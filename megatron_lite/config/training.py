@@ -169,6 +169,7 @@ class TrainingConfig:
         (),
         nargs="+",
         choices=(WHOLE_STEP, "full", *GRAPH_MODULES),
+        without="cuda_graph_impl=full_iteration",
     )
     cuda_graph_warmup_steps: int = setting(
         "steps without a graph before the first one; fewer than 3 count as 3",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -66,11 +67,13 @@ def problem_of(
     *,
     host_bytes: int = 0,
     notes: list[str],
+    num_ranks: Sequence[int] = (),
 ) -> Problem:
     """Returns the problem.
 
     values: those of the model or of a whole run. Its layout and its policy do not count.
     chosen: those of flags and --fix by field, which override them.
+    num_ranks: the numbers of GPUs that will be asked for, so that an assumed batch suits them.
     Adds the assumptions to `notes`. Raises InputError if something is missing or wrong.
     """
     topics = {name: field.topic for name, field in run_fields().items()}
@@ -83,7 +86,7 @@ def problem_of(
             values.get(topic, {}).pop(name, None)
         elif name in chosen:
             values.setdefault(topic, {})[name] = chosen[name]
-    _complete(values, chosen, notes)
+    _complete(values, chosen, notes, num_ranks)
     base = build_run(values)
     if base.tokenizer.vocab_size is None:
         raise InputError(
@@ -102,7 +105,9 @@ def problem_of(
     return Problem(base, hardware, fixed, recompute, host_bytes)
 
 
-def _complete(values: Values, chosen: Mapping[str, Any], notes: list[str]) -> None:
+def _complete(
+    values: Values, chosen: Mapping[str, Any], notes: list[str], num_ranks: Sequence[int]
+) -> None:
     """Adds the values that a plan needs and that were not given, with a note for each."""
     model, training = values.setdefault("model", {}), values.setdefault("training", {})
     data = values.setdefault("data", {})
@@ -125,7 +130,8 @@ def _complete(values: Values, chosen: Mapping[str, Any], notes: list[str]) -> No
         model["max_position_embeddings"] = length
         notes.append(f"--max-position-embeddings {length} is assumed, as --seq-length")
     if training.get("global_batch_size") is None:
-        training["global_batch_size"] = max(1, USUAL_TOKENS // length)
+        fixed = chosen.get("micro_batch_size") or training["micro_batch_size"]
+        training["global_batch_size"] = usual_batch(USUAL_TOKENS // length, fixed, num_ranks)
         notes.append(
             f"--global-batch-size {training['global_batch_size']} is assumed, about 4 million "
             "tokens a step"
@@ -136,3 +142,23 @@ def _complete(values: Values, chosen: Mapping[str, Any], notes: list[str]) -> No
             f"missing {', '.join(missing)}: give a model with --model ({', '.join(PRESETS)}), "
             "--hf-config FILE or --config-json FILE, or give its flags"
         )
+
+
+def usual_batch(samples: int, micro_batch_size: int, num_ranks: Sequence[int]) -> int:
+    """Returns a number of samples of at most about `samples` that decides no layout.
+
+    It is a power of two times 1, 3, 5 or 7, times the odd parts of the numbers of ranks and of the
+    micro-batch, so that every number of data-parallel ranks divides it.
+    """
+    odd = _odd(micro_batch_size) * math.lcm(*map(_odd, num_ranks))
+    if odd > samples:  # too many ranks for one batch that suits them all
+        odd = _odd(micro_batch_size)
+    rest = max(1, samples // odd)
+    unit = 1 << max(0, rest.bit_length() - 3)
+    return max(micro_batch_size, odd * (rest // unit * unit))
+
+
+def _odd(number: int) -> int:
+    """Returns the largest odd divisor."""
+    number = max(1, number)
+    return number // (number & -number)

@@ -22,6 +22,8 @@ from megatron_lite.plan.auto_policy import default_reserve
 from megatron_lite.plan.hardware import load_hardware
 from megatron_lite.tools.command import exit_status
 
+MOST_GPUS = 16384
+
 
 def main(argv: Sequence[str] | None = None, program: str = "megatron-lite fit") -> int:
     """Runs the command line. Returns the exit status."""
@@ -64,6 +66,8 @@ def _text(args: argparse.Namespace) -> str:
         raise InputError(f"{path}: no configuration of transformers: model_type is missing")
     if args.micro_batch_size < 1:
         raise InputError(f"--micro-batch-size must be at least 1 (got {args.micro_batch_size})")
+    if args.gpus > MOST_GPUS:
+        raise InputError(f"--gpus must be at most {MOST_GPUS} (got {args.gpus})")
     if args.gpus < 1 + args.fsdp:
         raise InputError(
             f"--gpus must be at least {1 + args.fsdp}{' with --fsdp' * args.fsdp} (got {args.gpus})"

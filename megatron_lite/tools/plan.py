@@ -171,6 +171,16 @@ def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[Fi
         with told_on_terminal("searching the fewest GPUs that are enough, of 1, 2, 4, ..."):
             yield smallest_machine(problem, budget)
         return
+    counts = _counts(gpus)
+    for place, count in enumerate(counts, start=1):
+        with told_on_terminal(
+            f"searching the plans for {count} GPUs (number {place} of {len(counts)})"
+        ):
+            yield verdict(problem, count, budget)
+
+
+def _counts(gpus: str) -> list[int]:
+    """Returns the numbers of `--gpus`. Raises InputError if they are none."""
     try:
         counts = [parse_whole_number(one) for one in gpus.split(",")]
     except ValueError:
@@ -180,11 +190,7 @@ def _verdicts(problem: Problem, budget: Budget, gpus: str | None) -> Iterator[Fi
             f"--gpus {shown(repr(gpus))}: give up to {MOST_COUNTS} numbers from 1 to {MOST_RANKS}, "
             "such as 8 or 8,16,32"
         )
-    for place, count in enumerate(counts, start=1):
-        with told_on_terminal(
-            f"searching the plans for {count} GPUs (number {place} of {len(counts)})"
-        ):
-            yield verdict(problem, count, budget)
+    return counts
 
 
 def _more_gpus(problem: Problem, budget: Budget, tried: int, typed: Sequence[str]) -> str:
@@ -236,7 +242,10 @@ def _problem(
             "more --memory-budget or less --reserve, with a unit such as 40GiB"
         )
     host_bytes = _amount(own, "host_memory", 0)
-    problem = problem_of(values, chosen, hardware, host_bytes=host_bytes, notes=notes)
+    counts = () if own["gpus"] is None else _counts(own["gpus"])
+    problem = problem_of(
+        values, chosen, hardware, host_bytes=host_bytes, notes=notes, num_ranks=counts
+    )
     return problem, Budget(memory, reserve)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_lite.plan.auto_policy import Budget, Unreachable, default_reserve
 from megatron_lite.plan.layouts import layouts
-from megatron_lite.plan.problem import Problem
+from megatron_lite.plan.problem import Problem, usual_batch
 from megatron_lite.plan.search import HANDICAP, Search
 from megatron_lite.plan.verdict import (
     DOES_NOT_FIT,
@@ -96,3 +96,15 @@ def test_the_smallest_machine_is_the_first_power_of_two_that_fits() -> None:
     assert answer.word != DOES_NOT_FIT and answer.num_ranks > 1
     before = verdict(LLAMA, answer.num_ranks // 2, BUDGET)
     assert before.word == DOES_NOT_FIT
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro_batch_size", "num_ranks"),
+    [(512, 1, (8,)), (5398, 1, (8,)), (512, 1, (7,)), (512, 3, (6, 12)), (512, 1, (3, 5, 7, 12))],
+)
+def test_a_batch_that_nobody_gave_decides_no_layout(
+    samples: int, micro_batch_size: int, num_ranks: tuple[int, ...]
+) -> None:
+    batch = usual_batch(samples, micro_batch_size, num_ranks)
+    assert samples / 2 < batch <= samples
+    assert all(batch % (micro_batch_size * count) == 0 for count in num_ranks)
