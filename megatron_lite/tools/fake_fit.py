@@ -169,7 +169,9 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
         family = getattr(transformers, name, None)
         if isinstance(family, type) and issubclass(family, transformers.PreTrainedModel):
             with no_init_weights():
-                return family._from_config(parsed, dtype=dtype).train()
+                model = family._from_config(parsed, dtype=dtype)
+            model.tie_weights()  # a part of the initialization
+            return model.train()
     except (
         *(TypeError, ValueError, KeyError, AttributeError),
         *(ArithmeticError, RuntimeError, StrictDataclassError),
