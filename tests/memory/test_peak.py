@@ -107,7 +107,7 @@ def rebuilt_tensors(watch: list[int], meter: KeptForBackward) -> Iterator[None]:
         look()
         return tensor
 
-    @replaces("rebuilt_outputs", regions)
+    @replaces("rebuilt_outputs", checkpoint)
     def rebuilding(rebuild: Any, node: Any) -> Any:
         return noted(rebuild(node))
 

@@ -64,8 +64,8 @@ def residual_masks_of_a_replay_come_from_the_other_stream(
 
 
 @replaces("_chain", runner)
-def every_layer_of_a_unit_gets_the_units_input(chain, plan, segment, part, rng, **facts):
-    return chain(plan, segment, part[-1:], rng, **facts)
+def every_layer_of_a_unit_gets_the_units_input(chain, plan, segment, part, *others, **facts):
+    return chain(plan, segment, part[-1:], *others, **facts)
 
 
 @replaces("_whole_input", engine)

@@ -124,7 +124,6 @@ def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argpar
         consumed_train_samples=24,
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
-        num_experts=None,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.megatron_flags import REFUSED
+from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain
 from megatron_lite.convert.megatron.torch_file import Inert
@@ -18,7 +19,8 @@ from megatron_lite.convert.weights import Described, refused
 SCALARS = (bool, int, float, str, type(None))
 MODEL_FIELDS = tuple(field.name for field in fields(ModelConfig))
 # They change how a layer is computed, not what: the converted model has this project's defaults.
-NOT_TAKEN = frozenset(("attention_backend", "norm_impl"))
+# Models with experts are not converted.
+NOT_TAKEN = {"attention_backend", "norm_impl", *(one.name for one in fields(ExpertSettings))}
 # Fields that Megatron-LM has no argument for, with the only value that its models have.
 ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernorm_scope": "head"}
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
@@ -34,6 +36,7 @@ VARIANTS = (
 )
 # Further values with which the model is the one of this project.
 NEUTRAL = {"num_experts": (1,), "rotary_scaling_factor": (1, 40), "softmax_type": ("vanilla",)}
+REASONS = {"num_experts": "mixture-of-experts layers are not converted"}
 VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-LM
 ADAM, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 # Of Megatron's schedule of the learning rate. The run that loads it takes its own values with
@@ -75,8 +78,8 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     """
     for name in VARIANTS:
         value = args.get(name)
-        if name not in MODEL_FIELDS and value not in (None, False, *NEUTRAL.get(name, ())):
-            reason = REFUSED.get(flag(name), "this project has no such layer")
+        if name not in SHARED and value not in (None, False, *NEUTRAL.get(name, ())):
+            reason = REFUSED.get(flag(name), REASONS.get(name, "this project has no such layer"))
             raise InputError(
                 f"{where}: was trained with {name} = {quoted(value)}, which cannot be converted: "
                 f"{reason.partition(';')[0]}"
