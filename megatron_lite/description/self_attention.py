@@ -57,8 +57,8 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
     model, sizes = of.model, of.sizes
     grouped = model.query_groups < model.num_attention_heads
     # In these two cases the norms keep contiguous copies of query and key. Otherwise they keep
-    # linear_qkv's output, which is one storage.
-    apart = model.norm_impl == "apex" or (grouped and model.norms_all_heads)
+    # views of linear_qkv's output, which is one storage.
+    apart = grouped or model.norm_impl == "apex"
     rotary, normed = model.layer_rotates(layer), model.qk_layernorm
     yield Operation("split_heads", "self_attention")
     whole = KeptTensor("query, key and value", of.query + 2 * of.kv)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.layer_pattern import reach
-from megatron_lite.config.model import NORM_VECTORS, ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import CORE_ATTENTION
 from megatron_lite.context_parallel.attention_kernels import (
     Attended,
@@ -39,9 +39,9 @@ from megatron_lite.context_parallel.attention_kernels import (
     takes_groups,
 )
 from megatron_lite.model.dropout import dropout
-from megatron_lite.model.norm import NORMS, Norm
-from megatron_lite.model.rotary import RotaryTables, apply_rotary, rotate, rotate_back
-from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied, run
+from megatron_lite.model.norm import Norm
+from megatron_lite.model.rotary import RotaryTables, apply_rotary
+from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
 from megatron_lite.parallel.sequence_spans import ContextParallel
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
@@ -89,8 +89,8 @@ class SelfAttention(nn.Module):
             context=context,
             skip_bias_add=branch_skips_bias(config, context),
         )
-        self.q_layernorm: Norm | None = None
-        self.k_layernorm: Norm | None = None
+        self.q_layernorm: nn.Module | None = None
+        self.k_layernorm: nn.Module | None = None
         if config.norms_all_heads:
             self.q_layernorm, self.k_layernorm = (
                 Norm(heads * config.head_dim, config, context, all_heads=True)
@@ -102,18 +102,7 @@ class SelfAttention(nn.Module):
             self.q_layernorm, self.k_layernorm = (
                 Norm(config.head_dim, config, context, partial_grad=True) for _ in range(2)
             )
-        self.kernels, grouped = context.kernels, self.queries_per_group > 1
-        is_apart = config.norms_all_heads or config.norm_impl == "apex"
-        norm = config.normalization if config.qk_layernorm and not is_apart else None
-        copies = config.norm_impl == "apex" if config.qk_layernorm else self.rotates
-        self.layout = HeadLayout(
-            self.queries_per_group,
-            config.head_dim,
-            norm,
-            config.norm_epsilon,
-            rotates=self.rotates and not (config.qk_layernorm and norm is None),
-            copies=norm is None and (grouped or copies),
-        )
+        self.kernels = context.kernels
         self.core_attention = CoreAttention(
             config, context.rng, context.cp, layer=layer, kernels=context.kernels
         )
@@ -125,140 +114,53 @@ class SelfAttention(nn.Module):
         regions: Regions,
         document_starts: Tensor | None = None,
     ) -> Tensor:
-        query, key, value = self._heads(self.linear_qkv(hidden_states), rotary)
+        query, key, value = self._split_heads(self.linear_qkv(hidden_states))
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.rotates:
+            assert rotary is not None
+            query, key = (apply_rotary(heads, rotary, self.kernels) for heads in (query, key))
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, document_starts)
         )
 
-    def _heads(self, qkv: Tensor, rotary: RotaryTables | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the query [s, b, a/t, d], normed and rotated, and the key and the value
-        [s, b, g/t, d] each."""
-        assert rotary is not None or not self.rotates
-        q_norm, k_norm, tables = self.q_layernorm, self.k_layernorm, rotary or ()
-        others: list[Tensor] = []
-        if self.layout.norm is not None and q_norm is not None and k_norm is not None:
-            others = q_norm.vectors(qkv.dtype) + k_norm.vectors(qkv.dtype)
-        if self.layout.rotates:
-            others += tables
-        query, key, value = _Heads.apply(qkv, self.layout, self.kernels, *others)
-        if self.layout.norm is None and q_norm is not None and k_norm is not None:
-            query, key = q_norm(query), k_norm(key)
-            if rotary is not None and self.rotates:
-                query, key = (apply_rotary(one, rotary, self.kernels) for one in (query, key))
-        return query, key, value
+    def _split_heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the query [s, b, a/t, d], and the key and the value [s, b, g/t, d] each.
+
+        If attention saves all three as they are, they are views of qkv, which costs one storage.
+        Otherwise attention saves a copy of the query: a rotated one, one that an apex norm made
+        contiguous, or one regrouped here. A saved view would then hold the whole storage of qkv
+        beside that copy, so the tensors that nothing copies later become contiguous here.
+        """
+        query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.head_dim)
+        copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
+        if self.queries_per_group > 1:
+            return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
+        return query, key, value.contiguous() if copied else value
 
 
-class HeadLayout(NamedTuple):
-    """What becomes of the output of linear_qkv before attention.
+class _SplitHeads(torch.autograd.Function):
+    """[s, b, g/t (q + 2) d] -> query [s, b, g/t q, d], key and value [s, b, g/t, d]. Keeps nothing.
 
-    queries_per_group: the query heads of each key. d: the channels of a head.
-    norm: the pair of the norm of queries and keys, and its epsilon; None: no norm, or one that runs
-        apart (apex's kernel, or a norm over all heads).
-    rotates: whether queries and keys are rotated, after the norm.
-    copies: whether queries, keys and values that nothing else copies become contiguous. Attention
-        saves them. A saved view would hold the whole output of linear_qkv beside copies of its
-        parts. A norm in the same Function keeps that output anyway.
-    """
-
-    queries_per_group: int
-    d: int
-    norm: str | None
-    epsilon: float
-    rotates: bool
-    copies: bool
-
-
-def split_heads(qkv: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views of [s, b, g/t (q + 2) d]: the query [s, b, g/t q, d], which is a copy if it is
-    regrouped, the key and the value [s, b, g/t, d]."""
-    grouped = qkv.unflatten(-1, (-1, layout.queries_per_group + 2, layout.d))
-    query, (key, value) = grouped[..., :-2, :], grouped[..., -2:, :].unbind(-2)
-    return query.flatten(2, 3), key, value
-
-
-def made_heads(qkv: Tensor, *others: Tensor, layout: HeadLayout) -> tuple[Tensor, ...]:
-    """Returns the query and the key, normed and rotated, the value if the layout copies, and the
-    statistics of the norms. others: the vectors of both norms, then the tables of the rotation."""
-    query, key, value = split_heads(qkv, layout)
-    statistics: tuple[Tensor, ...] = ()
-    if layout.norm is not None:
-        forward, count = NORMS[layout.norm].forward, NORM_VECTORS[layout.norm]
-        query, *of_query = forward(query, *others[:count], epsilon=layout.epsilon)
-        key, *of_key = forward(key, *others[count : 2 * count], epsilon=layout.epsilon)
-        statistics, others = (*of_query, *of_key), others[2 * count :]
-    if layout.rotates:
-        query, key = (rotate(heads, *others) for heads in (query, key))
-    if layout.copies:
-        return query.contiguous(), key.contiguous(), value.contiguous(), *statistics
-    return query, key, *statistics
-
-
-def made_heads_backward(
-    grad_query: Tensor,
-    grad_key: Tensor,
-    grad_value: Tensor,
-    *kept: Tensor,
-    layout: HeadLayout,
-    is_compiled: bool,
-) -> tuple[Tensor, ...]:
-    """Returns the gradients of qkv, in one tensor, and of the vectors of the norms.
-
-    kept: the tables; with a norm qkv, the vectors and the statistics besides, in front of them.
-    """
-    if layout.rotates:
-        grad_query, grad_key = (rotate_back(one, *kept[-2:]) for one in (grad_query, grad_key))
-        kept = kept[:-2]
-    of_query: list[Tensor] = []
-    of_key: list[Tensor] = []
-    if layout.norm is not None:
-        pair, count = NORMS[layout.norm], NORM_VECTORS[layout.norm]
-        backward = pair.fused if is_compiled and pair.fused is not None else pair.backward
-        query, key, _ = split_heads(kept[0], layout)
-        vectors, statistics = kept[1 : 1 + 2 * count], kept[1 + 2 * count :]
-        half = len(statistics) // 2
-        # of a bias only the norm's backward knows that there is one
-        grad_query, *of_query = backward(grad_query, query, vectors[0], *statistics[:half])
-        grad_key, *of_key = backward(grad_key, key, vectors[count], *statistics[half:])
-    # Autograd would write each gradient into zeros as large as qkv, and add these tensors up.
-    queries = grad_query.unflatten(2, (-1, layout.queries_per_group))  # [s, b, g/t, q, d]
-    whole = torch.cat((queries, grad_key.unsqueeze(3), grad_value.unsqueeze(3)), 3)
-    return whole.flatten(2), *of_query, *of_key
-
-
-class _Heads(torch.autograd.Function):
-    """[s, b, g/t (q + 2) d] -> query [s, b, g/t q, d], key and value [s, b, g/t, d].
-
-    Keeps the tables of the rotation, and with a norm its input, vectors and statistics.
+    The results are views, except for a query that has to be regrouped. Backward joins the three
+    gradients in one pass. Autograd would write each of them into zeros as large as the input, and
+    add these tensors up.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, qkv: Tensor, layout: HeadLayout, kernels: CompiledKernels | None, *others: Tensor
-    ) -> tuple[Tensor, ...]:
-        # Without a norm and a rotation backward is one concatenation, which is one kernel of torch.
-        ctx.kernels = kernels if others else None
-        ctx.layout, ctx.num_others = layout, len(others)
-        if not others and not layout.copies:
-            return split_heads(qkv, layout)
-        num_outputs = 2 + layout.copies
-        results = run(kernels, made_heads, qkv, *others, num_rounded=num_outputs, layout=layout)
-        outputs, statistics = results[:num_outputs], results[num_outputs:]
-        num_vectors = len(others) - 2 * layout.rotates
-        normed = (qkv, *others[:num_vectors], *statistics) if num_vectors else ()
-        ctx.save_for_backward(*normed, *others[num_vectors:])
-        return tuple(outputs) if layout.copies else (*outputs, split_heads(qkv, layout)[2])
+    def forward(ctx: Any, qkv: Tensor, queries_per_group: int, d: int) -> tuple[Tensor, ...]:
+        ctx.queries_per_group = queries_per_group
+        grouped = qkv.unflatten(-1, (-1, queries_per_group + 2, d))  # [s, b, g/t, q + 2, d]
+        query, (key, value) = grouped[..., :-2, :], grouped[..., -2:, :].unbind(-2)
+        return query.flatten(2, 3), key, value
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad, *of_vectors = run(
-            ctx.kernels,
-            made_heads_backward,
-            *grads,
-            *ctx.saved_tensors,
-            layout=ctx.layout,
-            is_compiled=ctx.kernels is not None,
-        )
-        return grad, None, None, *of_vectors, *[None] * (ctx.num_others - len(of_vectors))
+    def backward(
+        ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
+    ) -> tuple[Tensor, None, None]:
+        queries = grad_query.unflatten(2, (-1, ctx.queries_per_group))  # [s, b, g/t, q, d]
+        whole = torch.cat((queries, grad_key.unsqueeze(3), grad_value.unsqueeze(3)), 3)
+        return whole.flatten(2), None, None
 
 
 class CoreAttention(nn.Module):

@@ -72,20 +72,13 @@ class Norm(nn.Module):
         has_bias = config.norm_vectors == 2 and not all_heads
         self.bias = new_parameter(spec, context) if has_bias else None
 
-    def vectors(self, dtype: torch.dtype) -> list[Tensor]:
-        """Returns the weight, plus 1 under --apply-layernorm-1p, and the bias if there is one.
-
-        dtype: that of the input, which they get if it is the residual stream.
-        """
+    def forward(self, hidden_states: Tensor) -> Tensor:
         vectors: list[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
         if self.widens:
-            vectors = [vector.to(dtype) for vector in vectors]
+            vectors = [vector.to(hidden_states.dtype) for vector in vectors]
         if self.shifts:
             vectors[0] = vectors[0] + 1
-        return vectors
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        output = self.normalize(hidden_states, *self.vectors(hidden_states.dtype))
+        output = self.normalize(hidden_states, *vectors)
         return output.to(self.weight.dtype) if self.widens else output
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_lite.model.attention import CoreAttention, SelfAttention, split_heads
+from megatron_lite.model.attention import CoreAttention, SelfAttention
 from tests.model.test_window import by_loops
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
@@ -54,7 +54,7 @@ def test_qkv_rows_go_group_by_group():
         attention = build_tiny_model(config, parallel).decoder.layers[0].self_attention
     assert isinstance(attention, SelfAttention)
     rows = torch.arange(float((A + 2 * G) * D)).view(1, 1, -1)
-    query, key, value = split_heads(rows, attention.layout)
+    query, key, value = attention._split_heads(rows)
     per_group = rows.view(G, A // G + 2, D)
     assert torch.equal(query[0, 0], per_group[:, : A // G].reshape(A, D))
     assert torch.equal(key[0, 0], per_group[:, -2])
