@@ -9,8 +9,8 @@ from typing import Any
 
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.checks import InputError, flag, quoted
-from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.experts import ExpertSettings
+from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain
 from megatron_lite.convert.megatron.torch_file import Inert
