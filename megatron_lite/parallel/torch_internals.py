@@ -88,6 +88,9 @@ CachingMode = private("torch.utils.checkpoint._CachingTorchDispatchMode")
 CachedMode = private("torch.utils.checkpoint._CachedTorchDispatchMode")
 disable_current_modes = private("torch.utils._python_dispatch._disable_current_modes")
 
+# The product of groups of rows with a matrix each, (rows, matrices, offs=ends).
+grouped_product = private("torch._grouped_mm")
+
 
 class KeepsResults(TorchDispatchMode):  # type: ignore[valid-type, misc]
     """A dispatch mode that may keep the results of operators and return them again in a replay."""

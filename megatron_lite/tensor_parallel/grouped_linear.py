@@ -2,19 +2,21 @@
 
     y = x A_e^T  for the rows of expert e       x [n, in], A [E, out, in], rows sorted by expert
 
-torch's grouped product computes all experts in one call. It has no float64, and its rows must be
-multiples of 16 bytes: then one matmul for each expert does the same, and the host waits for the
-number of rows of each.
+torch's grouped product computes all experts in one call. It has no float64, its rows must be
+multiples of 16 bytes, and not every torch has it for every device. Otherwise one matmul for each
+expert does the same, and the host waits for the number of rows of each.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -94,7 +96,7 @@ class _GroupedMatmul(torch.autograd.Function):
 def products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Returns each group of rows times its matrix: [n, k] and [E, k, m] -> [n, m]."""
     if _is_grouped(rows, matrices.shape[-1]):
-        return torch._grouped_mm(rows, matrices, offs=ends)
+        return grouped_product(rows, matrices, offs=ends)
     parts = zip(rows.tensor_split(ends[:-1].long().cpu()), matrices, strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 
@@ -105,7 +107,7 @@ def outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     A group without rows gets zeros.
     """
     if _is_grouped(left, right.shape[-1]):
-        return torch._grouped_mm(left.t(), right, offs=ends)
+        return grouped_product(left.t(), right, offs=ends)
     cuts = ends[:-1].long().cpu()
     pairs = zip(left.tensor_split(cuts), right.tensor_split(cuts), strict=True)
     return torch.stack([one.t() @ other for one, other in pairs])
@@ -115,8 +117,26 @@ def _is_grouped(rows: Tensor, width: int) -> bool:
     """Tells whether torch's grouped product takes rows of this width, and makes rows of `width`."""
     size = rows.element_size()
     return (
-        rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and rows.shape[0] > 0
+        rows.shape[0] > 0
         and rows.shape[-1] * size % ROW_BYTES == 0
         and width * size % ROW_BYTES == 0
+        and has_grouped_product(rows.device, rows.dtype)
     )
+
+
+@cache
+def has_grouped_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Tells whether this torch has the grouped product for a dtype on a device, by a small try."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return True  # a dry run of a GPU that is not here
+    with disable_current_modes(), torch.no_grad():
+        one = torch.ones(16, 16, dtype=dtype, device=device)
+        ends = torch.full((1,), 16, dtype=torch.int32, device=device)
+        try:
+            grouped_product(one, one.unsqueeze(0), offs=ends)
+            grouped_product(one.t(), one, offs=ends)
+        except (RuntimeError, TypeError, ValueError):  # NotImplementedError is a RuntimeError
+            return False
+    return True

@@ -31,10 +31,11 @@ def a_skipped_tail_draws_no_mask(
 
 
 @replaces("_chain", runner)
-def the_tail_of_every_layer_is_skipped(chain, plan, segment, part, rng, **facts):
+def the_tail_of_every_layer_is_skipped(chain, plan, segment, part, *others, **facts):
     def run(hidden_states, *extras):
         for single in part:
-            hidden_states = chain(plan, segment, [single], rng, **facts)(hidden_states, *extras)
+            layer = chain(plan, segment, [single], *others, **facts)
+            hidden_states = layer(hidden_states, *extras)
         return hidden_states
 
     return run
