@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, RngStreams
+from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL, Access, RngStreams
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute.checkpoint import checkpoint
 from megatron_lite.recompute.phase import is_recomputing
@@ -125,12 +125,10 @@ class DeviceStreams(RngStreams):
     def __init__(self) -> None:
         self.generator = torch.Generator()
         super().__init__(torch.device("cuda"), seed=3)
+        self.access = Access(self.generator.get_state, self.generator.set_state)
 
     def state(self) -> Tensor:
         return self.generator.get_state()
-
-    def _set(self, state: Tensor) -> None:
-        self.generator.set_state(state)
 
     def _seed(self, seed: int) -> None:
         self.generator.manual_seed(seed)
