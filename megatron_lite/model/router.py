@@ -176,8 +176,8 @@ class Router(nn.Module):
     @torch.no_grad()
     def _count(self, logits: Tensor, experts: Tensor, losses: _Losses) -> None:
         self.tokens_per_expert.add_(_counts(experts, 1, logits.shape[1])[0])
-        values = [one(logits) for one in (losses.balance, losses.small)]
-        self.loss_sums.add_(torch.stack([value.float() for value in values]))
+        for place, loss, _ in losses.terms():
+            self.loss_sums[place].add_(loss(logits))
 
 
 class _Losses(NamedTuple):
@@ -196,8 +196,6 @@ class _Losses(NamedTuple):
     def balance(self, logits: Tensor) -> Tensor:
         """Returns E sum_e f_e P_e (2101.03961, eq. 4): the share of tokens sent to an expert, times
         its mean score. For sequences it is the mean over them."""
-        if not self.counts:
-            return logits.new_zeros((), dtype=torch.float32)
         (counts,) = self.counts
         num_tokens, num_experts = logits.shape
         columns = counts.shape[0]
@@ -212,13 +210,13 @@ class _Losses(NamedTuple):
         """Returns the mean square of the logits' logsumexp (2202.08906, eq. 5)."""
         return logits.logsumexp(-1).square().mean() / self.num_ranks
 
-    def terms(self) -> list[tuple[Callable[[Tensor], Tensor], float]]:
-        """Returns the losses that have an effect, and their coefficients."""
+    def terms(self) -> list[tuple[int, Callable[[Tensor], Tensor], float]]:
+        """Returns the losses that have an effect: their places in `loss_sums`, and coefficients."""
         every = (
-            (self.balance, self.config.moe_aux_loss_coeff if self.counts else 0.0),
-            (self.small, self.config.moe_z_loss_coeff or 0.0),
+            (0, self.balance, self.config.moe_aux_loss_coeff if self.counts else 0.0),
+            (1, self.small, self.config.moe_z_loss_coeff or 0.0),
         )
-        return [(loss, coefficient) for loss, coefficient in every if coefficient]
+        return [one for one in every if one[-1]]
 
 
 class _Logits(torch.autograd.Function):
@@ -262,7 +260,7 @@ class _Weights(torch.autograd.Function):
             outputs, grads = [_weights(logits, experts, ctx.config)], [grad]
             if ctx.losses is not None:
                 losses = ctx.losses._replace(counts=tuple(counts))
-                for loss, coefficient in losses.terms():
+                for _, loss, coefficient in losses.terms():
                     outputs.append(loss(logits))
                     grads.append((losses.scale * coefficient).to(outputs[-1].dtype))
             (grad_logits,) = torch.autograd.grad(outputs, logits, grads)

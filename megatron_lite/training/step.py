@@ -408,17 +408,18 @@ class StageRunner:
         return sum(losses, start=torch.zeros((), dtype=dtype, device=self.parallel.device))
 
     def router_figures(self, num_microbatches: int) -> dict[str, Tensor]:
-        """Returns the figures of the last step's routers (model/router.py)."""
+        """Returns the figures of the last step's routers (model/router.py), of losses in use."""
         from megatron_lite.model.router import router_figures
 
-        first = self._chunks[0]
-        num_layers = first.config.num_layers - first.config.num_dense_layers
-        return router_figures(
+        context, config = self._chunks[0].context, self._chunks[0].config
+        figures = router_figures(
             self.routers,
             self.parallel,
-            is_split=first.context.sequence_parallel,
-            num_calls=num_layers * num_microbatches,
+            is_split=context.sequence_parallel,
+            num_calls=(config.num_layers - config.num_dense_layers) * num_microbatches,
         )
+        has = {"load_balancing_loss": config.balances_experts, "z_loss": config.moe_z_loss_coeff}
+        return {name: figure for name, figure in figures.items() if has.get(name, True)}
 
     @torch.no_grad()
     def evaluate(self, batches: Batches) -> Tensor:
