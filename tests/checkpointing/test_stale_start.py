@@ -196,7 +196,6 @@ def test_held_before_any_change_of_a_name_a_stale_start_changes_nothing(
 
 
 @pytest.mark.runs(daily=0, ci=2)
-@pytest.mark.long
 @pytest.mark.parametrize("later", [[5, 6], [3, 4, 6], [4]], ids=str)
 def test_held_before_any_call_a_stale_start_changes_nothing(
     tmp_path: Path, beginning: Path, saved: Saved, later: list[int]

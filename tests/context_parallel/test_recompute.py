@@ -69,11 +69,11 @@ def faults(
 @pytest.mark.parametrize(
     ("tp_size", "cp_size", "sequence_parallel", "name", "comm_type", "dtype"),
     [
-        pytest.param(1, 2, False, "gpt", "p2p", torch.float32, marks=pytest.mark.long),
+        (1, 2, False, "gpt", "p2p", torch.float32),
         (1, 2, False, "llama", "allgather", torch.bfloat16),
         (1, 2, False, "unfused", "p2p", torch.float32),
-        pytest.param(2, 2, True, "llama", "p2p", torch.float32, marks=pytest.mark.long),
-        pytest.param(2, 2, False, "gpt", "allgather", torch.bfloat16, marks=pytest.mark.long),
+        (2, 2, True, "llama", "p2p", torch.float32),
+        (2, 2, False, "gpt", "allgather", torch.bfloat16),
     ],
 )
 def test_gradients_are_unchanged_to_the_bit(

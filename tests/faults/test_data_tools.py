@@ -66,10 +66,7 @@ def test_a_full_disk_at_the_index_leaves_the_pair_of_before(
 
 
 @pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize(
-    ("workers", "name"),
-    [(2, "SIGTERM"), (1, "SIGINT"), pytest.param(2, "SIGHUP", marks=pytest.mark.long)],
-)
+@pytest.mark.parametrize(("workers", "name"), [(2, "SIGTERM"), (1, "SIGINT"), (2, "SIGHUP")])
 def test_a_signal_leaves_no_partial_file_and_no_worker(
     tmp_path: Path, name: str, workers: int
 ) -> None:

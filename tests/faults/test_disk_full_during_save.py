@@ -102,8 +102,8 @@ CASES = [
     (text_is_full, FULL, True),
     (files_are_limited, ("by rank 1: ", "File too large"), False),
     (folder_is_closed, ("Read-only file system", "Permission denied"), False),
-    pytest.param(text_is_full, FULL, False, marks=pytest.mark.long),
-    pytest.param(folder_is_closed, ("Read-only", "denied"), True, marks=pytest.mark.long),
+    (text_is_full, FULL, False),
+    (folder_is_closed, ("Read-only", "denied"), True),
 ]
 
 

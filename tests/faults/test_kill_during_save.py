@@ -90,11 +90,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Rank 0 makes 40 changes or so, of which the last ones delete files. Rank 1 syncs its three files.
 # .ci/run kills before each of them, by turns one rank and all, and in both ways of saving.
 SHORT = {(0, 0), (0, 7), (0, 10), (0, 12), (0, 15), (0, 17), (0, 21), (1, 1)}
-CASES = [
-    pytest.param(victim, number, marks=[pytest.mark.long] * ((victim, number) not in SHORT))
-    for victim, most in ((0, 28), (1, 3))
-    for number in range(most)
-]
+CASES = [(victim, number) for victim, most in ((0, 28), (1, 3)) for number in range(most)]
 
 
 @pytest.mark.runs(daily=1, ci=6)

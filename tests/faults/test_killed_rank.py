@@ -49,14 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
-    ("place", "iteration"),
-    [
-        ("replay", 6),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (("forward", 5), ("backward", 5), ("evaluation", 4))
-        ),
-    ],
+    ("place", "iteration"), [("replay", 6), *(("forward", 5), ("backward", 5), ("evaluation", 4))]
 )
 def test_the_others_name_it_and_the_resumed_run_equals_an_uninterrupted_one(
     tmp_path: Path, whole: Path, place: str, iteration: int

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron_lite.checkpointing.start import step_fault
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
+from megatron_lite.data.datasets import build_datasets
 from megatron_lite.tools import (
     generate,
     plot_memory,
@@ -62,7 +64,7 @@ def as_numpy_file(mark: Path) -> bytes:
     return buffer.getvalue()
 
 
-forms = pytest.mark.parametrize("form", [as_pickle, as_torch_file, as_numpy_file])
+FORMS = (as_pickle, as_torch_file, as_numpy_file)
 SAMPLE = "--load {} --prompt 1 --distributed-backend gloo --max-new-tokens 1"
 
 
@@ -71,16 +73,17 @@ def mark(tmp_path: Path) -> Path:
     return tmp_path / "it ran"
 
 
-@pytest.mark.runs(daily=1, ci=3)
-@forms
-def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], bytes]) -> None:
-    """Signed or not, in the place of every file, by training and by sampling."""
+@pytest.mark.runs(daily=1, ci=1)
+@pytest.mark.parametrize("first", range(len(FORMS)))
+def test_in_a_checkpoint(tmp_path: Path, mark: Path, first: int) -> None:
+    """Signed or not, in the place of every file, by training and by sampling. The forms take turns:
+    the weekly run has each of them in each place."""
     steps = tmp_path / "steps"
     run_to_end(saving_run(steps, 1, load=False))
     step = steps / "iter_0000001"
-    (step / "model.pt").write_bytes(form(mark))  # beside the others
-    for path in sorted(step.iterdir()):
-        good = path.read_bytes()
+    (step / "model.pt").write_bytes(as_torch_file(mark))  # beside the others
+    for number, path in enumerate(sorted(step.iterdir())):
+        form, good = FORMS[(first + number) % len(FORMS)], path.read_bytes()
         manifest = (step / MANIFEST).read_bytes()
         for signed in (False, True):
             path.write_bytes(form(mark))
@@ -94,16 +97,12 @@ def test_in_a_checkpoint(tmp_path: Path, mark: Path, form: Callable[[Path], byte
             (step / MANIFEST).write_bytes(manifest)
     assert step_fault(step) is None and not mark.exists()
     for name in (LATEST, LOCK):
-        (steps / name).write_bytes(form(mark))
+        (steps / name).write_bytes(FORMS[first](mark))
     run_to_end(saving_run(steps, 2))
     assert not mark.exists()
 
 
-@pytest.mark.runs(daily=1, ci=3)
-@forms
-def test_in_data_and_in_its_cache(
-    tmp_path: Path, mark: Path, form: Callable[[Path], bytes]
-) -> None:
+def test_in_data_and_in_its_cache(tmp_path: Path, mark: Path) -> None:
     prefix = written(tmp_path / "text", ([number] * 37 for number in range(30)))
     config = tiny_run(training=dict(train_iters=1, eval_iters=0))
     config = replace(
@@ -115,15 +114,15 @@ def test_in_data_and_in_its_cache(
     run_to_end(config)
     arrays = sorted((tmp_path / "cache").rglob("*.*"))
     assert {path.suffix for path in arrays} == {".npy", ".json", ".lock"}
-    for path in arrays:
-        if path.is_file():
+    for path in filter(Path.is_file, arrays):
+        for form in FORMS if path.suffix == ".npy" else FORMS[:1]:
             path.write_bytes(form(mark))
             run_to_end(config)
-    for kind in (".bin", ".idx"):
+    for kind, form in product((".bin", ".idx"), FORMS):
         good = Path(prefix + kind).read_bytes()
         Path(prefix + kind).write_bytes(form(mark))
         with pytest.raises(InputError, match=f"text{kind}"):
-            run_to_end(config)
+            build_datasets(config.data, vocab_size=99, seed=1, num_samples=(4, 0, 0))
         unigram_entropy.main([prefix])
         Path(prefix + kind).write_bytes(good)
     assert not mark.exists()
@@ -152,19 +151,15 @@ COMMANDS: list[tuple[Callable[[list[str]], int], str]] = [
 ]
 
 
-@forms
 @pytest.mark.parametrize(("main", "words"), COMMANDS)
 def test_in_the_files_of_a_command(
-    tmp_path: Path,
-    mark: Path,
-    form: Callable[[Path], bytes],
-    main: Callable[[list[str]], int],
-    words: str,
+    tmp_path: Path, mark: Path, main: Callable[[list[str]], int], words: str
 ) -> None:
     file = tmp_path / "tokenizer.json"
-    file.write_bytes(form(mark))
-    try:
-        status: object = main(words.format(file, tmp_path / "out").split())
-    except SystemExit as stopped:
-        status = stopped.code
-    assert status == 2 and not mark.exists()
+    for form in FORMS:
+        file.write_bytes(form(mark))
+        try:
+            status: object = main(words.format(file, tmp_path / "out").split())
+        except SystemExit as stopped:
+            status = stopped.code
+        assert status == 2 and not mark.exists()

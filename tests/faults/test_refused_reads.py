@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,16 @@ NEWEST = "iter_0000002"
 Patch = pytest.MonkeyPatch
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("begun") / "steps"
+    run_to_end(saving_run(folder, 2, load=False))
+    return folder
+
+
 @pytest.fixture
-def steps(tmp_path: Path) -> Path:
-    run_to_end(saving_run(tmp_path / "steps", 2, load=False))
-    return tmp_path / "steps"
+def steps(tmp_path: Path, begun: Path) -> Path:
+    return shutil.copytree(begun, tmp_path / "steps")
 
 
 def refusing(patch: Patch, name: str, number: int, *, times: int) -> Callable[[], int]:

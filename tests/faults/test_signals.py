@@ -21,7 +21,6 @@ from tests.support.commands import MOCK, ROOT, SMALL_RUN, environment
 from tests.support.corpora import written
 from tests.support.happenings import builds_second, happens
 from tests.support.limits import HANG_S
-from tests.support.pairs import only
 from tests.support.programs import completes, program
 from tests.support.runs import rows, step_bytes
 
@@ -64,15 +63,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("rank", "place", "names", "iteration"),
-    only(
-        [
-            (1, "evaluation", ["SIGUSR2"], 3),
-            (0, "backward", ["SIGUSR1"], 2),
-            (0, "saving", ["SIGTERM"], 4),
-            (1, "step", ["SIGTERM", "SIGUSR1"], 3),
-        ],
-        0,
-    ),
+    [
+        (1, "evaluation", ["SIGUSR2"], 3),
+        (0, "backward", ["SIGUSR1"], 2),
+        (0, "saving", ["SIGTERM"], 4),
+        (1, "step", ["SIGTERM", "SIGUSR1"], 3),
+    ],
 )
 def test_a_signal_in_training_costs_nothing(
     tmp_path: Path,
@@ -101,8 +97,9 @@ def test_a_signal_in_training_costs_nothing(
     assert rows(tmp_path / "rows") == rows(folder / "rows") and losses == expected
 
 
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
-    ("rank", "name", "place"), only([(1, "SIGUSR1", "model"), (0, "SIGTERM", "index")], 0)
+    ("rank", "name", "place"), [(1, "SIGUSR1", "model"), (0, "SIGTERM", "index")]
 )
 def test_before_the_first_iteration_all_stop_at_once(
     tmp_path: Path, place: str, rank: int, name: str
@@ -177,18 +174,15 @@ def _interrupted(place: str, *ranks: int, iteration: int = 0) -> Callable[[int],
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("ranks", "place", "iteration"),
-    only(
-        [
-            ((0, 1), "forward", 2),
-            ((1,), "saving", 4),
-            ((0, 1), "index", 0),
-            ((1,), "model", 0),
-            ((1,), "backward", 2),
-            ((0, 1), "replay", 2),
-            ((1,), "evaluation", 3),
-        ],
-        0,
-    ),
+    [
+        ((0, 1), "forward", 2),
+        ((1,), "saving", 4),
+        ((0, 1), "index", 0),
+        ((1,), "model", 0),
+        ((1,), "backward", 2),
+        ((0, 1), "replay", 2),
+        ((1,), "evaluation", 3),
+    ],
 )  # only one rank makes the index: it may be rank 0
 def test_ctrl_c_is_one_line_and_no_traceback(
     tmp_path: Path, place: str, iteration: int, ranks: tuple[int, ...]

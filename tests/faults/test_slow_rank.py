@@ -20,7 +20,6 @@ from megatron_lite.supervision import slow_rank
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks
 from tests.support.limits import patiently
 from tests.support.mutants import replaces
-from tests.support.pairs import only
 from tests.support.rank_faults import SHAPES, in_shape, run_until_it_ends
 from tests.support.ranks import run_ranks
 from tests.support.runs import tiny_run
@@ -108,9 +107,7 @@ class Clock:
 
 
 @pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize(
-    ("shape", "ranks"), only([("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)], 0)
-)
+@pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)])
 def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(
     capfd: pytest.CaptureFixture[str], shape: str, ranks: int
 ) -> None:

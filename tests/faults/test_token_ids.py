@@ -80,15 +80,7 @@ def _run(rank: int, world_size: int, config: RunConfig, bad: Spot | None = None)
 
 @pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
-    "shape",
-    [
-        "pp2",
-        "dp2",
-        *(
-            pytest.param(shape, marks=pytest.mark.long)
-            for shape in ("tp2", "alone", "cp2", "zero1-overlap", "fsdp2")
-        ),
-    ],
+    "shape", ["pp2", "dp2", *("tp2", "alone", "cp2", "zero1-overlap", "fsdp2")]
 )
 def test_every_rank_stops_and_the_run_goes_on_from_its_checkpoint_once_the_data_are_whole(
     tmp_path: Path, shape: str

@@ -19,7 +19,14 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import GROUPS_OF_ONE
 from megatron_lite.training.graphs import CudaCapture
 from tests.gpu.run import ROOT
-from tests.gpu.test_gpu import all_equal, finish, rows_of, tiny_run_on, weights_and_states
+from tests.gpu.test_gpu import (
+    all_equal,
+    check_resumed,
+    finish,
+    rows_of,
+    tiny_run_on,
+    weights_and_states,
+)
 
 GRAPH = "full_iteration"
 POLICIES = (None, "*:full", "0:core_attn+dropout; 1:layernorm+activation")
@@ -52,21 +59,7 @@ def test_captured_steps_have_the_bits_of_others(cuda: torch.device, tmp_path: Pa
 
 
 def test_a_resumed_captured_run_ends_as_an_unbroken_one(cuda: torch.device, tmp_path: Path) -> None:
-    options: dict[str, Any] = dict(bf16=True, deterministic_mode=True, cuda_graph_impl=GRAPH)
-    whole = finish(tiny_run_on(cuda, tmp_path / "whole", **options), cuda)
-    part = tiny_run_on(cuda, tmp_path / "parts", **options, exit_interval=10)
-    finish(part, cuda)
-    again = replace(
-        part,
-        checkpoint=replace(part.checkpoint, load=str(tmp_path / "parts")),
-        training=replace(part.training, exit_interval=None),
-    )
-    resumed = finish(again, cuda)
-    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
-    assert all_equal(
-        weights_and_states(resumed.model, resumed.optimizer),
-        weights_and_states(whole.model, whole.optimizer),
-    )
+    check_resumed(cuda, tmp_path, bf16=True, cuda_graph_impl=GRAPH)
 
 
 def test_collectives_of_groups_of_one_change_nothing(device: torch.device, tmp_path: Path) -> None:

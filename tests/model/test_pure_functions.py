@@ -126,7 +126,6 @@ def test_compiled_kernels_have_the_same_functions(
 
 
 @pytest.mark.runs(daily=0, ci=4)
-@pytest.mark.long
 @NEEDS_COMPILER
 @pytest.mark.parametrize("name", CASES)
 def test_as_the_compiler_makes_them(name: str) -> None:

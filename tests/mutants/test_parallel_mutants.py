@@ -21,10 +21,10 @@ from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
 from megatron_lite.pipeline import order
 from megatron_lite.pipeline.order import Action
 from megatron_lite.training.step import MicroBatchLoss
-from tests.context_parallel import test_attention, test_equality
-from tests.model import test_layer_variants, test_layers_differ, test_window
-from tests.optim import test_adam_update, test_muon, test_muon_layouts, test_zero1
-from tests.parallel import test_fsdp, test_weight_gradient
+from tests.context_parallel import test_attention
+from tests.model import test_layer_variants, test_window
+from tests.optim import test_adam_update, test_muon, test_zero1
+from tests.parallel import test_equality, test_fsdp, test_weight_gradient
 from tests.parallel.test_weight_gradient import calls  # noqa: F401
 from tests.pipeline import test_order, test_pipeline
 from tests.recompute import test_equality as test_recompute
@@ -32,7 +32,7 @@ from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.support.pipelines import Layout
 from tests.tensor_parallel import test_layers
-from tests.training import test_loss_in_one_pass
+from tests.training import test_loss_in_one_pass, test_resume
 
 Patch = pytest.MonkeyPatch
 
@@ -176,8 +176,8 @@ ONE_PASS = dict(layout="one", model=test_loss_in_one_pass.TIED, policy="*:none",
 MUTANTS = [
     Mutant(
         layers_count_from_the_start_of_their_stage,
-        test_layers_differ.test_a_pipeline_trains_as_one_process_does,
-        dict(layout=Layout(pp=2, num_chunks=2)),
+        test_pipeline.test_a_pipeline_trains_as_one_process_does,
+        dict(layout=Layout(pp=2, num_chunks=2), variant="windows"),
     ),
     Mutant(
         backward_forgets_the_mask,
@@ -210,7 +210,7 @@ MUTANTS = [
     Mutant(
         unfused_masks_as_if_keys_were_gathered_in_order,
         test_equality.test_loss_and_every_gradient_equal_those_of_one_rank,
-        dict(layout=test_equality.Layout(2, 1, 2)),
+        dict(layout=test_equality.Layout(cp=2)),
     ),
     Mutant(
         each_end_keeps_its_own_gradient_of_a_tied_embedding,
@@ -244,10 +244,8 @@ MUTANTS = [
     ),
     Mutant(
         the_momentum_is_not_saved,
-        test_muon_layouts.test_a_resumed_run_goes_on_bit_for_bit,
-        dict(
-            ranks=1, sizes={}, data_parallel=test_muon_layouts.REPLICATED, training=dict(bf16=True)
-        ),
+        test_resume.test_three_iterations_a_restart_and_three_more_equal_six,
+        dict(name="muon"),
     ),
     Mutant(
         gradients_are_freed_whoever_reads_them,

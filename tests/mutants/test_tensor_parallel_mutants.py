@@ -12,9 +12,9 @@ from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.rng import TENSOR_PARALLEL
 from megatron_lite.tensor_parallel import layers
 from megatron_lite.tensor_parallel.rank_context import RankContext
-from tests.model import test_dropout, test_layers_differ
-from tests.model.test_layers_differ import Split
+from tests.model import test_dropout
 from tests.optim import test_layouts
+from tests.parallel import test_equality
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.tensor_parallel import test_layers
 
@@ -69,8 +69,8 @@ MUTANTS = [
     ),
     Mutant(
         norm_gradients_not_summed,
-        test_layers_differ.test_ranks_that_share_a_layer_compute_what_one_rank_computes,
-        dict(split=Split(tp_size=2, sequence_parallel=True)),
+        test_equality.test_loss_and_every_gradient_equal_those_of_one_rank,
+        dict(layout=test_equality.Layout(tp=2, sequence_parallel=True)),
     ),
     Mutant(
         embedding_without_mask,

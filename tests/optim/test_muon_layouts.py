@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.optimizer_settings import LossScaleConfig, OptimizerConfig
-from megatron_lite.config.parallel import DataParallelConfig
+from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.muon_update import STEPS, orthogonalize
 from megatron_lite.optim.optimizer import Optimizer
@@ -24,7 +23,7 @@ from tests.optim.test_muon import HIGH
 from tests.support.equality import difference
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, step_bytes, tiny_run, with_checkpoint
+from tests.support.runs import run_to_end, tiny_run
 
 
 class Split(nn.Module):
@@ -81,72 +80,6 @@ def test_over_tp_ranks_the_whole_matrix_or_each_block_is_orthogonalized(mode: st
         assert difference(expected, torch.cat([update[name] for update in updates], dim)) < 1e-12, (
             name
         )
-
-
-def muon_run(config: RunConfig, **settings: Any) -> RunConfig:
-    return replace(config, optimizer=OptimizerConfig(optimizer="muon", **settings))
-
-
-REPLICATED = DataParallelConfig()
-ZERO1 = DataParallelConfig(use_distributed_optimizer=True)
-
-
-def _run(rank: int, world_size: int, config: RunConfig) -> None:
-    run_to_end(config)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "sizes", "data_parallel", "training"),
-    [
-        (1, {}, REPLICATED, dict(fp16=True)),
-        pytest.param(
-            4,
-            dict(tensor_model_parallel_size=2, sequence_parallel=True),
-            ZERO1,
-            dict(bf16=True),
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["fp16", "TP 2, ZeRO-1, bf16"],
-)
-def test_a_resumed_run_goes_on_bit_for_bit(
-    ranks: int,
-    sizes: dict[str, Any],
-    data_parallel: DataParallelConfig,
-    training: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    """Six iterations, with dropout, in one start and in two: metrics and files."""
-    scaling = (
-        LossScaleConfig(initial_loss_scale=1024.0) if "fp16" in training else LossScaleConfig()
-    )
-
-    def run(name: str, iterations: int, *, load: bool = False) -> None:
-        config = tiny_run(
-            model=dict(num_layers=4),
-            training=dict(train_iters=iterations, eval_iters=0, **training),
-            data_parallel=data_parallel,
-            metrics=tmp_path / f"{name}.jsonl",
-        )
-        config = muon_run(
-            replace(config, parallel=replace(config.parallel, **sizes), loss_scaling=scaling),
-            muon_nesterov=True,
-        )
-        folder = str(tmp_path / name)
-        config = with_checkpoint(
-            config, save=folder, save_interval=3, load=folder if load else None
-        )
-        if ranks == 1:
-            run_to_end(config)
-        else:
-            run_ranks(_run, ranks, config, detail=False)
-
-    run("once", 6)
-    run("twice", 3)
-    run("twice", 6, load=True)
-    assert rows(tmp_path / "twice.jsonl")[-3:] == rows(tmp_path / "once.jsonl")[-3:]
-    assert all(row["skipped"] == 0 for row in rows(tmp_path / "once.jsonl"))
-    assert step_bytes(tmp_path / "twice", 6) == step_bytes(tmp_path / "once", 6) != {}
 
 
 @pytest.mark.runs(daily=1, ci=2)

@@ -107,22 +107,3 @@ def test_a_use_of_a_missing_name_names_the_version_the_name_and_the_range(monkey
     assert not isinstance(taken, Derived) and not isinstance(3, (str, taken))
     notices = RunNotices.of(tiny_run(), device="cpu", world_size=1).in_log
     assert [text for text in notices if "lacks torch._C._current_graph_task_id" in text]
-
-
-PROGRAM = """
-import torch
-del torch._C._current_graph_task_id, torch._C._storage_Use_Count, torch._foreach_norm
-import megatron_lite.api, megatron_lite.memory.measure.step_meter, megatron_lite.model.gpt
-import megatron_lite.tensor_parallel.layers, megatron_lite.training.loop
-from megatron_lite.config.checks import InputError
-from megatron_lite.parallel.collectives import results_may_be_kept
-from megatron_lite.recompute.apply import apply_policy_, remove_policy_
-
-model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.GELU(), torch.nn.Linear(3, 3))
-model(torch.ones(2, 3)).sum().backward()
-apply_policy_(model, layers_fqn="", policy="every-1:full")
-try:
-    model(torch.ones(2, 3)).sum().backward()
-except InputError as error:
-    print(error, results_may_be_kept())
-"""

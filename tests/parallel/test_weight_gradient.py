@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,6 @@ from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.support import apex, cuda_addmm
-from tests.support.apex import Calls
 from tests.support.equality import difference, variant_config
 from tests.support.layouts import LAYOUTS
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
@@ -43,7 +43,7 @@ EPSILON = {
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return apex.install(monkeypatch)
 
 
@@ -127,7 +127,9 @@ def is_by_kernel(key: str, name: str) -> bool:
 @pytest.mark.parametrize(
     ("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]
 )
-def test_overlap_sends_what_the_kernel_has_written(calls: Calls, name: str, policy: str) -> None:
+def test_overlap_sends_what_the_kernel_has_written(
+    calls: Counter[str], name: str, policy: str
+) -> None:
     """Sums of two ranks are the same in every order, so that no bit may differ."""
     layouts = ("replicated", "overlap", "zero1, overlap")
 
@@ -153,7 +155,7 @@ def test_overlap_sends_what_the_kernel_has_written(calls: Calls, name: str, poli
 
 
 @NEEDS_GRAD_DTYPE
-def test_the_sum_is_that_of_unrounded_products(calls: Calls) -> None:
+def test_the_sum_is_that_of_unrounded_products(calls: Counter[str]) -> None:
     """The gradient of one column-parallel matmul, over two micro-batches, by hand. Its operands are
     parts of larger tensors."""
     generator = torch.Generator().manual_seed(2)
@@ -222,7 +224,7 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
     expected: str,
 ) -> None:
     installs = {"apex": apex.install, "addmm of CUDA": cuda_addmm.install}
-    calls = installs[function](monkeypatch) if function else Calls()
+    calls = installs[function](monkeypatch) if function else Counter()
     log = log_of(tiny_run(training=dict(train_iters=1, eval_iters=0, **training)))
     count = calls["first"] + calls["later"] if function == "addmm of CUDA" else calls[KERNEL]
     assert count == 4 * num_calls  # micro-batches
@@ -230,9 +232,7 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
 
 
 @pytest.mark.runs(daily=4, ci=5)
-@pytest.mark.parametrize(
-    ("tp_size", "sequence_parallel"), [(1, False), pytest.param(2, True, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, True)])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]
 )

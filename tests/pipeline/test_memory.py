@@ -57,14 +57,11 @@ CASES = [
         "activation",
         GPT2,
     ),
-    pytest.param(
+    (
         4,
-        (
-            f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 {FULL} uniform "
-            "--distribute-saved-activations"
-        ),
+        f"--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 {FULL} uniform "
+        "--distribute-saved-activations",
         GPT2,
-        marks=pytest.mark.long,
     ),
     (
         4,
@@ -74,13 +71,12 @@ CASES = [
         ),
         GPT2,
     ),
-    pytest.param(
+    (
         4,
         "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 2 "
         f"--num-virtual-stages-per-pipeline-rank 2 {FULL} uniform "
         "--num-microbatches-with-partial-activation-checkpoints 5",
         LLAMA,
-        marks=pytest.mark.long,
     ),
     (
         2,
@@ -88,20 +84,18 @@ CASES = [
         LLAMA,
     ),
     (4, f"--pipeline-model-parallel-size 4 {DOCUMENTS}", GPT2),
-    pytest.param(
+    (
         2,
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         f"{DOCUMENTS} --recompute-policy stage0/*:full/2;stage1/*:core_attn;stage2/*:ops(matmul)",
         GPT2,
-        marks=pytest.mark.long,
     ),
     # Unfused attention keeps the starts only for a replay.
-    pytest.param(
+    (
         2,
         "--pipeline-model-parallel-size 2 --attention-backend unfused "
         f"{DOCUMENTS} --recompute-policy stage0/*:none;stage1/*:core_attn",
         LLAMA,
-        marks=pytest.mark.long,
     ),
 ]
 

@@ -3,6 +3,7 @@ its ranks."""
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
-from tests.support.equality import VARIANTS, difference
+from tests.support.equality import DIFFERING, VARIANTS, difference
 from tests.support.models import tiny_config
 from tests.support.pipelines import Layout, Trained, train
 from tests.support.ranks import run_ranks
@@ -27,11 +28,11 @@ LAYOUTS = [
     Layout(pp=2, first=3),
     Layout(pp=2, tp=2, dp=2, num_chunks=2, sequence_parallel=True),
 ]
-VARIANT_OF = {"gpt2": "tied", "llama": "untied, with rotary embeddings"}
+MODELS = {"gpt2": VARIANTS["gpt2"], "llama": VARIANTS["llama"], "windows": DIFFERING}
 
 
 def config_of(variant: str, **overrides: object):
-    return tiny_config(**{**VARIANTS[variant], "num_layers": 8, **overrides})
+    return tiny_config(**{**MODELS[variant], "num_layers": 8, **overrides})
 
 
 @cache
@@ -42,19 +43,7 @@ def single_process(variant: str, dtype: torch.dtype) -> Trained:
 
 
 @pytest.mark.runs(daily=1, ci=5)
-@pytest.mark.parametrize(
-    ("layout", "variant"),
-    [
-        pytest.param(
-            layout,
-            variant,
-            id=f"{layout}-{variant}",
-            marks=[pytest.mark.long] * ((number + place) % 2 == 1 or layout.ranks > 4),
-        )
-        for number, layout in enumerate(LAYOUTS)
-        for place, variant in enumerate(VARIANT_OF)
-    ],
-)
+@pytest.mark.parametrize(("layout", "variant"), list(itertools.product(LAYOUTS, MODELS)), ids=str)
 def test_a_pipeline_trains_as_one_process_does(layout, variant):
     expected = single_process(variant, torch.float64)
 

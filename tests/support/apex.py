@@ -1,51 +1,53 @@
-"""A stand-in for NVIDIA apex on a CPU.
+"""A stand-in for NVIDIA apex on a CPU: the symbols that the library uses, by torch.
 
-It has apex's modules, functions and classes, with their signatures, argument orders and dtype
-rules. It follows apex at commit 6424da3b (csrc/megatron/fused_weight_gradient_dense*.cu,
-csrc/layer_norm_cuda.cpp, csrc/multi_tensor_adam.cu, apex/optimizers/fused_adam.py,
-apex/normalization/fused_layer_norm.py). It refuses every call that apex refuses, and also calls for
-which apex would read or write out of bounds. Only the device differs: the stand-in takes CPU
-tensors. Arithmetic is in float32, as in apex. LayerNorm calls torch's own kernel in float32, so a
-float32 run equals one without apex bit for bit.
+It follows apex at commit 6424da3b (csrc/megatron/fused_weight_gradient_dense*.cu,
+csrc/layer_norm_cuda.cpp, apex/optimizers/fused_adam.py, apex/normalization/fused_layer_norm.py). It
+refuses the calls that apex refuses, and those for which apex would read or write out of bounds.
+Arithmetic is in float32, as in apex. LayerNorm calls torch's own kernel in float32, so a float32
+run equals one without apex bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lite.parallel import apex
 from tests.support.modules import provide
 
 HALVES = (torch.float16, torch.bfloat16)
+ADAM, NORMS = "multi_tensor_adam", ("forward_affine", "backward_affine")
 
 
-class Calls:
-    """The number of calls of each kernel in this process."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def add(self, name: str) -> None:
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def __getitem__(self, name: str) -> int:
-        return self.counts.get(name, 0)
-
-
-def install(patch: pytest.MonkeyPatch) -> Calls:
+def install(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Makes imports of apex and of its extension modules find the stand-in.
 
-    Ranks that are forked later inherit it.
+    Returns the number of calls of each kernel in this process. Ranks that are forked later inherit
+    the stand-in.
     """
-    calls = Calls()
+    calls: Counter[str] = Counter()
     has_kernels_for(patch, "cpu")
-    for name, values in _modules(calls).items():
+    norms = {
+        f"Fused{name}AffineFunction": type(name, (Norm,), dict(calls=calls))
+        for name in ("LayerNorm", "RMSNorm")
+    }
+    modules: dict[str, dict[str, Any]] = {
+        "fused_weight_gradient_mlp_cuda": weight_gradient_kernels(calls),
+        "fused_layer_norm_cuda": dict.fromkeys((*NORMS, *(f"rms_{name}" for name in NORMS)), print),
+        "amp_C": dict.fromkeys((ADAM, f"{ADAM}_capturable"), print),
+        "apex": {},
+        "apex.normalization": {},
+        "apex.normalization.fused_layer_norm": norms,
+        "apex.optimizers": {"FusedAdam": type("FusedAdam", (Adam,), dict(calls=calls))},
+    }
+    for name, values in modules.items():
         module = ModuleType(name)
         if name.startswith("apex"):
             module.__path__ = []  # a package
@@ -59,375 +61,112 @@ def has_kernels_for(patch: pytest.MonkeyPatch, device_type: str) -> None:
     patch.setattr(apex, "DEVICE_TYPE", device_type)
 
 
-def _modules(calls: Calls) -> dict[str, dict[str, Any]]:
-    kernels = {
-        "fused_weight_gradient_mlp_cuda": _weight_gradient_kernels(),
-        "fused_layer_norm_cuda": _norm_kernels(),
-        "amp_C": _adam_kernels(),
-    }
-    counted = {
-        module: {name: _counting(calls, name, function) for name, function in functions.items()}
-        for module, functions in kernels.items()
-    }
-    norms = _norm_functions(counted["fused_layer_norm_cuda"])
-    return {
-        **counted,
-        "apex": {},
-        "apex.normalization": {},
-        "apex.normalization.fused_layer_norm": norms,
-        "apex.optimizers": {"FusedAdam": _fused_adam(counted["amp_C"])},
-    }
-
-
-def _counting(calls: Calls, name: str, function: Any) -> Any:
-    def counted(*args: Any) -> Any:  # pybind11's functions here have no keyword arguments
-        calls.add(name)
-        return function(*args)
-
-    return counted
-
-
 def _check(condition: bool, message: str) -> None:
     if not condition:
         raise RuntimeError(f"apex's stand-in: {message}")
 
 
-# --- fused_weight_gradient_mlp_cuda ---
-
-
-def _weight_gradient_kernels() -> dict[str, Any]:
-    def accumulate(
-        input: Tensor, d_output: Tensor, d_weight: Tensor, total_dtypes: Sequence[torch.dtype]
-    ) -> None:
-        _check(d_weight.dtype in total_dtypes, f"the sum is {d_weight.dtype}")
-        _check(input.dtype == d_output.dtype, f"operands are {input.dtype} and {d_output.dtype}")
-        _check(
-            all(operand.is_contiguous() for operand in (input, d_output, d_weight)),
-            "an operand is not contiguous",
+def weight_gradient_kernels(calls: Counter[str]) -> dict[str, Any]:
+    def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor, /) -> None:
+        calls["wgrad_gemm_accum_fp32"] += 1
+        operands, rows, grad_rows = (
+            (input, d_output, d_weight),
+            input.flatten(0, -2),
+            d_output.flatten(0, -2),
         )
-        rows, grad_rows = input.flatten(0, -2), d_output.flatten(0, -2)
+        _check(d_weight.dtype == torch.float32, f"the sum is {d_weight.dtype}")
+        _check(
+            input.dtype == d_output.dtype and input.dtype in (torch.float32, *HALVES),
+            f"operands are {input.dtype} and {d_output.dtype}",
+        )
+        _check(all(one.is_contiguous() for one in operands), "an operand is not contiguous")
         _check(
             d_weight.shape == (grad_rows.shape[1], rows.shape[1]) and len(rows) == len(grad_rows),
-            (
-                f"a sum {tuple(d_weight.shape)} of {tuple(input.shape)} and "
-                f"{tuple(d_output.shape)} is out of bounds"
-            ),
+            f"{[tuple(one.shape) for one in operands]} are out of bounds",
         )
-        total = torch.addmm(d_weight.float(), grad_rows.t().float(), rows.float())
-        d_weight.copy_(total)
+        d_weight.addmm_(grad_rows.t().float(), rows.float())
 
-    def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-        _check(input.dtype in (torch.float32, *HALVES), f"operands are {input.dtype}")
-        accumulate(input, d_output, d_weight, (torch.float32,))
-
-    def wgrad_gemm_accum_fp16(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-        _check(input.dtype in HALVES, f"operands are {input.dtype}")
-        accumulate(input, d_output, d_weight, (input.dtype,))
-
-    return dict(
-        wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32, wgrad_gemm_accum_fp16=wgrad_gemm_accum_fp16
-    )
-
-
-# --- fused_layer_norm_cuda and apex.normalization ---
-
-
-def _norm_kernels() -> dict[str, Any]:
-    def rows_of(input: Tensor, normalized_shape: Sequence[int], *affine: Tensor) -> Tensor:
-        shape = tuple(normalized_shape)
-        _check(
-            len(shape) > 0 and tuple(input.shape[-len(shape) :]) == shape,
-            f"{tuple(input.shape)} does not end in {shape}",
-        )
-        for operand in (input, *affine):
-            _check(operand.is_contiguous(), "an operand is not contiguous")
-        for parameter in affine:
-            _check(
-                tuple(parameter.shape) == shape,
-                f"a parameter of shape {tuple(parameter.shape)}, not {shape}",
-            )
-            _check(
-                parameter.dtype == input.dtype,
-                f"a parameter of {parameter.dtype} for an input of {input.dtype}",
-            )
-        return _wide(input).view(-1, affine[0].numel())
-
-    def forward_affine(
-        input: Tensor, normalized_shape: Sequence[int], gamma: Tensor, beta: Tensor, epsilon: float
-    ) -> list[Tensor]:
-        rows = rows_of(input, normalized_shape, gamma, beta)
-        output, mean, invvar = torch.native_layer_norm(
-            rows, rows.shape[1:], _wide(gamma).flatten(), _wide(beta).flatten(), epsilon
-        )
-        return [
-            output.to(input.dtype).view(input.shape),
-            mean.flatten().clone(),
-            invvar.flatten().clone(),
-        ]
-
-    def backward_affine(
-        dout: Tensor,
-        mean: Tensor | None,
-        invvar: Tensor,
-        input_or_output: Tensor,
-        normalized_shape: Sequence[int],
-        gamma: Tensor,
-        beta: Tensor,
-        epsilon: float,
-        memory_efficient: bool,
-    ) -> list[Tensor]:
-        _check(not memory_efficient and mean is not None, "memory_efficient is not modelled")
-        rows, grad_rows = (
-            rows_of(x, normalized_shape, gamma, beta) for x in (input_or_output, dout)
-        )
-        grads = torch.ops.aten.native_layer_norm_backward(
-            grad_rows,
-            rows,
-            rows.shape[1:],
-            mean.view(-1, 1),
-            invvar.view(-1, 1),
-            _wide(gamma).flatten(),
-            _wide(beta).flatten(),
-            [True, True, True],
-        )
-        return [
-            grad.to(dout.dtype).view(like.shape)
-            for grad, like in zip(grads, (dout, gamma, beta), strict=True)
-        ]
-
-    def rms_forward_affine(
-        input: Tensor, normalized_shape: Sequence[int], gamma: Tensor, epsilon: float
-    ) -> list[Tensor]:
-        rows = rows_of(input, normalized_shape, gamma)
-        invvar = rows.square().mean(1).add(epsilon).rsqrt()
-        output = rows * invvar[:, None] * _wide(gamma).flatten()
-        return [output.to(input.dtype).view(input.shape), invvar]
-
-    def rms_backward_affine(
-        dout: Tensor,
-        invvar: Tensor,
-        input_or_output: Tensor,
-        normalized_shape: Sequence[int],
-        gamma: Tensor,
-        epsilon: float,
-        memory_efficient: bool,
-    ) -> list[Tensor]:
-        _check(not memory_efficient, "memory_efficient is not modelled")
-        rows, grad_rows = (rows_of(x, normalized_shape, gamma) for x in (input_or_output, dout))
-        normed = rows * invvar[:, None]
-        scaled = grad_rows * _wide(gamma).flatten()
-        grad_input = (scaled - normed * (scaled * normed).mean(1, keepdim=True)) * invvar[:, None]
-        return [
-            grad_input.to(dout.dtype).view(dout.shape),
-            (grad_rows * normed).sum(0).to(gamma.dtype).view(gamma.shape),
-        ]
-
-    return dict(
-        forward_affine=forward_affine,
-        backward_affine=backward_affine,
-        rms_forward_affine=rms_forward_affine,
-        rms_backward_affine=rms_backward_affine,
-    )
+    return dict(wgrad_gemm_accum_fp32=wgrad_gemm_accum_fp32)
 
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.detach().float() if tensor.dtype in HALVES else tensor.detach()
 
 
-def _norm_functions(cuda: dict[str, Any]) -> dict[str, Any]:
-    class FusedNorm(torch.autograd.Function):
-        kernels: tuple[str, str]
-        num_affine: int
+class Norm(torch.autograd.Function):
+    """LayerNorm or RMSNorm, by its name, of (input, weight, [bias,] normalized_shape, eps)."""
 
-        @classmethod
-        def forward(cls, ctx: Any, *arguments: Any) -> Tensor:
-            count = 1 + cls.num_affine
-            shape, eps, *rest = arguments[count:]
-            operands = [tensor.contiguous() for tensor in arguments[:count]]
-            output, *statistics = cuda[cls.kernels[0]](operands[0], shape, *operands[1:], eps)
-            ctx.save_for_backward(*operands, *statistics)
-            ctx.facts, ctx.memory_efficient = (shape, eps), bool(rest and rest[0])
-            ctx.unused = [None] * (len(arguments) - count)
-            return output
+    calls: Counter[str]
 
-        @classmethod
-        def backward(cls, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-            count, (shape, eps) = 1 + cls.num_affine, ctx.facts
-            input, *affine = ctx.saved_tensors[:count]
-            grads = cuda[cls.kernels[1]](
-                grad_output.contiguous(),
-                *ctx.saved_tensors[count:],
-                input,
-                shape,
-                *affine,
-                eps,
-                ctx.memory_efficient,
-            )
-            return *grads, *ctx.unused
+    @classmethod
+    def normed(cls, epsilon: float, input: Tensor, *affine: Tensor) -> Tensor:
+        norm: Any = F.layer_norm if cls.__name__ == "LayerNorm" else F.rms_norm
+        return norm(input, affine[0].shape, *affine, epsilon)
 
-    class FusedLayerNormAffineFunction(FusedNorm):
-        kernels, num_affine = ("forward_affine", "backward_affine"), 2
+    @classmethod
+    def forward(cls, ctx: Any, input: Tensor, *arguments: Any) -> Tensor:
+        *affine, shape, ctx.epsilon = arguments
+        cls.calls[f"{cls.__name__} forward"] += 1
+        for parameter in affine:
+            _check(parameter.shape == tuple(shape), f"a parameter of shape {parameter.shape}")
+            _check(parameter.dtype == input.dtype, f"{parameter.dtype} for {input.dtype}")
+        operands = [tensor.contiguous() for tensor in (input, *affine)]
+        statistics = [_wide(input)[..., 0].flatten().clone() for _ in affine]  # a number per row
+        ctx.save_for_backward(*operands, *statistics)
+        return cls.normed(ctx.epsilon, *map(_wide, operands)).to(input.dtype)
 
-    class FusedRMSNormAffineFunction(FusedNorm):
-        kernels, num_affine = ("rms_forward_affine", "rms_backward_affine"), 1
-
-    return dict(
-        FusedLayerNormAffineFunction=FusedLayerNormAffineFunction,
-        FusedRMSNormAffineFunction=FusedRMSNormAffineFunction,
-    )
+    @classmethod
+    def backward(cls, ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        cls.calls[f"{cls.__name__} backward"] += 1
+        operands = ctx.saved_tensors[: len(ctx.saved_tensors) // 2 + 1]
+        wide = [_wide(tensor).requires_grad_() for tensor in operands]
+        with torch.enable_grad():
+            output = cls.normed(ctx.epsilon, *wide)
+        grads = torch.autograd.grad(output, wide, _wide(grad_output.contiguous()))
+        return *(grad.to(grad_output.dtype) for grad in grads), None, None
 
 
-# --- amp_C and apex.optimizers ---
+class Adam(torch.optim.Optimizer):
+    """FusedAdam in its capturable mode, with one group."""
 
+    calls: Counter[str]
 
-def _adam_kernels() -> dict[str, Any]:
-    def check(noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]]) -> None:
-        _check(noop_flag.dtype == torch.int32, "the flag to skip is no int32")
-        _check(len(tensor_lists) == 4 and len(tensor_lists[0]) > 0, "tensor_lists.size() != depth")
-        for tensors in tensor_lists:
-            _check(len(tensors) == len(tensor_lists[0]), "Size mismatch among tensor lists")
-            for tensor, first in zip(tensors, tensor_lists[0], strict=True):
-                _check(tensor.is_contiguous(), "A tensor was not contiguous.")
-                _check(
-                    tensor.numel() == first.numel() and tensor.dtype == first.dtype, "Size mismatch"
-                )
-
-    def multi_tensor_adam(*_: Any) -> None:
-        raise NotImplementedError("only the capturable kernel is modelled")
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        capturable: bool = False,
+    ) -> None:
+        _check(bias_correction and adam_w_mode and capturable, "this mode is not modelled")
+        rate = torch.tensor(lr, dtype=torch.float32)
+        super().__init__(params, dict(lr=rate, betas=betas, eps=eps, weight_decay=weight_decay))
+        self._is_skipped = torch.tensor([0], dtype=torch.int)
 
     @torch.no_grad()
-    def multi_tensor_adam_capturable(
-        chunk_size: int,
-        noop_flag: Tensor,
-        tensor_lists: Any,
-        lr: Tensor,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        step: Tensor,
-        mode: int,
-        bias_correction: int,
-        weight_decay: float,
-        inv_scale: Tensor,
-    ) -> None:
-        check(noop_flag, tensor_lists)
-        _check(
-            lr.dtype == inv_scale.dtype == torch.float32 and step.dtype == torch.int32,
-            "expected float, float and int",
-        )
-        _check(mode == bias_correction == 1, "only AdamW with bias correction is modelled")
-        if noop_flag.item() == 1:
+    def step(self, *, grad_scaler: Any) -> None:  # type: ignore[override]
+        type(self).calls[ADAM] += 1
+        (group,) = self.param_groups
+        # The flag is that of the step before, as in apex.
+        group["step"] += (self._is_skipped != 1).to(torch.int)
+        rate, step, betas = group["lr"], group["step"], group["betas"]
+        _check((rate.dtype, step.dtype) == (torch.float32, torch.int32), "expected float and int")
+        self._is_skipped.copy_(grad_scaler._check_inf_per_device(self)[rate.device])
+        if self._is_skipped.item() == 1:
             return
-        corrections = [torch.tensor(1.0 - beta ** int(step)) for beta in (beta1, beta2)]
-        for grad, weight, mean, square in zip(*tensor_lists, strict=True):
-            grad.mul_(inv_scale)
-            mean.copy_(beta1 * mean + (1.0 - beta1) * grad)
-            square.copy_(beta2 * square + (1.0 - beta2) * grad * grad)
-            change = mean / corrections[0] / ((square / corrections[1]).sqrt() + epsilon)
-            weight.copy_(weight - lr * (change + weight_decay * weight))
-
-    return dict(
-        multi_tensor_adam=multi_tensor_adam,
-        multi_tensor_adam_capturable=multi_tensor_adam_capturable,
-    )
-
-
-def _fused_adam(amp_c: dict[str, Any]) -> type:
-    class FusedAdam(torch.optim.Optimizer):
-        def __init__(
-            self,
-            params: Iterable[Any],
-            lr: float = 1e-3,
-            bias_correction: bool = True,
-            betas: tuple[float, float] = (0.9, 0.999),
-            eps: float = 1e-8,
-            adam_w_mode: bool = True,
-            weight_decay: float = 0.0,
-            amsgrad: bool = False,
-            set_grad_none: bool = True,
-            capturable: bool = False,
-            master_weights: bool = False,
-        ) -> None:
-            _check(
-                not amsgrad and not master_weights, "amsgrad and master_weights are not modelled"
-            )
-            _check(capturable, "only capturable is modelled")
-            rate = torch.tensor(lr, dtype=torch.float32)
-            super().__init__(
-                params,
-                dict(
-                    lr=rate,
-                    bias_correction=bias_correction,
-                    betas=betas,
-                    eps=eps,
-                    weight_decay=weight_decay,
-                ),
-            )
-            self.adam_w_mode = int(adam_w_mode)
-            self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int)
-
-        def step(
-            self,
-            closure: Any = None,
-            grads: Any = None,
-            output_params: Any = None,
-            scale: Any = None,
-            grad_norms: Any = None,
-            grad_scaler: Any = None,
-        ) -> None:
-            _check(
-                all(one is None for one in (closure, grads, output_params, scale, grad_norms)),
-                "FusedAdam has been updated.",
-            )
-            for group in self.param_groups:
-                # The flag is that of the step before, as in apex.
-                if "step" in group:
-                    group["step"] += (self._dummy_overflow_buf != 1).to(torch.int)
-                else:
-                    group["step"] = torch.tensor([1], dtype=torch.int)
-                self._step_group(group, grad_scaler)
-
-        def _step_group(self, group: dict[str, Any], grad_scaler: Any) -> None:
-            lists: tuple[list[Tensor], ...] = ([], [], [], [])
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                _check(parameter.dtype == torch.float32, "FusedAdam only support fp16 and fp32.")
-                state = self.state[parameter]
-                if len(state) == 0:
-                    state["exp_avg"], state["exp_avg_sq"] = (
-                        torch.zeros_like(parameter),
-                        torch.zeros_like(parameter),
-                    )
-                for one, tensor in zip(
-                    lists,
-                    (parameter.grad, parameter.data, state["exp_avg"], state["exp_avg_sq"]),
-                    strict=True,
-                ):
-                    one.append(tensor)
-            settings = (
-                group["lr"],
-                *group["betas"],
-                group["eps"],
-                group["step"],
-                self.adam_w_mode,
-                int(group["bias_correction"]),
-                group["weight_decay"],
-            )
-            device = group["params"][0].device
-            found_inf = (
-                torch.zeros(1)
-                if grad_scaler is None
-                else grad_scaler._check_inf_per_device(self)[device]
-            )
-            self._dummy_overflow_buf.copy_(found_inf)
-            inv_scale = (
-                torch.ones(1)
-                if grad_scaler is None
-                else grad_scaler._get_scale_async().double().reciprocal().float()
-            )
-            amp_c["multi_tensor_adam_capturable"](
-                2048 * 32, self._dummy_overflow_buf, lists, *settings, inv_scale
-            )
-
-    return FusedAdam
+        corrections = [torch.tensor(1.0 - beta ** int(step)) for beta in betas]
+        for weight in group["params"]:
+            grad, state = weight.grad, self.state[weight]
+            grad.div_(grad_scaler._get_scale_async())
+            mean, square = state["exp_avg"], state["exp_avg_sq"]
+            for one in (weight, grad, mean, square):
+                _check(one.is_contiguous() and one.dtype == torch.float32, "a tensor's layout")
+                _check(one.shape == weight.shape, "Size mismatch")
+            mean.copy_(betas[0] * mean + (1.0 - betas[0]) * grad)
+            square.copy_(betas[1] * square + (1.0 - betas[1]) * grad * grad)
+            change = mean / corrections[0] / ((square / corrections[1]).sqrt() + group["eps"])
+            weight.copy_(weight - rate * (change + group["weight_decay"] * weight))

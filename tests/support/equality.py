@@ -2,28 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.model.gpt import GPTModel
-from megatron_lite.optim.optimizer import Optimizer
-from megatron_lite.parallel.collectives import all_reduce_
-from megatron_lite.parallel.state import ParallelState
-from tests.support.models import (
-    SEQ_LENGTH,
-    Outcome,
-    build_tiny_model,
-    loss_and_grads,
-    sample_tokens,
-    specs_of,
-    tiny_config,
-    tp_state,
-    whole_tensors,
-)
+from tests.support.models import Outcome, tiny_config
 
 LLAMA = dict(
     position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False
@@ -104,89 +86,15 @@ VARIANTS: dict[str, dict[str, object]] = {
     ),
 }
 
-
-@dataclass(frozen=True)
-class Training:
-    """The loss and gradient norm of every step, and the whole weights after the last step."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    weights: dict[str, Tensor]
+# Layers that differ. No two stages of a pipeline of 8 layers hold the same ones.
+DIFFERING: dict[str, object] = dict(
+    LLAMA, **GQA, num_layers=8, window_size=(3, 0), window_attn_skip_freq=3, no_rope_freq=2
+)
 
 
 def variant_config(name: str, **overrides: object) -> ModelConfig:
     """Returns the config of a variant's tiny model with 2 layers."""
     return tiny_config(**{"num_layers": 2, **VARIANTS[name], **overrides})
-
-
-def gradients(
-    name: str,
-    parallel: ParallelState,
-    *,
-    sequence_parallel: bool = False,
-    dtype: torch.dtype = torch.float64,
-    cp_comm_type: str = "p2p",
-    seq_length: int = SEQ_LENGTH,
-) -> Outcome:
-    """Returns the loss and the whole gradients of a variant over two micro-batches."""
-    model = build_tiny_model(
-        variant_config(name),
-        parallel,
-        sequence_parallel=sequence_parallel,
-        dtype=dtype,
-        cp_comm_type=cp_comm_type,
-    )
-    return loss_and_grads(model, parallel, seq_length=seq_length)
-
-
-def unsharded_gradients(
-    name: str, dtype: torch.dtype = torch.float64, seq_length: int = SEQ_LENGTH
-) -> Outcome:
-    """Returns `gradients` computed in this process alone, without groups and collectives."""
-    with tp_state(1) as parallel:
-        return gradients(name, parallel, dtype=dtype, seq_length=seq_length)
-
-
-def train(
-    name: str,
-    parallel: ParallelState,
-    *,
-    steps: int,
-    sequence_parallel: bool = False,
-    dtype: torch.dtype = torch.float64,
-    clip_grad: float = 1.0,
-    cp_comm_type: str = "p2p",
-) -> Training:
-    """Trains a variant by `steps` AdamW updates.
-
-    Each uses the same 4 sequences, split over the data-parallel and context-parallel ranks.
-    """
-    model = build_tiny_model(
-        variant_config(name),
-        parallel,
-        sequence_parallel=sequence_parallel,
-        dtype=dtype,
-        cp_comm_type=cp_comm_type,
-    )
-    optimizer = Optimizer(model, OptimizerConfig(clip_grad=clip_grad), parallel)
-    losses, grad_norms = [], []
-    for _ in range(steps):
-        losses.append(_backward(model, optimizer, parallel))
-        grad_norms.append(optimizer.step(learning_rate=0.003).grad_norm.item())
-    parameters = dict(model.named_parameters())
-    weights = whole_tensors(parameters, specs_of(model), parallel)
-    return Training(losses, grad_norms, weights)
-
-
-def _backward(model: GPTModel, optimizer: Optimizer, parallel: ParallelState) -> float:
-    optimizer.zero_grad()
-    tokens, labels = (
-        x.chunk(parallel.dp_size)[parallel.dp_rank]
-        for x in sample_tokens(batch=4, parallel=parallel)
-    )
-    loss = model.loss(tokens, labels).mean() / parallel.dp_cp_size
-    loss.backward()
-    return all_reduce_(loss.detach().double(), parallel.dp_cp_group).item()
 
 
 def difference(expected: Tensor, actual: Tensor) -> float:

@@ -283,6 +283,18 @@ def test_bf16_chunks_add_less_than_one_rounding_to_the_error_of_the_weights_grad
         assert abs(ratio - 1.0) <= 2**-9
 
 
+def test_under_autocast_one_chunk_has_the_bits_of_logits_that_are_kept():
+    case, results = sample(torch.float32), []
+    for chunk_size in (None, S * B, 7):
+        leaves = [one.clone().requires_grad_() for one in (case.hidden, case.weight)]
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = losses_of(*leaves, case.labels, chunk_size, Columns(None, 0, V))
+        results.append((losses.detach(), *torch.autograd.grad(losses, leaves, case.grad_losses)))
+    kept, one_chunk, several = results
+    assert all(map(torch.equal, kept, one_chunk))
+    assert (kept[0] - several[0]).abs().max() <= 2**-6 and several[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
 def test_what_is_frozen_gets_no_gradient_and_costs_no_matmul(frozen):
     case = sample()

@@ -115,10 +115,7 @@ def faults(
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
     ("layout", "variants"),
-    [
-        (LAYOUTS[0], VARIANTS[:1]),
-        *(pytest.param(layout, VARIANTS, marks=pytest.mark.long) for layout in LAYOUTS),
-    ],
+    [(LAYOUTS[0], VARIANTS[:1]), *((layout, VARIANTS) for layout in LAYOUTS)],
     ids=str,
 )
 def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(
@@ -132,15 +129,8 @@ def test_kernels_equal_torchs_operators_and_no_policy_changes_a_bit(
 
 @pytest.mark.long
 @NEEDS_COMPILER
-@pytest.mark.parametrize(
-    ("layout", "variant", "dtype"), [((2, 1, True), "gpt2", torch.bfloat16)], ids=str
-)
-def test_no_policy_changes_a_bit_of_a_compiled_run(
-    layout: Layout, variant: str, dtype: torch.dtype
-) -> None:
-
-    dropout = DROPOUT if layout[1] == 1 else {}
-    found = run_ranks(faults, 2, layout, [variant], dtype, dropout, detail=False)
+def test_no_policy_changes_a_bit_of_a_compiled_run() -> None:
+    found = run_ranks(faults, 2, (2, 1, True), ["gpt2"], torch.bfloat16, DROPOUT, detail=False)
     assert found == [[], []]
 
 

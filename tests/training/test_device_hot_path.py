@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as dist
 
 from arguments import parse_args
-from tests.support.pairs import only
 from tests.support.ranks import run_ranks
 from tests.support.stand_in_device import run_watched
 
@@ -90,7 +89,7 @@ def check_short_case(number: int) -> None:
 
 
 @pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize("number", only(range(len(SHORT)), 0, 2))
+@pytest.mark.parametrize("number", range(len(SHORT)))
 def test_a_step_reads_nothing_and_stays_on_its_device(number: int) -> None:
     check_short_case(number)
 

@@ -41,7 +41,6 @@ from tests.support.models import (
     tp_state,
     whole_tensors,
 )
-from tests.support.pairs import only
 from tests.support.pipelines import Layout, runner_of
 from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, tiny_run
@@ -140,7 +139,7 @@ LAYOUTS = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False), (2, 2, Tru
 
 
 @pytest.mark.runs(daily=1, ci=5)
-@pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel"), only(LAYOUTS, 0, 2, 3))
+@pytest.mark.parametrize(("tp_size", "cp_size", "sequence_parallel"), LAYOUTS)
 def test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one(
     tp_size: int, cp_size: int, sequence_parallel: bool
 ) -> None:
@@ -327,7 +326,7 @@ def without_policy(
 
 
 @pytest.mark.runs(daily=1, ci=6)
-@pytest.mark.parametrize(("variant", "policy"), only(RUNS, 4, 18))
+@pytest.mark.parametrize(("variant", "policy"), RUNS)
 def test_a_policy_changes_no_bit_and_every_byte_is_predicted(
     variant: str, policy: str, without_policy: Callable[[str], list[dict[str, Any]]], tmp_path: Path
 ) -> None:

@@ -24,7 +24,8 @@ from megatron_lite.training.dry_run import (
     measure_step,
     sample_shape,
 )
-from tests.support.commands import SMALL_MODEL, run_command
+from pretrain_gpt import main
+from tests.support.commands import SMALL_MODEL
 from tests.support.ranks import run_ranks
 
 SMALL = (
@@ -103,10 +104,7 @@ def real_steps(
 
 
 @pytest.mark.runs(daily=1, ci=6)
-@pytest.mark.parametrize(
-    ("world_size", "num_microbatches", "flags"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)],
-)
+@pytest.mark.parametrize(("world_size", "num_microbatches", "flags"), [*CASES, *LONG_CASES])
 def test_each_rank_has_the_memory_of_a_real_one(
     world_size: int, num_microbatches: int, flags: str
 ) -> None:
@@ -179,9 +177,9 @@ def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch: pytest.Monk
     [
         (1, 0, "", 4),
         (2, 0, f"{PP} --bf16 --num-layers 2", 0),
-        pytest.param(2, 1, f"{PP} --bf16", 4, marks=pytest.mark.long),
-        pytest.param(2, 0, "--use-torch-fsdp2 --bf16", 4, marks=pytest.mark.long),
-        pytest.param(2, 1, f"{VP} --bf16 --recompute-activations", 4, marks=pytest.mark.long),
+        (2, 1, f"{PP} --bf16", 4),
+        (2, 0, "--use-torch-fsdp2 --bf16", 4),
+        (2, 1, f"{VP} --bf16 --recompute-activations", 4),
     ],
 )
 def test_more_micro_batches_than_it_runs_by_itself_add_their_losses_only(
@@ -207,7 +205,6 @@ def test_the_default_ranks_are_the_first_of_each_kind() -> None:
     assert DryRunConfig().ranks(uneven, 7, world_size=4) == [0, 1, 3]
 
 
-@pytest.mark.runs(daily=3, ci=9)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -234,10 +231,11 @@ def test_the_default_ranks_are_the_first_of_each_kind() -> None:
         ),
     ],
 )
-def test_a_fault_in_the_flags_is_one_line_and_status_2(flags: str, message: str) -> None:
-    done = run_command(*SMALL_MODEL, *FLAGS, *flags.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"pretrain_gpt.py: error: {message}\n"
+def test_a_fault_in_the_flags_is_one_line_and_status_2(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL_MODEL, *FLAGS, *flags.split()]) == 2
+    assert capsys.readouterr() == ("", f"pretrain_gpt.py: error: {message}\n")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
+from tests.support.runs import rows, run_to_end, tiny_run
 
 MODEL: dict[str, Any] = dict(
     num_layers=4,
@@ -97,21 +97,3 @@ def test_only_a_replay_of_the_router_keeps_its_choice_on_the_device(
     )
     run_to_end(config)
     assert outcome(metrics)
-
-
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize("layout", ["tp2-sp", "pp2"])
-def test_a_run_goes_on_to_the_bit_with_the_biases_of_its_experts(
-    layout: str, tmp_path: Path
-) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run_ranks(_run, 2, layout, tmp_path / "w.jsonl", dict(save=str(whole)), detail=False)
-    saving = dict(save=str(parts), until=3)
-    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", saving, detail=False)
-    going_on = dict(save=str(parts), load=str(parts))
-    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", going_on, detail=False)
-    assert rows(tmp_path / "p.jsonl") == rows(tmp_path / "w.jsonl")
-    expected = step_bytes(whole, 6)
-    assert expected and step_bytes(parts, 6) == expected
-    # another layout reads the same biases: its first loss is the next one of this run
-    run_ranks(_run, 1, "", tmp_path / "one.jsonl", dict(load=str(parts), until=3), detail=False)

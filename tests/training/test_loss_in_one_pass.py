@@ -29,7 +29,7 @@ from megatron_lite.training.build_trainer import build_optimizer, build_stages
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter
 from megatron_lite.training.step import StageRunner, StepResult, train_step
 from tests.config.test_loss_chunks import TWO_PASSES
-from tests.support.pairs import covered, thirds
+from tests.support.pairs import covered
 from tests.support.ranks import run_ranks
 
 VOCABULARY, BATCH, SEQ_LENGTH, MICRO_BATCHES = 61, 2, 8, 2
@@ -149,7 +149,7 @@ def differing(config: RunConfig) -> list[str]:
 @pytest.mark.runs(daily=3, ci=10)
 @pytest.mark.parametrize(
     ("layout", "model", "policy", "mask", "chunk_size"),
-    thirds(covered(itertools.product(LAYOUTS, (TIED, UNTIED), POLICIES, MASKS, (5, 100)))),
+    covered(itertools.product(LAYOUTS, (TIED, UNTIED), POLICIES, MASKS, (5, 100))),
 )
 def test_one_pass_has_the_bits_of_two(layout, model, policy, mask, chunk_size):
     ranks, flags = LAYOUTS[layout]

@@ -180,7 +180,6 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
 
 
 @pytest.mark.runs(daily=0, ci=2)
-@pytest.mark.long
 @pytest.mark.parametrize("layout", ["replicated", "zero1", "fsdp2"])
 def test_the_measured_peak_counts_no_memory_twice_in_any_layout(layout: str) -> None:
     """The copies inside gloo count, and what its threads free is seen late: 6 % were seen.

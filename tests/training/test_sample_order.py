@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.training.batches import CyclicOrder, microbatch_indices
-from tests.support.runs import rows, run_to_end, tiny_run
 
 
 def walked(
@@ -65,22 +62,6 @@ def test_a_resume_within_a_step_and_too_little_data_are_errors() -> None:
         order(18, 4, 0, 2, 0)
     with pytest.raises(InputError, match="24 samples of the data are fewer"):
         order(0, 25, 0, 1, 0)
-
-
-def test_a_resumed_run_reads_the_samples_that_it_would_have_read(tmp_path: Path) -> None:
-    def run(name: str, *, stop: int | None = None, load: bool = False) -> list[dict[str, object]]:
-        config = tiny_run(
-            metrics=tmp_path / f"{name}.jsonl",
-            training=dict(train_iters=6, exit_interval=stop),
-            checkpoint=dict(save=str(tmp_path / name), load=str(tmp_path / name) if load else None),
-            learning_rate=1e-2,
-        )
-        run_to_end(replace(config, data=replace(config.data, dataloader_type="cyclic")))
-        return rows(tmp_path / f"{name}.jsonl")
-
-    whole = run("whole")
-    run("parts", stop=3)
-    assert run("parts", load=True) == whole and len(whole) == 6
 
 
 def iteration(

@@ -1,0 +1,102 @@
+"""Ranks that share tensors and sequences compute what one rank computes: the loss and every
+gradient, of every variant of a model.
+
+Errors are relative to the largest value of their tensor (support/equality.py). What each tolerance
+allows for:
+    float64 1e-13   sums of a few hundred terms taken in another order, at 2e-16 each; a fault of
+                    logic is above 1e-3
+    float32 1e-5    the same at 1e-7 each
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tests.support.equality import DIFFERING, VARIANTS, differences
+from tests.support.models import Outcome, build_tiny_model, loss_and_grads, tiny_config, tp_state
+from tests.support.ranks import run_ranks
+
+
+class Layout(NamedTuple):
+    """The ranks of each axis."""
+
+    tp: int = 1
+    cp: int = 1
+    sequence_parallel: bool = False
+    cp_comm_type: str = "p2p"
+
+    @property
+    def seq_length(self) -> int:
+        """The length is divisible by 2 c, and by t of it under sequence parallelism."""
+        return 16 if self.cp == 4 else 12
+
+
+ALONE = Layout()
+IN_CHUNKS = {"gpt2": 7, "llama": 7}  # --loss-chunk-size, tied and untied; one rank has none
+LAYOUTS = [
+    Layout(tp=2, sequence_parallel=True),
+    Layout(tp=2),
+    Layout(cp=2),
+    Layout(cp=3),
+    Layout(cp=2, cp_comm_type="allgather"),
+    Layout(cp=4),
+    Layout(tp=4, sequence_parallel=True),
+    Layout(tp=4),
+    Layout(tp=2, cp=2, sequence_parallel=True),
+    Layout(cp=4, cp_comm_type="allgather"),
+    Layout(tp=2, cp=2, sequence_parallel=True, cp_comm_type="allgather"),
+    Layout(tp=2, cp=2),
+]
+TOLERANCES = {torch.float64: 1e-13, torch.float32: 1e-5}
+# Under context parallelism a layer with a window builds its scores, also where the others run a
+# kernel.
+MODELS = {
+    **VARIANTS,
+    "flash windows": dict(DIFFERING, attention_backend="flash"),
+    "unfused windows": dict(DIFFERING, attention_backend="unfused"),
+}
+
+
+def outcome(layout: Layout, name: str, dtype: torch.dtype, seq_length: int) -> Outcome:
+    """The loss and the whole gradients, over two micro-batches."""
+    with tp_state(layout.tp, cp_size=layout.cp) as parallel:
+        model = build_tiny_model(
+            tiny_config(**{"num_layers": 2, **MODELS[name]}),
+            parallel,
+            sequence_parallel=layout.sequence_parallel,
+            dtype=dtype,
+            cp_comm_type=layout.cp_comm_type,
+            loss_chunk_size=None if layout == ALONE else IN_CHUNKS.get(name),
+        )
+        return loss_and_grads(model, parallel, seq_length=seq_length)
+
+
+@cache
+def expected(name: str, dtype: torch.dtype, seq_length: int) -> Outcome:
+    alone = outcome(ALONE, name, dtype, seq_length)
+    # else a parameter that is compared says nothing
+    assert [key for key, grad in alone.grads.items() if not grad.any()] == []
+    return alone
+
+
+@pytest.mark.runs(daily=3, ci=6)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_loss_and_every_gradient_equal_those_of_one_rank(layout: Layout) -> None:
+    """All ranks have the same bits: they update alike."""
+    cases = list(product(MODELS, TOLERANCES))
+
+    def work(rank: int, world_size: int) -> list[Outcome]:
+        return [outcome(layout, *case, layout.seq_length) for case in cases]
+
+    for case, first, *others in zip(cases, *run_ranks(work, layout.tp * layout.cp), strict=True):
+        errors = differences(expected(*case, layout.seq_length), first)
+        tolerance = TOLERANCES[case[1]]
+        assert {key: error for key, error in errors.items() if not error < tolerance} == {}, case
+        for other in others:
+            assert torch.equal(first.loss, other.loss), case
+            assert all(torch.equal(grad, other.grads[key]) for key, grad in first.grads.items())
