@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +23,12 @@ from megatron_lite.tools import (
     train_tokenizer,
     translate_recompute,
 )
+from tests.support.commands import status_of
 from tests.support.conversions import converted, save_tokenizer, saved_peer
 from tests.support.opens import opened_below
 from tests.support.runs import run_to_end, tiny_run, with_checkpoint
 
-Main = Callable[[Sequence[str]], int]
+Main = Callable[[list[str]], int]
 
 
 class Tool(NamedTuple):
@@ -114,14 +115,10 @@ def link(path: Path, outside: Path) -> None:
     path.symlink_to(outside)
 
 
-def status(tool: Tool, folder: Path) -> int:
+def status(tool: Tool, folder: Path) -> object:
     for name in ("out", "out.html", "out.svg"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    try:
-        return tool.main(tool.words.format(folder).split())
-    except SystemExit as stopped:
-        assert isinstance(stopped.code, int)
-        return stopped.code
+    return status_of(tool.main, tool.words.format(folder).split())
 
 
 @pytest.mark.parametrize("name", TOOLS)

@@ -33,6 +33,7 @@ from megatron_lite.tools import (
     unigram_entropy,
 )
 from tests.support.checkpoints import sign
+from tests.support.commands import status_of
 from tests.support.corpora import written
 from tests.support.runs import run_to_end, tiny_run
 from tests.support.saves import saving_run
@@ -158,8 +159,5 @@ def test_in_the_files_of_a_command(
     file = tmp_path / "tokenizer.json"
     for form in FORMS:
         file.write_bytes(form(mark))
-        try:
-            status: object = main(words.format(file, tmp_path / "out").split())
-        except SystemExit as stopped:
-            status = stopped.code
-        assert status == 2 and not mark.exists()
+        assert status_of(main, words.format(file, tmp_path / "out").split()) == 2
+        assert not mark.exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from torch import Tensor
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.layer import TransformerLayer
-from megatron_lite.parallel import timing
 from megatron_lite.parallel.timing import WAITING
-from megatron_lite.supervision import slow_rank
 from megatron_lite.supervision.slow_rank import RankTime, slow_ranks
 from tests.support.limits import patiently
 from tests.support.mutants import replaces
@@ -80,30 +77,6 @@ def _run(
         _, error = run_until_it_ends(config)
     assert error is None
     return not WAITING.is_timed
-
-
-class Clock:
-    """The clock of one rank, in seconds. It moves in the forward of a layer and in a timed wait
-    only, so the speed of the machine does not matter."""
-
-    def __init__(self, *, layer: float, wait: float) -> None:
-        self._layer, self._wait = layer, wait
-        self._now, self._is_waiting = 0.0, False
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        @replaces("forward", TransformerLayer)
-        def timed(forward: Any, layer: TransformerLayer, *inputs: Any) -> Tensor:
-            self._now += self._layer
-            return forward(layer, *inputs)
-
-        timed(patch)
-        for module, read in ((slow_rank, lambda: self._now), (timing, self._at_an_end_of_a_wait)):
-            patch.setattr(module, "time", SimpleNamespace(perf_counter=read))
-
-    def _at_an_end_of_a_wait(self) -> float:
-        self._is_waiting = not self._is_waiting
-        self._now += 0.0 if self._is_waiting else self._wait
-        return self._now
 
 
 @pytest.mark.runs(daily=1, ci=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.support.limits import HANG_S
@@ -41,6 +42,14 @@ SMALL_RUN = [
     "gloo",
 ]
 MOCK = ["--mock-data", "--vocab-size", "98"]
+
+
+def status_of(main: Callable[[list[str]], int], arguments: list[str]) -> object:
+    """Returns the exit status of a main function, called in this process."""
+    try:
+        return main(arguments)
+    except SystemExit as stopped:
+        return stopped.code
 
 
 def environment(**variables: str) -> dict[str, str]:

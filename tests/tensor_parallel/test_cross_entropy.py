@@ -23,6 +23,7 @@ from tests.support.changes import with_fields
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
 from tests.support.torch_features import NEEDS_GRAD_DTYPE
+from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 
 S, B, H, V = 8, 3, 5, 11
 # per rank: V ends within rank 1 at t=2 and t=4, where two ranks hold nothing but padding
@@ -218,9 +219,20 @@ def test_16_bit_logits_give_float32_losses_as_exact_as_the_logits(dtype, roundin
     torch.testing.assert_close(logits.grad.double(), whole.grad, rtol=rounding, atol=1e-6)
 
 
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize("chunk", [None, 7])
-def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(chunk):
+@pytest.mark.parametrize(
+    ("chunk", "is_compiled"),
+    [
+        (None, False),
+        (7, False),
+        pytest.param(None, True, marks=[pytest.mark.long, NEEDS_COMPILER]),
+        pytest.param(7, True, marks=[pytest.mark.weekly, NEEDS_COMPILER]),
+    ],
+)
+def test_the_compiled_loss_keeps_overwrites_and_returns_what_torchs_does(
+    chunk, is_compiled, monkeypatch
+):
+    if not is_compiled:
+        uncompiled_kernels(monkeypatch)
     case = sample(torch.float32)
     weight = F.pad(case.weight, (0, 0, 0, 1))
     results, kept = [], []

@@ -25,7 +25,7 @@ from megatron_lite.training.dry_run import (
     sample_shape,
 )
 from pretrain_gpt import main
-from tests.support.commands import SMALL_MODEL
+from tests.support.commands import SMALL_MODEL, status_of
 from tests.support.ranks import run_ranks
 
 SMALL = (
@@ -234,7 +234,7 @@ def test_the_default_ranks_are_the_first_of_each_kind() -> None:
 def test_a_fault_in_the_flags_is_one_line_and_status_2(
     flags: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*SMALL_MODEL, *FLAGS, *flags.split()]) == 2
+    assert status_of(main, [*SMALL_MODEL, *FLAGS, *flags.split()]) == 2
     assert capsys.readouterr() == ("", f"pretrain_gpt.py: error: {message}\n")
 
 
