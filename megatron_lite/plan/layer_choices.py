@@ -54,6 +54,7 @@ def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[Layer
     """
     sizes = layer_sizes(config.model, Sizes.of(config, device=clock.hardware.device))
     recompute = config.recompute
+    host = host and config.training.cuda_graph_impl == "none"  # a graph cannot wait for copies
     skip_tail = recompute.recompute_tail_skip and not recompute.recompute_verify
     return _useful_choices(config.model, sizes, clock, skip_tail, host)
 

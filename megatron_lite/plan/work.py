@@ -9,6 +9,7 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
@@ -106,14 +107,20 @@ class Clock(NamedTuple):
         t, training = config.parallel.tensor_model_parallel_size, config.training
         element_bytes = chosen("the precision", training.precision, ELEMENT_BYTES)
         is_fused = config.uses_compiler(hardware.device)
+        mode = hardware.compiled if is_fused else hardware.eager
+        if hardware.device == "cuda" and training.cuda_graph_impl != "none":
+            # The same kernels, which the host launches as one.
+            captured = hardware.captured
+            mode = replace(mode, launch_s=captured.launch_s, replay_s=captured.replay_s)
         return cls(
             hardware,
             element_bytes,
             Group(t),
             Group(config.parallel.context_parallel_size, t),
-            hardware.compiled if is_fused else hardware.eager,
+            mode,
             is_fused,
-            training.deterministic_mode,
+            # The default is cuDNN's attention; both others are FlashAttention 2.
+            training.deterministic_mode or config.model.attention_backend == "flash",
         )
 
     def row(

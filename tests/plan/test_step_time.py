@@ -18,6 +18,7 @@ from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.flops import hardware_flops
 from megatron_lite.plan.hardware import Group, Link, load_hardware
+from megatron_lite.plan.layer_choices import layer_choices
 from megatron_lite.plan.stage_time import FSDP, HOST_COPIES
 from megatron_lite.plan.step_time import OPTIMIZER, REDUCTION, WEIGHT_GATHERS, StepTime, step_time
 from megatron_lite.plan.work import (
@@ -25,6 +26,7 @@ from megatron_lite.plan.work import (
     FORWARD_MATMULS,
     REPLAYED_MATMULS,
     TENSOR_PARALLEL,
+    Clock,
 )
 from megatron_lite.recompute.schedule import plan_stage
 from tests.plan.machines import flash, ideal, talking
@@ -208,3 +210,14 @@ def test_copies_to_the_host_are_hidden_where_the_bandwidth_is_high_enough() -> N
     assert less.terms[HOST_COPIES] < 0.2 * slow.terms[HOST_COPIES]
     shared = replace(A100, host_bandwidth=1e12, shares_cores=True)
     assert step_time(config, shared, 8).terms[HOST_COPIES] > fast.terms[HOST_COPIES]
+
+
+def test_a_graph_takes_no_time_of_the_host_and_lets_no_tensor_go_there() -> None:
+    small = replace(MODEL, hidden_size=256, num_attention_heads=4)
+    plain = run(model=small, recompute="*:full")
+    graph = run(model=small, recompute="*:full", training=dict(cuda_graph_impl="full_iteration"))
+    free = replace(A100, compiled=replace(A100.compiled, launch_s=0.0, replay_s=0.0))
+    assert seconds(graph) == seconds(plain, machine=free) < seconds(plain)
+    for config, where in ((plain, {"device", "host"}), (graph, {"device"})):
+        choices = layer_choices(config, Clock.of(config, A100), host=True)
+        assert {one.store for one in choices} == where
