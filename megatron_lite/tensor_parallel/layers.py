@@ -78,8 +78,8 @@ def column_parallel_linear(
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
         hidden_states, weight, bias = in_autocast_dtype(hidden_states, weight, bias)
-    return _ColumnParallelMatmul.apply(
-        hidden_states, weight, bias, tp_group, sequence_parallel, own_sum(weight)
+    return _ParallelMatmul.apply(
+        hidden_states, weight, bias, tp_group, sequence_parallel, own_sum(weight), False, False
     )
 
 
@@ -102,13 +102,13 @@ def row_parallel_linear(
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
         hidden_states, weight, bias = in_autocast_dtype(hidden_states, weight, bias)
-    return _RowParallelMatmul.apply(
-        hidden_states, weight, bias, tp_group, sequence_parallel, own_sum(weight), skip_tail
+    return _ParallelMatmul.apply(
+        hidden_states, weight, bias, tp_group, sequence_parallel, own_sum(weight), True, skip_tail
     )
 
 
-class _ColumnParallelMatmul(torch.autograd.Function):
-    """x [s/t or s, b, n] -> y [s, b, m/t], with the collectives of the module's table."""
+class _ParallelMatmul(torch.autograd.Function):
+    """x A^T of a column- or a row-parallel layer, with the collectives of the module's table."""
 
     @staticmethod
     def forward(
@@ -119,9 +119,20 @@ class _ColumnParallelMatmul(torch.autograd.Function):
         tp_group: ProcessGroup | None,
         sequence_parallel: bool,
         add: OwnSum | None,
+        is_row: bool,
+        skip_tail: bool,
     ) -> Tensor:
-        ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel, add
+        ctx.tp_group, ctx.sequence_parallel = tp_group, sequence_parallel
+        ctx.add, ctx.is_row = add, is_row
         ctx.save_for_backward(hidden_states, weight)
+        if skip_tail:
+            # One element, expanded: the result has the right shape and takes no memory.
+            s, *others = hidden_states.shape[:-1]
+            rows = s // tp_group.size() if sequence_parallel and tp_group is not None else s
+            return hidden_states.new_empty(()).expand(rows, *others, weight.shape[0])
+        if is_row and tp_group is not None:
+            partial = F.linear(hidden_states, weight)
+            return _summed(partial, bias, tp_group, sequence_parallel=sequence_parallel)
         if sequence_parallel:
             hidden_states = all_gather_first_dim(hidden_states, tp_group)
         return F.linear(hidden_states, weight, bias)
@@ -130,71 +141,42 @@ class _ColumnParallelMatmul(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         hidden_states, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # Under sequence parallelism a row-parallel layer added its bias to this rank's tokens only.
+        # The gradient of the bias therefore uses dy before the gather.
+        own_grad, gather, reduction = grad_output, None, None
+        if ctx.sequence_parallel and ctx.is_row:
+            grad_output = all_gather_first_dim(grad_output, ctx.tp_group)
+        elif ctx.sequence_parallel and needs_weight:
+            gather = start_all_gather_first_dim(hidden_states, ctx.tp_group)
         # dx comes first: the gather of x runs beside this matmul, and dx is on its way to the other
         # ranks while dA is computed.
-        gather = None
-        if needs_weight and ctx.sequence_parallel:
-            gather = start_all_gather_first_dim(hidden_states, ctx.tp_group)
-        grad_whole = grad_output.matmul(weight) if needs_input else None
-        whole = hidden_states if gather is None else gather.wait()
-        reduction = None
-        if grad_whole is not None:
-            start = start_reduce_scatter_first_dim if ctx.sequence_parallel else start_all_reduce_
-            reduction = start(grad_whole, ctx.tp_group)
-        grad_weight = weight_gradient(ctx.add, whole, grad_output) if needs_weight else None
-        grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
-        # The wait comes last, so that dA and the bias's gradient are computed beside the reduction.
-        grad_input = None if reduction is None else reduction.wait()
-        return grad_input, grad_weight, grad_bias, None, None, None
-
-
-class _RowParallelMatmul(torch.autograd.Function):
-    """x [s, b, n/t] -> y [s/t or s, b, m], with the collectives of the module's table."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tp_group: ProcessGroup | None,
-        sequence_parallel: bool,
-        add: OwnSum | None,
-        skip_tail: bool,
-    ) -> Tensor:
-        ctx.tp_group, ctx.sequence_parallel, ctx.add = tp_group, sequence_parallel, add
-        ctx.save_for_backward(hidden_states, weight)
-        if skip_tail:
-            # One element, expanded: the result has the right shape and takes no memory.
-            s, *others = hidden_states.shape[:-1]
-            rows = s // tp_group.size() if sequence_parallel and tp_group is not None else s
-            return hidden_states.new_empty(()).expand(rows, *others, weight.shape[0])
-        if tp_group is None:
-            return F.linear(hidden_states, weight, bias)
-        partial = F.linear(hidden_states, weight)
-        if sequence_parallel:
-            output = reduce_scatter_first_dim(partial, tp_group)
-        elif results_may_be_kept():
-            output = all_reduce(partial, tp_group)
-        else:
-            output = all_reduce_(partial, tp_group)
-        if bias is None:
-            return output
-        # A result that a policy keeps must not be overwritten.
-        return output + bias if results_may_be_kept() else output.add_(bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_states, weight = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Under sequence parallelism the bias was added to this rank's tokens only. Its gradient
-        # therefore uses dy before the gather.
-        grad_bias = grad_output.flatten(0, -2).sum(0) if needs_bias else None
-        if ctx.sequence_parallel:
-            grad_output = all_gather_first_dim(grad_output, ctx.tp_group)
         grad_input = grad_output.matmul(weight) if needs_input else None
-        grad_weight = weight_gradient(ctx.add, hidden_states, grad_output) if needs_weight else None
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        whole = hidden_states if gather is None else gather.wait()
+        if grad_input is not None and not ctx.is_row:
+            start = start_reduce_scatter_first_dim if ctx.sequence_parallel else start_all_reduce_
+            reduction, grad_input = start(grad_input, ctx.tp_group), None
+        grad_weight = weight_gradient(ctx.add, whole, grad_output) if needs_weight else None
+        grad_bias = own_grad.flatten(0, -2).sum(0) if needs_bias else None
+        # The wait comes last, so that dA and the bias's gradient are computed beside the reduction.
+        if reduction is not None:
+            grad_input = reduction.wait()
+        return grad_input, grad_weight, grad_bias, *[None] * 5
+
+
+def _summed(
+    partial: Tensor, bias: Tensor | None, tp_group: ProcessGroup, *, sequence_parallel: bool
+) -> Tensor:
+    """Returns the sum of the ranks' products, [s/t or s, b, m], plus the bias."""
+    if sequence_parallel:
+        output = reduce_scatter_first_dim(partial, tp_group)
+    elif results_may_be_kept():
+        output = all_reduce(partial, tp_group)
+    else:
+        output = all_reduce_(partial, tp_group)
+    if bias is None:
+        return output
+    # A result that a policy keeps must not be overwritten.
+    return output + bias if results_may_be_kept() else output.add_(bias)
 
 
 def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:

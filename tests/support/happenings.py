@@ -21,7 +21,7 @@ from megatron_lite.training.step import StageRunner
 
 # The places, and the function that is patched for each. The action runs before its first call in
 # the iteration.
-MATMUL = linear._ColumnParallelMatmul
+MATMUL = linear._ParallelMatmul
 PLACES: dict[str, tuple[Any, str]] = {
     "forward": (MATMUL, "forward"),
     "backward": (MATMUL, "backward"),
