@@ -33,6 +33,7 @@ from megatron_lite.parallel.collectives import (
 )
 from megatron_lite.parallel.parameter_spec import spec_of
 from megatron_lite.parallel.state import ParallelState
+from megatron_lite.parallel.torch_internals import foreach_copy_
 
 
 class Bucket:
@@ -69,6 +70,8 @@ class GradBuffer:
         config = config or DataParallelConfig()
         self._parallel, self._group = parallel, parallel.dp_cp_group
         self._overlaps = config.overlap_grad_reduce and self._group is not None
+        # On a GPU one launch at the end of a step copies the gradients of all vectors into place.
+        self._vectors_wait = parallel.device.type != "cpu" and not self._overlaps
         self._sums_over_model = parallel.tp_size * parallel.pp_size > 1
         self._in_bf16 = config.grad_reduce_in_bf16
         self.shards = parallel.dp_cp_size if config.use_distributed_optimizer else 1
@@ -133,6 +136,7 @@ class GradBuffer:
         Sums partial gradients over the TP ranks, those of a tied weight over the first and last
         pipeline stage, and all of them over the data-parallel ranks.
         """
+        self._take_vectors()
         # The view of a parameter without a gradient in this step still holds older values.
         for name, parameter in self._parameters.items():
             if parameter.grad is None and name not in self._added_by_hooks:
@@ -158,6 +162,22 @@ class GradBuffer:
         self._last.clear()
         self.own_norm = torch.stack(self._own_norms).norm() if self._own_norms else None
         self._own_norms.clear()
+
+    def _take_vectors(self) -> None:
+        """Copies gradients that are tensors of autograd's own into the views."""
+        waiting = [
+            (self.grads[name], parameter)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None and self._waits(name)
+        ]
+        if waiting:
+            foreach_copy_([view for view, _ in waiting], [one.grad for _, one in waiting])
+        for view, parameter in waiting:
+            parameter.grad = view
+
+    def _waits(self, name: str) -> bool:
+        is_added = name in self._added_by_hooks
+        return self._vectors_wait and self.grads[name].dim() == 1 and not is_added
 
     def _sum_over_model(self, part: slice | None) -> None:
         """Sums over the TP ranks, and a tied weight's gradient over the first and last stage.
@@ -190,7 +210,7 @@ class GradBuffer:
         # so the hook adds every gradient to the float32 view and frees it.
         def collect(owner: Tensor) -> None:
             assert owner.grad is not None
-            if owner.grad is not view:
+            if owner.grad is not view and not self._waits(name):
                 (view.add_ if adds else view.copy_)(owner.grad)
                 owner.grad = None if adds else view
             if self._overlaps:

@@ -95,6 +95,31 @@ def test_buckets_are_sent_during_the_last_backward_with_overlap_else_afterwards(
     assert sent_during_two_micro_batches(config, announced=announced) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_vectors_that_wait_for_the_end_of_a_step_have_the_same_sums(dtype: torch.dtype) -> None:
+    """As on a GPU: two steps of two micro-batches, the last without some of the vectors."""
+    found = []
+    with tp_state(1) as parallel:
+        for waits in (False, True):
+            model = Chain(dtype=dtype)
+            buffer = buffer_of(model, parallel)
+            buffer._vectors_wait = waits
+            for step in range(2):
+                buffer.forget()
+                for number in range(2):
+                    names = NAMES if step == 0 else NAMES[:2]
+                    model(inputs(step, number).to(dtype), names).backward()
+                buffer.reduce_()
+                found.append({name: grad.clone() for name, grad in buffer.grads.items()})
+                assert all(
+                    parameter.grad is buffer.grads[name]
+                    for name, parameter in model.named_parameters()
+                    if name not in buffer._added_by_hooks
+                )
+    for plain, waited in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(plain[name], waited[name]) for name in NAMES)
+
+
 @pytest.mark.parametrize("used", [("second", "third"), ("fourth",), ()])
 def test_weights_without_a_part_in_the_last_micro_batch_are_sent_afterwards(
     used: tuple[str, ...],
