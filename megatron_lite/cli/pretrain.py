@@ -18,7 +18,7 @@ from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import SCRIPT, Invocation
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.launch import Launch, read_launch
+from megatron_lite.parallel.launch import Launch, read_launch, use_expandable_segments
 from megatron_lite.parallel.messages import await_turn, print_fault, silent_unless
 from megatron_lite.parallel.signals import die_of, dies_without_reader
 
@@ -86,6 +86,8 @@ def train(config: RunConfig, notices: Sequence[str], launch: Launch, program: st
         # torch's profiler, which measures the peak on a CPU, warns when a step frees a tensor that
         # is older than the profiler. torch reads the variable when it is loaded.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if config.training.cuda_graph_impl == "none":  # a graph's memory stays in one piece by itself
+        use_expandable_segments()
     # Imported late: these modules import torch, which takes seconds.
     from megatron_lite.cli.supervised import ready_to_train, supervised
     from megatron_lite.parallel.state import parallel_state

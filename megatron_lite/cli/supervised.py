@@ -28,7 +28,7 @@ import torch
 from megatron_lite.config.checks import InputError, PeerError
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.launch import Launch, allocator_settings
 from megatron_lite.parallel.messages import print_fault
 from megatron_lite.parallel.state import ParallelState, choose_device
 from megatron_lite.supervision.exits import Exits, Pulse, StoppedEarly
@@ -62,6 +62,8 @@ def ready_to_train(
         raise InputError(str(error)) from error
     device = choose_device(config.parallel, launch)
     check_kernels(config, device.type)
+    if device.type == "cuda":
+        notices = (*notices, *(f"CUDA's allocator has {one}" for one in allocator_settings()))
     if config.tokenizer.vocab_size is None or config.tokenizer.tokenizer_type != "NullTokenizer":
         from megatron_lite.data.tokenizers import resolve_vocabulary
 

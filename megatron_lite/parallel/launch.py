@@ -17,6 +17,7 @@ from megatron_lite.config.checks import InputError
 # Slurm reserves step ids from here on. The shell that salloc opens on a node is step 4294967290 and
 # not a task of the run.
 FIRST_RESERVED_STEP = 0xFFFFFFF0
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second since torch 2.9
 
 
 class _Variables(NamedTuple):
@@ -209,3 +210,17 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     if not re.fullmatch(r"-?\d{1,10}", text):
         raise InputError(f"{name} must be an integer (got {text!r})")
     return int(text)
+
+
+def use_expandable_segments() -> None:
+    """Makes CUDA's allocator grow its pieces of memory in place, so that no gaps lie between them.
+
+    The user's own setting goes first. To be called before torch is imported.
+    """
+    if not allocator_settings():
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def allocator_settings() -> list[str]:
+    """Returns the settings of torch's allocator in the environment."""
+    return [f"{name}={os.environ[name]}" for name in ALLOCATOR if name in os.environ]
