@@ -95,7 +95,7 @@ ACTIVATIONS = {
 }
 DEFAULT_ACTIVATION, *SWITCHED_ACTIVATIONS = ACTIVATIONS
 OF_RANKS = ("tensor_model_parallel_size",)
-ALWAYS_UNFUSED = {"auto": False, "flash": False, "unfused": True}
+ALWAYS_UNFUSED = {"auto": False, "flash": False, "fused": False, "unfused": True}
 ATTENTION_BACKENDS = tuple(ALWAYS_UNFUSED)
 
 
@@ -207,10 +207,11 @@ class ModelConfig(ExpertSettings):
         "an output matrix of its own instead of the word embeddings"
     )
     attention_backend: str = setting(
-        "core attention: flash is torch's SDPA, unfused builds the scores",
+        "core attention: flash is FlashAttention, fused cuDNN's kernel, auto what torch takes of "
+        "them; unfused builds the scores",
         "auto",
         choices=ATTENTION_BACKENDS,
-        megatron={"fused": "auto", "local": "unfused"},
+        megatron={"local": "unfused"},
     )
     attention_softmax_in_fp32: bool = switch(
         "softmax of unfused attention in float32",

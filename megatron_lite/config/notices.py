@@ -244,6 +244,14 @@ def _of_placement(
             f"--record-memory-history has no effect on {device}: it records CUDA's allocations; "
             "--memory-timeline FILE works here, too"
         )
+    if model.attention_backend == "fused":
+        cp_size = config.parallel.context_parallel_size
+        if device != "cuda" or cp_size > 1:
+            where = f"--context-parallel-size {cp_size}" if cp_size > 1 else device
+            yield (
+                f"--attention-backend fused has no effect on {where}: torch's flash kernel runs "
+                "there, not cuDNN's"
+            )
     if device != "cuda" and config.training.cuda_graph_impl != "none":
         yield (
             f"--cuda-graph-impl {config.training.cuda_graph_impl} has no effect on {device}: it "

@@ -28,6 +28,7 @@ GROUPS = {
         "aten._grouped_mm.default",
     ),
     "attention": (
+        "aten._flash_attention_forward.default",
         "aten._scaled_dot_product_flash_attention.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten._scaled_dot_product_efficient_attention.default",

@@ -8,7 +8,7 @@ add up (2205.14135, 2310.01889).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,14 +48,22 @@ def has_kernel(query: Tensor) -> bool:
     )
 
 
-def takes_groups(query: Tensor, key: Tensor) -> bool:
-    """Returns whether torch's own attention takes a key that several heads of the query share.
+def suits_torch(query: Tensor, key: Tensor) -> bool:
+    """Returns whether torch's own attention keeps no more than the functions below.
 
-    On a CPU torch 2.8 does without a kernel, and keeps the scores for backward.
+    On a CPU torch 2.8 has no kernel for a key that several heads of the query share, and keeps the
+    scores for backward. So it does on CUDA in float32.
     query: [s, b, a, d]. key: [s, b, g, d].
     """
-    one_each = query.shape[2] == key.shape[2]
-    return one_each or query.device.type != "cpu" or cpu_attention_takes_groups()
+    takes_groups = query.element_size() == 2
+    if query.device.type == "cpu":
+        takes_groups = cpu_attention_takes_groups()
+    return takes_groups or query.shape[2] == key.shape[2]
+
+
+def takes_window(query: Tensor) -> bool:
+    """Returns whether the kernel of `attend` skips the keys before a window, and needs no mask."""
+    return query.device.type != "cpu" and query.element_size() == 2
 
 
 def attend(
@@ -66,6 +74,7 @@ def attend(
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
+    reach: int | None = None,
 ) -> Attended:
     """Returns softmax(scale q k^T) v and its log-sum-exp.
 
@@ -73,6 +82,7 @@ def attend(
     causal: row i reads the columns 0 to i only; n must equal m.
     mask: [n, m] or [b, 1, n, m] in the query's dtype, added to the scores. Each row must read a
         column.
+    reach: row i reads the columns from i - reach on. Needs `causal` and `takes_window(query)`.
 
     With `causal` the mask must hide later columns too. The CPU's flash kernel then skips their
     blocks. On CUDA only the memory-efficient kernel takes a mask, and it gets the mask without
@@ -94,10 +104,19 @@ def attend(
         )
         # The kernel pads the rows of lse.
         return Attended(output, lse[..., : query.shape[2]].contiguous())
-    output, lse, *_ = aten._scaled_dot_product_flash_attention(
-        query, key, value, 0.0, causal, False, scale=scale
+    output, lse, *_ = aten._flash_attention_forward(
+        *_tokens_first(query, key, value),
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
+        False,
+        scale=scale,
+        **_window(reach),
     )
-    return Attended(output, lse)
+    return Attended(output.transpose(1, 2), lse)
 
 
 def attend_backward(
@@ -110,6 +129,7 @@ def attend_backward(
     causal: bool,
     scale: float,
     mask: Tensor | None = None,
+    reach: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns these keys' part of the query's gradient, and the gradients of key and value.
 
@@ -146,25 +166,34 @@ def attend_backward(
         )
     else:
         seed = torch.empty(2, dtype=torch.uint64, device=query.device)
-        lengths: list[Any] = [None, None, query.shape[2], m]
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            grad_output,
-            query,
-            key,
-            value,
-            output,
+        grads = aten._flash_attention_backward(
+            *_tokens_first(grad_output, query, key, value, output),
             lse.contiguous(),
-            *lengths,
+            None,
+            None,
+            query.shape[2],
+            m,
             0.0,
             causal,
             seed,
             torch.empty_like(seed[0]),
             scale=scale,
+            **_window(reach),
         )
+        grads = _tokens_first(*grads)
     grad_query, *shared = grads
     if shared[0].shape[1] != groups:  # the key was repeated for every head
         shared = [grad.reshape(b, groups, -1, m, d).sum(2) for grad in shared]
     return grad_query, shared[0], shared[1]
+
+
+def _tokens_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns each [b, a, n, d] as a view [b, n, a, d], and the reverse."""
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+
+
+def _window(reach: int | None) -> dict[str, int]:
+    return {} if reach is None else dict(window_size_left=reach, window_size_right=0)
 
 
 def _is_efficient(query: Tensor, mask: Tensor | None) -> bool:

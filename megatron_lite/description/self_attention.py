@@ -38,7 +38,8 @@ from megatron_lite.description.operations import (
 from megatron_lite.description.shape import Shape
 
 CORE = "core_attention"
-SEED_AND_OFFSET = 16  # bytes
+# The bytes in which CUDA's kernels keep the place of their random numbers, also without dropout.
+SEED_AND_OFFSET, OF_FLASH = 16, 24
 CONTEXT_PARALLEL_ATTENTION = "megatron_lite.context_parallel_attention.default"
 
 Tensors = tuple[KeptTensor, ...]
@@ -56,9 +57,10 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
     """
     model, sizes = of.model, of.sizes
     grouped = model.query_groups < model.num_attention_heads
-    # In these two cases the norms keep contiguous copies of query and key. Otherwise they keep
-    # views of linear_qkv's output, which is one storage.
-    apart = grouped or model.norm_impl == "apex"
+    # In these cases the norms keep contiguous copies of query and key. Otherwise they keep views of
+    # linear_qkv's output, which is one storage.
+    by_head = sizes.compiled and not model.norms_all_heads
+    apart = model.norm_impl == "apex" or (grouped and not by_head)
     rotary, normed = model.layer_rotates(layer), model.qk_layernorm
     yield Operation("split_heads", "self_attention")
     whole = KeptTensor("query, key and value", of.query + 2 * of.kv)
@@ -68,7 +70,7 @@ def attention_operations(of: Shape, layer: int) -> Iterator[Operation]:
         tables = 2 * sizes.own_seq_length * model.rotary_dim * of.element
         # x cos + rotate_half(x) sin takes five kernels for the query and five for the key, and one
         # each where it is compiled.
-        both = of.query + of.kv
+        both = (of.query + of.kv) * (not (normed and by_head))  # a compiled norm rotates too
         yield Operation(
             "rotary",
             "self_attention",
@@ -108,25 +110,35 @@ def _flash(of: Shape, inputs: Tensors, starts: Tensors, *, windowed: bool) -> Op
     attended = attention_output(of)
     rows = attended.num_bytes // of.element // of.model.head_dim
     log_sum_exp = KeptTensor("log-sum-exp", rows * sizes.accumulate_bytes)
-    masked, alone = windowed or bool(starts), sizes.cp_size == 1
-    kernel = "efficient_attention" if masked else "flash_attention"
-    if sizes.device == "cpu":
-        kernel = "flash_attention_for_cpu"
-    operator = f"aten._scaled_dot_product_{kernel}.default"
+    on_cpu, is_wide = sizes.device == "cpu", sizes.element_bytes > 2
+    # FlashAttention knows windows. Other kernels, and torch's own function, get a mask.
+    masked = bool(starts) or (windowed and (on_cpu or is_wide or drops))
+    alone, is_flash = sizes.cp_size == 1, of.model.attention_backend == "flash" and not on_cpu
+    # Without dropout our own Functions run these; torch's own function has no groups in float32.
+    grouped = of.query != of.kv
+    ours = masked or windowed or is_flash or (is_wide and grouped)
+    operator = "aten._scaled_dot_product_flash_attention"
+    if on_cpu:
+        operator += "_for_cpu"
+    elif masked or is_wide:
+        operator = "aten._scaled_dot_product_efficient_attention"
+    elif ours:
+        operator = "aten._flash_attention_forward"
+    elif of.model.attention_backend == "fused":
+        operator = "aten._scaled_dot_product_cudnn_attention"
     scores, context = (one._replace(causal=not masked, fused=True) for one in _matmuls(of))
     forward, backward = _exchange(of)
     # No policy may keep a result that depends on random numbers: the replay would not draw them,
     # and all later draws would differ.
     call = OperatorCall(
-        "" if drops else operator if alone else CONTEXT_PARALLEL_ATTENTION,
+        "" if drops else f"{operator}.default" if alone else CONTEXT_PARALLEL_ATTENTION,
         (attended, log_sum_exp),
         (scores, context),
         forward,
     )
-    # CUDA's kernels keep the place of their random numbers, also without dropout. The one for masks
-    # does not.
-    state = KeptTensor("seed and offset", SEED_AND_OFFSET)
-    states = (state,) if sizes.device != "cpu" and alone and not masked else ()
+    in_flash = is_flash and not (masked or is_wide)
+    state = KeptTensor("seed and offset", OF_FLASH if in_flash else SEED_AND_OFFSET)
+    states = (state,) if not on_cpu and alone and (drops or not ours) else ()
     mask = starts
     if masked and drops:
         samples = sizes.micro_batch_size if starts else 1

@@ -136,11 +136,12 @@ def _mlp(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
 def _query_key_value(of: Shape, keeps: KeptTensor) -> Operation:
     """Returns the linear layer before attention, and the split of its output into heads.
 
-    With query groups, query and value become contiguous (model/attention.py). Backward joins the
-    three gradients.
+    With query groups, query and value become contiguous (model/attention.py), unless a compiled
+    kernel reads them next. Backward joins the three gradients.
     """
     model, twice = of.model, 2 * (of.query + 2 * of.kv)
-    grouped = model.query_groups < model.num_attention_heads
+    next_reads = of.sizes.compiled and (model.qk_layernorm or model.positions.rotated)
+    grouped = model.query_groups < model.num_attention_heads and not next_reads
     return column_linear(
         of,
         "linear_qkv",

@@ -8,17 +8,20 @@ of s x s elements, or with documents one for each sample, which autograd would k
 The Function below builds the mask again instead. A layer with a mask therefore keeps the same
 tensors as a layer without one.
 
-    device    kernel, forward and backward            the mask
-    CPU       _scaled_dot_product_flash_attention     with is_causal, which skips the keys that are
-              _for_cpu                                later, half of the work
-    CUDA      _scaled_dot_product_efficient           alone, expanded over samples and heads
-              _attention
+    device         kernel, forward and backward            the mask
+    CPU            _scaled_dot_product_flash_attention     with is_causal, which skips the keys that
+                   _for_cpu                                are later, half of the work
+    CUDA           _scaled_dot_product_efficient           alone, expanded over samples and heads
+                   _attention
+    CUDA, 16 bits  _flash_attention_forward                none: the kernel knows windows
+    and no documents
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +39,11 @@ from megatron_lite.context_parallel.attention_kernels import (
     has_kernel,
     heads_first,
     heads_last,
-    takes_groups,
+    suits_torch,
+    takes_window,
 )
 from megatron_lite.model.dropout import dropout
-from megatron_lite.model.norm import Norm
+from megatron_lite.model.norm import ROTATING, Norm
 from megatron_lite.model.rotary import RotaryTables, apply_rotary
 from megatron_lite.parallel.compiled import CompiledKernels, Pair, applied
 from megatron_lite.parallel.rng import TENSOR_PARALLEL, RngStreams
@@ -89,8 +93,8 @@ class SelfAttention(nn.Module):
             context=context,
             skip_bias_add=branch_skips_bias(config, context),
         )
-        self.q_layernorm: nn.Module | None = None
-        self.k_layernorm: nn.Module | None = None
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
         if config.norms_all_heads:
             self.q_layernorm, self.k_layernorm = (
                 Norm(heads * config.head_dim, config, context, all_heads=True)
@@ -100,7 +104,14 @@ class SelfAttention(nn.Module):
             # One weight for all heads: each rank's gradient covers its own heads, with or without
             # sequence parallelism.
             self.q_layernorm, self.k_layernorm = (
-                Norm(config.head_dim, config, context, partial_grad=True) for _ in range(2)
+                Norm(
+                    config.head_dim,
+                    config,
+                    context,
+                    partial_grad=True,
+                    also=ROTATING if self.rotates else None,
+                )
+                for _ in range(2)
             )
         self.kernels = context.kernels
         self.core_attention = CoreAttention(
@@ -115,11 +126,15 @@ class SelfAttention(nn.Module):
         document_starts: Tensor | None = None,
     ) -> Tensor:
         query, key, value = self._split_heads(self.linear_qkv(hidden_states))
+        rotates, tables = self.rotates, tuple[Tensor, ...]()
         if self.q_layernorm is not None and self.k_layernorm is not None:
-            query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if self.rotates:
+            if self.q_layernorm.does_more and rotary is not None:
+                rotates, tables = False, rotary
+            query, key = self.q_layernorm(query, *tables), self.k_layernorm(key, *tables)
+        if rotates:
             assert rotary is not None
             query, key = (apply_rotary(heads, rotary, self.kernels) for heads in (query, key))
+        query = query.flatten(2, -2)
         return self.linear_proj(
             regions.run(CORE_ATTENTION, self.core_attention, query, key, value, document_starts)
         )
@@ -131,10 +146,18 @@ class SelfAttention(nn.Module):
         Otherwise attention saves a copy of the query: a rotated one, one that an apex norm made
         contiguous, or one regrouped here. A saved view would then hold the whole storage of qkv
         beside that copy, so the tensors that nothing copies later become contiguous here.
+
+        Compiled kernels regroup the query as they norm or rotate it, which is then a view
+        [s, b, g/t, a/g, d]. Their norms save views of qkv, so the value stays one.
         """
-        query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.head_dim)
-        copied = self.config.norm_impl == "apex" if self.config.qk_layernorm else self.rotates
-        if self.queries_per_group > 1:
+        config = self.config
+        normed = config.qk_layernorm and not config.norms_all_heads
+        regroups = self.kernels is not None and (normed or self.rotates)
+        query, key, value = _SplitHeads.apply(qkv, self.queries_per_group, self.head_dim, regroups)
+        if regroups and normed:
+            return query, key, value
+        copied = config.norm_impl == "apex" if config.qk_layernorm else self.rotates
+        if self.queries_per_group > 1 and not regroups:
             return query.contiguous(), key if copied else key.contiguous(), value.contiguous()
         return query, key, value.contiguous() if copied else value
 
@@ -142,25 +165,38 @@ class SelfAttention(nn.Module):
 class _SplitHeads(torch.autograd.Function):
     """[s, b, g/t (q + 2) d] -> query [s, b, g/t q, d], key and value [s, b, g/t, d]. Keeps nothing.
 
-    The results are views, except for a query that has to be regrouped. Backward joins the three
-    gradients in one pass. Autograd would write each of them into zeros as large as the input, and
-    add these tensors up.
+    The results are views, except for a query that has to be regrouped. If something else regroups
+    it, the query is a view [s, b, g/t, q, d]. Backward joins the three gradients in one pass.
+    Autograd would write each of them into zeros as large as the input, and add these tensors up.
     """
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, queries_per_group: int, d: int) -> tuple[Tensor, ...]:
-        ctx.queries_per_group = queries_per_group
+    def forward(
+        ctx: Any, qkv: Tensor, queries_per_group: int, d: int, is_view: bool
+    ) -> tuple[Tensor, ...]:
         grouped = qkv.unflatten(-1, (-1, queries_per_group + 2, d))  # [s, b, g/t, q + 2, d]
         query, (key, value) = grouped[..., :-2, :], grouped[..., -2:, :].unbind(-2)
-        return query.flatten(2, 3), key, value
+        ctx.groups = query.shape[2:]
+        return query if is_view else query.flatten(2, 3), key, value
 
     @staticmethod
     def backward(
         ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor
-    ) -> tuple[Tensor, None, None]:
-        queries = grad_query.unflatten(2, (-1, ctx.queries_per_group))  # [s, b, g/t, q, d]
+    ) -> tuple[Tensor | None, ...]:
+        queries = grad_query.reshape(*grad_query.shape[:2], *ctx.groups)  # [s, b, g/t, q, d]
         whole = torch.cat((queries, grad_key.unsqueeze(3), grad_value.unsqueeze(3)), 3)
-        return whole.flatten(2), None, None
+        return whole.flatten(2), None, None, None
+
+
+# the kernels on CUDA that torch may take: FlashAttention has none for float32
+KERNELS = {"flash": ("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), "fused": ("CUDNN_ATTENTION",)}
+
+
+def only(*kernels: str) -> AbstractContextManager[object]:
+    """Makes torch's attention take one of these kernels, by torch's names, or raise an error."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([getattr(SDPBackend, kernel) for kernel in kernels])
 
 
 class CoreAttention(nn.Module):
@@ -168,8 +204,10 @@ class CoreAttention(nn.Module):
 
     It has no parameters, and issues collectives on cp.group alone.
 
-    "flash" is torch's scaled_dot_product_attention, with the kernel that torch picks for the
-    device. Flash kernels keep their inputs, their output and one float32 per row. "auto" is flash.
+    "auto" is torch's scaled_dot_product_attention, with the kernel that torch picks for the device.
+    "flash" is FlashAttention on CUDA, and its form for float32, torch's memory-efficient kernel.
+    "fused" is cuDNN's kernel on CUDA. On a CPU all three are torch's flash kernel. They keep their
+    inputs, their output and one float32 per row. Masks go to the kernels of the table above.
 
     "unfused" builds a/t * s^2 * b scores. For each score it keeps the softmax in the scores' dtype.
     With dropout it also keeps the mask (1 byte) and the dropped softmax. Under
@@ -208,8 +246,11 @@ class CoreAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.window = config.layer_window(layer)
-        # the context in which torch's causal attention without dropout picks its kernel
+        # the context in which torch's causal attention without a mask picks its kernel
         self.kernel: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.is_flash = config.attention_backend == "flash" and rng.device.type != "cpu"
+        if config.attention_backend in KERNELS and rng.device.type != "cpu":
+            self.kernel = partial(only, *KERNELS[config.attention_backend])
         self.always_unfused = config.always_unfused
         self.builds_scores = config.builds_scores(rng.device.type)
         self.dropout = config.attention_dropout
@@ -255,13 +296,15 @@ class CoreAttention(nn.Module):
         if sharded:
             attended = self.sharded(query, key, value, cp=self.cp, scale=self.scale)
             return attended.flatten(2)
-        if ours and not (readable.is_plain and takes_groups(query, key)):
+        if ours and not (readable.is_plain and suits_torch(query, key) and not self.is_flash):
             return masked_attention(query, key, value, readable, scale=self.scale).flatten(2)
         # torch's own attention, which keeps its mask
         mask = None if readable.is_plain else causal_mask(query, readable)
-        kernel = self.kernel if mask is None and dropout_p == 0.0 else nullcontext
         query, key, value = map(heads_first, (query, key, value))
-        with self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else kernel():
+        with (
+            self.rng.fork(TENSOR_PARALLEL) if dropout_p > 0.0 else nullcontext(),
+            self.kernel() if mask is None else nullcontext(),
+        ):
             attended = F.scaled_dot_product_attention(
                 query,
                 key,
@@ -394,8 +437,14 @@ class _MaskedAttention(torch.autograd.Function):
     ) -> Tensor:
         # One call of torch's kernel: an ops(attention) policy can keep its result.
         first_query, first_key, first_value = map(heads_first, (query, key, value))
-        mask = _mask(query, Readable(reach, starts))
-        attended = attend(first_query, first_key, first_value, causal=True, scale=scale, mask=mask)
+        attended = attend(
+            first_query,
+            first_key,
+            first_value,
+            causal=True,
+            scale=scale,
+            **_readable(query, reach, starts),
+        )
         ctx.reach, ctx.scale = reach, scale
         output = heads_last(attended.output)
         ctx.save_for_backward(query, key, value, output, attended.lse, starts)
@@ -416,10 +465,14 @@ class _MaskedAttention(torch.autograd.Function):
             Attended(heads_first(output), lse),
             causal=True,
             scale=ctx.scale,
-            mask=_mask(query, Readable(ctx.reach, starts)),
+            **_readable(query, ctx.reach, starts),
         )
         return *map(heads_last, grads), None, None, None
 
 
-def _mask(query: Tensor, readable: Readable) -> Tensor | None:
-    return None if readable.is_plain else causal_mask(query, readable)
+def _readable(query: Tensor, reach: int | None, starts: Tensor | None) -> dict[str, Any]:
+    """Returns which keys are read, as `attend` takes it."""
+    readable = Readable(reach, starts)
+    if starts is None and takes_window(query):
+        return {"reach": reach}
+    return {"mask": None if readable.is_plain else causal_mask(query, readable)}

@@ -24,7 +24,7 @@ from megatron_lite.config.stages import Stage
 from megatron_lite.model.attention import SelfAttention
 from megatron_lite.model.dropout import add_dropped_out
 from megatron_lite.model.mlp import MLP
-from megatron_lite.model.norm import Norm
+from megatron_lite.model.norm import PASSING_ON, Norm
 from megatron_lite.model.rotary import RotaryTables
 from megatron_lite.recompute.layer_runner import run_layers
 from megatron_lite.recompute.recompute_plan import RecomputePlan
@@ -54,6 +54,7 @@ class TransformerLayer(nn.Module):
                 context,
                 partial_grad=context.sequence_parallel,
                 reads_residual=not after,
+                also=None if after or config.parallel_residual else PASSING_ON,
             )
 
         self.input_layernorm = norm(after=False)
@@ -83,9 +84,7 @@ class TransformerLayer(nn.Module):
         document_starts: Tensor | None,
         regions: Regions,
     ) -> Tensor:
-        normed = hidden_states
-        if self.input_layernorm is not None:
-            normed = regions.run_discarding(LAYERNORM, self.input_layernorm, normed)
+        normed, hidden_states = _normed(self.input_layernorm, hidden_states, regions)
         branch = self.self_attention(normed, rotary, regions, document_starts)
         if self.post_self_attn_layernorm is not None:
             branch = self.post_self_attn_layernorm(branch)
@@ -93,8 +92,9 @@ class TransformerLayer(nn.Module):
         attended = self._add(hidden_states, branch, bias, regions)
         del branch  # which would live on while the MLP runs
         normed = hidden_states if self.parallel_residual else attended
-        if self.pre_mlp_layernorm is not None:
-            normed = regions.run_discarding(LAYERNORM, self.pre_mlp_layernorm, normed)
+        normed, read = _normed(self.pre_mlp_layernorm, normed, regions)
+        if not self.parallel_residual:
+            attended = read
         skip_tail = regions.skip_layer_tail
         branch = regions.run(self.mlp_region, self._mlp, normed, regions, skip_tail=skip_tail)
         bias = self.mlp.linear_fc2.skipped_bias if isinstance(self.mlp, MLP) else None
@@ -129,6 +129,14 @@ class TransformerLayer(nn.Module):
             skip_tail=skip_tail,
             kernels=self.context.kernels,
         )
+
+
+def _normed(norm: Norm | None, tensor: Tensor, regions: Regions) -> tuple[Tensor, Tensor]:
+    """Returns the norm of a tensor, and the tensor for what else reads it."""
+    if norm is None:
+        return tensor, tensor
+    found = regions.run_discarding(LAYERNORM, norm, tensor)
+    return found if norm.does_more else (found, tensor)
 
 
 class TransformerBlock(nn.Module):

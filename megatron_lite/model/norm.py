@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model import NORM_VECTORS, ModelConfig
+from megatron_lite.model.rotary import rotate, rotate_back
 from megatron_lite.parallel import apex
 from megatron_lite.parallel.collectives import all_reduce
-from megatron_lite.parallel.compiled import Pair, applied
+from megatron_lite.parallel.compiled import Pair, applied, passing_on
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -34,6 +36,10 @@ class Norm(nn.Module):
     apex's kernel (--norm-impl apex), and a contiguous copy of an input that is not contiguous.
     reads_residual: whether the input is the residual stream. Under --fp32-residual-connection the
         norm runs in float32 then, keeps its weight in float32, and returns the weight's dtype.
+    also: what else compiled kernels do if the norm is in the dtype of its input (`does_more`).
+        PASSING_ON: they also return the input. What else reads the input takes the returned one, so
+        that the norm's kernel adds both gradients. ROTATING: they also rotate the output, by tables
+        that `forward` gets.
     all_heads: the input is the queries, or keys, of this rank's heads, [s, b, heads / t, d], and
         a row is the channels of all heads of all ranks (OLMo 2). size: the number of these
         channels. Each rank has the part of the weight for its own heads. The norm is an RMSNorm.
@@ -49,6 +55,7 @@ class Norm(nn.Module):
         *,
         partial_grad: bool = False,
         reads_residual: bool = False,
+        also: Mapping[str, Pair] | None = None,
         all_heads: bool = False,
     ) -> None:
         super().__init__()
@@ -65,6 +72,10 @@ class Norm(nn.Module):
             self.normalize = implementation(config, context)
         self.shifts = config.apply_layernorm_1p
         self.widens = reads_residual and config.fp32_residual_connection
+        self.does_more = False
+        if also is not None and context.kernels is not None and not self.widens:
+            self.does_more, pair = True, also[config.normalization]
+            self.normalize = partial(applied, pair, context.kernels, epsilon=config.norm_epsilon)
         spec = ParameterSpec(
             global_shape=(size,), tp_dim=0 if all_heads else None, sum_grad_over_tp=partial_grad
         )
@@ -72,13 +83,13 @@ class Norm(nn.Module):
         has_bias = config.norm_vectors == 2 and not all_heads
         self.bias = new_parameter(spec, context) if has_bias else None
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, *tables: Tensor) -> Any:
         vectors: list[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
         if self.widens:
             vectors = [vector.to(hidden_states.dtype) for vector in vectors]
         if self.shifts:
             vectors[0] = vectors[0] + 1
-        output = self.normalize(hidden_states, *vectors)
+        output = self.normalize(hidden_states, *vectors, *tables)
         return output.to(self.weight.dtype) if self.widens else output
 
 
@@ -164,6 +175,30 @@ NORMS = {
     "LayerNorm": Pair(layer_norm, layer_norm_backward, INPUT_AND_WEIGHT, fused_layer_norm_backward),
     "RMSNorm": Pair(rms_norm, rms_norm_backward, INPUT_AND_WEIGHT),
 }
+
+
+def rotating(pair: Pair, num_vectors: int) -> Pair:
+    """Returns the pair of a norm and a rotation after it, as compiled kernels compute it."""
+    of_pair = pair.fused or pair.backward
+
+    def forward(heads: Tensor, *others: Tensor, epsilon: float) -> tuple[Tensor, ...]:
+        results = pair.forward(heads, *others[:-2], epsilon=epsilon)
+        normed, *statistics = (results,) if isinstance(results, Tensor) else results
+        return rotate(normed, *others[-2:]), *statistics
+
+    def backward(grad_output: Tensor, heads: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        vectors, statistics = others[:num_vectors], others[num_vectors + 2 :]
+        cos, sin = others[num_vectors : num_vectors + 2]
+        grads: tuple[Tensor, ...] = of_pair(
+            rotate_back(grad_output, cos, sin), heads, vectors[0], *statistics
+        )
+        return grads
+
+    return Pair(forward, backward, slice(0, 3 + num_vectors))
+
+
+PASSING_ON = {name: passing_on(pair) for name, pair in NORMS.items()}
+ROTATING = {name: rotating(pair, NORM_VECTORS[name]) for name, pair in NORMS.items()}
 APEX_NORMS = {"LayerNorm": apex.layer_norm, "RMSNorm": apex.rms_norm}
 
 

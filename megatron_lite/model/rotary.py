@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -75,18 +76,24 @@ def apply_rotary(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns x cos + (-x2, x1) sin over the first channels of each head: [s, b, heads, d]."""
+    """Returns x cos + (-x2, x1) sin over the first channels of each head: [s, b, .., d]."""
+    cos, sin = _for_each_head(heads, cos, sin)
     rotated, passed = _parts(heads, cos)
     first, second = rotated.chunk(2, dim=-1)
     return _joined(rotated * cos + torch.cat((-second, first), dim=-1) * sin, passed)
 
 
 def rotate_back(grad_output: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns the gradient of `rotate` with respect to the heads, [s, b, heads, d]."""
+    """Returns the gradient of `rotate` with respect to the heads, [s, b, .., d]."""
+    cos, sin = _for_each_head(grad_output, cos, sin)
     grad, passed = _parts(grad_output, cos)
     first, second = (grad * sin).chunk(2, dim=-1)
     # The transpose of (x1, x2) -> (-x2, x1) is (g1, g2) -> (g2, -g1).
     return _joined(grad * cos + torch.cat((second, -first), dim=-1), passed)
+
+
+def _for_each_head(heads: Tensor, *tables: Tensor) -> Iterator[Tensor]:
+    return (table.view(-1, *[1] * (heads.dim() - 2), table.shape[-1]) for table in tables)
 
 
 def _parts(heads: Tensor, cos: Tensor) -> tuple[Tensor, Tensor]:

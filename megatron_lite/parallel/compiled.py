@@ -191,12 +191,26 @@ class Pair(NamedTuple):
     kept: which inputs are kept for backward. All statistics are.
     fused: the formula of the backward for compiled kernels, where the operators that are fast one
         by one are slower or less exact as one kernel.
+    passes_on: whether the Function also returns its first input, for what else reads that. Backward
+        gets the gradient of it besides, after the gradient of the output, and adds it.
     """
 
     forward: Function
     backward: Function
     kept: slice
     fused: Function | None = None
+    passes_on: bool = False
+
+
+def passing_on(pair: Pair) -> Pair:
+    """Returns the pair that passes on its first input, as compiled kernels compute it."""
+    of_pair = pair.fused or pair.backward
+
+    def backward(grad_output: Tensor, grad_passed: Tensor, *kept: Tensor) -> tuple[Tensor, ...]:
+        grad, *others = of_pair(grad_output, *kept)
+        return grad + grad_passed, *others
+
+    return Pair(pair.forward, backward, pair.kept, passes_on=True)
 
 
 def applied(pair: Pair, kernels: CompiledKernels | None, *inputs: Tensor, **constants: Any) -> Any:
@@ -214,7 +228,7 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, pair: Pair, kernels: CompiledKernels | None, constants: Any, *inputs: Tensor
-    ) -> Tensor:
+    ) -> Any:
         results = run(kernels, pair.forward, *inputs, **constants)
         output, *statistics = (results,) if isinstance(results, Tensor) else results
         ctx.save_for_backward(*inputs[pair.kept], *statistics)
@@ -222,11 +236,11 @@ class _Applied(torch.autograd.Function):
         if kernels is not None and pair.fused is not None:
             ctx.backward_function = pair.fused
         ctx.kernels, ctx.num_inputs = kernels, len(inputs)
-        return output
+        return (output, inputs[0]) if pair.passes_on else output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        grads = run(ctx.kernels, ctx.backward_function, grad_output, *ctx.saved_tensors)
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grads = run(ctx.kernels, ctx.backward_function, *grad_outputs, *ctx.saved_tensors)
         grads = (grads,) if isinstance(grads, Tensor) else grads  # a graph's are a list
         return None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads))
 

@@ -65,7 +65,11 @@ def discarding() -> Iterator[Callable[[Tensor], None]]:
 def _rebuilt_bytes(node: Any) -> Tensor:
     from megatron_lite.recompute.checkpoint import rebuilt_outputs
 
-    return bytes_of(rebuilt_outputs(node))
+    return bytes_of(_first(rebuilt_outputs(node)))
+
+
+def _first(outputs: Any) -> Tensor:
+    return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 @dataclass(frozen=True)
@@ -141,9 +145,9 @@ class Regions:
             self._verified(name, forward, self.rng), *args, rng=self.rng, replay=replay
         )
 
-    def run_discarding(self, name: str, function: Callable[..., Tensor], *args: Any) -> Tensor:
+    def run_discarding(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Returns `function(*args)`, which draws no random numbers. If the region is rebuilt,
-        `args` are kept, and the result is freed once the layer has run."""
+        `args` are kept, and the result, or the first one, is freed once the layer has run."""
         assert REGIONS[name].method == "discard", name
         self._called.add(name)
         # In a replay of a region around it, that region keeps nothing.
@@ -153,8 +157,8 @@ class Regions:
 
         output = checkpoint(self._verified(name, function, None), *args, rng=None)
         # The recipe finds the replay through the output's grad_fn. Under no_grad there is none.
-        if output.grad_fn is not None:
-            self._discard[0](output)
+        if _first(output).grad_fn is not None:
+            self._discard[0](_first(output))
         return output
 
     def redraw(self, name: str, draw: Callable[[], Tensor]) -> Redraw | None:

@@ -20,6 +20,7 @@ from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.config.units import size
 from megatron_lite.data.datasets import Datasets, build_datasets
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
+from megatron_lite.model.attention import KERNELS
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
@@ -262,10 +263,14 @@ def _build(
         accumulation = fuse_weight_gradients_(
             training, parallel, model, optimizer, compiled_layers=config.compiles_layers
         )
+        if parallel.device.type == "cuda" and config.model.attention_backend in KERNELS:
+            from megatron_lite.training.deterministic import use_asked_attention_
+
+            attention = use_asked_attention_(model, config, parallel)
         if training.deterministic_mode:
             from megatron_lite.training.deterministic import choose_attention_
 
-            attention = choose_attention_(model, config, parallel)
+            attention += choose_attention_(model, config, parallel)
     if claim is not None:
         from megatron_lite.checkpointing.saver import Saver
 

@@ -1,4 +1,5 @@
-"""`--deterministic-mode`: torch's settings, and the fastest attention that repeats its bits here.
+"""Attention on CUDA: the kernel that is asked for. And `--deterministic-mode`: torch's settings,
+and the fastest attention that repeats its bits here.
 
 Under deterministic algorithms torch takes FlashAttention 2 on CUDA, because cuDNN does not promise
 to repeat itself. Whether it does depends on its release, the GPU and the shape. So the run tries
@@ -9,14 +10,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import attention as registry
 
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.run import RunConfig
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.model.gpt import ModelStages
@@ -69,6 +72,8 @@ FORCED = (
     "--deterministic-mode forces one order of sums in the backward of attention, in the gradient "
     "of the embedding and at the labels of the loss, and one workspace of cuBLAS"
 )
+FUSED = "--attention-backend fused: --deterministic-mode needs a kernel that repeats its bits"
+AUTO = "give --attention-backend auto"
 KERNELS: Mapping[str, Kernel] = {FLASH: nullcontext, CUDNN: cudnn_attention}
 
 
@@ -103,6 +108,56 @@ def tried(
         return Tried(None)
 
 
+def use_asked_attention_(
+    model: ModelStages, config: RunConfig, parallel: ParallelState
+) -> list[str]:
+    """Tries the kernel of --attention-backend flash or fused at the run's shape. Returns the log's
+    lines.
+
+    flash is FlashAttention 3 or 4, without dropout, if its package is installed and it runs here;
+    torch's registry then has it in the place of FlashAttention 2. All ranks take the same one: this
+    issues all-reduces of one number.
+    Raises InputError if the kernel does not run.
+    """
+    backend, values = config.model.attention_backend, _values(config, parallel)
+    if backend == "fused" and config.training.deterministic_mode:
+        return []  # `choose_attention_` tries it
+    layers = [one for one in model.modules() if isinstance(one, CoreAttention)]
+
+    def check() -> None:
+        for layer in layers[:1]:
+            layer.eval()  # without dropout, which would draw random numbers
+            try:
+                torch.autograd.grad(layer(*values[:3]), values[:3], values[3].flatten(2))
+            except RuntimeError as error:
+                first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                raise InputError(
+                    f"--attention-backend {backend} has no kernel for this torch, GPU, shape and "
+                    f"{config.training.precision} ({first}): {AUTO}"
+                ) from error
+            finally:
+                layer.train()
+
+    def works() -> bool:
+        with suppress(InputError):
+            check()
+            return True
+        return False
+
+    is_plain = config.model.attention_dropout == 0.0 and config.training.precision != "fp32"
+    if backend == "flash" and is_plain and hasattr(registry, "restore_flash_attention_impl"):
+        for name in ("FA3", "FA4"):
+            activated = False
+            with suppress(ImportError, RuntimeError, ValueError):  # it is not installed
+                registry.activate_flash_attention_impl(name)
+                activated = works()
+            if parallel.all_agree(activated):
+                return [f"--attention-backend flash is {name} of torch's registry"]
+            registry.restore_flash_attention_impl(_raise_warn=False)
+    parallel.together("the kernel of --attention-backend", check)
+    return []
+
+
 def choose_attention_(model: ModelStages, config: RunConfig, parallel: ParallelState) -> list[str]:
     """Makes attention run the fastest kernel that repeats its bits. Returns the log's lines.
 
@@ -112,13 +167,16 @@ def choose_attention_(model: ModelStages, config: RunConfig, parallel: ParallelS
     """
     if parallel.device.type != "cuda" or not config.training.deterministic_mode:
         return []
+    backend = config.model.attention_backend
     own_kernels = {
         "--attention-dropout": config.model.attention_dropout > 0.0,
-        f"--attention-backend {config.model.attention_backend}": config.model.always_unfused,
+        f"--attention-backend {backend}": backend not in ("auto", "fused"),
         "--context-parallel-size": config.parallel.context_parallel_size > 1,
         "--reset-attention-mask": config.data.reset_attention_mask,
     }
     kept = [flag for flag, holds in own_kernels.items() if holds]
+    if backend == "fused" and config.model.attention_dropout > 0.0:
+        raise InputError(f"{FUSED}, and it is tried without --attention-dropout: {AUTO}")
     if kept:
         return [FORCED, f"deterministic attention has torch's deterministic kernel: {kept[0]}"]
     values = _values(config, parallel)
@@ -128,6 +186,9 @@ def choose_attention_(model: ModelStages, config: RunConfig, parallel: ParallelS
     }
     flash, cudnn = results[FLASH].milliseconds, results[CUDNN]
     is_faster = cudnn.milliseconds is not None and (flash is None or cudnn.milliseconds < flash)
+    if backend == "fused" and not parallel.all_agree(cudnn.repeats):
+        raise InputError(f"{FUSED}, and cuDNN's attention does not here: {AUTO}")
+    is_faster = is_faster or backend == "fused"
     taken = CUDNN if parallel.all_agree(cudnn.repeats and is_faster) else FLASH
     if taken == CUDNN:
         for module in model.modules():

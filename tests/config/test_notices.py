@@ -104,6 +104,9 @@ def test_context_parallel_ranks_share_the_work_too() -> None:
     )
     config = replace(config, parallel=replace(config.parallel, context_parallel_size=2))
     assert notices(config, "placement", world_size=2) == []
+    fused = replace(config, model=replace(config.model, attention_backend="fused"))
+    (said,) = notices(fused, "placement", device="cuda", world_size=2)
+    assert "fused has no effect on --context-parallel-size 2: torch's flash kernel" in said
 
 
 def test_a_number_of_ranks_that_holds_no_model_is_an_error() -> None:

@@ -3,13 +3,26 @@ model."""
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from megatron_lite.description.self_attention import CORE
+from megatron_lite.description.sizes import Sizes
+from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.model.attention import CoreAttention, SelfAttention
 from tests.model.test_window import by_loops
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
+from tests.support.ranks import run_ranks
 
 S, B, A, G, D = 7, 2, 6, 3, 4  # 6 heads in 3 groups
 
@@ -68,3 +81,90 @@ def test_a_second_sequence_length_gets_its_own_rotary_tables():
         whole, short, again = model(tokens), model(tokens[:, :5]), model(tokens)
     torch.testing.assert_close(short, whole[:, :5], rtol=1e-12, atol=1e-12)
     assert torch.equal(whole, again)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements of a tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        sizes = (one.numel() for one in tree_leaves(results) if isinstance(one, torch.Tensor))
+        self.elements = max(self.elements, *sizes, 0)
+        return results
+
+
+ON_CUDA = {
+    ("auto", torch.bfloat16): "_scaled_dot_product_flash_attention",  # which stands for both
+    ("fused", torch.bfloat16): "_scaled_dot_product_cudnn_attention",
+    ("flash", torch.bfloat16): "_flash_attention_forward",
+    ("auto", torch.float32): "_scaled_dot_product_efficient_attention",
+    ("flash", torch.float32): "_scaled_dot_product_efficient_attention",
+}
+
+
+def noted(kept, tensor):
+    kept.append(tensor)
+    return tensor
+
+
+def wrong_on_cuda(rank, world_size):
+    """Returns what is kept and described where both differ, and where a mask of s x s is made, on
+    tensors without values. Where torch chooses, it is made to choose cuDNN's kernel."""
+    import torch.utils.backend_registration as backends
+
+    if not hasattr(torch, "standin"):
+        backends._setup_privateuseone_for_python_backend("standin")
+    s, b, a, d = 256, 2, 4, 8
+
+    def cudnn(query, key, value, **settings):
+        op = torch.ops.aten._scaled_dot_product_cudnn_attention
+        if query.dtype == torch.float32:  # which has no kernel but this, and no groups
+            assert query.shape == key.shape
+            op = torch.ops.aten._scaled_dot_product_efficient_attention
+        return op(query, key, value, None, True, 0.0, True)[0]
+
+    F.scaled_dot_product_attention = cudnn
+    found = {}
+    for ((backend, dtype), operator), groups, window in product(
+        ON_CUDA.items(), (1, 4), (None, (40, 0))
+    ):
+        config = tiny_config(
+            attention_backend=backend,
+            num_attention_heads=a,
+            kv_channels=d,
+            group_query_attention=True,
+            num_query_groups=groups,
+            window_size=window,
+        )
+        sizes = Sizes(
+            micro_batch_size=b,
+            seq_length=s,
+            padded_vocab_size=8,
+            element_bytes=dtype.itemsize,
+            device="cuda",
+        )
+        (told,) = (one for one in describe_layer(config, sizes).operations if one.name == CORE)
+        kept = []
+        with FakeTensorMode(), Largest() as largest:
+            inputs = [
+                torch.empty(s, b, heads, d, device="standin", dtype=dtype, requires_grad=True)
+                for heads in (a, groups, groups)
+            ]
+            with saved_tensors_hooks(partial(noted, kept), lambda one: one):
+                attention = CoreAttention(config, SimpleNamespace(device=inputs[0].device), layer=0)
+                output = attention(*inputs)
+            owners = {one.untyped_storage()._cdata: one.untyped_storage() for one in kept}
+            torch.autograd.grad(output, inputs, torch.empty_like(output))
+        real = sum(owner.nbytes() for owner in owners.values())
+        differ = real - sum(one.num_bytes for one in told.keeps)
+        if differ or (dtype == torch.bfloat16 and largest.elements >= s * s):
+            found[backend, dtype, groups, window] = differ, largest.elements
+        if window is None and [one.operator for one in told.calls] != [f"aten.{operator}.default"]:
+            found[backend, dtype] = told.calls
+    return found
+
+
+def test_what_attention_keeps_on_cuda_is_described():
+    assert run_ranks(wrong_on_cuda, 1) == [{}]

@@ -247,7 +247,6 @@ def test_a_fault_in_the_input_is_one_line(
         ("--transformer-impl local", "--transformer-impl has no effect here: "),
         ("--num_workers 2 --ckpt-format=torch", "--num-workers has no effect here"),
         ("--position-embedding-type rope --no-position-embedding", "is an old flag, read as"),
-        ("--attention-backend fused", "--attention-backend fused is read as auto"),
         ("--mtp-num-layers 0 --window-size (128,0)", ""),
     ],
 )
