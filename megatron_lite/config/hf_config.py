@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 from megatron_lite.config.checks import InputError, flag, quoted
 from megatron_lite.config.hf_families import DATA, FAMILIES, REASONS
-from megatron_lite.config.hf_rules import REQUIRED, Config, Groups, Rotary, Rule, Unrotated, Windows
+from megatron_lite.config.hf_rules import (
+    REQUIRED,
+    Config,
+    Experts,
+    Groups,
+    Rotary,
+    Rule,
+    Unrotated,
+    Windows,
+)
 from megatron_lite.config.input_file import read_json
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import as_whole, shown
@@ -28,7 +37,7 @@ NEUTRAL = frozenset(DATA["neutral"])
 NOT_COMPARED = frozenset(DATA["not compared"])
 TYPES = {"int": int, "float": float, "bool": bool, "str": str}
 RULES: Mapping[str, Callable[..., Rule]] = {
-    one.__name__: one for one in (Groups, Windows, Unrotated, Rotary)
+    one.__name__: one for one in (Groups, Windows, Unrotated, Rotary, Experts)
 }
 
 
@@ -211,10 +220,14 @@ def meaning_of(model: ModelConfig) -> dict[str, Any]:
     What can be said in several ways, such as which layers have a window, is said layer by layer.
     """
     layers = range(model.num_layers)
+    have_experts = [model.layer_has_experts(layer) for layer in layers]
     rotates = model.positions.rotated
     has_gelu = not any(getattr(model, name) for name in SWITCHED_ACTIVATIONS)
     return {
         **{name: value for name, value in asdict(model).items() if name not in NOT_COMPARED},
+        "ffn_hidden_size": not all(have_experts) and model.ffn_size,
+        "moe_ffn_hidden_size": any(have_experts) and model.expert_size,
+        "experts of each layer": have_experts,
         "query groups": model.query_groups,
         "tanh formula of GELU": has_gelu and model.bias_gelu_fusion,
         "bias of queries, keys and values": model.add_bias_linear or model.add_qkv_bias,

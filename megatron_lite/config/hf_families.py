@@ -11,7 +11,8 @@ their arguments), and the names of its weights, each by the name of the module h
     outer    the modules outside of a layer, without the base
     layers   the place of a layer below the base
     layer    its modules; {"theirs": [..], "layout": ..} for several modules, or for a layout of
-             convert/hf.py
+             convert/hf.py. A * stands for the number of an expert. A parameter that is not the
+             weight or bias of a module stands with its whole name
 
 A key has the field, its type, the default that transformers takes if it is missing (none: it must
 be there) and, if it differs, for null. `inverted`: the field is the opposite of the key. `values`:
@@ -32,10 +33,11 @@ DATA = parse_json(Path(__file__).with_name("families.json").read_text())
 
 
 def _family(row: Mapping[str, Any]) -> dict[str, Any]:
-    whole = {**DATA["families"].get(row.get("like"), {}), **row}
-    for name, part in whole.items():
-        if isinstance(part, dict) and "like" in row:
-            merged = {**DATA["families"][row["like"]][name], **part}
+    base = _family(DATA["families"][row["like"]]) if "like" in row else {}
+    whole = {**base, **row}
+    for name, part in row.items():
+        if isinstance(part, dict):
+            merged = {**base.get(name, {}), **part}
             whole[name] = {key: value for key, value in merged.items() if value is not None}
     return whole
 

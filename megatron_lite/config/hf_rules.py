@@ -98,21 +98,29 @@ class Groups(NamedTuple):
 class Windows(NamedTuple):
     """The attention windows.
 
-    layers: which layers have one: "all"; "unrotated", those without a rotary embedding; else the
-        key of the number of the first layer with a window. But for "all", use_sliding_window turns
-        the windows on, and layer_types, if it is there, says which layers have one.
+    layers: which layers have one: "all"; "unrotated", those without a rotary embedding; "none";
+        else the key of the number of the first layer with a window. But for "all",
+        use_sliding_window turns the windows on, and layer_types, if it is there, says which layers
+        have one.
     default: the window, if its key is missing.
+    switched: whether use_sliding_window turns the windows of "all" layers on.
     """
 
     layers: str
     default: int | None = None
+    switched: bool = False
 
     def read(self, config: Config, fields: Values) -> None:
         number, kinds = fields["num_layers"], config.get("layer_types")
         size = config.value("sliding_window", int, self.default, null=None)
         is_used, is_fixed = size is not None, self.layers == "all"
-        if not is_fixed:
+        if self.switched or not is_fixed:
             is_used &= config.value("use_sliding_window", bool, False)
+        if is_used and self.layers == "none":
+            raise ValueError(
+                "use_sliding_window True has no counterpart: versions of transformers differ in "
+                "which layers of this family have the window"
+            )
         have = [int(is_used)] * number
         if is_used and self.layers == "unrotated":
             have = list(fields.get("no_rope_freq", (0,) * number))
@@ -144,12 +152,60 @@ class Windows(NamedTuple):
         window = model.window_size
         found: Values = {"sliding_window": None if window is None else window[0] + 1}
         if self.layers == "all":
-            return found
+            return {**found, "use_sliding_window": window is not None} if self.switched else found
         have = [model.layer_window(layer) is not None for layer in range(model.num_layers)]
         if self.layers != "unrotated":
             found[self.layers] = have.index(True) if any(have) else model.num_layers
         kinds = [SLIDING if one else FULL for one in have]
         return {**found, "use_sliding_window": any(have), "layer_types": kinds}
+
+
+class Experts(NamedTuple):
+    """The number of experts, the width of each, and the layers that have them.
+
+    count: the number of experts, if neither of its keys is there. key: the one that is written;
+        versions of transformers differ in it.
+    size: the key of the width. sparse: whether decoder_sparse_step and mlp_only_layers say which
+        layers have a dense MLP instead, of the width intermediate_size.
+    """
+
+    count: int
+    key: str = "num_experts"
+    size: str = "intermediate_size"
+    default: int | None = None
+    sparse: bool = False
+
+    def read(self, config: Config, fields: Values) -> None:
+        counts = [config.value(key, int, None) for key in ("num_experts", "num_local_experts")]
+        given = {count for count in counts if count is not None}
+        if len(given) > 1:
+            raise ValueError(f"num_experts {counts[0]} with num_local_experts {counts[1]}")
+        fields["num_experts"] = given.pop() if given else self.count
+        default = REQUIRED if self.default is None else self.default
+        fields["moe_ffn_hidden_size"] = config.value(self.size, int, default)
+        if not self.sparse:
+            return
+        step = config.value("decoder_sparse_step", int, 1)
+        dense = config.get("mlp_only_layers") or []
+        if step < 1 or not isinstance(dense, list) or not {*map(type, dense)} <= {int}:
+            raise ValueError(
+                f"decoder_sparse_step must be at least 1 (got {step}), and mlp_only_layers a list "
+                f"of layers (got {quoted(dense)})"
+            )
+        dense = {*dense, *(n for n in range(fields["num_layers"]) if (n + 1) % step)}
+        have = [int(layer not in dense) for layer in range(fields["num_layers"])]
+        if not all(have):
+            fields["moe_layer_freq"] = tuple(have)
+
+    def write(self, model: ModelConfig) -> Values:
+        if model.num_experts is None:
+            return {}
+        found: Values = {self.key: model.num_experts, self.size: model.expert_size}
+        if not self.sparse:
+            return found
+        layers = range(model.num_layers)
+        dense = [layer for layer in layers if not model.layer_has_experts(layer)]
+        return {**found, "decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 class Unrotated(NamedTuple):

@@ -13,6 +13,8 @@ bit.
     layout       there                                       here
     same         one tensor                                  the same tensor
     stacked      gate and up                                 [gate; up]
+    by expert    a tensor for each of E experts              [E, ..]
+    stacked by expert                                        both of the last two
     by group     q, k and v                                  group by group: [q .. q k v]
     fused        [all q; all k; all v]                       group by group
     transposed   [in, out], as GPT-2's Conv1D holds it       [out, in]
@@ -131,7 +133,7 @@ def hf_source(path: Path) -> WeightSource:
         dtypes[name] = FLOATS[kinds.pop()]
 
     def read(name: str, key: str = WEIGHT) -> Tensor:
-        row = row_of(family, name)
+        row = row_of(family, name, model)
         parts = [places[part].read() for part in row.theirs]
         has_copy = name == WORDS and is_tied and head in places
         if has_copy and not torch.equal(parts[0], places[head].read()):
@@ -234,7 +236,7 @@ def write_hf(
             writes |= dict.fromkeys(own, safetensors_file(folder / file, own, {"format": "pt"}))
 
         def put(name: str, key: str, tensor: Tensor) -> None:
-            row = row_of(family, name)
+            row = row_of(family, name, model)
             values = LAYOUTS[row.layout].split(tensor, model)
             for part, value in zip(row.theirs, values, strict=True):
                 writes[part](part, value)
@@ -284,13 +286,27 @@ def _transposed(layout: TensorLayout) -> TensorLayout:
     )
 
 
+def _by_expert(layout: TensorLayout) -> TensorLayout:
+    """Returns the layout of experts, each of which has tensors of its own there."""
+
+    def join(parts: Sequence[Tensor], model: ModelConfig) -> Tensor:
+        count = len(parts) // (model.num_experts or 1)
+        starts = range(0, len(parts), count)
+        return torch.stack([layout.join(parts[start : start + count], model) for start in starts])
+
+    return TensorLayout(
+        join, lambda tensor, model: [part for one in tensor for part in layout.split(one, model)]
+    )
+
+
 SAME = TensorLayout(lambda parts, _: parts[0], lambda tensor, _: [tensor])
 FUSED = TensorLayout(_fused, lambda tensor, model: [torch.cat(_from_groups(tensor, model))])
+STACKED = TensorLayout(lambda parts, _: torch.cat([*parts]), lambda tensor, _: [*tensor.chunk(2)])
 LAYOUTS: dict[str, TensorLayout] = {
     "same": SAME,
-    "stacked": TensorLayout(
-        lambda parts, _: torch.cat([*parts]), lambda tensor, _: [*tensor.chunk(2)]
-    ),
+    "stacked": STACKED,
+    "by expert": _by_expert(SAME),
+    "stacked by expert": _by_expert(STACKED),
     "by group": TensorLayout(_by_group, _from_groups),
     "fused": FUSED,
     "transposed": _transposed(SAME),
@@ -310,7 +326,7 @@ def head_of(family: str) -> str:
     return f"{FAMILIES[family]['head']}.weight"
 
 
-def row_of(family: str, name: str) -> TensorNames:
+def row_of(family: str, name: str, model: ModelConfig) -> TensorNames:
     """Returns the names of the tensors there that hold a parameter here, and their layout.
 
     Raises InputError if the table of the family has no such parameter.
@@ -322,13 +338,18 @@ def row_of(family: str, name: str) -> TensorNames:
     module, _, kind = rest.rpartition(".")
     inner = layer is not None
     prefix = f"{tensors['base']}.{tensors['layers']}.{layer}" if inner else tensors["base"]
-    found = tensors["layer" if inner else "outer"].get(module)
+    table = tensors["layer" if inner else "outer"]
+    if rest in table:
+        return TensorNames([f"{prefix}.{table[rest]}"])
+    found = table.get(module)
     if found is None:
         raise InputError(
             f"the row {family} of FAMILIES in config/hf_families.py has no name for {module}"
         )
     row = TensorNames((found,)) if isinstance(found, str) else TensorNames(**found)
-    return TensorNames([f"{prefix}.{part}.{kind}" for part in row.theirs], row.layout)
+    experts = range(model.num_experts or 1) if "expert" in row.layout else (0,)
+    theirs = [part.replace("*", str(expert)) for expert in experts for part in row.theirs]
+    return TensorNames([f"{prefix}.{part}.{kind}" for part in theirs], row.layout)
 
 
 def their_shapes(
@@ -340,7 +361,7 @@ def their_shapes(
     """
     found = {}
     for name, shape in shapes.items():
-        row = row_of(family, name)
+        row = row_of(family, name, model)
         parts = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), model)
         named = zip(row.theirs, parts, strict=True)
         found[name] = {part: tuple(tensor.shape) for part, tensor in named}

@@ -8,7 +8,6 @@ random-number streams: those of other systems mean nothing here.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,6 +51,7 @@ from megatron_lite.convert.weights import (
     check_layers,
     check_names,
     copy_tensors,
+    is_buffer,
     is_held,
     parameter_specs,
     refused,
@@ -86,7 +86,11 @@ def native_source(path: Path) -> WeightSource:
         keys = [
             key
             for key in states.suffixes(WORDS, parameters[WORDS])
-            if all(states.has(f"{name}/{key}", parameters[name]) for name in specs)
+            if all(
+                states.has(f"{name}/{key}", parameters[name])
+                for name in specs
+                if not is_buffer(name)
+            )
         ]
     tokenizer, ids = in_folder(step), step / TOKEN_IDS
     if not tokenizer and config.tokenizer.tokenizer_type != "NullTokenizer":
@@ -160,7 +164,8 @@ def write_native(
             )
 
     tensors: dict[str, Tensors] = defaultdict(dict)
-    for (name, layout), key in itertools.product(metadata.parameters.items(), described.keys):
+    for name, key in ((one, key) for one in specs for key in described.keys_of(one)):
+        layout = metadata.parameters[name]
         for tp_rank, file, full in places(name, key):
             shape = layout.file_shape(tp_rank, tp_size)
             tensors[file][full] = (described.dtype_of(name, key), shape)

@@ -27,7 +27,7 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import shown
 from megatron_lite.config.stages import Stage, stages
 from megatron_lite.model.gpt import GPTModel
-from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
@@ -89,10 +89,9 @@ class Described:
         """The dtype of a parameter (WEIGHT), or of one of its states."""
         return torch.float32 if key else self.dtypes[name]
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of all that is read for each parameter."""
-        return (WEIGHT, *self.state_keys)
+    def keys_of(self, name: str) -> tuple[str, ...]:
+        """Returns the keys of all that is read for a parameter, or for a buffer: no states."""
+        return (WEIGHT, *(() if is_buffer(name) else self.state_keys))
 
     @property
     def num_bytes(self) -> int:
@@ -100,7 +99,7 @@ class Described:
         return sum(
             math.prod(spec.global_shape) * self.dtype_of(name, key).itemsize
             for name, spec in self.specs.items()
-            for key in self.keys
+            for key in self.keys_of(name)
         )
 
 
@@ -130,7 +129,7 @@ def copy_tensors(
     Raises InputError for a tensor that holds NaN or infinity.
     """
     for name in source.described.specs:
-        for key in source.described.keys if keys is None else keys:
+        for key in source.described.keys_of(name) if keys is None else keys:
             tensor = source.read(name, key)
             # The ends are NaN if any value is, and need no memory of the tensor's size.
             if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
@@ -146,10 +145,11 @@ def copy_tensors(
 def parameter_specs(
     model: ModelConfig, vocab_size: int, *, tp_size: int = 1, padded_vocab_size: int | None = None
 ) -> dict[str, ParameterSpec]:
-    """Returns the spec of every parameter of the whole model, by name.
+    """Returns the spec of every parameter of the whole model, and of every saved buffer, by name.
 
-    A model of one layer is built on torch's meta device, which allocates no memory. The layers of a
-    model have equal parameters, so that many layers cost no time.
+    A model of two layers, one of which has experts if the model has any, is built on torch's meta
+    device, which allocates no memory. All layers of a kind have equal parameters, so that many
+    layers cost no time.
 
     vocab_size: V. padded_vocab_size: None: V.
     Raises ValueError if the model does not divide over `tp_size` ranks.
@@ -159,27 +159,33 @@ def parameter_specs(
     rng = RngStreams(torch.device("cpu"), seed=0)
     torch.set_rng_state(state)
     built = GPTModel(
-        # apex may be missing, and layers may differ: the parameters are the same
         replace(
-            model, num_layers=1, norm_impl="torch", window_attn_skip_freq=None, no_rope_freq=None
+            model,
+            num_layers=2,
+            norm_impl="torch",  # apex may be missing, and the parameters are the same
+            window_attn_skip_freq=None,
+            no_rope_freq=None,
+            moe_layer_freq=1 if model.num_experts is None else (0, 1),
         ),
         RankContext(rng=rng, device=device, params_dtype=torch.float32, size=tp_size),
         vocab_size=vocab_size,
         padded_vocab_size=padded_vocab_size or vocab_size,
     )
-    specs = {name: spec_of(parameter) for name, parameter in built.named_parameters()}
+    specs = {name: spec_of(tensor) for name, tensor in saved_state(built).items()}
     for spec in specs.values():
         spec.local_shape(tp_size)
-    first = f"{LAYERS}0."
-    outer = {name: spec for name, spec in specs.items() if not name.startswith(first)}
+    kinds: tuple[dict[str, ParameterSpec], ...] = ({}, {})
+    outer: dict[str, ParameterSpec] = {}
+    for name, spec in specs.items():
+        kind, rest = layer_of(name)
+        (outer if kind is None else kinds[kind])[rest] = spec
     # In the order of the model: `outer` has the embeddings again, whose places stay.
     return {
         **{name: spec for name, spec in outer.items() if name.startswith("embedding.")},
         **{
-            name.replace(first, f"{LAYERS}{number}."): spec
+            f"{LAYERS}{number}.{name}": spec
             for number in range(model.num_layers)
-            for name, spec in specs.items()
-            if name.startswith(first)
+            for name, spec in kinds[model.layer_has_experts(number)].items()
         },
         **outer,
     }
@@ -239,6 +245,11 @@ def _rows(
             whole.narrow(dim, span.global_start, span.length),
             part.narrow(dim, span.local_start, span.length),
         )
+
+
+def is_buffer(name: str) -> bool:
+    """Returns whether the optimizer does not update a tensor: the router's bias of each expert."""
+    return name.endswith(".expert_bias")
 
 
 def layer_of(name: str) -> tuple[int | None, str]:

@@ -26,6 +26,9 @@ EXACT = {
     "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
 # Billions as the papers round them, of checkpoints that were not published.
 ROUNDED = {"gpt3-175b": 175, "22b": 22, "175b": 175, "530b": 530, "1t": 1000}

@@ -114,7 +114,7 @@ def ours_in_stages(config: ModelConfig, weights: dict[str, Tensor], dtype: torch
         return Result(logits, loss.detach(), grads)
 
 
-@pytest.mark.runs(daily=4, ci=15)
+@pytest.mark.runs(daily=4, ci=19)
 @pytest.mark.parametrize(
     "name, dtype, tolerance",
     [
@@ -131,6 +131,10 @@ def ours_in_stages(config: ModelConfig, weights: dict[str, Tensor], dtype: torch
         ("gpt_neox with a parallel residual", torch.float32, 1e-5),
         ("olmo2", torch.float32, 1e-5),
         ("phi3", torch.float32, 1e-5),
+        ("mixtral", torch.float32, 1e-5),
+        ("olmoe", torch.float32, 1e-5),
+        ("qwen3_moe", torch.float32, 1e-5),
+        ("qwen2_moe", torch.float32, 1e-5),
         ("llama 3.1", torch.float32, 1e-5),
         ("llama with longer positions", torch.float32, 1e-5),
     ],

@@ -48,7 +48,7 @@ MUTANTS = [
     Mutant(
         every_layer_is_the_first_row,
         test_dist_layouts.test_stacked_and_numbered_layers_are_read,
-        dict(stacked=True),
+        dict(stacked=True, settings=test_dist_layouts.LLAMA),
     ),
 ]
 

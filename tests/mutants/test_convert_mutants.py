@@ -54,6 +54,11 @@ MUTANTS = (
         parity_of("qwen3"),
     ),
     Mutant(
+        joined_by("by expert", lambda parts, _: torch.stack(list(parts)[::-1])),
+        parity.test_logits_loss_and_gradients_equal_those_of_transformers,
+        parity_of("mixtral"),
+    ),
+    Mutant(
         joined_by("fused", lambda parts, _: parts[0]),
         parity.test_logits_loss_and_gradients_equal_those_of_transformers,
         parity_of("phi3"),

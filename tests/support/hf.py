@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron_lite.config.model import ModelConfig
@@ -72,6 +75,8 @@ _LLAMA = dict(
     untie_embeddings_and_output_weights=True,
 )
 _QWEN2_SIZES = {key: value for key, value in _LLAMA_SIZES.items() if key != "head_dim"}
+_EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
+_QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
 
 PEERS = {
     "gpt2": Peer(
@@ -238,6 +243,65 @@ PEERS = {
         ),
         config={**_LLAMA, "kv_channels": D, "rotary_percent": 0.75, "window_size": (4, 0)},
     ),
+    "mixtral": Peer(
+        build=_random("MixtralForCausalLM", "MixtralConfig", **_EXPERTS, num_local_experts=6),
+        config={**_LLAMA, "num_experts": 6, "moe_router_topk": 3},
+    ),
+    "olmoe": Peer(
+        build=_random("OlmoeForCausalLM", "OlmoeConfig", **_QWEN2_EXPERTS, num_experts=6),
+        config={
+            **_LLAMA,
+            "kv_channels": D,
+            "num_experts": 6,
+            "moe_router_topk": 3,
+            "moe_router_pre_softmax": True,
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "all-heads",
+        },
+    ),
+    # The first of two layers has a dense MLP, since decoder_sparse_step counts layers from 1.
+    "qwen3_moe": Peer(
+        build=_random(
+            "Qwen3MoeForCausalLM",
+            "Qwen3MoeConfig",
+            **_EXPERTS,
+            num_experts=6,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+            decoder_sparse_step=2,
+        ),
+        config={
+            **_LLAMA,
+            "num_experts": 6,
+            "moe_router_topk": 3,
+            "moe_ffn_hidden_size": 24,
+            "moe_layer_freq": (0, 1),
+            "qk_layernorm": True,
+        },
+    ),
+    "qwen2_moe": Peer(
+        build=_random(
+            "Qwen2MoeForCausalLM",
+            "Qwen2MoeConfig",
+            **_QWEN2_EXPERTS,
+            num_experts=6,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            mlp_only_layers=[1],
+        ),
+        config={
+            **_LLAMA,
+            "kv_channels": D,
+            "add_qkv_bias": True,
+            "num_experts": 6,
+            "moe_router_topk": 3,
+            "moe_router_pre_softmax": True,
+            "moe_ffn_hidden_size": 24,
+            "moe_layer_freq": (1, 0),
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_shared_expert_gate": True,
+        },
+    ),
     # At this base one of the three frequencies is fast, one is between, and one is slow.
     "llama 3.1": Peer(
         build=_random(
@@ -285,16 +349,18 @@ def our_config(peer: Peer) -> ModelConfig:
     return ModelConfig(**{**sizes, **peer.config})  # type: ignore[arg-type]
 
 
-def our_tensors(
-    model: nn.Module, theirs: Mapping[str, Tensor], config: ModelConfig
-) -> dict[str, Tensor]:
+def our_tensors(model: Any, theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Returns the weights of a model of transformers, or its gradients, under our names.
 
-    The names of `theirs` are those of the model's parameters.
+    theirs: by the names of the model's parameters. transformers itself makes the names of files of
+    them, which differ for experts.
     """
     family = model.config.model_type
-    known = {known_name(family, name, has_base=True): tensor for name, tensor in theirs.items()}
-    rows = {name: row_of(family, name) for name in parameter_specs(config, V)}
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder, state_dict={key: one.clone() for key, one in theirs.items()})
+        stored = load_file(f"{folder}/model.safetensors")
+    known = {known_name(family, name, has_base=True): tensor for name, tensor in stored.items()}
+    rows = {name: row_of(family, name, config) for name in parameter_specs(config, V)}
     return {
         name: LAYOUTS[row.layout].join([known[part] for part in row.theirs], config)
         for name, row in rows.items()

@@ -10,7 +10,7 @@ import queue
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.model import ModelConfig
 from tests.support.models import VOCAB_SIZE
 
@@ -28,7 +29,10 @@ with warnings.catch_warnings():
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+    )
     from megatron.core.optimizer import (
         OptimizerConfig,
         _get_param_groups,
@@ -38,6 +42,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAX_POSITIONS = 17
@@ -55,6 +60,7 @@ def on_cpu(tp_size: int) -> Iterator[None]:
     torch.tensor = lambda data, device=None, **options: tensor(data, **options)  # type: ignore
     CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
     filesystem_async._process_memory = lambda: 0  # psutil is not installed
+    moe_utils.te_general_gemm = None  # it is not defined without Transformer Engine
     parallel_state.initialize_model_parallel(tp_size)
     yield
 
@@ -91,13 +97,20 @@ def their_model(
         bias_activation_fusion=False,
         apply_rope_fusion=False,
         gradient_accumulation_fusion=False,
+        **_expert_settings(config),
     )
     torch.manual_seed(7)
+    if config.num_experts is None:
+        spec = get_gpt_layer_local_spec(
+            normalization=config.normalization, qk_layernorm=config.qk_layernorm
+        )
+    else:
+        spec = get_gpt_decoder_block_spec(
+            theirs, use_transformer_engine=False, normalization=config.normalization
+        )
     model = GPTModel(
         theirs,
-        get_gpt_layer_local_spec(
-            normalization=config.normalization, qk_layernorm=config.qk_layernorm
-        ),
+        spec,
         padded,
         config.max_position_embeddings,
         position_embedding_type=config.position_embedding_type,
@@ -109,6 +122,19 @@ def their_model(
         if parameter.ndim == 1:  # zeros and ones would hide mistakes
             parameter.data += 0.3 * torch.sin(torch.arange(parameter.numel()) + number)
     return model.to(dtype)
+
+
+def _expert_settings(config: ModelConfig) -> dict[str, Any]:
+    if config.num_experts is None:
+        return {}
+    found = {one.name: getattr(config, one.name) for one in fields(ExpertSettings)}
+    frequency = found["moe_layer_freq"]
+    return {
+        **{name: value for name, value in found.items() if name != "num_experts"},
+        "num_moe_experts": config.num_experts,
+        "moe_layer_freq": list(frequency) if isinstance(frequency, tuple) else frequency,
+        "moe_token_dispatcher_type": "allgather",
+    }
 
 
 def arguments(config: ModelConfig, tp_size: int = 1, pp_size: int = 1) -> argparse.Namespace:

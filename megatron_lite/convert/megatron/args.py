@@ -18,15 +18,16 @@ from megatron_lite.convert.weights import Described, refused
 
 SCALARS = (bool, int, float, str, type(None))
 MODEL_FIELDS = tuple(field.name for field in fields(ModelConfig))
+EXPERT_FIELDS = tuple(field.name for field in fields(ExpertSettings))
 # They change how a layer is computed, not what: the converted model has this project's defaults.
-# Models with experts are not converted.
-NOT_TAKEN = {"attention_backend", "norm_impl", *(one.name for one in fields(ExpertSettings))}
+NOT_TAKEN = {"attention_backend", "norm_impl"}
 # Fields that Megatron-LM has no argument for, with the only value that its models have.
 ONLY_HERE = {"parallel_residual": False, "norm_position": "before", "qk_layernorm_scope": "head"}
 SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in ONLY_HERE]
 # Arguments that change the model, and must be off unless ModelConfig has them as a field.
 VARIANTS = (
-    *("num_experts", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
+    *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "moe_latent_size"),
+    *("moe_apply_probs_on_input", "moe_input_jitter_eps"),
     *("onnx_safe", "multi_latent_attention", "rotary_scaling_factor", "mtp_num_layers"),
     *("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path"),
     *("heterogeneous_layers_config_encoded_json", "apply_layernorm_1p", "rotary_interleaved"),
@@ -35,8 +36,7 @@ VARIANTS = (
     "retro_add_retriever",
 )
 # Further values with which the model is the one of this project.
-NEUTRAL = {"num_experts": (1,), "rotary_scaling_factor": (1, 40), "softmax_type": ("vanilla",)}
-REASONS = {"num_experts": "mixture-of-experts layers are not converted"}
+NEUTRAL = {"rotary_scaling_factor": (1, 40), "softmax_type": ("vanilla",)}
 VOCAB_MULTIPLE = 128  # --make-vocab-size-divisible-by, its default in Megatron-LM
 ADAM, MASTER = ("exp_avg", "exp_avg_sq"), "master"
 # Of Megatron's schedule of the learning rate. The run that loads it takes its own values with
@@ -79,7 +79,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     for name in VARIANTS:
         value = args.get(name)
         if name not in SHARED and value not in (None, False, *NEUTRAL.get(name, ())):
-            reason = REFUSED.get(flag(name), REASONS.get(name, "this project has no such layer"))
+            reason = REFUSED.get(flag(name), "this project has no such layer")
             raise InputError(
                 f"{where}: was trained with {name} = {quoted(value)}, which cannot be converted: "
                 f"{reason.partition(';')[0]}"
@@ -95,9 +95,13 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
     values = {name: value for name, value in {**older, **newer}.items() if value is not None}
     if args.get("use_rotary_position_embeddings"):
         values["position_embedding_type"] = "rope"
-    # Megatron does not read the number of groups without this switch.
-    if not values.get("group_query_attention"):
-        values.pop("num_query_groups", None)
+    # Megatron does not read the number of groups and the settings of experts without a switch.
+    for switch, names in (
+        ("group_query_attention", ("num_query_groups",)),
+        ("num_experts", EXPERT_FIELDS),
+    ):
+        if not values.get(switch):
+            values = {name: value for name, value in values.items() if name not in names}
     if args.get("openai_gelu"):
         values["bias_gelu_fusion"] = True  # both are the tanh approximation
     if type(base := values.get("rotary_base")) is float and base.is_integer():
@@ -189,7 +193,8 @@ def common_values(described: Described, *, tp_size: int, pp_size: int) -> dict[s
         tensor_model_parallel_size=tp_size,
         pipeline_model_parallel_size=pp_size,
         virtual_pipeline_model_parallel_size=None,
-        num_experts=None,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=tp_size,
         tokenizer_type="NullTokenizer",
         vocab_size=described.true_vocab_size - 1,
         padded_vocab_size=padded_vocab_size(described, tp_size),

@@ -7,12 +7,12 @@ iter_0000040/.metadata        a pickle: the shape of each tensor, its chunks, an
 
 torch's own reader unpickles .metadata, which can run any code. This one runs none. Any layer spec
 and layout loads what is written: a parameter of all layers is one tensor with the layers as its
-first dim, in one chunk a layer.
+first dim, in one chunk a layer, unless only some layers have experts: then it has a tensor for each
+layer, and no stack is expected.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import pickle
@@ -31,15 +31,16 @@ from megatron_lite.checkpointing.shards import MOST_DIMS, MOST_ELEMENTS
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted, input_size, read_input
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron import args as megatron_args
 from megatron_lite.convert.megatron.source import (
-    EXTRA_STATE,
-    LINEARS,
+    EXPERTS,
+    dist_name,
+    has_stacks,
     iteration_folder,
     megatron_source,
     need,
     our_name,
-    stacked_name,
     updates_of,
 )
 from megatron_lite.convert.megatron.torch_file import (
@@ -60,6 +61,7 @@ from megatron_lite.convert.weights import (
     WeightSource,
     check_layers,
     copy_tensors,
+    is_buffer,
     layer_of,
 )
 from megatron_lite.parallel.torch_internals import storage_info
@@ -76,6 +78,7 @@ FORMAT = {
 STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master": "fp32_param"}
 KEYS = {None: WEIGHT, "param": "master"} | {theirs: key for key, theirs in STATES.items()}
 NAME = re.compile(r"(?:(?:chained_0\.)?optimizer\.state\.(\w+)\.)?(?:model\d{0,3}\.)?(.+)")
+LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2)\.weight$")
 OTHERS = re.compile(r"optimizer\.|^(rng_state|rerun_state|opt_param_scheduler)")
 
 
@@ -173,6 +176,7 @@ def _opened(folder: Path) -> WeightSource:
             if all(
                 name in found[key] and found[key][name][0].shape == one.shape
                 for name, (one,) in weights.items()
+                if not is_buffer(name)
             )
         }
         need(
@@ -261,7 +265,8 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
     `--ckpt-format torch_dist`. The directory appears complete, or not at all."""
     described = source.described
     megatron_args.check_exact(described, "megatron-dist")
-    num_layers = described.model.num_layers
+    model = described.model
+    num_layers, is_stacked = model.num_layers, has_stacks(model)
     padding = megatron_args.padded_vocab_size(described, 1) - described.true_vocab_size
     newest, folder_name = megatron_args.newest(described)
     tensors: dict[str, Any] = {}
@@ -281,22 +286,20 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 if name in (WORDS, OUTPUT):
                     values = torch.cat((values, values.new_zeros(padding, *values.shape[1:])))
                 shape, offsets, (layer, _) = values.shape, (0,) * values.dim(), layer_of(name)
-                if layer is not None:  # all layers are one tensor, and this one is a chunk of it
+                if layer is not None and is_stacked:  # a chunk of the tensor of all layers
                     values, offsets = values[None], (layer, *offsets)
                     shape = torch.Size((num_layers, *shape))
-                full = stacked_name(name)
-                full = f"optimizer.state.{STATES[key]}.{full}" if key else full
+                full = f"optimizer.state.{STATES[key]}." * bool(key) + dist_name(name, model)
                 whole = dcp.TensorStorageMetadata(dcp.TensorProperties(values.dtype), shape, [])
                 chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), values.shape)
                 tensors.setdefault(full, whole).chunks.append(chunk)
                 save(full, values.clone(), chunk.offsets)  # of a view, all values would be saved
 
             copy_tensors(source, put, advance)
-            # The empty `_extra_state` of each linear layer, which Megatron-LM asks for.
-            for linear, layer in itertools.product(LINEARS, range(num_layers)):
-                name = f"{LAYERS}{linear}.{EXTRA_STATE}/shard_{layer}_{num_layers}"
-                tensors[name] = dcp.BytesStorageMetadata()
-                save(name, [None])
+            for name in described.specs:
+                for full in _extra_states(name, model):
+                    tensors[full] = dcp.BytesStorageMetadata()
+                    save(full, [None])
         metadata = dcp.Metadata(tensors, storage_data=places)
         (step / DIST_METADATA).write_bytes(pickle.dumps(metadata))
         common = megatron_args.common_values(described, tp_size=1, pp_size=1)
@@ -307,3 +310,20 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
         torch.save(common, step / COMMON)
         (step / "metadata.json").write_text(json.dumps(FORMAT))
         (folder / LATEST).write_text(newest)
+
+
+def _extra_states(name: str, model: ModelConfig) -> Iterator[str]:
+    """Yields the names of the `_extra_state` of a linear layer, by the name of its weight.
+
+    Megatron-LM asks for it. It is empty without FP8. Each layer of a stack and each expert has one.
+    """
+    layer, _ = layer_of(name)
+    if layer is None or not LINEAR.search(name):
+        return
+    of_layer = [(layer, model.num_layers)] if has_stacks(model) else []
+    count = model.num_experts or 1
+    of_experts = [[(one, count)] for one in range(count)] if EXPERTS in name else [[]]
+    for of_expert in of_experts:
+        numbers, sizes = zip(*([*of_layer, *of_expert] or [(0, 1)]), strict=True)
+        place = "_".join(".".join(map(str, one)) for one in (numbers, sizes))
+        yield f"{dist_name(name, model).removesuffix('weight')}_extra_state/shard_{place}"

@@ -3,19 +3,21 @@
 DIR/latest_checkpointed_iteration.txt              "40" or "release"
 DIR/iter_0000040/mp_rank_00/model_optim_rng.pt     without pipeline parallelism
                  mp_rank_01_003/..                 TP rank 1 of pipeline rank 3
+                 mp_rank_01_003_002/..             and expert rank 2, with expert parallelism
 
-What is written is for Megatron's local layer spec. The files of all ranks are made first, with
-empty places for their tensors (torch's `skip_data`). Each tensor is then read once, split, and
-written to its places, so that only one is in memory.
+What is written is for Megatron's local layer spec, with a module for each expert. The files of all
+ranks are made first, with empty places for their tensors (torch's `skip_data`). Each tensor is then
+read once, split, and written to its places, so that only one is in memory.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,16 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
 from megatron_lite.config.stages import Stage
 from megatron_lite.convert.megatron import args as megatron_args
-from megatron_lite.convert.megatron.legacy_states import Named, Ranks, read_states
+from megatron_lite.convert.megatron.legacy_states import Named, read_states
 from megatron_lite.convert.megatron.source import (
-    EXTRA_STATE,
-    LINEARS,
+    EXPERTS,
+    Ranks,
     flat,
     has_decay,
-    in_order,
     iteration_folder,
     megatron_source,
     our_name,
+    whole_parameters,
 )
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.target import complete_folder
@@ -49,6 +51,7 @@ from megatron_lite.convert.weights import (
     Described,
     WeightSource,
     copy_tensors,
+    is_buffer,
     is_held,
     layer_of,
     refused,
@@ -58,7 +61,7 @@ from megatron_lite.convert.weights import (
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import FakeTensorMode, tree_leaves, tree_map
 
-RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 CHUNKS = tuple(f"model{number}" for number in range(1000))  # of virtual stages
 
@@ -81,9 +84,12 @@ def _opened(folder: Path) -> WeightSource:
         )
     common = read_torch_file(Window(files[min(files)]))
     args = megatron_args.arguments_of(common, files[min(files)])
+    ep_size = megatron_args.size_of(args, "expert_model_parallel_size") or 1
+    expert_tp_size = megatron_args.size_of(args, "expert_tensor_parallel_size")
+    named = {_ranks(numbers, ep_size > 1): file for numbers, file in files.items()}
     # Without the sizes in the arguments, the names of the folders show them.
     tp_size, pp_size = (
-        megatron_args.size_of(args, *names) or 1 + max(ranks[axis] for ranks in files)
+        megatron_args.size_of(args, *names) or 1 + max(ranks[axis] for ranks in named)
         for axis, names in enumerate(
             (
                 ("tensor_model_parallel_size", "model_parallel_size"),
@@ -91,23 +97,36 @@ def _opened(folder: Path) -> WeightSource:
             )
         )
     )
-    # Folders of another run may lie beside those of this one. The TP ranks are in their order, in
-    # which the parts of a tensor are joined.
-    files = {(tp, pp): files[tp, pp] for tp, pp in sorted(files) if tp < tp_size and pp < pp_size}
-    if len(files) < tp_size * pp_size:
+    sizes = (tp_size, pp_size, ep_size)
+    if args.get("num_experts") and expert_tp_size not in (None, tp_size):
         raise InputError(
-            f"{where}: was saved by TP {tp_size} x PP {pp_size} ranks, and holds {len(files)} of "
-            "their files: copy all mp_rank_* folders"
+            f"{where}: its experts are split over {expert_tp_size} TP ranks, and all else over "
+            f"{tp_size}: save the checkpoint with --ckpt-format torch_dist, which any layout reads"
         )
-    values = {ranks: read_torch_file(Window(file)) for ranks, file in files.items()}
+    # Folders of another run may lie beside those of this one.
+    named = {
+        ranks: file
+        for ranks, file in sorted(named.items())
+        if all(rank < size for rank, size in zip(ranks, sizes, strict=True))
+    }
+    if len(named) < math.prod(sizes):
+        raise InputError(
+            f"{where}: was saved by TP {tp_size} x PP {pp_size} ranks"
+            f"{f' x EP {ep_size}' * (ep_size > 1)}, and holds {len(named)} of their files: copy "
+            "all mp_rank_* folders"
+        )
+    values = {ranks: read_torch_file(Window(file)) for ranks, file in named.items()}
     model = megatron_args.model_of(args, where)
     parts = _parts(where, values, model.num_layers)
-    weights: dict[str, list[Tensor]] = defaultdict(list)
-    for name, tensor in itertools.chain(*itertools.chain(*parts.values())):
-        weights[name].append(tensor)
-    for name, held in weights.items():
-        if len(held) != tp_size:
-            raise InputError(f"{where}: {len(held)} of {tp_size} TP ranks hold {name}")
+    held = [
+        (ranks, name, tensor)
+        for ranks, chunks in parts.items()
+        for name, tensor in itertools.chain(*chunks)
+    ]
+    weights = whole_parameters(held, model, ep_size)
+    for name, of_ranks in weights.items():
+        if len(of_ranks) != tp_size:
+            raise InputError(f"{where}: {len(of_ranks)} of {tp_size} TP ranks hold {name}")
     version = common.get("checkpoint_version", 0)
     if version not in (0, 1, 2, 3):
         raise InputError(f"{where}: its checkpoint_version must be 0, 1, 2 or 3")
@@ -118,18 +137,25 @@ def _opened(folder: Path) -> WeightSource:
         args,
         model,
         weights,
-        lambda: read_states(optimizers, files, parts),
+        lambda: read_states(optimizers, named, parts, model),
         tp_size=tp_size,
         version=version,
     )
 
 
-def _rank_files(folder: Path) -> Iterator[tuple[Ranks, Path]]:
-    """Yields the file of each TP and pipeline rank; the one that counts comes last."""
+def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, ...], Path]]:
+    """Yields each rank's file with the numbers of its folder; the one that counts comes last."""
     for file in sorted(folder.glob("mp_rank_*/model_*rng.pt"), reverse=True):
         name = RANK_FOLDER.fullmatch(file.parent.name)
         if name is not None and file.name in MODEL_FILES:
-            yield (int(name[1]), int(name[2] or 0)), file
+            yield tuple(int(number) for number in name.groups() if number), file
+
+
+def _ranks(numbers: tuple[int, ...], has_expert_ranks: bool) -> Ranks:
+    """Returns the ranks that the numbers of a folder mean. Axes of size 1 have no number."""
+    tp_rank, *others = numbers
+    expert_rank = others.pop() if has_expert_ranks and others else 0
+    return tp_rank, others[0] if others else 0, expert_rank
 
 
 def _parts(
@@ -145,12 +171,12 @@ def _parts(
     for ranks, own in chunks.items():
         if len(own) != most or most == 0:
             raise InputError(
-                f"{where}: the file of TP and PP rank {ranks} holds {len(own)} model chunks, and "
-                f"others {most}: copy all mp_rank_* folders of one run"
+                f"{where}: the file of TP and PP rank {ranks[:2]} holds {len(own)} model chunks, "
+                f"and others {most}: copy all mp_rank_* folders of one run"
             )
     found: dict[Ranks, list[list[Named]]] = {ranks: [] for ranks in values}
     first_layer, seen = 0, set[int]()
-    pp_ranks = sorted({pp for _, pp in values})
+    pp_ranks = sorted({pp for _, pp, _ in values})
     # stage number = chunk * PP + pipeline rank
     for chunk, pp_rank in itertools.product(range(most), pp_ranks):
         layers = 0
@@ -180,12 +206,45 @@ def _parts(
 # --- writing ---
 
 
+# The order of a layer's modules in Megatron-LM, which numbers the optimizer states.
+ORDER = (
+    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm"),
+    *("mlp.linear_fc1", "mlp.linear_fc2"),
+    *("mlp.router", "mlp.experts", "mlp.shared_experts"),
+)
+
+
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor in a state dict: that of a parameter, or of one of its states."""
+    """The place of a tensor in a state dict: that of a parameter, or of one of its states.
+
+    expert: the number of the expert, of whose own tensor it is the place.
+    """
 
     name: str
     key: str = WEIGHT
+    expert: int | None = None
+
+    @property
+    def number(self) -> tuple[Any, ...]:
+        """The place among those of a model, in the order of Megatron-LM's modules."""
+        layer, rest = layer_of(self.name)
+        if layer is None:
+            return (0 if self.name.startswith("embedding.") else 2,)
+        module, _, kind = rest.rpartition(".")
+        # In each module the weight comes before the bias.
+        place = next(number for number, one in enumerate(ORDER) if module.startswith(one))
+        return 1, layer, place, self.expert or 0, module, kind == "bias"
+
+    def theirs(self, first_layer: int) -> str:
+        """Returns the name in the file of a stage that begins with the layer `first_layer`."""
+        layer, rest = layer_of(self.name)
+        if layer is None:
+            return self.name
+        if self.expert is not None:
+            rest = rest.replace("experts.", f"experts.local_experts.{self.expert}.")
+        return f"{LAYERS}{layer - first_layer}.{rest}"
 
 
 def write_legacy(
@@ -198,7 +257,8 @@ def write_legacy(
     """
     described = source.described
     megatron_args.check_exact(described, "megatron")
-    if len(set(described.dtypes.values())) > 1:
+    dtypes = {dtype for name, dtype in described.dtypes.items() if not is_buffer(name)}
+    if len(dtypes) > 1:
         raise InputError(
             "--to megatron: the weights have several dtypes, and Megatron-LM has one: convert with "
             "--to hf"
@@ -208,17 +268,18 @@ def write_legacy(
         specs, held = split_over(
             described.model, described.true_vocab_size, padded, tp_size=tp_size, pp_size=pp_size
         )
-    places: dict[Place, list[tuple[int, Tensor]]] = defaultdict(list)
+    places: dict[tuple[str, str], list[tuple[int, int | None, Tensor]]] = defaultdict(list)
 
     def empty(leaf: object) -> object:
         if not isinstance(leaf, Place):
             return leaf
-        dtype = described.dtype_of(leaf.name, leaf.key)
-        return torch.empty(specs[leaf.name].local_shape(tp_size), dtype=dtype)
+        shape = specs[leaf.name].local_shape(tp_size)[0 if leaf.expert is None else 1 :]
+        return torch.empty(shape, dtype=described.dtype_of(leaf.name, leaf.key))
 
     def put(name: str, key: str, whole: Tensor) -> None:
-        for tp_rank, tensor in places[Place(name, key)]:
-            tensor.copy_(shard(whole, specs[name], tp_rank, tp_size))
+        parts = [shard(whole, specs[name], tp_rank, tp_size) for tp_rank in range(tp_size)]
+        for tp_rank, expert, tensor in places[name, key]:
+            tensor.copy_(parts[tp_rank] if expert is None else parts[tp_rank][expert])
 
     newest, folder_name = megatron_args.newest(described)
     with complete_folder(path) as folder:
@@ -234,7 +295,7 @@ def write_legacy(
             found = tree_leaves(read_torch_file(Window(file), shared=True))
             for place, tensor in zip(tree_leaves(value), found, strict=True):
                 if isinstance(place, Place):
-                    places[place].append((tp_rank, tensor))
+                    places[place.name, place.key].append((tp_rank, place.expert, tensor))
         copy_tensors(source, put, advance)
         (folder / LATEST).write_text(newest)
 
@@ -243,19 +304,17 @@ def _state_dict(
     described: Described, specs: Mapping[str, ParameterSpec], stage: Stage, tp_size: int
 ) -> dict[str, Any]:
     """Returns what the file of one TP rank of a pipeline stage holds, with places for tensors."""
-    model: dict[str, Any] = OrderedDict()
-    names = [name for name in in_order(specs) if is_held(name, stage)]
-    for name in names:
-        layer, rest = layer_of(name)
-        key = name if layer is None else f"{LAYERS}{layer - stage.first_layer}.{rest}"
-        model[key] = Place(name)
+    held = [
+        Place(name, expert=expert)
+        for name, spec in specs.items()
+        if is_held(name, stage)
+        for expert in (range(spec.global_shape[0]) if EXPERTS in name else (None,))
+    ]
+    held.sort(key=lambda place: place.number)
+    model: dict[str, Any] = OrderedDict((one.theirs(stage.first_layer), one) for one in held)
     if OUTPUT not in specs and stage.is_last and not stage.is_first:
-        names.append(WORDS)
-        model[OUTPUT] = Place(WORDS)
-    for layer, linear in itertools.product(range(stage.num_layers), LINEARS):
-        model[f"{LAYERS}{layer}.{linear}.{EXTRA_STATE}"] = None
-    if stage.is_last:
-        model[f"output_layer.{EXTRA_STATE}"] = None
+        held.append(Place(WORDS))
+        model[OUTPUT] = held[-1]
     value = megatron_args.common_values(described, tp_size=tp_size, pp_size=stage.count)
     value["model"] = model
     if not described.state_keys:
@@ -264,11 +323,16 @@ def _state_dict(
     groups, numbers = megatron_args.groups(described), itertools.count()
     states, masters = {}, []
     for group, decays in zip(groups, (True, False), strict=True):
-        own = [one for one in names if has_decay(one, len(specs[one].global_shape)) is decays]
+        own = [
+            one
+            for one in held
+            if has_decay(one.name, len(specs[one.name].global_shape)) is decays
+            and not is_buffer(one.name)
+        ]
         group["params"] = list(itertools.islice(numbers, len(own)))
-        for number, name in zip(group["params"], own, strict=True):
-            states[number] = {key: Place(name, key) for key in megatron_args.ADAM}
-        masters.append([Place(name, megatron_args.MASTER) for name in own])
+        for number, one in zip(group["params"], own, strict=True):
+            states[number] = {key: replace(one, key=key) for key in megatron_args.ADAM}
+        masters.append([replace(one, key=megatron_args.MASTER) for one in own])
     value["optimizer"] = {"state": states, "param_groups": groups}
     if megatron_args.MASTER in described.state_keys:
         value["optimizer"] = {"optimizer": value["optimizer"], "fp32_from_fp16_params": masters}

@@ -14,6 +14,7 @@ weights at the right place only.
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,18 @@ import torch
 from torch import Tensor
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.args import ADAM, MASTER
-from megatron_lite.convert.megatron.source import Unmapped, has_decay, need, updates_of
+from megatron_lite.convert.megatron.source import (
+    Ranks,
+    Unmapped,
+    has_decay,
+    need,
+    updates_of,
+    whole_parameters,
+)
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
+from megatron_lite.convert.weights import is_buffer
 
 DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 ROWS = {**dict(zip(ADAM, ADAM, strict=True)), MASTER: "param"}  # keys of its file
@@ -33,25 +43,29 @@ COMPARED = 256  # numbers of each parameter
 # What values of another form than Megatron's lead to.
 FOREIGN = (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ValueError)
 
-Ranks = tuple[int, int]  # a TP rank and a pipeline rank
 Named = tuple[str, Tensor]
 Own = Iterator[tuple[str, dict[str, Tensor]]]  # parameters with their states
-States = dict[str, dict[str, list[Tensor]]]  # by state and parameter, the part of each TP rank
+States = dict[str, dict[str, list[Any]]]  # by state and parameter, the part of each TP rank
 
 
 def read_states(
     saved: Mapping[Ranks, Any],
     files: Mapping[Ranks, Path],
     parts: Mapping[Ranks, Sequence[Sequence[Named]]],
+    model: ModelConfig,
 ) -> tuple[States, int]:
     """Returns the states that can be mapped exactly, and how many updates were made.
 
-    saved: the optimizer of each TP and pipeline rank. files: where it was read.
+    saved: the optimizer of each rank. files: where it was read.
     parts: by rank, its model chunks with names and weights, in the order of the model.
     Raises Unmapped, with the reason, if there are none.
     """
     need(any(saved.values()), "the checkpoint holds no optimizer states")
-    found: States = {}
+    need(
+        not any(expert_rank for _, _, expert_rank in saved),
+        "those of expert parallelism lie in several optimizers",
+    )
+    found = defaultdict(list)
     updates, keys = set(), set()
     try:
         for ranks, optimizer in sorted(saved.items()):
@@ -61,20 +75,22 @@ def read_states(
             is_distributed = distributed.exists()
             updates.add(updates_of(groups, {} if is_distributed else states))
             masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+            chunks = [[one for one in chunk if not is_buffer(one[0])] for chunk in parts[ranks]]
             for name, own in (
-                _of_chunks(distributed, parts[ranks])
+                _of_chunks(distributed, chunks)
                 if is_distributed
-                else _of_groups(groups, states, masters, [*itertools.chain(*parts[ranks])])
+                else _of_groups(groups, states, masters, [*itertools.chain(*chunks)])
             ):
                 keys.add(tuple(own))
                 for key, tensor in own.items():
-                    found.setdefault(key, {}).setdefault(name, []).append(tensor)
+                    found[key].append((ranks, name, tensor))
+        need(len(updates) == len(keys) == 1, "the ranks or the parameters have different states")
+        whole = {key: whole_parameters(held, model, 1) for key, held in found.items()}
     except InputError:
         raise
     except FOREIGN as error:
         raise Unmapped("they are not those of one optimizer of Megatron-LM") from error
-    need(len(updates) == len(keys) == 1, "the ranks or the parameters have different states")
-    return found, updates.pop()
+    return whole, updates.pop()
 
 
 def _of_groups(

@@ -7,16 +7,24 @@ The parameters' names of Megatron-LM's releases become the names of this project
                                                                of linear_qkv and linear_fc1 (TE)
     before          language_model.encoder.layers.0.mlp.dense_h_to_4h.weight
 
+    experts                            the first matrix of expert 3, below decoder.layers.0.mlp
+    SequentialMLP                      experts.local_experts.3.linear_fc1.weight
+    TEGroupedMLP                       experts.linear_fc1.weight3
+    GroupedMLP, all in one [h, E f]    experts.weight1
+    torch_dist, all in one [E, f, h]   experts.experts.linear_fc1.weight
+
 A torch_dist checkpoint may leave out the layer's number and stack all layers in one tensor.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.other_systems import ITERATION, megatron_format
@@ -41,9 +49,27 @@ from megatron_lite.convert.weights import (
 
 QKV = ".self_attention.linear_qkv."
 MOST_UPDATES = 10**9 - 1
+Ranks = tuple[int, int, int]  # a TP rank, a pipeline rank and an expert rank
 # By the parameter's name in the whole model, the part of every TP rank: a tensor, or something with
 # a tensor's `shape` and `dtype` that `read` reads.
 Parts = Mapping[str, Sequence[Any]]
+
+
+class Stack(NamedTuple):
+    """The experts of a layer, of tensors that each hold one or several: [experts, out, in]."""
+
+    parts: Sequence[Tensor]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(map(len, self.parts)), *self.parts[0].shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def read(self) -> Tensor:
+        return torch.cat([*self.parts])
 
 
 class Unmapped(Exception):
@@ -174,6 +200,8 @@ LONGEST_NAME = 1000
 # Tensors without weights. TE keeps its FP8 scales as `_extra_state`, old releases their tables of
 # the rotary embedding.
 NO_WEIGHTS = re.compile(r"(.*\.)?(_extra_state(/.*)?|inv_freq|masked_bias)")
+# In the names of the experts' parameters, here and in torch_dist, where those of all ranks are one.
+EXPERTS, EXPERTS_THERE = ".mlp.experts.", ".mlp.experts.experts."
 # Parts of names there and here, replaced in this order. A name begins with a point meanwhile.
 OLDER = (
     (".language_model.embedding.", ".embedding."),
@@ -190,24 +218,17 @@ OLDER = (
     (".self_attention.dense.", ".self_attention.linear_proj."),
     (".mlp.dense_h_to_4h.", ".mlp.linear_fc1."),
     (".mlp.dense_4h_to_h.", ".mlp.linear_fc2."),
+    (EXPERTS_THERE, EXPERTS),
 )
 # TE's fused layers hold the norms before them. torch_dist has these names for any layer spec.
 FUSED_NORMS = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
-# The modules of a layer that have an `_extra_state`, which is empty without FP8.
-LINEARS = (
-    *("self_attention.linear_qkv", "self_attention.linear_proj"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
+ONE_EXPERT = re.compile(
+    r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.weight)(\d*)"
 )
-EXTRA_STATE = "_extra_state"
-# The order of a layer's modules in Megatron-LM, which numbers the optimizer states.
-ORDER = (
-    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
-    *("self_attention.q_layernorm", "self_attention.k_layernorm", "pre_mlp_layernorm"),
-    *("mlp.linear_fc1", "mlp.linear_fc2"),
-)
+GROUPED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
 
 
 def our_name(name: str) -> str | None:
@@ -219,12 +240,58 @@ def our_name(name: str) -> str | None:
     return None if NO_WEIGHTS.fullmatch(name) else _replaced(name, (*OLDER, *FUSED_NORMS))
 
 
-def stacked_name(name: str) -> str:
-    """Returns the name of a parameter here in a torch_dist checkpoint that stacks the layers."""
+def whole_parameters(
+    held: Iterable[tuple[Ranks, str, Tensor]], model: ModelConfig, ep_size: int
+) -> dict[str, list[Any]]:
+    """Returns the part of every TP rank by the parameter's name here.
+
+    held: what each rank holds, by names there in which a layer has its number in the whole model.
+    """
+    found: dict[str, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for (tp_rank, _, ep_rank), name, tensor in held:
+        one, grouped = ONE_EXPERT.fullmatch(name), GROUPED_EXPERTS.fullmatch(name)
+        if one is not None:
+            number = int(one[2] or one[4] or 0)
+            found[f"{one[1]}{one[3]}"][tp_rank].append((ep_rank, number, tensor[None]))
+        elif grouped is not None:
+            experts = (model.num_experts or 1) // ep_size
+            rows = model.hidden_size if grouped[2] == "1" else tensor.shape[0] // experts
+            matrices = tensor.view(experts, rows, -1).transpose(1, 2)
+            found[f"{grouped[1]}linear_fc{grouped[2]}.weight"][tp_rank].append(
+                (ep_rank, 0, matrices)
+            )
+        elif ep_rank == 0:  # the other expert ranks hold copies
+            found[name][tp_rank].append((0, 0, tensor))
+
+    def part(name: str, pieces: list[Any]) -> Any:
+        if EXPERTS not in name:
+            (piece,) = pieces
+            return piece[2]
+        return Stack([tensor for *_, tensor in sorted(pieces, key=lambda piece: piece[:2])])
+
+    return {
+        name: [part(name, pieces) for _, pieces in sorted(ranks.items())]
+        for name, ranks in found.items()
+    }
+
+
+def has_stacks(model: ModelConfig) -> bool:
+    """Returns whether a torch_dist checkpoint of a model stacks its layers in one tensor.
+
+    Megatron-LM expects the layers one by one where only some of them may have experts.
+    """
+    return model.moe_layer_freq == 1
+
+
+def dist_name(name: str, model: ModelConfig) -> str:
+    """Returns the name of a parameter here in a torch_dist checkpoint that is written."""
     layer, own = layer_of(name)
     if layer is None:
         return name
-    return LAYERS + _replaced(own, ((ours, theirs) for theirs, ours in FUSED_NORMS))
+    # Before experts the norm is a module of its own in each spec of layers.
+    norms = FUSED_NORMS[: 1 if model.layer_has_experts(layer) else None]
+    own = _replaced(own, [(ours, theirs) for theirs, ours in (*norms, (EXPERTS_THERE, EXPERTS))])
+    return f"{LAYERS}{own}" if has_stacks(model) else f"{LAYERS}{layer}.{own}"
 
 
 def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
@@ -232,20 +299,6 @@ def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
     for old, new in parts:
         name = name.replace(old, new)
     return name[1:]
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Returns the names of a model's parameters in the order of Megatron-LM's modules."""
-
-    def place(name: str) -> tuple[int, int, int]:
-        layer, rest = layer_of(name)
-        if layer is None:
-            return (0 if name.startswith("embedding.") else 2, 0, 0)
-        module, _, part = rest.rpartition(".")
-        # In each module the weight comes before the bias.
-        return 1, layer, 2 * ORDER.index(module) + (part == "bias")
-
-    return sorted(names, key=place)
 
 
 def has_decay(name: str, num_dims: int) -> bool:

@@ -16,8 +16,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.dist import dist_source
-from tests.convert.megatron.test_legacy_layouts import LLAMA, V, args_of, te_names, weights_of
+from tests.convert.megatron.test_legacy_layouts import (
+    EXPERTS,
+    LLAMA,
+    V,
+    args_of,
+    te_names,
+    weights_of,
+)
 from tests.convert.megatron.test_pickles import Evil
 from tests.support.models import tiny_config
 
@@ -25,10 +33,20 @@ CONFIG = tiny_config(**LLAMA)
 WORDS = "embedding.word_embeddings.weight"
 
 
-def save(root: Path, *, stacked: bool = True, common: Any = None, **more: Tensor) -> dict[str, Any]:
+def save(
+    root: Path,
+    *,
+    stacked: bool = True,
+    common: Any = None,
+    config: ModelConfig = CONFIG,
+    **more: Tensor,
+) -> dict[str, Any]:
     """Writes the checkpoint with torch's writer. Returns the weights."""
-    weights = weights_of(CONFIG)
-    named = te_names(weights)
+    weights = weights_of(config)
+    named = {
+        name.replace(".mlp.experts.", ".mlp.experts.experts."): value
+        for name, value in te_names(weights).items()
+    }
     tensors: dict[str, Tensor] = {}
     for name, value in named.items():
         _, _, rest = name.partition("decoder.layers.")
@@ -43,17 +61,23 @@ def save(root: Path, *, stacked: bool = True, common: Any = None, **more: Tensor
             tensors[name] = value
     tensors = {**tensors, **{key.replace("__", "."): value for key, value in more.items()}}
     dcp.save(tensors, checkpoint_id=str(root), no_dist=True)
-    values = dict(args=args_of(CONFIG, 1, 1), iteration=40, checkpoint_version=3.0)
+    values = dict(args=args_of(config, 1, 1), iteration=40, checkpoint_version=3.0)
     torch.save(common or values, root / "common.pt")
     (root / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     return weights
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_stacked_and_numbered_layers_are_read(stacked: bool, tmp_path: Path) -> None:
-    weights = save(tmp_path, stacked=stacked)
+@pytest.mark.parametrize(
+    ("stacked", "settings"),
+    [(True, LLAMA), (False, LLAMA), (True, {**EXPERTS, "moe_layer_freq": 1}), (False, EXPERTS)],
+)
+def test_stacked_and_numbered_layers_are_read(
+    stacked: bool, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny_config(**settings)
+    weights = save(tmp_path, stacked=stacked, config=config)
     source = dist_source(tmp_path)
-    assert source.described.true_vocab_size == V and source.described.model == CONFIG
+    assert source.described.true_vocab_size == V and source.described.model == config
     assert "no optimizer states" in source.described.notes[0]
     for name, whole in weights.items():
         assert torch.equal(source.read(name), whole), name

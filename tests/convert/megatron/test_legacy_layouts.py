@@ -4,9 +4,10 @@ Megatron-LM does it, from a model with known weights."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,14 @@ def part(name: str, whole: Tensor, rank: int, size: int) -> Tensor:
     if "word_embeddings" in name or name == OUTPUT:
         padded = torch.cat((whole, torch.full((PADDED - V, whole.shape[1]), 9.0)))
         return padded.chunk(size)[rank]
-    if "linear_fc1" in name and whole.shape[0] == 80:  # [gate; up]
-        return torch.cat([block.chunk(size)[rank] for block in whole.chunk(2)])
+    rows = whole.ndim - 2 if name.endswith("weight") else 0  # experts have a dim in front
+    if "linear_fc1" in name and whole.shape[rows] in (80, 48, 44):  # [gate; up]
+        blocks = whole.chunk(2, rows)
+        return torch.cat([block.chunk(size, rows)[rank] for block in blocks], rows)
     if "linear_fc1" in name or "linear_qkv" in name:
         return whole.chunk(size)[rank]
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        return whole.chunk(size, 1)[rank]
+        return whole.chunk(size, whole.ndim - 1)[rank]
     return whole
 
 
@@ -64,6 +67,7 @@ def save(
     stages: list[tuple[int, str, list[int]]],
     *,
     tp: int = 1,
+    ep: int = 1,
     rename: Any = lambda model: model,
     version: float = 3.0,
     **args: Any,
@@ -71,7 +75,8 @@ def save(
     """Writes the files. stages: in the order of the model (pipeline rank, key, its layers)."""
     weights = weights_of(config)
     pp = 1 + max(rank for rank, _, _ in stages)
-    for tp_rank in range(tp):
+    args = {**args, "expert_model_parallel_size": ep}
+    for tp_rank, ep_rank in itertools.product(range(tp), range(ep)):
         files: dict[int, dict[str, Any]] = {}
         for number, (pp_rank, key, layers) in enumerate(stages):
             model: dict[str, Any] = OrderedDict()
@@ -86,9 +91,12 @@ def save(
                     model[name] = part(name, whole, tp_rank, tp)
             if last and number and OUTPUT not in weights:
                 model[OUTPUT] = part(WORDS, weights[WORDS], tp_rank, tp)
+            for name in [name for name in model if ".mlp.experts." in name]:
+                model[name] = model[name].chunk(ep)[ep_rank]
             files.setdefault(pp_rank, {})[key] = rename(model)
         for pp_rank, chunks in files.items():
-            folder = f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp > 1 else "")
+            numbers = (pp_rank,) * (pp > 1) + (ep_rank,) * (ep > 1)
+            folder = f"mp_rank_{tp_rank:02d}" + "".join(f"_{one:03d}" for one in numbers)
             (root / "iter_0000040" / folder).mkdir(parents=True)
             value = dict(args=args_of(config, tp, pp, **args), iteration=40, **chunks)
             torch.save(
@@ -143,6 +151,62 @@ def te_names(model: Mapping[str, Any]) -> dict[str, Any]:
         if "linear_" in name:
             found[name.rpartition(".")[0] + "._extra_state"] = torch.zeros(3, dtype=torch.uint8)
     return found
+
+
+EXPERTS: dict[str, Any] = dict(
+    num_layers=5,
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    num_experts=4,
+    moe_layer_freq=(0, 1, 0, 1, 1),
+    moe_ffn_hidden_size=24,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_shared_expert_intermediate_size=22,
+    moe_shared_expert_gate=True,
+)
+
+
+def one_by_one(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """SequentialMLP."""
+    for number, one in enumerate(experts):
+        yield name.replace("experts.", f"experts.local_experts.{number}."), one.clone()
+
+
+def grouped(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """TEGroupedMLP."""
+    for number, one in enumerate(experts):
+        yield f"{name}{number}", one.clone()
+
+
+def in_one_matrix(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """GroupedMLP, whose forward views weight1 as [E, h, ..] and weight2 as [E, .., h]."""
+    before, _, after = name.partition("linear_fc")
+    rows = 32 if after[0] == "1" else -1
+    yield f"{before}weight{after[0]}", experts.transpose(1, 2).reshape(rows, 32 if rows < 0 else -1)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize("form", [one_by_one, grouped, in_one_matrix])
+@pytest.mark.parametrize("layout", ["one file", "uneven stages"])
+def test_experts_of_every_kind_of_layer_are_read(
+    form: Any, layout: str, tp: int, ep: int, tmp_path: Path
+) -> None:
+    def rename(model: Mapping[str, Any]) -> dict[str, Any]:
+        found = OrderedDict()
+        for name, value in model.items():
+            found.update(form(name, value) if ".mlp.experts." in name else {name: value})
+        return found
+
+    config = tiny_config(**EXPERTS)
+    weights = save(tmp_path, config, LAYOUTS[layout], tp=tp, ep=ep, rename=rename)
+    assert check(tmp_path, weights).described.model == config
+    args = args_of(config, tp, 1, expert_model_parallel_size=ep, expert_tensor_parallel_size=8)
+    for file in tmp_path.glob("*/mp_rank_00*/*.pt"):
+        torch.save({"args": args}, file)
+    with pytest.raises(InputError, match="split over 8 TP ranks.*torch_dist"):
+        legacy_source(tmp_path)
 
 
 def old_names(model: Mapping[str, Any], attention: str = "self_attention") -> dict[str, Any]:
@@ -224,7 +288,8 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(num_experts=8), "num_experts = 8.*mixture-of-experts"),
+        (dict(num_experts=8), r"lacks decoder\.layers\.0\.mlp\.experts"),
+        (dict(moe_latent_size=8, num_experts=8), "moe_latent_size = 8"),
         (dict(num_layers=None), "missing field num_layers"),
         (dict(num_layers=4), "hold 5 layers"),
         (dict(num_layers=2**40), "num-layers"),

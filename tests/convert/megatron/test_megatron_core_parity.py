@@ -38,6 +38,13 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
     "gpt2": dict(bias_gelu_fusion=False),
 }
+MODELS["experts"] = {
+    **MODELS["llama"],
+    **dict(num_experts=4, moe_layer_freq=(0, 1, 1), moe_ffn_hidden_size=24),
+    **dict(moe_shared_expert_intermediate_size=20, moe_shared_expert_gate=True),
+    **dict(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+}
+MODELS["mixtral"] = {**MODELS["llama"], **dict(num_experts=4, moe_router_pre_softmax=True)}
 SOURCES = {"megatron": "legacy", "megatron-dist": "dist"}
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -98,7 +105,7 @@ def our_results(source: WeightSource, dtype: torch.dtype = F32) -> dict[str, Ten
     return {"logits": logits, "loss": cross_entropy(logits.float().flatten(0, 1), labels.flatten())}
 
 
-CASES = [("llama", 1), ("gpt2", 2)]
+CASES = [("llama", 1), ("gpt2", 2), ("experts", 1), ("mixtral", 2)]
 CASES += [pytest.param(*case, marks=pytest.mark.long) for case in (("llama", 2), ("gpt2", 1))]
 
 
