@@ -163,13 +163,13 @@ class Windows(NamedTuple):
 class Experts(NamedTuple):
     """The number of experts, the width of each, and the layers that have them.
 
-    count: the number of experts, if neither of its keys is there. key: the one that is written;
+    number: that of the experts, if neither of its keys is there. key: the one that is written;
         versions of transformers differ in it.
     size: the key of the width. sparse: whether decoder_sparse_step and mlp_only_layers say which
         layers have a dense MLP instead, of the width intermediate_size.
     """
 
-    count: int
+    number: int
     key: str = "num_experts"
     size: str = "intermediate_size"
     default: int | None = None
@@ -180,7 +180,7 @@ class Experts(NamedTuple):
         given = {count for count in counts if count is not None}
         if len(given) > 1:
             raise ValueError(f"num_experts {counts[0]} with num_local_experts {counts[1]}")
-        fields["num_experts"] = given.pop() if given else self.count
+        fields["num_experts"] = given.pop() if given else self.number
         default = REQUIRED if self.default is None else self.default
         fields["moe_ffn_hidden_size"] = config.value(self.size, int, default)
         if not self.sparse:

@@ -92,9 +92,9 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no directory": (lambda folder: folder.rename(folder.with_name("gone")), "no such directory"),
     "unknown family": (
-        sizes(model_type="mixtral"),
-        "'mixtral' has no counterpart here (it has a mixture of experts, which this project does "
-        "not train), only gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, phi3, gpt_neox, ",
+        sizes(model_type="deepseek_v3"),
+        "'deepseek_v3' has no counterpart here (it has multi-head latent attention, which no model "
+        "here has), only gpt2, llama, mistral, qwen2, qwen3, smollm3, olmo2, mixtral, olmoe, ",
     ),
     "yarn": (
         sizes(rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}),
@@ -194,7 +194,7 @@ def test_a_tied_model_whose_head_differs_is_refused(
     [
         (dict(), None, "no family of Hugging Face that is known here expresses this model; gpt2"),
         (dict(), "llama", "--hf-family llama does not express this model: position_embedding_type"),
-        (dict(), "mixtral", "--hf-family mixtral is not known, only gpt2, llama"),
+        (dict(), "gemma", "--hf-family gemma is not known, only gpt2, llama"),
         (
             dict(kv_channels=8, window_size=(3, 0)),
             "gpt2",

@@ -108,6 +108,9 @@ def their_model(
         spec = get_gpt_decoder_block_spec(
             theirs, use_transformer_engine=False, normalization=config.normalization
         )
+        for number, layer in enumerate(spec.layer_specs):
+            if config.layer_has_experts(number):  # the name of this norm in TE's spec of layers
+                layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
     model = GPTModel(
         theirs,
         spec,

@@ -289,7 +289,8 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 if layer is not None and is_stacked:  # a chunk of the tensor of all layers
                     values, offsets = values[None], (layer, *offsets)
                     shape = torch.Size((num_layers, *shape))
-                full = f"optimizer.state.{STATES[key]}." * bool(key) + dist_name(name, model)
+                full = dist_name(name, model)
+                full = f"optimizer.state.{STATES[key]}.{full}" if key else full
                 whole = dcp.TensorStorageMetadata(dcp.TensorProperties(values.dtype), shape, [])
                 chunk = dcp.ChunkStorageMetadata(torch.Size(offsets), values.shape)
                 tensors.setdefault(full, whole).chunks.append(chunk)

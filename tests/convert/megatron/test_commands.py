@@ -14,7 +14,7 @@ import pytest
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.config.checks import InputError
 from megatron_lite.convert.formats import FORMATS
-from megatron_lite.convert.megatron.args import MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
+from megatron_lite.convert.megatron.args import EXPERT_FIELDS, MODEL_FIELDS, NOT_TAKEN, ONLY_HERE
 from megatron_lite.convert.weights import WeightSource
 from megatron_lite.tools import convert
 from tests.convert.megatron.test_legacy_layouts import LAYOUTS, save
@@ -121,4 +121,4 @@ def test_what_megatron_lacks_is_refused_by_name(
 def test_every_field_of_the_model_is_an_argument_of_megatron_or_is_listed() -> None:
     """A new field of ModelConfig belongs to ARGUMENTS, or to the fields that are refused."""
     named = set(MODEL_FIELDS) - NOT_TAKEN - set(ONLY_HERE)
-    assert named == set(ARGUMENTS.split())
+    assert named == {*ARGUMENTS.split(), *EXPERT_FIELDS}
