@@ -24,6 +24,9 @@ def run(iterations: int, training: dict[str, Any] | None = None, **checkpoint: A
     return run_to_end(tiny_run(training=settings, checkpoint=where))
 
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def test_a_missing_checkpoint_is_an_error_unless_allowed(tmp_path: Path) -> None:
     missing = tmp_path / "nowhere"
     with pytest.raises(InputError, match=r"no checkpoint there.*--allow-fresh-start"):
@@ -76,16 +79,21 @@ def test_a_fresh_run_does_not_mix_with_anothers_checkpoints(tmp_path: Path) -> N
     assert step_bytes(tmp_path, 1) == before
 
 
-def test_a_bf16_checkpoint_continues_in_float32_from_its_masters_and_the_other_way_round(
-    tmp_path: Path,
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_16_bit_checkpoint_continues_in_float32_from_its_masters_and_the_other_way_round(
+    tmp_path: Path, precision: str
 ) -> None:
-    rounded = run(3, dict(bf16=True), save=tmp_path / "bf16")
-    for name, parameter in run(3, load=tmp_path / "bf16").model.named_parameters():
+    """A float16 run that finds no scale begins with the initial one."""
+    half = {precision: True}
+    rounded = run(2, half, save=tmp_path / "half")
+    for name, parameter in run(2, load=tmp_path / "half").model.named_parameters():
         assert torch.equal(parameter, rounded.optimizer.states[name]["master"]), name
-    exact = run(3, save=tmp_path / "float32")
-    masters = run(3, dict(bf16=True), load=tmp_path / "float32").optimizer.states
+    exact = run(2, save=tmp_path / "float32")
+    loaded = run(2, half, load=tmp_path / "float32")
+    weights = dict(loaded.model.named_parameters())
     for name, parameter in exact.model.named_parameters():
-        assert torch.equal(masters[name]["master"], parameter), name
+        assert torch.equal(loaded.optimizer.states[name]["master"], parameter), name
+        assert torch.equal(weights[name], parameter.to(DTYPES[precision]))
 
 
 def test_a_save_directory_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def wrong_bytes(rank: int, world_size: int, layout: Layout, every: int) -> tuple
 @pytest.mark.parametrize(
     ("layout", "every"),
     [
-        (Layout(1, 2), 101),
+        (Layout(1, 2), 211),
         (Layout(1, 3, cp_comm_type="allgather"), 199),
         (Layout(2, 2), 211),
         (Layout(2, 2, True, "allgather"), 211),

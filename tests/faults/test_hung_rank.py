@@ -36,17 +36,13 @@ def _stopped() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.runs(daily=1, ci=1)
 @pytest.mark.parametrize(
     ("layout", "rank", "place", "where"),
     [
         (TENSOR, 1, "backward", "iteration 3"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                (PIPELINE, 1, "step", "iteration 3"),
-                (TENSOR, 1, "evaluation", "iteration 3 (validation loss)"),
-            )
-        ),
+        (PIPELINE, 1, "step", "iteration 3"),
+        (TENSOR, 1, "evaluation", "iteration 3 (validation loss)"),
     ],
 )
 def test_a_stopped_rank_is_named_after_the_timeout(

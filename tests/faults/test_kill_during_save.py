@@ -93,7 +93,7 @@ SHORT = {(0, 0), (0, 7), (0, 10), (0, 12), (0, 15), (0, 17), (0, 21), (1, 1)}
 CASES = [(victim, number) for victim, most in ((0, 28), (1, 3)) for number in range(most)]
 
 
-@pytest.mark.runs(daily=1, ci=6)
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(("victim", "number"), CASES)
 def test_a_kill_before_any_change_costs_nothing(
     tmp_path: Path, damaged: Path, whole: dict[str, bytes], victim: int, number: int

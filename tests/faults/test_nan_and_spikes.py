@@ -252,27 +252,6 @@ def test_a_spike_is_skipped_on_all_ranks_and_does_not_move_the_mean(
     assert row["lm_loss"] > 2.0 * row["mean_loss"] or shape == "tp2"
 
 
-@pytest.mark.long
-def test_a_run_with_spikes_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    """Resumed before the mean has settled: it must not start again. The second spike comes
-    after."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    at = SETTLED + 3
-    config = spike_config("dp2", 2.0)
-    stops = replace(config, training=replace(config.training, exit_interval=SETTLED - 3))
-    for run, iterations in (
-        (with_checkpoint(config, save=str(whole)), (at,)),
-        (with_checkpoint(stops, save=str(parts)), ()),
-        (with_checkpoint(config, save=str(parts), load=str(parts)), (at - (SETTLED - 3),)),
-    ):
-        run_ranks(_poisoned, 2, run, "loss", 100.0, iterations, detail=False)
-    last = SETTLED + 6
-    assert step_bytes(parts, last) and step_bytes(parts, last) == step_bytes(whole, last)
-    name = f"iter_{last:07d}/metadata.json"
-    assert json.loads((parts / name).read_text()) == json.loads((whole / name).read_text())
-    assert json.loads((parts / name).read_text())["mean_loss"]["count"] == last - 1
-
-
 def test_the_mean_is_that_of_the_losses_of_updates() -> None:
     """Against a plain loop, past the window."""
     guard, mean, count = SpikeGuard(3.0, torch.device("cpu")), 0.0, 0

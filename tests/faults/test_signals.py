@@ -66,6 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     [
         (1, "evaluation", ["SIGUSR2"], 3),
         (0, "backward", ["SIGUSR1"], 2),
+        (1, "step", ["SIGINT"], 3),
         (0, "saving", ["SIGTERM"], 4),
         (1, "step", ["SIGTERM", "SIGUSR1"], 3),
     ],
@@ -82,7 +83,7 @@ def test_a_signal_in_training_costs_nothing(
     checkpoint, which is finished; several signals, before an evaluation that is left to the next
     start."""
     into = f"--save-interval 4 --save {tmp_path}/save --metrics-jsonl {tmp_path}/rows"
-    arguments = [*RUN, *MOCK, *into.split()]
+    arguments = [*RUN, *MOCK, *into.split(), *["--exit-signal", "SIGINT"] * ("SIGINT" in names)]
     with program(
         arguments, ranks=2, prepare=_gets(rank, place, *names, iteration=iteration)
     ) as run:

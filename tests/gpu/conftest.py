@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-# Files that also run without pytest cannot mark their tests themselves.
-LONG = (
+# Files that also run without pytest cannot mark their tests themselves. On a CPU other tests have
+# what these find: they only try themselves.
+WEEKLY = (
     "test_a_deterministic_run_repeats_bit_for_bit",
     "test_a_resumed_run_ends_as_an_uninterrupted_one",
+    "test_a_resumed_fp16_run_ends_as_an_uninterrupted_one",
+    "test_a_run_with_every_guard_is_the_run_without",
     "test_a_background_save_holds_what_one_in_the_foreground_does",
     "test_no_store_changes_a_gradient",
 )
@@ -16,8 +19,8 @@ LONG = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.name.partition("[")[0] in LONG:
-            item.add_marker(pytest.mark.long)
+        if item.name.partition("[")[0] in WEEKLY and not item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.weekly)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

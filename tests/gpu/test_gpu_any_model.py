@@ -44,7 +44,8 @@ x.float().square().sum().backward()
 
 @pytest.mark.long
 def test_the_first_replay_of_a_process_has_the_kernels_of_its_forward(device: torch.device) -> None:
-    for policy in ("*:full", "*:ops(matmul)", "*:ops(attention)"):
+    policies = ("*:full", "*:ops(matmul)", "*:ops(attention)")
+    for policy in policies if device.type == "cuda" else policies[:1]:
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, device.type, policy],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},

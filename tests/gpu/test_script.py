@@ -58,7 +58,7 @@ def test_a_machine_with_torch_alone_gets_a_report(tmp_path: Path) -> None:
     assert page.count("| ours, none |") == 3 and "\n## tests\n" in page
 
 
-@pytest.mark.long
+@pytest.mark.weekly
 def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
     done = run_script(tmp_path / "gpu.json")
     assert done.returncode == 2 and "torch sees no CUDA device" in done.stderr

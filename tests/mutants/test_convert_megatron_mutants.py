@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_lite.convert.megatron import dist, legacy, legacy_states, source
+from megatron_lite.convert.megatron import dist, legacy, source
 from tests.convert.megatron import test_dist_layouts, test_legacy_layouts
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
@@ -18,11 +18,6 @@ def gate_and_up_are_one_block(parameter_specs, *args, **kwargs):
 @replaces("CHUNKS", legacy)
 def chunks_of_a_rank_are_in_another_order(chunks):
     return chunks[::-1]
-
-
-@replaces("_is_master", legacy_states)
-def the_float32_weights_are_not_compared(_, master, weight):
-    return True
 
 
 @replaces("read", dist.DistTensor)
@@ -40,10 +35,6 @@ MUTANTS = [
         chunks_of_a_rank_are_in_another_order,
         test_legacy_layouts.test_every_layout_gives_the_whole_weights,
         dict(layout="interleaved stages", tp=1, tied=True),
-    ),
-    Mutant(
-        the_float32_weights_are_not_compared,
-        test_legacy_layouts.test_states_that_cannot_be_mapped_leave_the_weights,
     ),
     Mutant(
         every_layer_is_the_first_row,

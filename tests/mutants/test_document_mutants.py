@@ -7,16 +7,8 @@ import torch
 from megatron_lite.model import attention as core_attention
 from megatron_lite.training import batches
 from megatron_lite.training.batches import MaskedMean
-from megatron_lite.training.step import StageRunner
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.training import test_documents
-
-
-@replaces("document_starts", batches)
-def the_end_of_a_document_belongs_to_the_next_one(starts, tokens, eod):
-    ends = tokens == eod
-    places = torch.arange(tokens.shape[1])
-    return torch.where(ends, places, 0).cummax(1).values
 
 
 @replaces("causal_mask", core_attention)
@@ -28,16 +20,6 @@ def gathered_keys_are_taken_in_the_order_of_the_sequence(mask, query, readable, 
     return whole[:, :, s * cp.rank : s * (cp.rank + 1)]
 
 
-@replaces("__init__", StageRunner)
-def stages_in_the_middle_know_no_documents(init, self, *args, **kwargs):
-    init(self, *args, **{**kwargs, "everywhere": False})
-
-
-@replaces("masked_mean", batches, test_documents)
-def micro_batches_weigh_as_many_tokens_as_they_have(mean, counts, parallel, *, per_token):
-    return mean(counts, parallel, per_token=True)
-
-
 @replaces("masked_mean", batches, test_documents)
 def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
     total = torch.tensor(float(sum(counts)), dtype=torch.float64)
@@ -46,23 +28,11 @@ def a_rank_counts_its_own_tokens_only(mean, counts, parallel, *, per_token):
 
 
 PACKED = test_documents.test_packed_documents_have_the_loss_and_gradients_of_documents_one_by_one
-ONE_RANK = dict(tp_size=1, cp_size=1, sequence_parallel=False)
 MUTANTS = [
-    Mutant(the_end_of_a_document_belongs_to_the_next_one, PACKED, ONE_RANK),
     Mutant(
         gathered_keys_are_taken_in_the_order_of_the_sequence,
         PACKED,
         dict(tp_size=1, cp_size=2, sequence_parallel=False),
-        long=True,
-    ),
-    Mutant(
-        stages_in_the_middle_know_no_documents,
-        test_documents.test_every_stage_of_a_pipeline_keeps_documents_apart,
-        long=True,
-    ),
-    Mutant(
-        micro_batches_weigh_as_many_tokens_as_they_have,
-        test_documents.test_a_step_has_the_gradients_of_megatrons_formula,
     ),
     Mutant(
         a_rank_counts_its_own_tokens_only,

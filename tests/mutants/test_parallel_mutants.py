@@ -11,27 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.context_parallel import sharded_attention
-from megatron_lite.context_parallel.attention_kernels import attend
-from megatron_lite.model import attention, layer, norm
-from megatron_lite.optim import adam_update, grad_buffer, layouts
-from megatron_lite.optim.muon_update import MOMENTUM, Muon
+from megatron_lite.model import layer
+from megatron_lite.optim import grad_buffer, layouts
+from megatron_lite.optim.muon_update import MOMENTUM
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
-from megatron_lite.pipeline import order
-from megatron_lite.pipeline.order import Action
 from megatron_lite.training.step import MicroBatchLoss
-from tests.context_parallel import test_attention
-from tests.model import test_layer_variants, test_window
-from tests.optim import test_adam_update, test_muon, test_zero1
+from tests.optim import test_zero1
 from tests.parallel import test_equality, test_fsdp, test_weight_gradient
 from tests.parallel.test_weight_gradient import calls  # noqa: F401
-from tests.pipeline import test_order, test_pipeline
+from tests.pipeline import test_pipeline
 from tests.recompute import test_equality as test_recompute
-from tests.support.changes import with_fields
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.support.pipelines import Layout
-from tests.tensor_parallel import test_layers
 from tests.training import test_loss_in_one_pass, test_resume
 
 Patch = pytest.MonkeyPatch
@@ -50,16 +42,6 @@ def layers_count_from_the_start_of_their_stage(
         real(self, model, context, plan, stage)
 
 
-@replaces("attend_backward", attention)
-def backward_forgets_the_mask(real, *args, mask, **kwargs):
-    return real(*args, **kwargs)
-
-
-@replaces("all_reduce", norm)
-def each_rank_normalises_its_own_heads(real: Any, tensor: Any, group: Any) -> Any:
-    return real(tensor, group) / (1 if group is None else group.size())
-
-
 @replaces("_mlp", layer.TransformerLayer)
 def a_replay_leaves_out_the_matmul_before_a_norm(
     real: Any, self: layer.TransformerLayer, hidden_states: Any, regions: Any, skip_tail: bool
@@ -76,14 +58,6 @@ def the_loss_mask_is_forgotten(
     return gradient(self, labels, torch.ones_like(mask) if mask is not None else None, number)
 
 
-@replaces("attend_backward", sharded_attention)
-def backward_with_the_log_sum_exp_of_each_part(
-    real, grad_output, query, key, value, attended, **facts
-):
-    part = attend(query, key, value, **facts)
-    return real(grad_output, query, key, value, part, **facts)
-
-
 @replaces("positions_by_rank", sequence_spans.ContextParallel)
 def unfused_masks_as_if_keys_were_gathered_in_order(real, self, num_tokens, device):
     return real(self, num_tokens, device).flatten().sort().values.view(self.size, num_tokens)
@@ -92,19 +66,6 @@ def unfused_masks_as_if_keys_were_gathered_in_order(real, self, num_tokens, devi
 @replaces("_embedding_group", state)
 def each_end_keeps_its_own_gradient_of_a_tied_embedding(_, pipelines, pp_group):
     return None
-
-
-@replaces("_sequences", order)
-def stages_go_backward_in_the_order_of_forward(
-    sequences: Any, size: int, num_microbatches: int, num_chunks: int
-) -> tuple[list[Action], list[Action]]:
-    forwards, _ = sequences(size, num_microbatches, num_chunks)
-    return forwards, [with_fields(action, kind="backward") for action in forwards]
-
-
-@replaces("add_rows_", weight_gradient)
-def a_lookup_adds_to_the_sum_of_an_earlier_step(add, total, ids, rows, *, first):
-    add(total, ids, rows, first=False)
 
 
 def the_kernel_writes_after_the_hook(patch: Patch) -> None:
@@ -126,23 +87,6 @@ def the_kernel_writes_after_the_hook(patch: Patch) -> None:
 
     for part in (later, reduced):
         part(patch)
-
-
-@replaces("_check_inf_per_device", adam_update._Skipping)
-def fused_adam_is_not_told_to_skip(_, self, optimizer):
-    return {self._skipped.device: torch.zeros_like(self._skipped)}
-
-
-@replaces("_update", Muon)
-def query_key_and_value_are_cut_as_three_blocks(
-    real: Any, self: Muon, direction: Tensor, spec: Any
-) -> Tensor:
-    """The first rows as queries: right for one query group alone."""
-    if len(spec.matrices) < 3 or not self._config.muon_split_qkv:
-        return real(self, direction, spec)
-    groups = direction.shape[0] // sum(spec.matrices)
-    blocks = direction.split([groups * rows for rows in spec.matrices])
-    return torch.cat([self._scaled(block, spec.tp_dim) for block in blocks])
 
 
 @replaces("whole_states", Optimizer)
@@ -180,32 +124,16 @@ MUTANTS = [
         dict(layout=Layout(pp=2, num_chunks=2), variant="windows"),
     ),
     Mutant(
-        backward_forgets_the_mask,
-        test_window.test_the_bits_are_those_of_torchs_attention_with_a_mask,
-        dict(dtype=torch.float32, s=70, reach=5),
-    ),
-    Mutant(
-        each_rank_normalises_its_own_heads,
-        test_layer_variants.test_a_norm_over_all_heads_is_the_formula_on_any_number_of_ranks,
-        dict(world_size=2),
-    ),
-    Mutant(
         a_replay_leaves_out_the_matmul_before_a_norm,
         test_recompute.test_gradients_of_layers_that_differ_are_unchanged_to_the_bit,
         dict(
             tp_size=1, sequence_parallel=False, precision=torch.bfloat16, names=["olmo", "pythia"]
         ),
-        long=True,
     ),
     Mutant(
         the_loss_mask_is_forgotten,
         test_loss_in_one_pass.test_one_pass_has_the_bits_of_two,
         dict(ONE_PASS, mask="--eod-mask-loss"),
-    ),
-    Mutant(
-        backward_with_the_log_sum_exp_of_each_part,
-        test_attention.test_output_and_gradients_are_those_of_the_formula,
-        dict(cp_size=3),
     ),
     Mutant(
         unfused_masks_as_if_keys_were_gathered_in_order,
@@ -218,29 +146,9 @@ MUTANTS = [
         dict(layout=Layout(pp=2), variant="gpt2"),
     ),
     Mutant(
-        stages_go_backward_in_the_order_of_forward,
-        test_order.test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever,
-        dict(num_chunks=2),
-    ),
-    Mutant(
-        a_lookup_adds_to_the_sum_of_an_earlier_step,
-        test_layers.test_gradients_of_lookups_are_added_to_the_sum_of_a_step,
-        dict(dtype=torch.bfloat16),
-    ),
-    Mutant(
         the_kernel_writes_after_the_hook,
         test_weight_gradient.test_overlap_sends_what_the_kernel_has_written,
         dict(name="gpt2", policy="*:none"),
-    ),
-    Mutant(
-        fused_adam_is_not_told_to_skip,
-        test_adam_update.test_skipped_steps_change_nothing_and_do_not_count,
-        dict(impl="apex", fault=float("inf"), bad_steps=(1, 2)),
-    ),
-    Mutant(
-        query_key_and_value_are_cut_as_three_blocks,
-        test_muon.test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise,
-        dict(split=True),
     ),
     Mutant(
         the_momentum_is_not_saved,

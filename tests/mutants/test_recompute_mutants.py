@@ -16,17 +16,12 @@ from megatron_lite.model import layer
 from megatron_lite.parallel.rng import DEFAULT, TENSOR_PARALLEL
 from megatron_lite.recompute import checkpoint as engine
 from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import randomness, replay
+from megatron_lite.recompute import randomness
 from megatron_lite.recompute.phase import is_recomputing
 from tests.recompute import test_checkpoint, test_randomness, test_runner, test_split
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
 Patch, Function, Randomness = pytest.MonkeyPatch, engine._Checkpoint, randomness.Randomness
-
-
-@replaces("_restore", Randomness)
-def nothing_is_restored(_, self):
-    pass
 
 
 @replaces("replayed", Randomness)
@@ -45,13 +40,6 @@ def the_cpu_generator_is_forgotten(now, streams):
     own = {name: now(streams).states[name] for name in streams.snapshot().states}
     cpu = {name: torch.Generator().get_state() for name in randomness.states.keys() - own}
     return randomness._replace(states=own | cpu)
-
-
-@replaces("replayed", Randomness)
-@contextmanager
-def the_streams_stay_where_the_replay_left_them(_, self):
-    self._restore()
-    yield
 
 
 @replaces("add_dropped_out", layer)
@@ -92,18 +80,7 @@ def the_callers_tensor_becomes_its_part(patch: Patch) -> None:
         part(patch)
 
 
-@replaces("autocast_states", replay)
-def autocast_is_forgotten(_, kinds):
-    return []
-
-
-@replaces("apply", Function)
-def there_is_no_anchor(apply, call, anchor, *values):
-    return apply(call, anchor.detach(), *values)
-
-
 SAME_NUMBERS = test_checkpoint.test_every_backward_sees_the_numbers_of_the_forward
-STREAMS_UNMOVED = test_randomness.test_backward_leaves_the_streams_as_it_found_them
 MASKS = test_randomness.test_a_replay_draws_the_masks_of_its_forward_on_the_right_stream
 UNITS = dict(
     recompute=test_randomness.UNITS_OF_TWO,
@@ -117,17 +94,11 @@ SPLIT = test_split.test_whole_inputs_are_freed_and_gathered_once_a_unit_one_ahea
 MUTANTS = [
     # A replay restores every stream, the current one's name and the CPU's generator, as copies, and
     # leaves no trace.
-    Mutant(nothing_is_restored, SAME_NUMBERS, dict(times=1)),
     Mutant(the_replay_advances_the_kept_states, SAME_NUMBERS, dict(times=2)),
     Mutant(
         the_cpu_generator_is_forgotten,
         test_checkpoint.test_a_replay_repeats_the_cpu_generator_beside_the_streams_of_a_device,
         dict(times=1),
-    ),
-    Mutant(
-        the_streams_stay_where_the_replay_left_them,
-        STREAMS_UNMOVED,
-        dict(recompute=test_randomness.UNITS_OF_TWO),
     ),
     # Residual masks are the TP ranks' own under sequence parallelism and shared without it,
     # attention masks always their own.
@@ -145,16 +116,6 @@ MUTANTS = [
     Mutant(the_callers_tensor_becomes_its_part, LEFT_ALONE, dict(grad=True), "size of tensor a"),
     Mutant(parts_are_gathered_in_the_wrong_order, SPLIT),
     # In and out of the Function.
-    Mutant(
-        autocast_is_forgotten,
-        test_checkpoint.test_a_replay_sees_the_autocast_of_its_forward,
-        dict(around="forward"),
-    ),
-    Mutant(
-        there_is_no_anchor,
-        test_checkpoint.test_parameters_inside_get_their_gradients_though_no_input_needs_one,
-        error="does not require grad",
-    ),
 ]
 
 

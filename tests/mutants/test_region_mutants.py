@@ -5,15 +5,10 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 
-import pytest
-
 from megatron_lite.model import layer
 from megatron_lite.recompute import layer_runner as runner
-from megatron_lite.recompute import verify
-from tests.recompute import test_discard, test_tail, test_verify
+from tests.recompute import test_discard, test_tail
 from tests.support.mutants import Mutant, each_is_seen, replaces
-
-Patch = pytest.MonkeyPatch
 
 
 @replaces("discarding", test_discard)
@@ -41,11 +36,6 @@ def the_tail_of_every_layer_is_skipped(chain, plan, segment, part, *others, **fa
     return run
 
 
-@replaces("see", verify.Record)
-def a_replay_is_not_compared(_, self, place, values):
-    pass
-
-
 SHARE_ONE = test_discard.test_all_consumers_share_one_rebuild_of_a_tensor_that_was_freed
 TAIL = test_tail.test_exactly_the_tails_are_skipped_and_no_gradient_changes
 ONE_RANK = dict(tp_size=1, sequence_parallel=False)
@@ -54,10 +44,6 @@ MUTANTS = [
     Mutant(nothing_is_discarded, SHARE_ONE, dict(names=("linear",))),
     Mutant(a_skipped_tail_draws_no_mask, TAIL, ONE_RANK),
     Mutant(the_tail_of_every_layer_is_skipped, TAIL, ONE_RANK),
-    Mutant(
-        a_replay_is_not_compared,
-        test_verify.test_a_draw_outside_the_streams_is_found_and_the_streams_are_cleared,
-    ),
 ]
 
 

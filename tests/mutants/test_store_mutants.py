@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from megatron_lite.recompute import saved
 from megatron_lite.recompute.offload import Offload, _OnHost
 from megatron_lite.recompute.pool import Arena, Pool, Slot
-from tests.recompute import test_arena, test_offload, test_saved
+from tests.recompute import test_arena, test_offload
 from tests.support.mutants import Mutant, each_is_seen, replaces
-
-Patch = pytest.MonkeyPatch
 
 
 @replaces("finish", Offload)
@@ -33,16 +28,6 @@ def backward_does_not_wait_for_the_copy_back(call_back: Any, self: _OnHost) -> N
     self._is_awaited = True
 
 
-@replaces("_can_move", saved)
-def every_tensor_is_moved(_, tensor, kind):
-    return True
-
-
-@replaces("_viewed", saved)
-def a_view_forgets_where_it_began(viewed, moved, dtype, size, stride, offset):
-    return viewed(moved, dtype, size, stride, 0)
-
-
 @replaces("take", Arena)
 def a_slot_is_free_as_soon_as_it_is_taken(take: Any, self: Arena, num_bytes: int) -> Slot:
     slot = take(self, num_bytes)
@@ -58,14 +43,6 @@ MUTANTS = [
     Mutant(originals_are_freed_before_they_are_copied, LATE, LAYERS),
     Mutant(a_buffer_is_given_to_two, LATE, UNITS),
     Mutant(backward_does_not_wait_for_the_copy_back, LATE, UNITS),
-    Mutant(
-        every_tensor_is_moved, test_offload.test_parameters_tables_and_states_of_generators_stay
-    ),
-    Mutant(
-        a_view_forgets_where_it_began,
-        test_saved.test_a_view_of_what_was_moved_is_what_it_was,
-        dict(name="part"),
-    ),
     Mutant(a_slot_is_free_as_soon_as_it_is_taken, ARENA, dict(policy="*:full")),
 ]
 

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_lite.model import norm
 from megatron_lite.optim import optimizer as norms
-from megatron_lite.parallel.collectives import Started
 from megatron_lite.parallel.rng import TENSOR_PARALLEL
-from megatron_lite.tensor_parallel import layers
+from megatron_lite.tensor_parallel import cross_entropy
 from megatron_lite.tensor_parallel.rank_context import RankContext
 from tests.model import test_dropout
 from tests.optim import test_layouts
 from tests.parallel import test_equality
 from tests.support.mutants import Mutant, each_is_seen, replaces
-from tests.tensor_parallel import test_layers
-
-
-@replaces("start_all_reduce_", layers)
-def f_without_all_reduce(_, tensor, group):
-    return Started(tensor, None)
-
-
-@replaces("start_reduce_scatter_first_dim", layers)
-def sequence_gather_with_a_slice_backward(_, tensor, group):
-    return Started(tensor.chunk(group.size())[group.rank()], None)
+from tests.tensor_parallel import test_cross_entropy
 
 
 @replaces("__init__", norm.Norm)
@@ -36,16 +27,6 @@ def norm_gradients_not_summed(init, self, *args, **kwargs):
         parameter.parameter_spec = dataclasses.replace(
             parameter.parameter_spec, sum_grad_over_tp=False
         )
-
-
-@replaces("forward", layers.VocabParallelEmbedding)
-def embedding_without_mask(_, self, tokens):
-    """Ids of other ranks' rows look up row 0 of this rank."""
-    rows = self.weight.shape[0]
-    local = tokens.t() - self.context.rank * rows
-    local = local.masked_fill((local < 0) | (local >= rows), 0)
-    partial = torch.nn.functional.embedding(local, self.weight)
-    return layers.reduce_from_tensor_parallel_region(partial, self.context.group)
 
 
 @replaces("__init__", norms.Optimizer)
@@ -59,23 +40,24 @@ def residual_masks_differ_over_ranks(_, self):
     return TENSOR_PARALLEL
 
 
-COLUMN = test_layers.test_column_parallel_linear_equals_the_dense_one
+@replaces("add_weight_product_", cross_entropy)
+def chunks_add_up_in_bf16(
+    add: Any, total: Tensor, rows: Tensor, grad_rows: Tensor, *, first: bool
+) -> None:
+    add(total, rows, grad_rows, first=first)
+    total.copy_(total.bfloat16())
+
+
 MUTANTS = [
-    Mutant(f_without_all_reduce, COLUMN, dict(tp_size=2, sequence_parallel=False, tp_blocks=1)),
     Mutant(
-        sequence_gather_with_a_slice_backward,
-        COLUMN,
-        dict(tp_size=2, sequence_parallel=True, tp_blocks=1),
+        chunks_add_up_in_bf16,
+        test_cross_entropy.test_bf16_chunks_add_less_than_one_rounding_to_the_error_of_the_weights_gradient,
+        dict(seq_length=64, vocab_size=512, spread=0.05),
     ),
     Mutant(
         norm_gradients_not_summed,
         test_equality.test_loss_and_every_gradient_equal_those_of_one_rank,
         dict(layout=test_equality.Layout(tp=2, sequence_parallel=True)),
-    ),
-    Mutant(
-        embedding_without_mask,
-        test_layers.test_the_embedding_equals_the_dense_one,
-        dict(tp_size=2, sequence_parallel=False),
     ),
     Mutant(
         norm_counts_duplicates_on_every_rank,

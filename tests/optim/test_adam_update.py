@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.optimizer import Optimizer
-from tests.optim.test_muon import state_of, step
+from tests.optim.test_muon import Prescribed, state_of, step
 from tests.optim.test_optimizer import CONFIG, RATES, Plain
 from tests.support import apex
 from tests.support.models import tp_state
@@ -28,10 +29,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return apex.install(monkeypatch)
 
 
-def optimizer_of(model: Plain, parallel: Any, impl: str) -> Optimizer:
-    return Optimizer(
-        model, OptimizerConfig(**CONFIG, clip_grad=0.05, optimizer_impl=impl), parallel
-    )
+def optimizer_of(model: nn.Module, parallel: Any, impl: str) -> Optimizer:
+    rule = dict(optimizer="muon") if impl == "muon" else dict(optimizer_impl=impl)
+    return Optimizer(model, OptimizerConfig(**CONFIG, clip_grad=0.05, **rule), parallel)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -58,23 +58,25 @@ def test_weights_masters_and_moments_are_torchs_up_to_rounding(
             )
 
 
-@pytest.mark.parametrize("impl", ["torch", "apex"])
-@pytest.mark.parametrize("fault", [math.inf, math.nan])
-@pytest.mark.parametrize("bad_steps", [(0,), (1, 2), (0, 1, 3)])
+@pytest.mark.parametrize("impl", ["torch", "apex", "muon"])
+@pytest.mark.parametrize(
+    ("fault", "bad_steps"), [(math.inf, (0,)), (math.nan, (1, 2)), (math.inf, (0, 1, 3))]
+)
 def test_skipped_steps_change_nothing_and_do_not_count(
     calls: Counter[str], impl: str, fault: float, bad_steps: tuple[int, ...]
 ) -> None:
     """Bias correction would tell a step that counts: the first update is as large at every learning
     rate."""
     with tp_state(1) as parallel:
-        model, undisturbed = Plain(), Plain()
+        kind = Prescribed if impl == "muon" else Plain
+        model, undisturbed = kind(), kind()
         ours, theirs = (optimizer_of(one, parallel, impl) for one in (model, undisturbed))
         for number in range(5):
             if number in bad_steps:
                 before = state_of(model, ours)
                 ours.zero_grad()
                 model.loss(9).backward()
-                ours.buffer.grads["norm_weight"][2] = fault
+                next(iter(ours.buffer.grads.values()))[2] = fault
                 assert ours.step(0.1).skipped.item() == 1.0
                 assert all(
                     torch.equal(value, before[key]) for key, value in state_of(model, ours).items()

@@ -72,7 +72,7 @@ def train_everywhere(
         }
 
 
-@pytest.mark.runs(daily=1, ci=5)
+@pytest.mark.runs(daily=1, ci=3)
 @pytest.mark.parametrize(
     ("mesh", "dtype"), [*((mesh, torch.float64) for mesh in MESHES), ("dp2", torch.float32)]
 )
@@ -122,7 +122,7 @@ def test_every_layout_trains_as_a_single_process(mesh: str, dtype: torch.dtype) 
             assert max(momentum.values(), default=0.0) < 1e-9
 
 
-@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.runs(daily=2, ci=4)
 @pytest.mark.parametrize("rule", ["adam", "muon"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

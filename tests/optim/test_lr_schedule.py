@@ -42,17 +42,10 @@ def schedule(num_iterations=10, batch_size=4, **config):
             {0: 0.5, 4: 0.75, 8: 1.0},
         ),
         (dict(lr_decay_style="linear", lr_warmup_fraction=0.25), {5: 0.5, 10: 1.0, 25: 0.5}),
-        (dict(lr_decay_style="linear", lr_decay_iters=5), {10: 0.5, 20: 0.0, 30: 0.0}),
-        (dict(lr_decay_style="cosine", min_lr=0.2), {0: 1.0, 20: 0.6, 40: 0.2, 41: 0.2}),
         (dict(lr_decay_style="cosine"), {10: 0.5 + math.sqrt(2) / 4, 30: 0.5 - math.sqrt(2) / 4}),
         (
             dict(lr_decay_style="inverse-square-root", lr_warmup_iters=1),
             {2: 0.5, 4: 1.0, 16: 0.5, 36: 1 / 3, 41: 0.0},
-        ),
-        (dict(lr_decay_style="inverse-square-root"), {0: 1.0, 1: 1.0, 4: 0.5}),
-        (
-            dict(lr_decay_style="WSD", lr_wsd_decay_iters=5, lr_wsd_decay_style="linear"),
-            {0: 1.0, 20: 1.0, 30: 0.5, 40: 0.0},
         ),
         (dict(lr_decay_style="WSD", lr_wsd_decay_iters=5), {20: 1.0, 30: 2 * 2**-0.5 - 1, 40: 0.0}),
         (

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.optim.muon_update import STEPS, orthogonalize
@@ -184,37 +183,6 @@ def test_query_key_and_value_rows_are_three_matrices_unless_told_otherwise(split
                 )
                 < 1e-12
             ), name
-
-
-class _Reads(TorchDispatchMode):
-    """Fails where the host reads a tensor's value."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, (
-            "the host waits for the device"
-        )
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_skipped_finite_step_changes_nothing_and_nothing_waits_for_the_device() -> None:
-    """As after a spike of the loss."""
-    model = Prescribed()
-    with tp_state(1) as parallel:
-        optimizer = Optimizer(model, OptimizerConfig(optimizer="muon"), parallel)
-        step(model, optimizer, 0, 0.1)
-        before = state_of(model, optimizer)
-        optimizer.zero_grad()
-        model.loss(1).backward()
-        with _Reads():
-            optimizer._rule.step(0.1, 0.1, torch.ones(()))
-        assert all(
-            torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
-        )
-        with _Reads():
-            optimizer._rule.step(0.1, 0.1, torch.zeros(()))
-        assert not any(
-            torch.equal(value, before[key]) for key, value in state_of(model, optimizer).items()
-        )
 
 
 MATRIX_SHAPES = [(7, 7), (5, 9), (9, 5), (12, 1)]

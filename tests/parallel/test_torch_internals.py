@@ -6,7 +6,6 @@ The scan reads the library's sources. It knows a private name of torch by its un
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -21,65 +20,38 @@ from tests.support.runs import tiny_run
 ROOT = Path(__file__).resolve().parents[2]
 INTERNALS = ROOT / "megatron_lite/parallel/torch_internals.py"
 LIBRARY = sorted((ROOT / "megatron_lite").rglob("*.py"))
-# Private attributes of other libraries' objects: namedtuples, the standard library.
-NOT_OF_TORCH = {
+# Private names of other libraries, and the registries of every torch.nn.Module.
+ELSEWHERE = {
     *("_replace", "_asdict", "_fields"),
     *("_exit", "_getframe", "_run_exitfuncs"),
     *("_option_string_actions", "_group_actions"),
     "_from_config",  # of transformers
+    *("_parameters", "_buffers", "_modules"),
 }
-# The registries of every torch.nn.Module, which subclasses rely on.
-OF_MODULES = {"_parameters", "_buffers", "_modules"}
-# Names that stand for torch.ops or one of its namespaces.
-OPERATORS = ("torch.ops.", "aten.", "argparse.", "pickle.")  # and other packages
+OTHERS = ("torch.ops", "aten", "argparse", "pickle")  # operators of torch, and other packages
 
 
-def private_names(source: str) -> Iterator[str]:
-    """Yields the private names of torch that `source` reaches for."""
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
-    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    own |= {
-        node.attr
-        for node in nodes
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
-    }
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
-            text = ast.unparse(node)
-            if _is_private(node.attr) and not text.startswith(OPERATORS):
-                of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
-                of_super = ast.unparse(node.value) == "super()"
-                if (
-                    not of_itself
-                    and not of_super
-                    and node.attr not in NOT_OF_TORCH | OF_MODULES | own
-                ):
-                    yield text
-            continue
-        else:
-            continue
-        for name in names:
-            if name.startswith("torch.") and any(map(_is_private, name.split("."))):
-                yield name
-
-
-def _is_private(name: str) -> bool:
+def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
 def test_no_other_module_reaches_for_a_private_name_of_torch() -> None:
-    found = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in LIBRARY
-        if path != INTERNALS
-        for name in private_names(path.read_text())
-    }
-    assert found == set()
+    """A private name is torch's where the library gives it to nothing of its own."""
+    own, used = set(ELSEWHERE), set()
+    for path in LIBRARY:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                own.add(node.name)
+            elif isinstance(node, ast.Attribute) and is_private(node.attr):
+                holder = ast.unparse(node.value)
+                is_own = holder in ("self", "cls", "super()")
+                if not holder.startswith(OTHERS):
+                    own.add(node.attr) if is_own else used.add((path, node.attr))
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
+                names = (str(node.module), *(alias.name for alias in node.names))
+                used |= {(path, part) for name in names for part in name.split(".")}
+    found = {(path, name) for path, name in used if is_private(name) and name not in own}
+    assert {path for path, _ in found} <= {INTERNALS}, found
 
 
 def test_this_torch_has_every_name() -> None:

@@ -83,7 +83,6 @@ def summed(
     micro_batches: int = 3,
     layout: DataParallelConfig | None = None,
     tp_size: int | None = None,
-    loss_chunk_size: int | None = None,
 ) -> dict[str, Tensor]:
     """This rank's gradients after some micro-batches, of a model with dropout."""
     config = variant_config(name, hidden_dropout=0.1)
@@ -93,12 +92,7 @@ def summed(
             parallel, rng=RngStreams(parallel.device, seed=7, tp_rank=parallel.tp_rank)
         )
         model = build_tiny_model(
-            config,
-            parallel,
-            sequence_parallel=sequence_parallel,
-            dtype=dtype,
-            plan=plan,
-            loss_chunk_size=loss_chunk_size,
+            config, parallel, sequence_parallel=sequence_parallel, dtype=dtype, plan=plan
         )
         buffer = GradBuffer(dict(model.named_parameters()), parallel, layout)
         if fused:

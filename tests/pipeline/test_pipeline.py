@@ -169,7 +169,7 @@ def test_no_recompute_policy_changes_a_bit(layout):
             return train(
                 layout,
                 config,
-                steps=2,
+                steps=1,
                 micro_batches=MICRO_BATCHES,
                 dtype=torch.float32,
                 num_kept=num_kept,

@@ -3,6 +3,7 @@ without Slurm."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -16,34 +17,12 @@ from tests.support.ranks import run_ranks
 from tests.support.runs import rows, run_to_end, step_bytes
 
 SCRIPTS = {"torchrun": "train_multinode.sbatch", "srun": "train_multinode_srun.sbatch"}
-TINY = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--vocab-size",
-    "98",
-    "--micro-batch-size",
-    "1",
-    "--global-batch-size",
-    "4",
-    "--lr",
-    "1e-2",
-    "--eval-iters",
-    "1",
-    "--log-interval",
-    "5",
-    "--distributed-backend",
-    "gloo",
-    "--distributed-timeout-minutes",
-    "5",
-]
+TINY = shlex.split(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16 --vocab-size 98 --micro-batch-size 1 --global-batch-size 4 "
+    "--lr 1e-2 --eval-iters 1 --log-interval 5 --distributed-backend gloo "
+    "--distributed-timeout-minutes 5"
+)
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
 

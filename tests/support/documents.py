@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_lite.description.sizes import Sizes
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.training.batches import DocumentRules, MicroBatch, cut
 from tests.support.models import BATCH, SEQ_LENGTH, VOCAB_SIZE
@@ -44,17 +43,6 @@ def packed_batch(
     rank, size = (0, 1) if parallel is None else (parallel.cp_rank, parallel.cp_size)
     text = packed_text(seed, batch=batch, seq_length=seq_length)
     return cut(text, cp_rank=rank, cp_size=size, rules=rules)
-
-
-def batch_of(sizes: Sizes) -> MicroBatch:
-    """Returns a packed micro-batch with the tensors that the sizes tell of."""
-    rules = DocumentRules(
-        eod=EOD,
-        mask_loss=sizes.masks_loss,
-        reset_positions=sizes.resets_positions,
-        reset_attention=sizes.resets_attention,
-    )
-    return packed_batch(rules, batch=sizes.micro_batch_size, seq_length=sizes.seq_length)
 
 
 def documents_of(samples: Tensor) -> list[Tensor]:

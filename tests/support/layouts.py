@@ -11,7 +11,6 @@ import megatron_lite.parallel.fsdp  # noqa: F401  (0.6 s: once here, not in ever
 from megatron_lite.config.optimizer_settings import OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.model.gpt import GPTModel, shard_model_
-from megatron_lite.optim.loss_scale import LossScale
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.rng import RngStreams
@@ -44,7 +43,6 @@ class Run:
     losses, grad_norms, zeros: the loss, the gradient norm and the number of zero gradients by step.
     grads: the gradients of the last step, clipped.
     states: the optimizer's states as states[name][key].
-    piece_elements: the number of elements that this rank's optimizer updates.
     """
 
     losses: list[float]
@@ -54,7 +52,6 @@ class Run:
     weights: dict[str, Tensor]
     grads: dict[str, Tensor]
     states: dict[str, dict[str, Tensor]]
-    piece_elements: int
 
 
 def build(
@@ -63,15 +60,13 @@ def build(
     config: DataParallelConfig,
     *,
     clip_grad: float = 1e9,
-    loss_scale: LossScale | None = None,
-    optimizer_impl: str = "torch",
     settings: OptimizerConfig | None = None,
     **model: object,
 ) -> tuple[GPTModel, Optimizer]:
     """Returns a tiny model of a variant in the layout, and its optimizer.
 
     The first weights and the random numbers are the same every time.
-    settings: the optimizer's config, instead of clip_grad and optimizer_impl.
+    settings: the optimizer's config, instead of clip_grad.
     """
     fresh = replace(
         parallel,
@@ -81,8 +76,8 @@ def build(
     )
     built = build_tiny_model(variant_config(name), fresh, **model)
     shard_model_(built, fresh, config)
-    settings = settings or OptimizerConfig(clip_grad=clip_grad, optimizer_impl=optimizer_impl)
-    return built, Optimizer(built, settings, fresh, config, loss_scale=loss_scale)
+    settings = settings or OptimizerConfig(clip_grad=clip_grad)
+    return built, Optimizer(built, settings, fresh, config)
 
 
 def backward(
@@ -153,7 +148,6 @@ def train(
             key: {kind: whole_states[f"{key}/{kind}"] for kind in state}
             for key, state in states.items()
         },
-        piece_elements=sum(piece.stop - piece.start for piece in optimizer.layout.pieces),
     )
 
 

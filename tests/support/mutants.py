@@ -72,14 +72,12 @@ class Mutant(NamedTuple):
     arguments: the test's parameters, without its fixtures.
     error: a part of the message, if the test fails by an error of torch or of a rank instead of its
         own assertion.
-    long: whether only .ci/run runs the mutant.
     """
 
     fault: Fault
     test: Callable[..., None]
     arguments: Mapping[str, Any] = {}
     error: str = ""
-    long: bool = False
 
     @property
     def name(self) -> str:
@@ -89,18 +87,15 @@ class Mutant(NamedTuple):
 def each_is_seen(mutants: Iterable[Mutant]) -> Callable[..., None]:
     """Returns a test that passes where each mutant's own test fails with its fault.
 
+    It says nothing of the product, so that only .ci/run has it.
+
     Fixtures of the mutants' tests are those of the module that has the test: it imports them. Ranks
     that a test forks inherit the fault. A test that walks through a grid has the cases of a default
     run, in .ci/run too.
     """
 
-    @pytest.mark.parametrize(
-        "mutant",
-        [
-            pytest.param(mutant, id=mutant.name, marks=[pytest.mark.long] * mutant.long)
-            for mutant in mutants
-        ],
-    )
+    @pytest.mark.long
+    @pytest.mark.parametrize("mutant", mutants, ids=lambda mutant: mutant.name)
     @pytest.mark.filterwarnings("ignore")
     def test_is_seen(
         mutant: Mutant, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,10 +20,8 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.pipeline.links import Links
-from megatron_lite.pipeline.order import Action
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.batches import MicroBatch
-from megatron_lite.training.observe import ActivationMeter
 from megatron_lite.training.step import StageRunner
 from tests.support.models import (
     BATCH,
@@ -163,8 +161,6 @@ def train(
     *,
     steps: int,
     micro_batches: int,
-    meter: ActivationMeter | None = None,
-    after: Callable[[Action], None] | None = None,
     data_parallel: DataParallelConfig | None = None,
     **options: object,
 ) -> Trained:
@@ -181,11 +177,7 @@ def train(
         for step in range(steps):
             optimizer.zero_grad()
             loss = runner.train(
-                samples,
-                loss_factor=1.0 / micro_batches,
-                meter=meter,
-                after=after,
-                before_last=optimizer.sync_next_backward,
+                samples, loss_factor=1.0 / micro_batches, before_last=optimizer.sync_next_backward
             )
             losses.append(
                 all_reduce_(all_reduce_(loss, parallel.dp_group), parallel.pp_group).item()

@@ -99,13 +99,6 @@ class Program:
             if line.startswith("pretrain_gpt.py: ")
         ]
 
-    def wait_for(self, happened: Callable[[], bool], timeout: float = HANG_S) -> None:
-        """Returns as soon as `happened()` is true. Raises AssertionError after the timeout."""
-        deadline = time.monotonic() + timeout
-        while not happened():
-            assert time.monotonic() < deadline, self.everything()
-            time.sleep(0.01)
-
 
 @contextlib.contextmanager
 def program(
@@ -229,8 +222,8 @@ def _start(
     return start_fork(run)
 
 
-def completes(*arguments: str, prepare: Callable[[int], None] = lambda rank: None) -> str:
+def completes(*arguments: str) -> str:
     """Runs the program on two ranks, and asserts that both end well. Returns rank 0's stdout."""
-    with program(list(arguments), ranks=2, prepare=prepare) as run:
+    with program(list(arguments), ranks=2) as run:
         assert run.wait() == [0, 0], run.everything()
         return run.output(0)

@@ -25,8 +25,8 @@ SPECS = {
 }
 
 
-def shard(name, tp_rank=0, tp_size=1, *, seed=1, parameter="layer.weight"):
-    return initial_values(SPECS[name], seed=seed, name=parameter, tp_rank=tp_rank, tp_size=tp_size)
+def shard(name, *, seed=1, parameter="layer.weight"):
+    return initial_values(SPECS[name], seed=seed, name=parameter, tp_rank=0, tp_size=1)
 
 
 def test_padding_rows_are_zero_and_no_other_row_is():

@@ -74,86 +74,65 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.runs(daily=3, ci=8)
-@pytest.mark.parametrize("tp_blocks", [1, 3])
+def parts(tensor, tp_size, blocks, dim):
+    """The part of each rank, of every block."""
+    cut = [block.chunk(tp_size, dim) for block in tensor.chunk(blocks, dim)]
+    return [torch.cat(of_rank, dim) for of_rank in zip(*cut, strict=True)]
+
+
+@pytest.mark.runs(daily=4, ci=8)
+@pytest.mark.parametrize("kind", ["column", "column of three blocks", "row"])
 @LAYOUTS
-def test_column_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel, tp_blocks):
+def test_parallel_linear_layers_equal_the_dense_one(tp_size, sequence_parallel, kind):
+    blocks = 3 if "three" in kind else 1
     x, weight, bias = (
         draw(S, B, INPUT, seed=1),
-        draw(12 * tp_blocks, INPUT, seed=2),
-        draw(12 * tp_blocks, seed=3),
+        draw(OUTPUT * blocks, INPUT, seed=2),
+        draw(OUTPUT * blocks, seed=3),
     )
-    grad = draw(S, B, 12 * tp_blocks, seed=4)
+    grad = draw(S, B, OUTPUT * blocks, seed=4)
 
-    def columns_of(tensor, rank):
-        return torch.cat(
-            [block.chunk(tp_size, dim=-1)[rank] for block in tensor.chunk(tp_blocks, dim=-1)],
-            dim=-1,
-        )
+    def tokens(tensor):
+        return parts(tensor, tp_size, 1, 0) if sequence_parallel else [tensor] * tp_size
 
-    def work(rank, world_size):
-        with tp_context(tp_size, sequence_parallel=sequence_parallel) as (parallel, context):
-            layer = ColumnParallelLinear(
-                INPUT, 12 * tp_blocks, bias=True, init_std=0.0, context=context, tp_blocks=tp_blocks
-            )
-            set_whole_(layer.weight, weight, context)
-            set_whole_(layer.bias, bias, context)
-            mine = (x.chunk(tp_size)[rank] if sequence_parallel else x).clone().requires_grad_()
-            output = layer(mine)
-            output.backward(columns_of(grad, rank))
-            return (
-                output.detach(),
-                mine.grad,
-                whole_tensor(layer.weight.grad, layer.weight, parallel),
-                whole_tensor(layer.bias.grad, layer.bias, parallel),
-            )
+    def features(tensor):
+        return parts(tensor, tp_size, blocks, -1)
 
-    dense = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    expected = F.linear(*dense)
-    expected.backward(grad)
-    for rank, (output, grad_x, grad_weight, grad_bias) in enumerate(run(work, tp_size)):
-        close(output, columns_of(expected.detach(), rank))
-        close(grad_x, dense[0].grad.chunk(tp_size)[rank] if sequence_parallel else dense[0].grad)
-        close(grad_weight, dense[1].grad)
-        close(grad_bias, dense[2].grad)
-
-
-@pytest.mark.runs(daily=2, ci=4)
-@LAYOUTS
-def test_row_parallel_linear_equals_the_dense_one(tp_size, sequence_parallel):
-    x, weight, bias = draw(S, B, INPUT, seed=1), draw(OUTPUT, INPUT, seed=2), draw(OUTPUT, seed=3)
-    grad = draw(S, B, OUTPUT, seed=4)
-
-    def tokens_of(tensor, rank):
-        return tensor.chunk(tp_size)[rank] if sequence_parallel else tensor
+    before, after = (features, tokens) if kind == "row" else (tokens, features)
 
     def work(rank, world_size):
         with tp_context(tp_size, sequence_parallel=sequence_parallel) as (parallel, context):
-            layer = RowParallelLinear(INPUT, OUTPUT, bias=True, init_std=0.0, context=context)
+            options = dict(bias=True, init_std=0.0, context=context)
+            layer = (
+                RowParallelLinear(INPUT, OUTPUT, **options)
+                if kind == "row"
+                else ColumnParallelLinear(INPUT, OUTPUT * blocks, tp_blocks=blocks, **options)
+            )
             set_whole_(layer.weight, weight, context)
             set_whole_(layer.bias, bias, context)
-            mine = x.chunk(tp_size, dim=-1)[rank].clone().requires_grad_()
+            mine = before(x)[rank].clone().requires_grad_()
             output = layer(mine)
-            output.backward(tokens_of(grad, rank))
+            output.backward(after(grad)[rank])
             return (
                 output.detach(),
                 mine.grad,
-                whole_tensor(layer.weight.grad, layer.weight, parallel),
-                layer.bias.grad,
+                *(whole_tensor(one.grad, one, parallel) for one in (layer.weight, layer.bias)),
             )
 
     dense = [t.clone().requires_grad_() for t in (x, weight, bias)]
     expected = F.linear(*dense)
     expected.backward(grad)
     results = run(work, tp_size)
-    for rank, (output, grad_x, grad_weight, grad_bias) in enumerate(results):
-        close(output, tokens_of(expected.detach(), rank))
-        close(grad_x, dense[0].grad.chunk(tp_size, dim=-1)[rank])
+    for rank, (output, grad_x, grad_weight, _) in enumerate(results):
+        close(output, after(expected.detach())[rank])
+        close(grad_x, before(dense[0].grad)[rank])
         close(grad_weight, dense[1].grad)
-        if not sequence_parallel:
-            close(grad_bias, dense[2].grad)
-    if sequence_parallel:  # each rank has added the bias to its own tokens: marked sum_grad_over_tp
-        close(sum(grad_bias for *_, grad_bias in results), dense[2].grad)
+    of_ranks = [grad_bias for *_, grad_bias in results]
+    if kind == "row" and sequence_parallel:
+        # each rank has added the bias to its own tokens: marked sum_grad_over_tp
+        of_ranks = [sum(of_ranks)]
+    for grad_bias in of_ranks:
+        close(grad_bias, dense[2].grad)
 
 
 @pytest.mark.runs(daily=2, ci=4)

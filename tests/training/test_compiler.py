@@ -16,9 +16,19 @@ from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.training.build_trainer import compile_layers_
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.runs import run_to_end, tiny_run
-from tests.support.uncompiled import NEEDS_COMPILER
+from tests.support.uncompiled import uncompiled_kernels
 
 ONE_LAYER = dict(num_layers=1, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+@pytest.fixture(autouse=True)
+def without_inductors_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its division of the graph into forward and backward, which is what a budget changes."""
+    compile_layer = functools.partialmethod(
+        torch.nn.Module.compile, backend="aot_eager_decomp_partition"
+    )
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)
+    uncompiled_kernels(monkeypatch)
 
 
 def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[torch.Tensor]]:
@@ -36,14 +46,7 @@ def kept_and_grads(budget: float | None, *, compiled: bool) -> tuple[int, list[t
 
 
 @pytest.mark.long
-def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With inductor's division of the graph into forward and backward, but without its kernels."""
-    compile_layer = functools.partialmethod(
-        torch.nn.Module.compile, backend="aot_eager_decomp_partition"
-    )
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_layer)
+def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients() -> None:
     _, expected = kept_and_grads(None, compiled=False)
     kept = []
     for budget in (1.0, 0.5, 0.0):
@@ -54,9 +57,7 @@ def test_a_smaller_budget_keeps_less_and_gives_the_same_gradients(
     assert kept[0] > kept[1] > kept[2]
 
 
-@pytest.mark.slow
 @pytest.mark.long
-@NEEDS_COMPILER
 def test_a_compiled_run_learns_and_claims_nothing_about_its_bytes(tmp_path: Path) -> None:
     config = tiny_run(
         metrics=tmp_path / "m", model=ONE_LAYER, training=dict(train_iters=3, torch_compile=True)

@@ -103,7 +103,7 @@ def real_steps(
     return run_ranks(run, world_size, detail=False)
 
 
-@pytest.mark.runs(daily=1, ci=6)
+@pytest.mark.runs(daily=1, ci=4)
 @pytest.mark.parametrize(("world_size", "num_microbatches", "flags"), [*CASES, *LONG_CASES])
 def test_each_rank_has_the_memory_of_a_real_one(
     world_size: int, num_microbatches: int, flags: str
@@ -136,7 +136,7 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
     assert whole.peak.num_bytes == apart.peak.num_bytes + whole.host_bytes
 
 
-@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags"),
     [
@@ -171,7 +171,7 @@ def test_a_step_whose_memory_is_not_linear_runs_in_full(monkeypatch: pytest.Monk
     assert found.measured == dry_run(config, 0, world_size=1, in_full=True).measured
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(daily=1, ci=2)
 @pytest.mark.parametrize(
     ("world_size", "rank", "flags", "loss_bytes"),
     [

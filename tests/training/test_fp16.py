@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_lite.config.optimizer_settings import LossScaleConfig, LrScheduleConfig
 from megatron_lite.config.run import RunConfig
@@ -46,29 +45,6 @@ def test_losses_stay_near_those_of_float32(tmp_path: Path) -> None:
     for key, off in (("lm_loss", 0.01), ("grad_norm", 0.1)):
         assert [row[key] for row in found] == pytest.approx([row[key] for row in expected], rel=off)
     assert expected[-1]["lm_loss"] < 0.8 * expected[0]["lm_loss"]
-
-
-def test_a_checkpoint_goes_on_in_another_precision(tmp_path: Path) -> None:
-    """The masters are taken over unrounded; a float16 run that finds no scale begins with the
-    initial one."""
-    run_to_end(tiny_run(training=dict(train_iters=3), checkpoint=dict(save=str(tmp_path / "fp32"))))
-    half = run_to_end(
-        fp16_run(
-            training=dict(train_iters=3),
-            checkpoint=dict(load=str(tmp_path / "fp32"), save=str(tmp_path / "fp16")),
-        )
-    )
-    single = run_to_end(
-        tiny_run(training=dict(train_iters=3), checkpoint=dict(load=str(tmp_path / "fp32")))
-    )
-    assert (
-        half.optimizer.loss_scale is not None and half.optimizer.loss_scale.scale.item() == 1024.0
-    )
-    rounded = dict(half.model.named_parameters())
-    for name, parameter in single.model.named_parameters():
-        assert torch.equal(half.optimizer.states[name]["master"], parameter) and torch.equal(
-            rounded[name], parameter.half()
-        )
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,16 @@ from tests.support.runs import rows, run_to_end, tiny_run
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 
 
-def test_every_iteration_has_one_row_with_the_documented_fields(tmp_path: Path) -> None:
-    run_to_end(tiny_run(metrics=tmp_path / "m.jsonl"))
-    written = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The metrics file of a run."""
+    path = tmp_path_factory.mktemp("plain") / "m.jsonl"
+    run_to_end(tiny_run(metrics=path))
+    return path
+
+
+def test_every_iteration_has_one_row_with_the_documented_fields(plain: Path) -> None:
+    written = [json.loads(line) for line in plain.read_text().splitlines()]
     assert [row["iteration"] for row in written] == list(range(1, 21))
     assert [row["consumed_samples"] for row in written] == list(range(4, 81, 4))
     assert list(written[0]) == [
@@ -43,33 +50,24 @@ def test_every_iteration_has_one_row_with_the_documented_fields(tmp_path: Path) 
     assert written[-1]["lm_loss"] < written[0]["lm_loss"]
 
 
-def test_the_same_seed_repeats_every_digit_and_another_does_not(tmp_path: Path) -> None:
-    for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        run_to_end(tiny_run(metrics=tmp_path / name, training=dict(seed=seed)))
-    assert rows(tmp_path / "a") == rows(tmp_path / "b")
-    assert rows(tmp_path / "a") != rows(tmp_path / "c")
-
-
-def test_evaluation_does_not_disturb_training(tmp_path: Path) -> None:
+@pytest.mark.parametrize("training", [dict(seed=1234), dict(seed=6), dict(eval_interval=3)])
+def test_the_same_seed_repeats_every_digit_over_evaluations_and_another_does_not(
+    training: dict[str, int], plain: Path, tmp_path: Path
+) -> None:
     """With dropout on: an evaluation that drew a random number, or left the model in eval mode,
     would show."""
-    run_to_end(tiny_run(metrics=tmp_path / "a"))
-    run_to_end(tiny_run(metrics=tmp_path / "b", training=dict(eval_interval=3)))
-    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+    run_to_end(tiny_run(metrics=tmp_path / "m", training=training))
+    assert (rows(tmp_path / "m") == rows(plain)) == (training != dict(seed=6))
 
 
 def test_the_global_batch_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
+    losses = []
     for size in (1, 2, 4):
-        run_to_end(
-            tiny_run(
-                model=NO_DROPOUT, metrics=tmp_path / str(size), training=dict(micro_batch_size=size)
-            )
-        )
-    expected = [row["lm_loss"] for row in rows(tmp_path / "1")]
-    for size in (2, 4):
-        assert [row["lm_loss"] for row in rows(tmp_path / str(size))] == pytest.approx(
-            expected, rel=1e-4
-        )
+        training = dict(micro_batch_size=size, train_iters=8)
+        run_to_end(tiny_run(model=NO_DROPOUT, metrics=tmp_path / str(size), training=training))
+        losses.append([row["lm_loss"] for row in rows(tmp_path / str(size))])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[2] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_the_iteration_line_is_what_megatron_parsers_expect(

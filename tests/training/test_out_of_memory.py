@@ -17,18 +17,16 @@ from megatron_lite.memory.predict.step_peak import step_peak
 from megatron_lite.training.out_of_memory import advice, is_out_of_memory, memory_limited
 from megatron_lite.training.peak_memory import PeakMemory
 from tests.support.commands import run_command
-from tests.support.layouts import LAYOUTS
 from tests.support.rank_faults import first_step_fails
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
 
 CPU = torch.device("cpu")
-SIZE = [
-    *("--num-layers", "8", "--hidden-size", "256", "--num-attention-heads", "4"),
-    *("--seq-length", "512", "--max-position-embeddings", "512", "--vocab-size", "4096"),
-    *("--micro-batch-size", "8", "--global-batch-size", "8", "--mock-data", "--lr", "1e-3"),
-    *("--train-iters", "1", "--eval-iters", "0", "--distributed-backend", "gloo"),
-]
+SIZE = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512 "
+    "--max-position-embeddings 512 --vocab-size 4096 --micro-batch-size 8 --global-batch-size 8 "
+    "--mock-data --lr 1e-3 --train-iters 1 --eval-iters 0 --distributed-backend gloo"
+)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_the_limit_holds_within_the_block_and_not_after_it() -> None:
 
 @pytest.mark.long
 def test_a_run_beyond_its_limit_ends_with_one_line_and_status_2() -> None:
-    done = run_command(*SIZE, "--memory-limit", "700MiB")
+    done = run_command(*SIZE.split(), "--memory-limit", "700MiB")
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if "out of memory" in line]
     assert len(lines) == 1 and "Traceback" not in done.stderr
@@ -177,32 +175,3 @@ def test_the_measured_peak_has_the_buffers_that_outlive_a_step(
     found = run_to_end(config).peak
     assert found is not None
     assert found.predicted / found.measured == pytest.approx(1.0, abs=0.02)
-
-
-@pytest.mark.runs(daily=0, ci=2)
-@pytest.mark.parametrize("layout", ["replicated", "zero1", "fsdp2"])
-def test_the_measured_peak_counts_no_memory_twice_in_any_layout(layout: str) -> None:
-    """The copies inside gloo count, and what its threads free is seen late: 6 % were seen.
-
-    How late depends on the scheduling of gloo's threads (33 % were seen on a busy machine), so a
-    later run may do better. Memory counted twice is seen in every run.
-    """
-    config = tiny_run(
-        model=dict(num_layers=6, hidden_size=128),  # the gradients are a large part
-        training=dict(micro_batch_size=4, global_batch_size=8, train_iters=2, eval_iters=0),
-        data_parallel=LAYOUTS[layout],
-    )
-    config = replace(config, logging=replace(config.logging, log_peak_memory=True))
-
-    def work(rank: int, world_size: int) -> float:
-        found = run_to_end(config).peak
-        assert found is not None
-        return found.predicted / found.measured
-
-    seen = []
-    for _ in range(8):
-        seen.append(run_ranks(work, 2, detail=False))
-        assert all(ratio < 1.01 for ratio in seen[-1]), seen
-        if all(ratio > 0.92 for ratio in seen[-1]):
-            return
-    raise AssertionError(f"more was measured than predicted, in every run: {seen}")

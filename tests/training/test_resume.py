@@ -22,7 +22,7 @@ MUON = OptimizerConfig(optimizer="muon", muon_nesterov=True)
 SEQUENCE = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 # by name: the ranks, their sizes, options of tiny_run, and fields of its config
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "alone": (1, {}, {}, {}),
+    "alone": (1, {}, dict(training=dict(skip_update_on_spike=9.0)), {}),
     "bf16, tp2 sp dp2": (4, SEQUENCE, dict(training=dict(bf16=True)), {}),
     "experts, tp2 sp": (2, SEQUENCE, dict(model=EXPERTS), {}),
     "zero1": (2, {}, dict(data_parallel=LAYOUTS["zero1, overlap"], training=dict(bf16=True)), {}),
@@ -97,6 +97,8 @@ def test_three_iterations_a_restart_and_three_more_equal_six(tmp_path: Path, nam
             for folder in ("whole", "parts")
         ]
         assert metadata[0] == metadata[1]
+        if name == "alone":
+            assert metadata[0]["mean_loss"]["count"] == step
     if "loss scale" in name:
         resumed = whole[STOP:]
         assert any(row["skipped"] for row in resumed)

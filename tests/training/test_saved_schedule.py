@@ -60,9 +60,8 @@ def test_a_run_that_takes_the_checkpoints_schedule_equals_the_uninterrupted_run(
     assert _rates(tmp_path, "second") + _rates(tmp_path, "third") == whole[2:]
     printed = capsys.readouterr().out
     assert (
-        "--use-checkpoint-opt_param-scheduler: the learning rate and the weight decay follow the "
-        "checkpoint (flags -> checkpoint: max_lr 0.5 -> 0.01, min_lr 0 -> 0.001, style cosine -> "
-        "linear, warmup_samples 12 -> 4, decay_samples 16 -> 36, weight_decay 0.7 -> 0.1)"
+        "(flags -> checkpoint: max_lr 0.5 -> 0.01, min_lr 0 -> 0.001, style cosine -> linear, "
+        "warmup_samples 12 -> 4, decay_samples 16 -> 36, weight_decay 0.7 -> 0.1)"
     ) in printed
     assert "changed since the checkpoint: --lr " not in printed
 
@@ -73,10 +72,8 @@ def test_a_run_follows_its_flags_and_tells_how_they_differ(
     _run(tmp_path, "first", FIRST, iterations=2)
     _run(tmp_path, "flags", OTHER, iterations=6, load="first")
     line = (
-        "the learning rate follows the flags, which differ from the checkpoint (checkpoint -> "
-        "flags, lengths in samples: max_lr 0.01 -> 0.5, min_lr 0.001 -> 0, style linear -> "
-        "cosine, warmup_samples 4 -> 12, decay_samples 36 -> 24); "
-        "--use-checkpoint-opt_param-scheduler follows the checkpoint"
+        "max_lr 0.01 -> 0.5, min_lr 0.001 -> 0, style linear -> cosine, warmup_samples 4 -> 12, "
+        "decay_samples 36 -> 24); --use-checkpoint-opt_param-scheduler follows the checkpoint"
     )
     assert line in capsys.readouterr().out
     overriding = dict(OTHER, override_opt_param_scheduler=True)
