@@ -13,7 +13,7 @@ import pytest
 import pretrain_gpt
 from arguments import ParsedArguments, build_parser, parse_args, supported_flags, topics
 from megatron_lite.cli.help import EXAMPLE, MOST_USED, TOPICS
-from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED
+from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED, WHOSE
 from megatron_lite.config.run import RunConfig
 from tests.support.pairs import sampled
 
@@ -63,7 +63,7 @@ def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("flag", sampled(list(REFUSED), every=3))
 def test_a_refused_flag_says_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     fault = fault_of([*RUN.split(), flag, "7"], capsys)
-    assert fault.startswith(f"Megatron's {flag} ") and REFUSED[flag] in fault
+    assert fault.startswith(f"{WHOSE.get(flag, 'Megatron')}'s {flag} ") and REFUSED[flag] in fault
 
 
 def words_of(flag: str) -> str:
@@ -117,7 +117,7 @@ def test_all_faults_of_a_command_line_are_listed(capsys: pytest.CaptureFixture[s
     ]
 
 
-UNKNOWN = "--use-mpi --sequence-paralell --hidden-sizes 32 --recompute-granularitys full"
+UNKNOWN = "--use-mup2 --sequence-paralell --hidden-sizes 32 --recompute-granularitys full"
 HIDDEN = (
     ("--hidden-dropout 2 --attention-dropout 3", 2),
     ("--micro-batch-size 3 --global-batch-size 4 --bf16 --fp16", 2),

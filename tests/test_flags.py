@@ -25,6 +25,7 @@ WITHOUT_FIELD = {
     "--help",
     "-h",
     "--dump-config",
+    "--check-line",
     "--explain-recompute",
     "--dry-run-memory",
     "--dry-run-ranks",
@@ -99,10 +100,13 @@ def test_a_flag_changes_its_field_from_megatrons_default_and_nothing_else(row: l
 def test_a_flag_belongs_to_one_class_only() -> None:
     supported, refused = supported_flags(build_parser()), megatron_flags.REFUSED
     known = [*supported, *megatron_flags.NO_EFFECT, *megatron_flags.RENAMED, *refused]
+    known += megatron_flags.BY_VALUE
     assert sorted(known) == sorted(set(known))
     assert megatron_flags.ONLY_VALUE.keys() <= refused.keys(), "the reason is in the table"
-    words = " ".join(megatron_flags.RENAMED.values()).split()
-    assert {word for word in words if word.startswith("--")} <= {*supported}
+    by_value = [words for row in megatron_flags.BY_VALUE.values() for words in row.values()]
+    words = " ".join([*megatron_flags.RENAMED.values(), *by_value]).split()
+    legal = {*supported, *megatron_flags.ONLY_VALUE}
+    assert {word for word in words if word.startswith("--")} <= legal
     assert megatron_releases().keys() <= {*known}, "every flag of every release is known"
     assert {row[0] for row in MEGATRON} <= megatron_releases().keys()
     assert not {row[0] for row in OURS} & megatron_releases().keys()

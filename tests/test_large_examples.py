@@ -129,7 +129,7 @@ def test_shape_and_layout_are_the_published_ones(name: str) -> None:
     assert (shape, facts.config.data.seq_length, layout, batch) == PUBLISHED[name]
     assert parallel.sequence_parallel and training.bf16
     llama = name.startswith("llama")
-    assert facts.config.tokenizer.padded_vocab_size(layout[0]) == (128256 if llama else 51200)
+    assert facts.config.tokenizer.rows(layout[0]) == (128256 if llama else 51200)
     assert facts.replicas == 1 or llama  # the paper's layouts have no data parallelism
     if llama:
         assert (model.rotary_base, model.normalization, model.swiglu, model.add_bias_linear) == (

@@ -99,6 +99,11 @@ def build_parser(program: str = SCRIPT) -> Parser:
     for field in fields_of(DryRunConfig):
         add_flag(parser, field)
     add(
+        "--check-line",
+        metavar="FILE",
+        help="print what becomes of each flag in a launch script, with the reason, and stop",
+    )
+    add(
         "--config-json",
         metavar="FILE",
         help="take the run from what --dump-config printed; flags override it, "
@@ -157,6 +162,10 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
         from megatron_lite.cli.help import print_help
 
         print_help(parser, argv, program)
+    if "--check-line" in argv[:-1]:
+        from megatron_lite.cli.help import print_fates
+
+        print_fates(parser, argv[argv.index("--check-line") + 1])
     fields = {name: action.dest for name, action in parser._option_string_actions.items()}
     words, notices = megatron_flags.renamed_words(argv, fields)
     given = {fields.get(word.partition("=")[0], "") for word in words}

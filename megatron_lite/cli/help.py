@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
+from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.invocation import as_typed
-from megatron_lite.config.megatron_flags import fate_of, listed
+from megatron_lite.config.megatron_flags import advice, fate_of, listed
 from megatron_lite.config.parser import Parser, help_columns, paragraph
-from megatron_lite.config.plain import shown
+from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 
 HELP = ("-h", "--help")
@@ -63,6 +65,34 @@ def print_help(parser: Parser, argv: Sequence[str], program: str) -> None:
         parser.error(f"--help {shown(word)}: no topic, and no flag has it in its name: {advice}")
     print(text)
     sys.exit(0)
+
+
+def print_fates(parser: Parser, path: str) -> None:
+    """Prints what becomes of each flag in a launch script, and exits.
+
+    path: the script, or any text with flags; what is behind a # is not read. The status is 0 if all
+    of them are taken, else 1.
+    """
+    try:
+        text = read_input_text(path, LARGEST_TEXT)
+    except (OSError, ValueError) as error:
+        parser.error(f"--check-line {path}: cannot be read ({getattr(error, 'strerror', error)})")
+    code = re.sub(r"(?m)(^|\s)#.*$", "", text)
+    found = dict.fromkeys(re.findall(r"(?<![\w$-])--[a-zA-Z][\w-]*", code))
+    if not found:
+        parser.error(f"--check-line {path}: no flag is in it; give a script that names flags")
+    parsed, taken, faults = parser._option_string_actions, [], 0
+    for name in found:
+        known = name if name in parsed else name.replace("_", "-")
+        fate = fate_of(known)
+        if fate is None and known in parsed:
+            taken.append(name)
+            continue
+        faults += fate is None or " is refused: " in fate
+        print(paragraph(fate or f"{name} is unknown: {advice(name, parsed)}"))
+    print(paragraph(f"taken as they are: {' '.join(taken) or 'none'}"))
+    print(f"{len(found)} flags, of which {faults} are refused or unknown")
+    sys.exit(bool(faults))
 
 
 def help_text(parser: Parser, word: str, program: str) -> str | None:

@@ -131,6 +131,10 @@ class TokenizerConfig:
     tokenizer_type: str | None = setting(
         "derived: GPT2BPETokenizer with --vocab-file and --merge-file, else NullTokenizer",
         choices=TOKENIZER_TYPES,
+        megatron=dict.fromkeys(
+            ("PretrainedFromHF", "TokenizerFromFile", "TokenizerFromFileWithFIM"),
+            "HuggingFaceTokenizer",
+        ),
     )
     tokenizer_model: str | None = setting(
         "tokenizer.json or its directory, for HuggingFaceTokenizer; a SentencePiece model, for "
@@ -145,6 +149,12 @@ class TokenizerConfig:
     )
     make_vocab_size_divisible_by: int = setting(
         "each rank's rows of the embedding are padded to a multiple of it", 128, least=1
+    )
+    padded_vocab_size: int | None = setting(
+        "rows of the embedding in all, instead of those that the divisor gives",
+        least=1,
+        multiple_of=("tensor_model_parallel_size",),
+        why="each rank holds an equal part",
     )
     tiktoken_pattern: str | None = setting(
         "how TikTokenizer splits a text (v2 if omitted)",
@@ -181,6 +191,12 @@ class TokenizerConfig:
             raise ValueError(
                 "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file"
             )
+        padded = self.padded_vocab_size
+        if padded is not None and self.vocab_size is not None and padded < self.true_vocab_size:
+            raise ValueError(
+                f"--padded-vocab-size {padded} is below the {self.true_vocab_size} ids of the "
+                "tokenizer: give at least as many rows"
+            )
         # Nothing reads these fields, as a notice says. The path may be of another machine.
         for one in fields(self):
             unread = one.metadata["setting"].without
@@ -207,10 +223,13 @@ class TokenizerConfig:
             )
         return self.vocab_size + 1 if self.tokenizer_type == "NullTokenizer" else self.vocab_size
 
-    def padded_vocab_size(self, tensor_model_parallel_size: int) -> int:
-        """Returns V rounded up to a multiple of `make_vocab_size_divisible_by` x t.
+    def rows(self, tensor_model_parallel_size: int) -> int:
+        """Returns `padded_vocab_size`, or V rounded up to a multiple of
+        `make_vocab_size_divisible_by` x t.
 
         Each tensor-parallel rank then holds the same number of rows of the embedding.
         """
+        if self.padded_vocab_size is not None:
+            return self.padded_vocab_size
         multiple = self.make_vocab_size_divisible_by * tensor_model_parallel_size
         return -(-self.true_vocab_size // multiple) * multiple

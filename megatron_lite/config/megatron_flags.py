@@ -3,7 +3,9 @@
 megatron_flags.json has them by the reason: those that are refused, since they would change numbers
 or promise something that the user would miss; those that have no effect, also without the feature
 that they belong to; those that have one legal value; and old spellings. A name there that ends with
-"=" takes a value, and one that ends with "=*" takes several. This module is its only reader.
+"=" takes a value, and one that ends with "=*" takes several. Rows with "whose" are of forks of
+Megatron-LM and of launchers; "by value" has the flags of forks that are other flags here, by their
+value. This module is the only reader of the file.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,15 @@ NO_EFFECT: Mapping[str, str] = {
 # Flags that allow only this value, which is what the program does anyway. Any other is refused.
 ONLY_VALUE: Mapping[str, str] = DATA["only value"]
 RENAMED: Mapping[str, str] = DATA["renamed"]
+# What each value of a flag is here. Any other value is refused.
+BY_VALUE: Mapping[str, Mapping[str, str]] = DATA["by value"]
+# The fork that a flag belongs to, if it is not Megatron-LM's own.
+WHOSE: Mapping[str, str] = {
+    name.partition("=")[0]: row["whose"]
+    for row in (*DATA["refused"], *DATA["no effect"])
+    if "whose" in row
+    for name in row["flags"]
+}
 # The fields of configurations stored by version 0.1 that have no effect any more.
 RETIRED_FIELDS = frozenset(DATA["retired fields"])
 # With more ignored flags than this, one line names all of them, without the reasons.
@@ -56,11 +68,22 @@ def renamed_words(argv: Sequence[str], parsed: Iterable[str]) -> tuple[list[str]
     unless it is a known flag as it stands.
     """
     renamed, notices = [], []
-    known = {*parsed, *RENAMED, *REFUSED}
-    for word in argv:
-        name, equals, value = word.partition("=")
+    known = {*parsed, *RENAMED, *BY_VALUE, *REFUSED}
+    words = deque(argv)
+    while words:
+        name, equals, value = words.popleft().partition("=")
         if name.startswith("--") and name not in known and name.replace("_", "-") in known:
             name = name.replace("_", "-")
+        if name in BY_VALUE:
+            while not equals and words and not words[0].startswith("--"):
+                value = f"{value} {words.popleft()}".strip()
+            read_as = BY_VALUE[name].get(value)
+            if read_as is None:
+                renamed.append(f"{name}={value}")  # no flag of the parser takes it
+                continue
+            renamed += read_as.split()
+            notices.append(f"{name} {value} is read as {read_as or 'what happens here anyway'}")
+            continue
         if name in RENAMED:
             notices.append(f"{name} is an old spelling, read as {RENAMED[name]}")
             # The last word takes the value of the old flag. The words before it are complete.
@@ -97,22 +120,32 @@ def unread_faults(unread: Sequence[str], supported: Sequence[str]) -> list[str]:
 
     Refused flags with one reason share a fault. The values of an unknown flag are no faults.
     """
-    names = dict.fromkeys(word.partition("=")[0] for word in unread if word.startswith("--"))
-    refused: dict[str, list[str]] = {}
+    names = {word.partition("=")[0]: word for word in unread if word.startswith("--")}
+    refused: dict[tuple[str, str], list[str]] = {}
     faults = []
-    for name in names:
+    for name, word in names.items():
         if name in REFUSED:
-            refused.setdefault(REFUSED[name], []).append(name)
+            owner = WHOSE.get(name, "Megatron")
+            refused.setdefault((owner, REFUSED[name]), []).append(name)
+        elif name in BY_VALUE:
+            faults.append(
+                f"{word.replace('=', ' ', 1)} is not supported here, only "
+                + " or ".join(BY_VALUE[name])
+            )
         else:
-            closest = closest_flag(name, supported, NO_EFFECT)
-            advice = f"did you mean {closest}?" if closest else "--help lists the flags"
-            faults.append(f"unknown flag {name}: {advice}")
-    for reason, flags in refused.items():
+            faults.append(f"unknown flag {name}: {advice(name, supported)}")
+    for (owner, reason), flags in refused.items():
         are = "is" if len(flags) == 1 else "are"
-        faults.append(f"Megatron's {', '.join(flags)} {are} not supported here: {reason}")
+        faults.append(f"{owner}'s {', '.join(flags)} {are} not supported here: {reason}")
     if unread and not names:
         faults = [f"{unread[0]!r} follows no flag that takes it"]
     return faults
+
+
+def advice(name: str, supported: Iterable[str]) -> str:
+    """Returns what to do about an unknown flag."""
+    closest = closest_flag(name, supported, NO_EFFECT)
+    return f"did you mean {closest}?" if closest else "--help lists the flags"
 
 
 def listed(kind: str) -> list[tuple[str, list[str]]]:
@@ -134,6 +167,9 @@ def fate_of(word: str) -> str | None:
     flag = word if word.startswith("--") else f"--{word}"
     if flag in RENAMED:
         return f"{flag} is an old spelling of {RENAMED[flag]}"
+    if flag in BY_VALUE:
+        known = ", ".join(f"{value}: {read or 'as here'}" for value, read in BY_VALUE[flag].items())
+        return f"{flag} is read by its value ({known})"
     if flag in NO_EFFECT:
         return f"{flag} is accepted and has no effect {NO_EFFECT[flag]}"
     return f"{flag} is refused: {REFUSED[flag]}" if flag in REFUSED else None

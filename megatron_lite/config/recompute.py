@@ -79,8 +79,8 @@ class RecomputeConfig:
         without="recompute_granularity",
     )
     recompute_num_layers: int | None = setting(
-        "uniform: layers of a unit; block: layers of each stage (1 if omitted)",
-        least=1,
+        "uniform: layers of a unit; block: layers of each stage, or 0 (1 if omitted)",
+        least=0,
         without="recompute_granularity",
     )
     distribute_saved_activations: bool = switch(
@@ -217,11 +217,16 @@ class RecomputeConfig:
             raise ValueError(
                 f"--recompute-granularity full needs --recompute-method ({' or '.join(METHODS)})"
             )
+        if granularity == "full" and method == "uniform" and count == 0:
+            raise ValueError(
+                "--recompute-num-layers 0: a unit of --recompute-method uniform has at least 1 "
+                "layer; with block, 0 recomputes none"
+            )
         is_full, modules = granularity == "full", self.recompute_modules or (CORE_ATTENTION,)
         for name, value in {
             "recompute_granularity": granularity,
             "recompute_method": method if is_full else None,
-            "recompute_num_layers": (count or 1) if is_full else None,
+            "recompute_num_layers": (1 if count is None else count) if is_full else None,
             "recompute_modules": modules if granularity == "selective" else (),
         }.items():
             object.__setattr__(self, name, value)
@@ -245,11 +250,11 @@ class RecomputeConfig:
         if self.recompute_granularity is None:
             return "*:none"
         store = "@split" if self.distribute_saved_activations else ""
-        count = self.recompute_num_layers or 1
+        count = self.recompute_num_layers
         policies = {
             "selective": "*:" + "+".join(self.recompute_modules),
             "uniform": f"*:full/{count}{store}",
-            "block": f"0-{count - 1}:full{store}; *:none",
+            "block": f"0-{count - 1}:full{store}; *:none" if count else "*:none",
         }
         way = "selective" if self.recompute_granularity == "selective" else self.recompute_method
         return chosen("--recompute-method", str(way), policies)

@@ -101,11 +101,12 @@ def add_run_flags(
             RunField(
                 topic,
                 name,
-                kind=str if facts.choices else bool,
-                default=None if facts.choices else False,
+                kind=str if takes_value else bool,
+                default=None if takes_value else False,
                 facts=facts,
             )
             for name, facts in OTHER_WAYS.get(topic, {}).items()
+            for takes_value in (bool(facts.choices or facts.parse),)
         ]
         for one in [*fields_of(topics()[topic], topic), *other_ways]:
             if one.name not in without:

@@ -133,7 +133,7 @@ def write_native(
     step_name = step_directory(path, progress.iteration).name
     with refused("--to megatron-lite"):
         config = _config(described, path.absolute() / step_name, tp_size, pp_size)
-        padded = config.tokenizer.padded_vocab_size(tp_size)
+        padded = config.tokenizer.rows(tp_size)
         specs, stages = split_over(
             config.model, described.true_vocab_size, padded, tp_size=tp_size, pp_size=pp_size
         )

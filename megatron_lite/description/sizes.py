@@ -82,7 +82,7 @@ class Sizes:
         return cls(
             micro_batch_size=config.training.micro_batch_size,
             seq_length=config.data.seq_length,
-            padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size),
+            padded_vocab_size=config.tokenizer.rows(tp_size),
             tp_size=tp_size,
             sequence_parallel=config.parallel.sequence_parallel,
             cp_size=config.parallel.context_parallel_size,

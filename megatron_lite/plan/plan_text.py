@@ -166,9 +166,7 @@ def extra_flops(config: RunConfig, device: str) -> float:
     """Returns the FLOPs that recomputation and loss chunks add, over those of the model."""
     tp_size = config.parallel.tensor_model_parallel_size
     shape: dict[str, Any] = dict(
-        batch=1,
-        seq_length=config.data.seq_length,
-        padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size),
+        batch=1, seq_length=config.data.seq_length, padded_vocab_size=config.tokenizer.rows(tp_size)
     )
     ranks: dict[str, Any] = dict(
         tp_size=tp_size, cp_size=config.parallel.context_parallel_size, device=device

@@ -232,7 +232,7 @@ def _summed_bytes(run: TimedRun) -> int:
 def stage_parameters(config: RunConfig, stage: Stage) -> int:
     """Returns how many parameters one tensor-parallel rank of a stage holds."""
     tp_size = config.parallel.tensor_model_parallel_size
-    vocab_size = config.tokenizer.padded_vocab_size(tp_size)
+    vocab_size = config.tokenizer.rows(tp_size)
     return _parameter_count(config.model, vocab_size, tp_size=tp_size, stage=stage)
 
 

@@ -143,7 +143,7 @@ def step_time(
         )
     ]
     batch, length = config.training.batch_size(dp_size), config.data.seq_length
-    vocab_size = config.tokenizer.padded_vocab_size(t)
+    vocab_size = config.tokenizer.rows(t)
     last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
     return StepTime(
         terms=_terms(passages[last], ran[last], updates, last, num_microbatches, hardware.pace),
@@ -286,7 +286,7 @@ def _tied_gradient(config: RunConfig, stages: Sequence[Stage]) -> Collective:
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size
     tied = not model.untie_embeddings_and_output_weights and stages[0].count > 1
     holds = any(stage.is_first or stage.is_last for stage in stages)
-    rows = config.tokenizer.padded_vocab_size(tp_size) // tp_size
+    rows = config.tokenizer.rows(tp_size) // tp_size
     return Collective(ALL_REDUCE, FLOAT32 * rows * model.hidden_size * (tied and holds))
 
 

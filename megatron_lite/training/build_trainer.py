@@ -100,7 +100,7 @@ def build_model(
         config.model,
         context,
         vocab_size=config.tokenizer.true_vocab_size,
-        padded_vocab_size=config.tokenizer.padded_vocab_size(parallel.tp_size),
+        padded_vocab_size=config.tokenizer.rows(parallel.tp_size),
         plan=plan_stage(config.recompute, stage.num_layers, stage.number),
         loss_chunk_size=config.loss_chunk_size,
         stage=stage,

@@ -311,7 +311,7 @@ def run_facts(
     shape = dict(
         batch=batches.full,
         seq_length=config.data.seq_length,
-        padded_vocab_size=config.tokenizer.padded_vocab_size(tp_size),
+        padded_vocab_size=config.tokenizer.rows(tp_size),
     )
     return RunFacts(
         num_iterations=num_iterations,

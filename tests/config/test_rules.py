@@ -157,13 +157,11 @@ def test_microbatches_and_iterations_follow_from_the_batch() -> None:
 def test_the_vocabulary_is_padded_as_in_megatron(
     values: dict[str, Any], tp_size: int, padded: int
 ) -> None:
-    assert TokenizerConfig(**values).padded_vocab_size(tp_size) == padded
+    assert TokenizerConfig(**values).rows(tp_size) == padded
 
 
 def test_an_unknown_vocabulary_is_a_fault_where_it_is_needed() -> None:
     with pytest.raises(
         ValueError, match="--tokenizer-type HuggingFaceTokenizer is not known yet: set --vocab-size"
     ):
-        TokenizerConfig(
-            tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m"
-        ).padded_vocab_size(1)
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m").rows(1)

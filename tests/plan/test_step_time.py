@@ -109,7 +109,7 @@ def test_on_an_ideal_machine_a_step_takes_its_hardware_flops(
         plan_stage(config.recompute, LAYERS, 0),
         batch=64,
         seq_length=SEQ_LENGTH,
-        padded_vocab_size=config.tokenizer.padded_vocab_size(tp),
+        padded_vocab_size=config.tokenizer.rows(tp),
         device="cuda",
         tp_size=tp,
     )

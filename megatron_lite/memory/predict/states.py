@@ -220,9 +220,7 @@ def rank_parameter_count(config: RunConfig, rank: int) -> int:
     """
     tp_size = config.parallel.tensor_model_parallel_size
     return sum(
-        parameter_count(
-            config.model, config.tokenizer.padded_vocab_size(tp_size), tp_size=tp_size, stage=stage
-        )
+        parameter_count(config.model, config.tokenizer.rows(tp_size), tp_size=tp_size, stage=stage)
         for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
     )
 

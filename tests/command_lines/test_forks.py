@@ -1,0 +1,116 @@
+"""Flags of forks of Megatron-LM: each changes what it should, or nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arguments import parse_args
+from tests.test_arguments import RUN, fault_of
+
+MOE = "--num-experts 4 --disable-bias-linear"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--zero-stage 0", ""),
+        ("--zero-stage=1", "--use-distributed-optimizer"),
+        ("--zero-stage 3 --bf16", "--use-torch-fsdp2 --bf16"),
+        ("--deepspeed --deepspeed_config ds.json --use-fused-rmsnorm --use-mpi", ""),
+        ("--train-tokens 33", "--train-samples 5"),
+        ("--train-tokens 33 --train-samples 3", "--train-samples 3"),
+        (
+            "--train-samples 50 --lr-decay-iters 7 --lr-decay-tokens 160 --lr-warmup-tokens 16",
+            "--train-samples 50 --lr-decay-samples 20 --lr-warmup-samples 2",
+        ),
+        (
+            "--train-iters 50 --global-batch-size 4 --lr-decay-tokens 640",
+            "--train-iters 50 --global-batch-size 4 --lr-decay-iters 20",
+        ),
+        (
+            "--tokenizer-type PretrainedFromHF --tokenizer-name-or-path t",
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model t",
+        ),
+        ("--context-parallel-algo ulysses_cp_algo", "--cp-comm-type p2p"),
+        ("--ds-sequence-parallel-size 2", "--context-parallel-size 2"),
+        ("--num-key-value-heads 1", "--group-query-attention --num-query-groups 1"),
+        ("--attention-head-type multiquery", "--group-query-attention --num-query-groups 1"),
+        ("--spec mindspeed_llm.tasks.models.spec.qwen3_spec layer_spec", ""),
+        (f"{MOE} --first-k-dense-replace 1", f"{MOE} --moe-layer-freq [0]*1+[1]*1"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 0",
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 0",
+        ),
+    ],
+)
+def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs: str, ours: str) -> None:
+    words = RUN.replace("--train-iters 10", "") if "--train" in theirs else RUN
+    found, expected = (parse_args([*words.split(), *one.split()]) for one in (theirs, ours))
+    assert found.config == expected.config
+    assert theirs == ours or found.notices or "--zero-stage 0" in theirs
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("--zero-stage 7", "--zero-stage 7 is not supported here, only 0 or"),
+        ("--spec a b", "--spec a b is not supported here, only local or"),
+        ("--embed-layernorm", "MindSpeed's --embed-layernorm is not supported here: this variant"),
+        ("--world-size 8", "A launcher's --world-size is not supported here: the launcher's"),
+        ("--padded-vocab-size 3", "--padded-vocab-size 3 is below the"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+            "--recompute-num-layers 0: a unit of --recompute-method uniform has at least 1 layer",
+        ),
+    ],
+)
+def test_a_flag_that_would_change_numbers_is_refused(
+    words: str, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fault_of([*RUN.split(), *words.split()], capsys).startswith(fault)
+
+
+def test_a_padded_vocabulary_has_the_rows_that_were_given() -> None:
+    config = parse_args([*RUN.split(), "--padded-vocab-size", "120"]).config
+    assert config.tokenizer.rows(1) == config.tokenizer.rows(2) == 120
+
+
+def test_a_deepspeed_file_is_read_and_may_not_contradict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "ds.json"
+    says = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "steps_per_print": 3}
+    file.write_text(json.dumps({**says, "gradient_clipping": 0.5, "train_batch_size": "auto"}))
+    parsed = parse_args([*RUN.split(), "--deepspeed-config", str(file)])
+    ours = "--use-distributed-optimizer --bf16 --clip-grad 0.5"
+    assert parsed.config == parse_args([*RUN.split(), *ours.split()]).config
+    assert any("not read: steps_per_print" in one for one in parsed.notices)
+    contradicts = [*RUN.split(), "--clip-grad", "1", "--deepspeed-config", str(file)]
+    assert "gradient_clipping 0.5 contradicts --clip-grad 1.0" in fault_of(contradicts, capsys)
+
+
+def test_a_script_is_checked_flag_by_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "torchrun --nproc_per_node 8 pretrain_gpt.py \\\n  --num-layers $LAYERS --fp16 \\\n"
+        "  --use-mc2 --goldfish-loss --xyz 3  # --geglu\n"
+    )
+    with pytest.raises(SystemExit) as end:
+        parse_args(["--check-line", str(script)])
+    printed = capsys.readouterr().out
+    assert end.value.code == 1
+    for line in (
+        "--nproc-per-node is accepted and has no effect",
+        "--use-mc2 is accepted and has no effect here: it chooses a kernel",
+        "--goldfish-loss is refused: ",
+        "--xyz is unknown: ",
+        "taken as they are: --num-layers --fp16",
+        "6 flags, of which 2 are refused or unknown",
+    ):
+        assert line in printed
+    assert "geglu" not in printed
