@@ -250,7 +250,11 @@ def _grouped(
         f"mlp.experts.{module}",
         keeps,
         (MOE,),
-        calls=(OperatorCall(GROUPED, (output,), (matmul,), output_only=output_only),),
+        calls=(
+            OperatorCall(
+                GROUPED, (output,), (matmul._replace(groups=experts),), output_only=output_only
+            ),
+        ),
         parameters=(weight,),
         moved=moved,
         temporary=output.num_bytes + inputs + gradient,

@@ -51,6 +51,8 @@ class Matmul(NamedTuple):
     causal: whether the kernel may skip the half of the products that a causal mask hides. `flops`
         counts them all the same.
     fused: whether it is a part of a flash attention kernel, so that its result stays on the chip.
+    groups: the experts over whose matrices the m rows are spread. k_groups: the same for k, in the
+        gradient of the weights. Their time is that of equal groups.
     """
 
     name: str
@@ -60,6 +62,8 @@ class Matmul(NamedTuple):
     batch: int = 1
     causal: bool = False
     fused: bool = False
+    groups: int = 1
+    k_groups: int = 1
 
     @property
     def flops(self) -> int:

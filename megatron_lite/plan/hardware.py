@@ -166,7 +166,8 @@ class Hardware:
     def matmul_seconds(self, matmul: Matmul, element_bytes: int) -> float:
         """Returns the time of one matmul that is no part of a flash attention kernel."""
         rates = self.matmuls(element_bytes)
-        m, n, k, batch = matmul.m, matmul.n, matmul.k, matmul.batch
+        m, n, k = matmul.m / matmul.groups, matmul.n, matmul.k / matmul.k_groups
+        batch = matmul.batch * matmul.groups * matmul.k_groups
         smallest = min(m, n, k)
         rate = rates.peak_flops * rates.max_efficiency
         rate *= smallest / (smallest + rates.half_dimension) * self._fill(m, n, batch)
@@ -214,7 +215,7 @@ class Hardware:
         link = self.inside if inside else self.between
         return link.latency_s + num_bytes / link.bandwidth
 
-    def _fill(self, m: int, n: int, batch: int) -> float:
+    def _fill(self, m: float, n: int, batch: int) -> float:
         """Returns the share of the multiprocessors' time in which they compute elements that exist.
 
         Tiles lie in either direction; the better one counts. NVIDIA's guide to matrix

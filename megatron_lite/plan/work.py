@@ -227,7 +227,8 @@ class Clock(NamedTuple):
         """Yields the rows of dx = dy W^T and dW = x^T dy for each y = x W of the forward."""
         for call in operation.calls:
             for one in call.matmuls:
-                for other in (one._replace(n=one.k, k=one.n), one._replace(m=one.k, k=one.m)):
+                of_weight = one._replace(m=one.k, k=one.m, groups=one.k_groups, k_groups=one.groups)
+                for other in (one._replace(n=one.k, k=one.n), of_weight):
                     yield self._matmul(operation, other, BACKWARD_MATMULS, backward=True)
 
     def _collectives(

@@ -87,6 +87,17 @@ def test_a_larger_matmul_never_takes_less_time(m: int, n: int, k: int) -> None:
             assert machine.matmul_seconds(larger, 2) >= machine.matmul_seconds(one, 2) * (1 - 1e-9)
 
 
+def test_a_grouped_product_takes_the_time_of_its_experts_products() -> None:
+    """Also the one of the weights' gradients, whose rows are the inner dimension."""
+    for shape, grouped in (
+        ((300, 512, 768), Matmul("x", 9600, 512, 768, groups=32)),
+        ((512, 768, 300), Matmul("x", 512, 768, 9600, k_groups=32)),
+    ):
+        alone = Matmul("x", *shape, batch=32)
+        assert grouped.flops == alone.flops
+        assert A100.matmul_seconds(grouped, 2) == A100.matmul_seconds(alone, 2)
+
+
 def test_a_causal_flash_kernel_takes_half_the_time_and_a_deterministic_one_more() -> None:
     whole = Matmul("x", 4096, 4096, 128, 64, fused=True)
 
