@@ -18,24 +18,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.engines import SEED, Shape
+from megatron_lite.api import run_config
 from megatron_lite.checkpointing.directory import claim_directory
 from megatron_lite.checkpointing.load import load_checkpoint
 from megatron_lite.checkpointing.saver import Saver
 from megatron_lite.checkpointing.snapshot import take_snapshot
 from megatron_lite.checkpointing.start import find_start
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import LrScheduleConfig
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import TrainingConfig
 from megatron_lite.data.durable_files import sync
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.training.batches import MicroBatches
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.loop import Trainer
-from megatron_lite.training.step import StageRunner, train_step
+from megatron_lite.training.step import train_step
 
 DISK, OURS = "disk", "megatron_lite"
 BUFFER_BYTES = 2**22
@@ -70,10 +65,8 @@ class Bench:
             for name, of in self.trainer.optimizer.states.items()
             for key, value in of.items()
         }
-        return {
-            **{name: value.detach() for name, value in self.trainer.model.named_parameters()},
-            **states,
-        }
+        weights = self.trainer.model.named_parameters()
+        return {**{name: value.detach() for name, value in weights}, **states}
 
     def step(self) -> None:
         """Runs one training step."""
@@ -85,12 +78,7 @@ class Bench:
             parallel=self.parallel,
             micro_batch_size=trainer.config.training.micro_batch_size,
         )
-        train_step(
-            StageRunner.of(trainer.config, trainer.model, self.parallel),
-            trainer.optimizer,
-            batches,
-            learning_rate=1e-4,
-        )
+        train_step(trainer.runner, trainer.optimizer, batches, learning_rate=1e-4)
 
     @contextmanager
     def saver(self, *, async_save: bool = False) -> Iterator[Callable[[int], Saver]]:
@@ -119,27 +107,22 @@ class Bench:
 @contextmanager
 def bench(shape: Shape, folder: Path, dtype: str) -> Iterator[Bench]:
     """Yields a bench with a model of the shape."""
-    config = RunConfig(
-        model=ModelConfig(
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            max_position_embeddings=shape.seq_length,
-            num_attention_heads=shape.num_attention_heads,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        ),
-        training=TrainingConfig(
-            micro_batch_size=shape.batch_size,
-            global_batch_size=shape.batch_size,
-            train_iters=10**6,
-            eval_iters=0,
-            seed=SEED,
-            bf16=dtype == "bf16",
-        ),
-        parallel=ParallelConfig(distributed_backend="gloo"),
-        data=DataConfig(seq_length=shape.seq_length, mock_data=True),
-        tokenizer=TokenizerConfig(vocab_size=shape.vocab_size - 1),
-        lr_schedule=LrScheduleConfig(lr=1e-4),
+    config = run_config(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        max_position_embeddings=shape.seq_length,
+        num_attention_heads=shape.num_attention_heads,
+        micro_batch_size=shape.batch_size,
+        global_batch_size=shape.batch_size,
+        train_iters=10**6,
+        eval_iters=0,
+        seed=SEED,
+        bf16=dtype == "bf16",
+        distributed_backend="gloo",
+        seq_length=shape.seq_length,
+        mock_data=True,
+        vocab_size=shape.vocab_size - 1,
+        lr=1e-4,
     )
     with parallel_state(config.parallel, seed=SEED) as parallel:
         one = Bench(folder=folder, trainer=build_trainer(config, parallel), parallel=parallel)

@@ -1,6 +1,6 @@
 """The contestants of smoke.py and step_time.py: one model on one rank, built by several libraries.
 
-Two models: "gpt" has learned positions, LayerNorm, biases, gelu and tied embeddings; "llama" has
+Two models: "gpt2" has learned positions, LayerNorm, biases, gelu and tied embeddings; "llama" has
 rotary positions, RMSNorm, swiglu, no biases and an output layer of its own. All contestants of a
 model have the weights of ours, so their losses are equal up to rounding.
 """
@@ -18,7 +18,6 @@ from torch import Tensor
 from benchmarks import peers as others
 from benchmarks.engines import LEARNING_RATE, Setting, one_rank, our_model, our_optimizer
 from benchmarks.peers import Contestant
-from benchmarks.recompute_engines import policies
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -27,13 +26,11 @@ from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.training.step import StageRunner, train_step
 
 OURS, PLAIN = "ours, none", "plain torch"
-OUR_POLICIES = {
-    "none": "none",
-    "full": "uniform 1",
-    "core_attn": "core_attn",
-    "pointwise": "*:pointwise",
+OUR_POLICIES = ("none", "full", "core_attn", "pointwise")
+PEERS = {
+    "plain": (("gpt2",), others.plain),
+    "transformers": (("gpt2", "llama"), others.transformers),
 }
-PEERS = {"plain": (("gpt",), others.plain), "transformers": (("gpt", "llama"), others.transformers)}
 
 
 def build_contestants(
@@ -47,13 +44,12 @@ def build_contestants(
     model = our_model(setting, one_rank(setting))
     weights = {name: one.detach() for name, one in model.named_parameters()}
     found = list(_ours(model, setting, [f"ours, {name}" for name in OUR_POLICIES]))
-    canonical = others.canonical(weights, setting)
     skipped: dict[str, str] = {}
     for library in peers:
         families, build = PEERS[library]
         if setting.family in families:
             try:
-                found += build(setting, canonical, compiled=compiled)
+                found += build(setting, weights, compiled=compiled)
             except (ImportError, torch.OutOfMemoryError) as reason:
                 skipped[library] = str(reason).splitlines()[0]
     if compiled:
@@ -73,7 +69,6 @@ def _ours(model: GPTModel, setting: Setting, names: Sequence[str]) -> Iterator[C
     runner = StageRunner(stages, parallel, loss_in_one_pass=setting.loss_in_one_pass)
     batch, num_layers = setting.batch(), setting.shape.num_layers
     model.loss_chunk_size = setting.loss_chunk_size
-    table = policies(num_layers)
 
     def run(plan: Any) -> Tensor:
         model.decoder.plan = plan
@@ -84,5 +79,6 @@ def _ours(model: GPTModel, setting: Setting, names: Sequence[str]) -> Iterator[C
         return train_step(runner, optimizer, (batch,), learning_rate=LEARNING_RATE).loss
 
     for name in names:
-        plan = plan_stage(RecomputeConfig(**table[OUR_POLICIES[name.split(", ")[1]]]), num_layers)
-        yield Contestant(name, optimizer.zero_grad, partial(run, plan), partial(step, plan))
+        policy = RecomputeConfig(recompute_policy=f"*:{name.split(', ')[1]}")
+        plan = plan_stage(policy, num_layers)
+        yield Contestant(name, optimizer.zero_grad, partial(run, plan), partial(step, plan), plan)

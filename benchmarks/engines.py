@@ -28,7 +28,7 @@ LEARNING_RATE = 1e-4
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """One GPT with learned positions and tied embeddings, and the tokens of one step."""
 
@@ -41,58 +41,14 @@ class Shape:
 
 
 PRESETS = {
-    "tiny": Shape(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        seq_length=32,
-        batch_size=2,
-        vocab_size=256,
-    ),
-    "small": Shape(
-        num_layers=4,
-        hidden_size=256,
-        num_attention_heads=8,
-        seq_length=256,
-        batch_size=4,
-        vocab_size=4096,
-    ),
-    "medium": Shape(
-        num_layers=8,
-        hidden_size=512,
-        num_attention_heads=8,
-        seq_length=512,
-        batch_size=4,
-        vocab_size=8192,
-    ),
-    "1024": Shape(
-        num_layers=16,
-        hidden_size=1024,
-        num_attention_heads=16,
-        seq_length=2048,
-        batch_size=2,
-        vocab_size=32768,
-    ),
-    "gpt2": Shape(
-        num_layers=12,
-        hidden_size=768,
-        num_attention_heads=12,
-        seq_length=1024,
-        batch_size=8,
-        vocab_size=50304,
-    ),
+    "tiny": Shape(2, 64, 4, 32, 2, 256),
+    "small": Shape(4, 256, 8, 256, 4, 4096),
+    "medium": Shape(8, 512, 8, 512, 4, 8192),
+    "1024": Shape(16, 1024, 16, 2048, 2, 32768),
+    "gpt2": Shape(12, 768, 12, 1024, 8, 50304),
 }
-
-
 # Llama 3 8B but for its vocabulary and depth: benchmarks/step_time.py takes what a card holds.
-LAYER_8B = Shape(
-    num_layers=1,
-    hidden_size=4096,
-    num_attention_heads=32,
-    seq_length=4096,
-    batch_size=1,
-    vocab_size=32768,
-)
+LAYER_8B = Shape(1, 4096, 32, 4096, 1, 32768)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +61,7 @@ class Setting:
     dropout: float
     attention_backend: str = "auto"
     compiled: bool = False  # whether ours has the kernels of --torch-compile
+    family = "gpt2"  # of transformers, which has the same model
 
     @property
     def tokens(self) -> int:
@@ -133,11 +90,6 @@ class Setting:
             attention_dropout=self.dropout,
             attention_backend=self.attention_backend,
         )
-
-    @property
-    def family(self) -> str:
-        """Which of the two models it is."""
-        return "gpt"
 
     def batch(self) -> MicroBatch:
         """Returns random tokens, the same for every engine."""
@@ -189,9 +141,7 @@ def our_optimizer(
 class LlamaSetting(Setting):
     """The setting of the Llama model: rotary positions, RMSNorm, swiglu, no biases, untied."""
 
-    @property
-    def family(self) -> str:
-        return "llama"
+    family = "llama"
 
     def model_config(self) -> ModelConfig:
         return replace(

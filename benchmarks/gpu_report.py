@@ -5,7 +5,6 @@ python benchmarks/gpu_report.py PARTS FILE      PARTS: the folder with NAME.json
 
 from __future__ import annotations
 
-import datetime
 import importlib.metadata
 import json
 import platform
@@ -18,33 +17,20 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
+
+from benchmarks.harness import about, table
+
 PACKAGES = ("numpy", "pytest", "rich", "safetensors", "tokenizers", "transformers", "liger-kernel")
-COLUMNS = {
-    "name": "contestant",
-    "dtype": "dtype",
-    "dropout": "dropout",
-    "ms": "forward and backward, ms",
-    "ratio": "/ ours",
-    "step_ms": "whole step, ms",
-    "step_ratio": "/ ours",
-    "peak_bytes": "peak, GiB",
-    "of_matmuls": "of the matmul rate",
-    "mfu": "MFU",
-    "hfu": "HFU",
-    "engine": "engine",
-    "kept_bytes": "kept, GiB",
-    "time_ratio": "time / none",
-    "extra_flops": "FLOPs above none",
-}
 
 
-def git(*arguments: str) -> str | None:
-    """Returns what git prints; None without git or a repository."""
+def commit() -> str | None:
+    """Returns the commit, with "-dirty" if files were changed; None without a repository."""
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return done.stdout.strip()
 
 
 def version(package: str) -> str | None:
@@ -58,72 +44,40 @@ def version(package: str) -> str | None:
 
 def joined(parts: Path) -> dict[str, Any]:
     """Returns the report: machine, versions, and of each part its status and what it wrote."""
-    device: dict[str, Any] = {"name": platform.machine()}
-    if torch.cuda.is_available():
-        found = torch.cuda.get_device_properties(0)
-        device = {"name": found.name, "memory_bytes": found.total_memory}
-    changes = git("status", "--porcelain")
     packages = {name: version(name) for name in PACKAGES}
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_changed_files": None if changes is None else len(changes.splitlines()),
-        "device": device,
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        **about(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "git_commit": commit(),
         "python": platform.python_version(),
         "packages": packages,
         "missing_packages": [name for name, known in packages.items() if known is None],
         "parts": {
-            path.stem: {"status": int(path.read_text()), "result": read(path.with_suffix(".json"))}
+            path.stem: {
+                "status": int(path.read_text()),
+                # a part may have written nothing
+                "result": json.loads(file.read_text()) if file.is_file() else {},
+            }
             for path in sorted(parts.glob("*.status"))
+            for file in [path.with_suffix(".json")]
         },
     }
 
 
-def read(path: Path) -> Any:
-    """Returns what a part wrote; None if it wrote nothing."""
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def shown(name: str, value: Any) -> str:
-    """Returns a cell of a table."""
-    if value is None:
-        return "-"
-    if name.endswith("bytes"):
-        return f"{value / 2**30:.2f}"
-    if name in ("of_matmuls", "mfu", "hfu", "extra_flops"):
-        return f"{value:.0%}"
-    if isinstance(value, list):  # median, least, most
-        return f"{value[0]:.2f} ({value[1]:.2f} to {value[2]:.2f})"
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
 def page(report: dict[str, Any]) -> Iterator[str]:
     """Yields the lines of the page."""
-    yield f"# {report['device']['name']}, torch {report['torch']}, {report['date'][:10]}"
+    yield f"# {report['device']}, torch {report['torch']}, {report['date'][:10]}"
     yield f"\nMade by `bash benchmarks/gpu.sh` at commit {report['git_commit']}."
     yield "Not installed: " + (", ".join(report["missing_packages"]) or "nothing") + "."
     for name, part in report["parts"].items():
         yield f"\n## {name}\n"
         if part["status"]:
             yield f"It ended with status {part['status']}.\n"
-        result = part["result"] or {}
+        result = part["result"]
         if name == "tests":
-            yield ", ".join(f"{n} {of}" for of, n in outcomes(result).items())
-        rows = result.get("rows", []) if isinstance(result.get("rows", []), list) else []
-        if rows:
-            heads = [key for key in COLUMNS if key in rows[0]]
-            yield "| " + " | ".join(COLUMNS[key] for key in heads) + " |"
-            yield "|---" * len(heads) + "|"
-            yield from (
-                "| " + " | ".join(shown(key, row[key]) for key in heads) + " |" for row in rows
-            )
-
-
-def outcomes(tests: dict[str, Any]) -> Counter[str]:
-    """Returns how many tests passed, failed and were skipped."""
-    return Counter(test["outcome"] for test in tests.values())
+            outcomes = Counter(test["outcome"] for test in result.values())
+            yield ", ".join(f"{number} {outcome}" for outcome, number in outcomes.items())
+        elif result.get("rows"):
+            yield from table(result["rows"])
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,47 +82,11 @@ def in_rounds(measured: Mapping[str, Callable[[], Sample]], rounds: int) -> dict
     return samples
 
 
-def benchmark_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
-    """Returns a parser with the options that every benchmark has."""
+def plain_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
+    """Returns a parser with the options that every timing command has."""
     parser = argparse.ArgumentParser(prog=program, description=description, allow_abbrev=False)
-    parser.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one"
-    )
-    parser.add_argument(
-        "--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both"
-    )
-    parser.add_argument(
-        "--dropout", nargs="+", type=float, default=[0.0, 0.1], help="default: 0.0 0.1"
-    )
-    parser.add_argument(
-        "--preset", choices=list(PRESETS), default="small", help="the shape; default: small"
-    )
-    for field in Shape.__dataclass_fields__:
-        parser.add_argument(
-            f"--{field.replace('_', '-')}", type=int, metavar="N", help="instead of the preset's"
-        )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=repeats,
-        metavar="N",
-        help=f"rounds, in each of which every engine is timed once; default: {repeats}",
-    )
-    parser.add_argument(
-        "--steps-per-round",
-        type=int,
-        metavar="N",
-        help="steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA",
-    )
-    add_clock_arguments(parser)
-    return parser
-
-
-def add_clock_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that every timing command has: --threads, --clock and --json."""
-    parser.add_argument(
-        "--threads", type=int, metavar="N", help="CPU threads; default: torch's choice"
-    )
+    add_number(parser, "--repeats", repeats, "rounds, in each of which every engine is timed once")
+    add_number(parser, "--threads", None, "CPU threads; default: torch's choice")
     parser.add_argument(
         "--clock",
         choices=["wall", "cpu"],
@@ -136,6 +100,44 @@ def add_clock_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write settings and every sample, after each block of rows",
     )
+    return parser
+
+
+def add_number(parser: argparse.ArgumentParser, flag: str, default: int | None, text: str) -> None:
+    """Adds a flag that takes a whole number."""
+    more = "" if default is None else f"; default: {default}"
+    parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{text}{more}")
+
+
+def add_preset(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds the flag of the model's shape."""
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default=default, help=f"the shape; default: {default}"
+    )
+
+
+def benchmark_parser(program: str, description: str, *, repeats: int) -> argparse.ArgumentParser:
+    """Returns a parser with the options of a benchmark of models."""
+    parser = plain_parser(program, description, repeats=repeats)
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1 ..; default: cuda where there is one"
+    )
+    parser.add_argument(
+        "--dtype", nargs="+", choices=list(DTYPES), default=list(DTYPES), help="default: both"
+    )
+    parser.add_argument(
+        "--dropout", nargs="+", type=float, default=[0.0, 0.1], help="default: 0.0 0.1"
+    )
+    add_preset(parser, "small")
+    for field in Shape.__dataclass_fields__:
+        add_number(parser, f"--{field.replace('_', '-')}", None, "instead of the preset's")
+    add_number(
+        parser,
+        "--steps-per-round",
+        None,
+        "steps between two looks at the clock; default: 1 on a CPU, 5 on CUDA",
+    )
+    return parser
 
 
 def spread(times: Sequence[float], others: Sequence[float]) -> Spread:
@@ -149,19 +151,16 @@ def parse_benchmark(
 ) -> argparse.Namespace:
     """Returns the parsed options, with `device` resolved and `shape` added. Sets the threads."""
     args = parser.parse_args(argv)
+    args.device = getattr(args, "device", "cpu")
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     args.device = torch.device(args.device)
     if args.clock == "cpu" and (args.threads != 1 or args.device.type != "cpu"):
-        parser.error(
-            "--clock cpu reads one thread's processor time: it needs --threads 1 and --device cpu"
-        )
-    chosen = {
-        field: getattr(args, field)
-        for field in Shape.__dataclass_fields__
-        if getattr(args, field) is not None
-    }
-    args.shape = Shape(**{**asdict(PRESETS[args.preset]), **chosen})
+        parser.error("--clock cpu reads one thread's processor time: add --threads 1 --device cpu")
+    if "preset" in args:
+        sizes = {name: getattr(args, name, None) for name in Shape.__dataclass_fields__}
+        given = {name: size for name, size in sizes.items() if size is not None}
+        args.shape = replace(PRESETS[args.preset], **given)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     return args
@@ -172,37 +171,97 @@ def clock_of(args: argparse.Namespace) -> Clock:
     return Clock(
         device=args.device,
         kind=args.clock,
-        steps=args.steps_per_round or (5 if args.device.type == "cuda" else 1),
+        steps=getattr(args, "steps_per_round", None) or (5 if args.device.type == "cuda" else 1),
     )
 
 
 def new_report(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns a report with machine and settings, and without rows."""
+    """Prints and returns a report with machine and settings, and without rows."""
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "shape")}
-    return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": device_name(getattr(args, "device", torch.device("cpu"))),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+    report = {
+        **about(args.device),
         "threads": torch.get_num_threads(),
         "settings": {name: str(value) for name, value in settings.items()},
-        "shape": asdict(args.shape) if hasattr(args, "shape") else {},
+        "shape": asdict(args.shape) if "shape" in args else {},
         "rows": [],
+        "skipped": {},
+    }
+    print(
+        f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
+        f"{args.clock} time, medians of {args.repeats} rounds",
+        ", ".join(f"{name} {value}" for name, value in report["shape"].items()),
+        sep="\n",
+        flush=True,
+    )
+    return report
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """Returns the day, the name of the device, and the versions of torch and CUDA."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
     }
 
 
-def heading(report: dict[str, Any]) -> str:
-    """Returns two lines: the machine, and the shape that is measured."""
-    settings = report["settings"]
-    return (
-        f"{report['device']}, {report['threads']} CPU thread(s), torch {report['torch']}, "
-        f"{settings.get('clock', 'wall')} time, medians of {settings['repeats']} rounds\n"
-        + ", ".join(f"{name} {value}" for name, value in report["shape"].items())
-    )
+# The columns of the tables: a field of a row, its heading, and its format. A ratio of times is the
+# median of the rounds, with the least and the most.
+COLUMNS = {
+    "what": ("row", ""),
+    "name": ("contestant", ""),
+    "engine": ("engine", ""),
+    "dtype": ("dtype", ""),
+    "dropout": ("dropout", ""),
+    "ms": ("ms", ",.1f"),
+    "ratio": ("/ ours", ""),
+    "step_ms": ("whole step, ms", ",.1f"),
+    "step_ratio": ("/ ours", ""),
+    "time_ratio": ("/ none", ""),
+    "rival_time_ratio": ("/ that of ours", ""),
+    "per_second": ("a second", ",.0f"),
+    "unit": ("of", ""),
+    "kept_bytes": ("kept, MiB", ",.2f"),
+    "kept_ratio": ("of none", ".0%"),
+    "peak_bytes": ("peak, MiB", ",.2f"),
+    "extra_flops": ("FLOPs above none", ".1%"),
+    "of_matmuls": ("of the matmul rate", ".0%"),
+    "mfu": ("MFU", ".0%"),
+    "hfu": ("HFU", ".0%"),
+}
 
 
-def write_report(report: dict[str, Any], file: str | None) -> None:
-    """Writes the report. It is called after every block, so a run cut short leaves its results."""
+def table(rows: Sequence[Mapping[str, Any]], **headings: str) -> Iterator[str]:
+    """Yields the lines of a table in Markdown of the rows' fields that COLUMNS has.
+
+    headings: other headings than those of COLUMNS.
+    """
+    names = [name for name in COLUMNS if name in rows[0]]
+    cells = [[headings.get(name, COLUMNS[name][0]) for name in names]]
+    cells += [[_cell(name, row[name]) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    for line in cells:
+        yield f"| {' | '.join(map(str.ljust, line, widths))} |"
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, (list, tuple)):
+        middle, least, most = value
+        return f"{middle:.2f} ({least:.2f} to {most:.2f})"
+    return format(value / 2**20 if name.endswith("bytes") else value, COLUMNS[name][1])
+
+
+def publish(
+    report: dict[str, Any], rows: Sequence[Mapping[str, Any]], file: str | None, **headings: str
+) -> None:
+    """Prints a block of rows, and writes the report with it. It is called after every block, so a
+    run cut short leaves its results."""
+    print("", *table(rows, **headings), sep="\n", flush=True)
+    report["rows"] += rows
     if file:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(json.dumps(report, indent=1) + "\n")

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -32,15 +32,10 @@ from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import weight_gradient
 from megatron_lite.parallel.compiled import CompiledKernels
-from megatron_lite.parallel.simulated import SimulatedTensors
 from megatron_lite.parallel.torch_internals import disable_current_modes, fake_mode_of, tree_map
-from megatron_lite.training.apex_kernels import fuse_weight_gradients_
-from megatron_lite.training.batches import document_rules
-from megatron_lite.training.build_trainer import build_optimizer, build_stages
-from megatron_lite.training.dry_run import SameTokens, sample_shape
-from megatron_lite.training.step import StageRunner, train_step
-from tests.support.stand_in_device import ALLOCATIONS, _is_view, _tensors, rank_on_the_device
-from tests.support.streams import Streams
+from megatron_lite.training import build_trainer
+from megatron_lite.training.step import train_step
+from tests.support.stand_in_device import ALLOCATIONS, _is_view, _tensors, step_on_the_device
 
 GPT2 = (
     "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 "
@@ -154,47 +149,26 @@ def flash(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> Tensor:
 
 def count(config: RunConfig) -> dict[str, Any]:
     """Returns the launches and the bytes of a step, by part and kind."""
-    counts, fake = Launches(), SimulatedTensors()
+    counts = Launches()
 
     def counted_product(*_: Tensor, first: bool) -> None:  # addmm, which has no form without values
         counts.add("matmul", 1, 0)
 
-    @contextmanager
-    def part(name: str) -> Any:
-        counts.part = "optimizer" if name == "optimizer" else "forward and backward"
-        yield
+    def timed(name: str) -> nullcontext[None]:
+        counts.part = name if name == "optimizer" else counts.part
+        return nullcontext()
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        Streams.in_place_of_cuda(patch),
-        rank_on_the_device(config, patch, fake, rank=0, world_size=1) as parallel,
-        fake,
-        torch.autograd.set_multithreading_enabled(False),
-    ):
-        host_state = torch.get_rng_state()
-        patch.setattr(torch, "get_rng_state", lambda: fake.from_tensor(host_state))
-        patch.setattr(torch, "set_rng_state", lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", flash)
         patch.setattr(weight_gradient, "adds_unrounded", lambda device, dtype: True)
         patch.setattr(weight_gradient, "add_weight_product_", counted_product)
-        samples = torch.zeros(sample_shape(config), dtype=torch.int64, device=parallel.device)
-        with mock.patch(
-            "megatron_lite.training.build_trainer.CompiledKernels", lambda: CountedKernels(counts)
-        ):
-            model = build_stages(config, parallel)
-        optimizer = build_optimizer(config, parallel, model)
-        fuse_weight_gradients_(config.training, parallel, model, optimizer)
-        runner = StageRunner.of(config, model, parallel)
-        runner.timed = _timed(part)
-        batches = SameTokens(samples, 1, parallel, document_rules(config))
-        counts.part = "forward and backward"
-        with counts:
-            train_step(runner, optimizer, batches, learning_rate=1e-6)
+        patch.setattr(build_trainer, "CompiledKernels", lambda: CountedKernels(counts))
+        with step_on_the_device(config, patch, rank=0, world_size=1) as step:
+            step.runner.timed = timed
+            counts.part = "forward and backward"
+            with counts:
+                train_step(step.runner, step.optimizer, step.batches, learning_rate=1e-6)
     return {"launches": dict(counts.launches), "bytes": dict(counts.num_bytes)}
-
-
-def _timed(part: Callable[[str], Any]) -> Callable[[str], AbstractContextManager[object]]:
-    return lambda name: part(name) if name == "optimizer" else nullcontext()
 
 
 def main() -> None:

@@ -6,7 +6,8 @@ raises ImportError if the library is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.engines import DTYPES, LEARNING_RATE, Setting, Shape
+from benchmarks.harness import Clock
+from megatron_lite.config.hf_config import to_hf
+from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 
 class Contestant(NamedTuple):
@@ -23,23 +27,41 @@ class Contestant(NamedTuple):
     clear: drops the gradients of the step before.
     run: one forward and backward; returns the loss, 0-d.
     step: a training step: clear, run, clip the gradients at 1.0, and update with AdamW.
+    plan: what ours recomputes.
     """
 
     name: str
     clear: Callable[[], None]
     run: Callable[[], Tensor]
     step: Callable[[], Tensor]
+    plan: RecomputePlan | None = None
+
+    def ms(self, clock: Clock, action: Callable[[], Tensor]) -> float:
+        """Returns the time of `run` or `step`, with no gradients before."""
+        self.clear()
+        ms = clock.ms(action)
+        self.clear()
+        return ms
 
 
 Losses = dict[str, Callable[[], Tensor]]
+Weights = dict[str, Tensor]
+FULL = "transformers, full"
 
 
-def sharing(losses: Losses, parameters: Sequence[nn.Parameter]) -> list[Contestant]:
+def sharing(
+    losses: Losses, parameters: Sequence[nn.Parameter], *, compiled: bool
+) -> list[Contestant]:
     """Returns a contestant for each way to compute a loss of the same parameters.
+
+    compiled: whether each but FULL is there through torch.compile too.
 
     They share an optimizer. In bf16 its moments, the weights and the gradients are bf16: less work
     than ours, whose sums of gradients, moments and masters are float32.
     """
+    if compiled:
+        ways = losses.items()
+        losses |= {f"{name}, compiled": torch.compile(way) for name, way in ways if name != FULL}
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
 
     def run(loss: Callable[[], Tensor]) -> Tensor:
@@ -67,156 +89,90 @@ def of_logits(model: Any, setting: Setting) -> Callable[[], Tensor]:
     return lambda: F.cross_entropy(model(batch.tokens).float().flatten(0, 1), labels)
 
 
-def compiled_too(losses: Losses, name: str, loss: Callable[..., Any], compiled: bool) -> None:
-    """Adds a way to compute the loss, and the same through torch.compile."""
-    losses[name] = loss
-    if compiled:
-        losses[f"{name}, compiled"] = torch.compile(loss)
-
-
-def plain(setting: Setting, weights: list[Tensor], *, compiled: bool) -> list[Contestant]:
+def plain(setting: Setting, weights: Weights, *, compiled: bool) -> list[Contestant]:
     """Returns GPT-2 in plain torch, and the same model compiled if `compiled`."""
     model = PlainGPT(setting).to(setting.device, DTYPES[setting.dtype]).train()
-    order = [model.tokens.weight, model.positions.weight]
-    for layer in model.layers:
-        for part in (layer.norm1, layer.qkv, layer.proj, layer.norm2, layer.fc1, layer.fc2):
-            order += [part.weight, part.bias]
-    _copy(weights, [*order, model.norm.weight, model.norm.bias])
-    losses: Losses = {}
-    compiled_too(losses, "plain torch", of_logits(model, setting), compiled)
-    return sharing(losses, list(model.parameters()))
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, weight in weights.items():
+            for ours, own in PLAIN_NAMES.items():
+                name = name.replace(ours, own)
+            if ".qkv." in name:  # ours has the rows of a head together
+                rows = weight.unflatten(0, (setting.shape.num_attention_heads, 3, -1))
+                weight = rows.transpose(0, 1).flatten(0, 2)
+            parameters[name].copy_(weight)
+    losses = {"plain torch": of_logits(model, setting)}
+    return sharing(losses, list(model.parameters()), compiled=compiled)
 
 
-def transformers(setting: Setting, weights: list[Tensor], *, compiled: bool) -> list[Contestant]:
+def transformers(setting: Setting, weights: Weights, *, compiled: bool) -> list[Contestant]:
     """Returns transformers' model: as it is, with its checkpoint of each layer, and on a GPU, where
     Liger is installed, with Liger's kernels. All share one set of weights."""
-    family = setting.family
-    build = hf_llama if family == "llama" else transformers_gpt2
-    first = build(setting).to(setting.device, DTYPES[setting.dtype]).train()
-    named = dict(first.named_parameters())
-    own = list(named.values()) if family == "gpt" else [named[one] for one in _llama_names(setting)]
-    _copy(weights, own, transposed=family == "gpt")
+    first, theirs = transformers_model(setting), as_transformers(weights, setting)
+    with torch.no_grad():
+        for name, parameter in first.model.named_parameters():
+            parameter.copy_(theirs[name])
 
     def another() -> Any:
-        model = build(setting).to(setting.device, DTYPES[setting.dtype]).train()
+        model = transformers_model(setting)
         model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
-        inner: Any = model.model
-        if hasattr(inner, "tie_weights"):
-            inner.tie_weights()
+        model.model.tie_weights()
         return model
 
-    losses: Losses = {}
-    compiled_too(losses, "transformers", of_logits(first, setting), compiled)
     checkpointing = another()
     checkpointing.model.gradient_checkpointing_enable({"use_reentrant": False})
-    losses["transformers, full"] = of_logits(checkpointing, setting)
-    if family == "llama" and setting.device.type == "cuda":
-        liger = _with_liger(another().model)
-        batch = setting.batch()
-        given = dict(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels)
-        if liger is not None:
-            compiled_too(
-                losses,
-                "transformers, Liger",
-                lambda: liger(**given, use_cache=False).loss,
-                compiled,
-            )
-    return sharing(losses, list(first.parameters()))
+    losses = {"transformers": of_logits(first, setting), FULL: of_logits(checkpointing, setting)}
+    if setting.family == "llama" and setting.device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+            liger, batch = another().model, setting.batch()
+            apply_liger_kernel_to_llama(model=liger)
+            given = dict(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels)
+            losses["transformers, Liger"] = lambda: liger(**given, use_cache=False).loss
+    return sharing(losses, list(first.parameters()), compiled=compiled)
 
 
-def _with_liger(model: Any) -> Any | None:
-    """Returns the model with Liger's kernels, or None where Liger is not installed."""
-    try:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-    except ImportError:
-        return None
-    apply_liger_kernel_to_llama(model=model)
-    return model
+def as_transformers(weights: Weights, setting: Setting) -> Weights:
+    """Returns the weights of ours by the names, and in the layouts, of transformers."""
+    from megatron_lite.convert.hf import LAYOUTS, row_of  # needs safetensors
+
+    found: Weights = {}
+    for name, weight in weights.items():
+        row = row_of(setting.family, name)
+        parts = LAYOUTS[row.layout].split(weight, setting.model_config())
+        found |= zip(row.theirs, parts, strict=True)
+    return found
 
 
-def _llama_names(setting: Setting) -> Iterator[str]:
-    """Yields the names of transformers' Llama in the order of `canonical`."""
-    attention = [f"self_attn.{one}_proj" for one in "qkvo"]
-    mlp = [f"mlp.{one}_proj" for one in ("gate", "up", "down")]
-    yield "model.model.embed_tokens.weight"
-    for number in range(setting.shape.num_layers):
-        for part in ("input_layernorm", *attention, "post_attention_layernorm", *mlp):
-            yield f"model.model.layers.{number}.{part}.weight"
-    yield from ("model.model.norm.weight", "model.lm_head.weight")
+def transformers_model(setting: Setting) -> Any:
+    """Returns transformers' model of the shape, on its device, which returns its logits only.
 
-
-def hf_llama(setting: Setting) -> nn.Module:
-    """Returns transformers' Llama, which returns its logits only."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape, config = setting.shape, setting.model_config()
-    return Logits(
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=shape.vocab_size,
-                hidden_size=shape.hidden_size,
-                intermediate_size=config.ffn_size,
-                num_hidden_layers=shape.num_layers,
-                num_attention_heads=shape.num_attention_heads,
-                num_key_value_heads=shape.num_attention_heads,
-                max_position_embeddings=shape.seq_length,
-                rms_norm_eps=config.norm_epsilon,
-                tie_word_embeddings=False,
-                attn_implementation="sdpa",
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
-    )
-
-
-def canonical(weights: dict[str, Tensor], setting: Setting) -> list[Tensor]:
-    """Returns the weights of ours, of each layer norm, attention, norm and MLP.
-
-    The query, key and value rows of a head are neighbours in ours. Here all queries come first,
-    then all keys, then all values; in Llama each is a tensor of its own.
+    The gelu is the one that is one kernel. Its default is a chain of seven pointwise kernels.
     """
-    heads, family = setting.shape.num_attention_heads, setting.family
-    found = [weights["embedding.word_embeddings.weight"]]
-    if family == "gpt":
-        found.append(weights["embedding.position_embeddings.weight"])
-    parts = (
-        "input_layernorm",
-        "self_attention.linear_qkv",
-        "self_attention.linear_proj",
-        "pre_mlp_layernorm",
-        "mlp.linear_fc1",
-        "mlp.linear_fc2",
-    )
-    for number in range(setting.shape.num_layers):
-        own: dict[str, list[Tensor]] = {}
-        for part in parts:
-            for kind in ("weight", "bias")[: 2 if family == "gpt" else 1]:
-                one = weights[f"decoder.layers.{number}.{part}.{kind}"]
-                pieces = [one]
-                if part.endswith("qkv"):
-                    apart = one.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(1, 2)
-                    pieces = [apart.flatten(0, 1)] if family == "gpt" else [*apart]
-                elif part.endswith("fc1") and family == "llama":
-                    pieces = list(one.chunk(2))
-                own.setdefault(part, []).extend(pieces)
-        found += [one for part in parts for one in own[part]]
-    found += [
-        weights[f"decoder.final_layernorm.{kind}"]
-        for kind in ("weight", "bias")[: 2 if family == "gpt" else 1]
-    ]
-    return found + ([] if family == "gpt" else [weights["output_layer.weight"]])
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = to_hf(setting.model_config(), setting.shape.vocab_size, setting.family)
+    if setting.family == "gpt2":
+        config["activation_function"] = "gelu_pytorch_tanh"
+    made = AutoConfig.for_model(**config, bos_token_id=0, eos_token_id=0)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    return Logits(model).to(setting.device, DTYPES[setting.dtype]).train()
 
 
-def _copy(
-    weights: Sequence[Tensor], parameters: Sequence[Tensor], *, transposed: bool = False
-) -> None:
-    """Copies weights into parameters of the same order. transposed: matrices of layers are [in,
-    out]."""
-    with torch.no_grad():
-        for number, (weight, parameter) in enumerate(zip(weights, parameters, strict=True)):
-            is_layer = number > 1 and weight.dim() == 2
-            parameter.copy_(weight.t() if transposed and is_layer else weight)
+# Parts of our names, and those of PlainGPT.
+PLAIN_NAMES = {
+    "embedding.word_embeddings": "tokens",
+    "embedding.position_embeddings": "positions",
+    "decoder.final_layernorm": "norm",
+    "decoder.layers": "layers",
+    "input_layernorm": "norm1",
+    "self_attention.linear_qkv": "qkv",
+    "self_attention.linear_proj": "proj",
+    "pre_mlp_layernorm": "norm2",
+    "mlp.linear_fc1": "fc1",
+    "mlp.linear_fc2": "fc2",
+}
 
 
 class Logits(nn.Module):
@@ -301,9 +257,6 @@ class PlainGPT(nn.Module):
             *(PlainLayer(shape, setting.dropout) for _ in range(shape.num_layers))
         )
         self.norm = nn.LayerNorm(shape.hidden_size)
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, 0.0, 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden_states = F.dropout(

@@ -14,12 +14,11 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from megatron_lite.cli.flags import parse_args
 from megatron_lite.config.stages import Stage
@@ -47,6 +46,7 @@ class Row(NamedTuple):
         return self.measured / self.predicted - 1.0
 
 
+@cache
 def rows(group: str) -> list[Row]:
     """Returns the rows. group: "measured", for those of this engine, or "published"."""
     runs = json.loads(RUNS.read_text(encoding="utf-8"))

@@ -9,24 +9,22 @@ transformers    GPT2LMHeadModel of the same shape, without and with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from benchmarks.engines import DTYPES, SEED, Setting, our_model
-from benchmarks.peers import transformers_gpt2
+from benchmarks.engines import SEED, Setting, our_model
+from benchmarks.peers import of_logits, transformers_model
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_stage
 
 NONE = "none"
-Flags = dict[str, Any]  # fields of RecomputeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,33 +50,10 @@ class Engine:
         self.forward().backward()
 
 
-def policies(num_layers: int) -> dict[str, Flags]:
-    """Returns the flags of our policies by name."""
-    unit: Flags = dict(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    )
-    table: dict[str, Flags] = {
-        NONE: {},
-        "uniform 1": unit,
-        "uniform 1, no tail skip": {**unit, "recompute_tail_skip": False},
-        "uniform 2": {**unit, "recompute_num_layers": 2},
-        f"block {num_layers // 2}": {
-            **unit,
-            "recompute_method": "block",
-            "recompute_num_layers": num_layers // 2,
-        },
-    }
-    for modules in (
-        "core_attn",
-        "mlp",
-        "layernorm+activation",
-        "core_attn+layernorm+activation",
-        "core_attn+layernorm+mlp",
-    ):
-        table[modules] = dict(
-            recompute_granularity="selective", recompute_modules=tuple(modules.split("+"))
-        )
-    for policy in (
+def policies(num_layers: int) -> dict[str, RecomputeConfig]:
+    """Returns our policies by name."""
+    regions = ("core_attn", "mlp", "layernorm+activation", "core_attn+layernorm+activation")
+    as_named = (
         "*:pointwise",
         "*:pointwise+core_attn",
         "every-2:full",
@@ -87,12 +62,19 @@ def policies(num_layers: int) -> dict[str, Flags]:
         "*:full@host",
         "*:pointwise@host",
         "*:none@host",
-    ):
-        table[policy] = dict(recompute_policy=policy)
-    table["every-2:full, else pointwise"] = dict(
-        recompute_policy="every-2:full; *:pointwise+core_attn"
     )
-    return table
+    texts = {
+        NONE: "*:none",
+        "uniform 1": "*:full",
+        "uniform 2": "*:full/2",
+        f"block {num_layers // 2}": f"0-{num_layers // 2 - 1}:full",
+        **{name: f"*:{name}" for name in (*regions, "core_attn+layernorm+mlp")},
+        **{text: text for text in as_named},
+        "every-2:full, else pointwise": "every-2:full; *:pointwise+core_attn",
+    }
+    table = {name: RecomputeConfig(recompute_policy=text) for name, text in texts.items()}
+    whole = replace(table["uniform 1"], recompute_tail_skip=False)
+    return {**table, "uniform 1, no tail skip": whole}
 
 
 # Peers with torch.utils.checkpoint: the policy of ours that rebuilds the same, the module of a
@@ -112,69 +94,47 @@ def engine_names(num_layers: int) -> set[str]:
     return {*policies(num_layers), *peers, f"transformers, {NONE}"}
 
 
-@dataclass(frozen=True)
-class Contestants:
-    """The engines of a block, NONE first. skipped: the others, with the reasons."""
-
-    engines: tuple[Engine, ...]
-    skipped: dict[str, str]
-
-
-def build_contestants(setting: Setting, parallel: ParallelState) -> Contestants:
-    """Returns every policy that this version has, and every peer that can run here."""
-    engines, skipped = [], {}
-    for name, flags in policies(setting.shape.num_layers).items():
+def build_engines(setting: Setting, parallel: ParallelState) -> tuple[list[Engine], dict[str, str]]:
+    """Returns the engines that can run here, NONE first, and the others with the reasons."""
+    engines: list[Engine] = []
+    skipped: dict[str, str] = {}
+    ours = partial(_ours, setting, parallel, engines)
+    for name, config in policies(setting.shape.num_layers).items():
         if name.endswith("@host") and setting.device.type == "cpu":
             skipped[name] = "on a CPU the host's memory is the device's"
-            continue
-        try:
-            config = RecomputeConfig(**flags)
-        except (TypeError, ValueError) as reason:
-            skipped[name] = str(reason)
-            continue
-        engines.append(_ours(name, config, setting, parallel, like=engines[0] if engines else None))
+        else:
+            engines.append(ours(name, config))
     for name, (rival, part, step) in TORCH_PEERS.items():
         for mode, use_reentrant in MODES.items():
-            engine = _ours(
-                f"{name}, {mode}",
-                RecomputeConfig(),
-                setting,
-                parallel,
-                like=engines[0],
-                rival=rival,
-                prepare=partial(
-                    _checkpoint_layers, part=part, step=step, use_reentrant=use_reentrant
-                ),
-            )
-            engines.append(engine)
+            prepare = partial(_checkpoint_layers, part=part, step=step, use_reentrant=use_reentrant)
+            plain = RecomputeConfig()
+            engines.append(ours(f"{name}, {mode}", plain, rival=rival, prepare=prepare))
     try:
         engines += _transformers(setting)
     except ImportError as reason:
         skipped["transformers"] = str(reason)
-    return Contestants(tuple(engines), skipped)
+    return engines, skipped
 
 
 def _ours(
-    name: str,
-    config: RecomputeConfig,
     setting: Setting,
     parallel: ParallelState,
+    engines: Sequence[Engine],
+    name: str,
+    config: RecomputeConfig,
     *,
-    like: Engine | None,
     rival: str | None = None,
-    prepare: Callable[[nn.Module], None] | None = None,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Engine:
-    """Returns an engine of our model. It uses the same weight tensors as `like`, if given.
+    """Returns an engine of our model. It uses the same weight tensors as the first of `engines`.
 
     prepare: changes the model, for example to put a checkpoint around each layer.
     """
-    plan = plan_stage(config, setting.shape.num_layers)
-    model = our_model(setting, parallel, plan=plan)
-    if like is not None:
+    model = our_model(setting, parallel, plan=plan_stage(config, setting.shape.num_layers))
+    for first in engines[:1]:
         names = (parameter_name for parameter_name, _ in model.named_parameters())
-        model.load_state_dict(dict(zip(names, like.parameters, strict=True)), assign=True)
-    if prepare is not None:
-        prepare(model)
+        model.load_state_dict(dict(zip(names, first.parameters, strict=True)), assign=True)
+    prepare(model)
     batch = setting.batch()
     return Engine(
         name=name,
@@ -199,25 +159,19 @@ def _checkpoint_layers(
 
 
 def _transformers(setting: Setting) -> Iterator[Engine]:
-    batch = setting.batch()
-    labels = batch.labels.reshape(-1)
     first: nn.Module | None = None
     for mode, use_reentrant in {NONE: None, **MODES}.items():
         torch.manual_seed(SEED)
-        model = transformers_gpt2(setting).to(setting.device, DTYPES[setting.dtype]).train()
+        model = transformers_model(setting)
         first = first or model
         model.load_state_dict(first.state_dict(keep_vars=True), assign=True)
         if use_reentrant is not None:
             # its name from transformers 6 on
             renamed = getattr(model.model, "activation_checkpointing_enable", None)
             (renamed or model.model.gradient_checkpointing_enable)({"use_reentrant": use_reentrant})
-
-        def forward(model: nn.Module = model) -> Tensor:
-            return F.cross_entropy(model(batch.tokens).float().flatten(0, 1), labels)
-
         yield Engine(
             name=f"transformers, {mode}",
-            forward=forward,
+            forward=of_logits(model, setting),
             parameters=tuple(model.parameters()),
             rival=NONE if use_reentrant is None else "uniform 1",
         )

@@ -21,9 +21,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from benchmarks.contestants import OURS, PLAIN, build_contestants
 from benchmarks.engines import PRESETS, Setting
@@ -34,16 +32,9 @@ from megatron_lite.memory.measure.allocator_peak import allocator_peak
 Pair = tuple[str, str]
 # The figure of the first over that of the second must not be above the limit. The peaks were 0.74,
 # 0.29 and 0.71 when the limits were chosen.
-TIME_LIMITS: dict[Pair, float] = {
-    (OURS, PLAIN): 1.05,
-    ("ours, full", OURS): 1.45,
-    ("ours, pointwise", OURS): 1.25,
-}
-PEAK_LIMITS: dict[Pair, float] = {
-    (OURS, PLAIN): 1.25,
-    ("ours, full", OURS): 0.8,
-    ("ours, pointwise", OURS): 0.95,
-}
+FULL, POINTWISE = "ours, full", "ours, pointwise"
+TIME_LIMITS = {(OURS, PLAIN): 1.05, (FULL, OURS): 1.45, (POINTWISE, OURS): 1.25}
+PEAK_LIMITS = {(OURS, PLAIN): 1.25, (FULL, OURS): 0.8, (POINTWISE, OURS): 0.95}
 MARGIN = 0.05  # between two runs of one attempt on a shared machine
 ROUNDS, ATTEMPTS, SECONDS = 5, 8, 75.0
 
@@ -90,12 +81,7 @@ def best_attempts(contestants: Sequence[Contestant]) -> dict[Pair, float]:
 def attempt(contestants: Sequence[Contestant]) -> dict[Pair, float]:
     """Returns the medians of the ratios over some rounds."""
     clock = Clock(device=torch.device("cpu"), kind="cpu")
-
-    def timed(one: Contestant) -> float:
-        one.clear()
-        return clock.ms(one.run)
-
-    times = in_rounds({one.name: partial(timed, one) for one in contestants}, ROUNDS)
+    times = in_rounds({one.name: partial(one.ms, clock, one.run) for one in contestants}, ROUNDS)
     return {pair: spread(times[pair[0]], times[pair[1]])[0] for pair in TIME_LIMITS}
 
 

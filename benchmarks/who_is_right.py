@@ -28,9 +28,7 @@ import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-ROOT = Path(__file__).resolve().parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # runs from a clone in which nothing was installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone may not be installed
 
 from benchmarks.outcomes import EQUAL, ROUNDED, alone, verdict
 from megatron_lite.recompute.apply import apply_policy_
@@ -175,23 +173,13 @@ def _trained(names: Sequence[str]) -> Iterator[Row]:
 
 def _ways() -> Iterator[Row]:
     model = MODELS[WAYS_OF]
-    for name in (
-        "two forwards in flight",
-        "bf16 autocast",
-        "adapters",
-        "adapters under bf16 autocast",
-        "backward twice",
-        "torch.autograd.grad",
-        "functional_call",
-        "second-order gradients",
-        PLAIN_REFUSES,
-    ):
+    for way, name in WAYS.items():
         yield Row(
-            WAYS[name],
+            name,
             model,
-            partial(train, model, name),
-            tolerance=BF16_ROUNDING if "bf16" in name else ROUNDING,
-            plain_refuses=name == PLAIN_REFUSES,
+            partial(train, model, way),
+            tolerance=BF16_ROUNDING if "bf16" in way else ROUNDING,
+            plain_refuses=way == PLAIN_REFUSES,
         )
     for name, other, options in (
         ("DDP", model, {}),
@@ -344,14 +332,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--output", type=Path, help="a page with the two marks between which the tables stand"
     )
     chosen = parser.parse_args(arguments)
-    if chosen.output and not chosen.output.is_file():
-        parser.error(
-            f"--output {chosen.output} does not exist: name a page that holds the marks "
-            f"{BEGIN} and {END}"
-        )
-    page = chosen.output.read_text() if chosen.output else ""
+    page = chosen.output.read_text() if chosen.output and chosen.output.is_file() else ""
     if chosen.output and not (BEGIN in page and END in page):
-        parser.error(f"{chosen.output} lacks the marks {BEGIN} and {END}")
+        parser.error(f"--output {chosen.output} is no page that holds the marks {BEGIN} and {END}")
     torch.set_num_threads(1)  # the ranks are forks of this process
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()

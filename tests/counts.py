@@ -47,28 +47,6 @@ BUDGETS = {
     "words of docs": 30_000,
 }
 
-LINEAR_CALLS = """
-import sys
-import torch
-from megatron_lite.parallel.rng import RngStreams
-from megatron_lite.parallel.weight_gradient import accumulate_with_
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
-from megatron_lite.tensor_parallel.rank_context import RankContext
-
-cpu = torch.device("cpu")
-context = RankContext(rng=RngStreams(cpu, seed=0), device=cpu, params_dtype=torch.float32)
-layer = ColumnParallelLinear(8, 8, bias=True, init_std=1.0, context=context)
-accumulate_with_(None, [(layer.weight, torch.zeros(8, 8))])
-states, calls = torch.zeros(4, 2, 8, requires_grad=True), []
-sys.setprofile(
-    lambda frame, event, _: calls.append(1)
-    if event == "call" and "megatron_lite" in frame.f_globals.get("__name__", "")
-    else None
-)
-layer(states)
-sys.setprofile(None)
-print(len(calls))
-"""
 # One step is what runs between two calls of autograd's engine.
 PLAIN_STEP = """
 import json
@@ -108,7 +86,27 @@ loaded = {
     for name, module in list(sys.modules.items())
     if name.startswith("megatron_lite") and getattr(module, "__file__", None)
 }
-print("COUNTS" + json.dumps([len({file for file, _ in called}), len(called), sorted(loaded)]))
+
+import torch
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.weight_gradient import accumulate_with_
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear
+from megatron_lite.tensor_parallel.rank_context import RankContext
+
+cpu = torch.device("cpu")
+context = RankContext(rng=RngStreams(cpu, seed=0), device=cpu, params_dtype=torch.float32)
+layer = ColumnParallelLinear(8, 8, bias=True, init_std=1.0, context=context)
+accumulate_with_(None, [(layer.weight, torch.zeros(8, 8))])
+states, calls = torch.zeros(4, 2, 8, requires_grad=True), []
+sys.setprofile(
+    lambda frame, event, _: calls.append(1)
+    if event == "call" and "megatron_lite" in frame.f_globals.get("__name__", "")
+    else None
+)
+layer(states)
+sys.setprofile(None)
+files = {file for file, _ in called}
+print("COUNTS" + json.dumps([len(files), len(called), sorted(loaded), len(calls)]))
 """
 
 
@@ -130,14 +128,16 @@ def counts(root: Path) -> Iterator[tuple[str, int]]:
     yield "files of the library", len(library)
     yield "tokens of tests", tokens_of(_sources(root / "tests"))
     yield "tokens of benchmarks", tokens_of(_sources(root / "benchmarks"))
-    files, functions, loaded = json.loads(_run(PLAIN_STEP, root).split("COUNTS")[1])
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", PLAIN_STEP]
+    done = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, check=True
+    )
+    files, functions, loaded, calls = json.loads(done.stdout.split("COUNTS")[1])
     yield "own files in one plain step", files
     yield "own functions in one plain step", functions
     yield "tokens that a training process has loaded", tokens_of([Path(one) for one in loaded])
-    yield (
-        "own calls in one forward of a column-parallel linear layer",
-        int(_run(LINEAR_CALLS, root)),
-    )
+    yield "own calls in one forward of a column-parallel linear layer", calls
     nodes = [node for tree in trees for node in ast.walk(tree)]
     names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
     yield "functions named *notices*", sum("notices" in name for name in names)
@@ -173,19 +173,6 @@ def tokens_of(paths: list[Path]) -> int:
 
 def _sources(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.py"))
-
-
-def _run(script: str, root: Path) -> str:
-    """Returns what a script prints that imports the library of a checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    return subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from arguments import ParsedArguments, build_parser, parse_args, supported_flags
 from megatron_lite.cli.help import EXAMPLE, MOST_USED, TOPICS
 from megatron_lite.config.megatron_flags import NO_EFFECT, ONLY_VALUE, REFUSED, WHOSE
 from megatron_lite.config.run import RunConfig
-from tests.support.pairs import sampled
+from tests.support.commands import ended, fault_of
+from tests.support.pairs import in_one_test, sampled
 
-ROOT = Path(__file__).resolve().parent.parent
 RUN = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
     "--seq-length 8 --micro-batch-size 2 "
@@ -25,25 +25,18 @@ RUN = (
 )
 
 
-def fault_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as stop:
-        parse_args(words)
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ""
-    assert err.startswith("pretrain_gpt.py: error: ") and err.endswith("\n")
-    assert err.count("\n") == 1, f"one line: {err}"
-    return err.removeprefix("pretrain_gpt.py: error: ")
+def fault(words: str) -> str:
+    """The one line that a command line is refused with, without the program's name."""
+    return fault_of(parse_args, words).removeprefix("pretrain_gpt.py: error: ")
 
 
-def faults_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+def faults_of(words: str) -> list[str]:
     """The faults of a command line that has several."""
-    with pytest.raises(SystemExit) as stop:
-        parse_args(words)
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ""
-    first, *lines = err.splitlines()
+    found = ended(parse_args, words)
+    assert (found.status, found.out) == (2, "")
+    first, *lines = found.err.splitlines()
     assert first == f"pretrain_gpt.py: error: {len(lines)} faults in the command line:"
-    assert all(line.startswith("  - ") for line in lines), err
+    assert all(line.startswith("  - ") for line in lines), lines
     return [line.removeprefix("  - ") for line in lines]
 
 
@@ -51,19 +44,18 @@ def parse(words: str) -> ParsedArguments:
     return parse_args(f"{RUN} {words}".split())
 
 
-def test_all_missing_flags_are_named_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--num-layers", "2", "--seq-length", "8", "--vocab-size", "9"]
-    assert fault_of(words, capsys) == (
+def test_all_missing_flags_are_named_at_once() -> None:
+    assert fault("--num-layers 2 --seq-length 8 --vocab-size 9") == (
         "missing --hidden-size, --num-attention-heads, --max-position-embeddings, "
         "--micro-batch-size: give them as flags, or a "
         "whole run with --config-json FILE\n"
     )
 
 
-@pytest.mark.parametrize("flag", sampled(list(REFUSED), every=3))
-def test_a_refused_flag_says_why(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    fault = fault_of([*RUN.split(), flag, "7"], capsys)
-    assert fault.startswith(f"{WHOSE.get(flag, 'Megatron')}'s {flag} ") and REFUSED[flag] in fault
+@in_one_test("flag", sampled(list(REFUSED), every=3))
+def test_a_refused_flag_says_why(flag: str) -> None:
+    found = fault(f"{RUN} {flag} 7")
+    assert found.startswith(f"{WHOSE.get(flag, 'Megatron')}'s {flag} ") and REFUSED[flag] in found
 
 
 def words_of(flag: str) -> str:
@@ -73,21 +65,21 @@ def words_of(flag: str) -> str:
 RETIRED = ("--no-onednn-matmuls", "--no-shared-memory-collectives")
 
 
-@pytest.mark.parametrize("flag", [*RETIRED, *sampled(list(NO_EFFECT), every=8)])
+@in_one_test("flag", [*RETIRED, *sampled(list(NO_EFFECT), every=8)])
 def test_a_flag_without_effect_gives_one_notice_and_the_same_run(flag: str) -> None:
     parsed = parse(words_of(flag))
     assert parsed.config == parse("").config
     assert parsed.notices == (f"{flag} has no effect {NO_EFFECT[flag]}",)
 
 
-@pytest.mark.parametrize(("flag", "only"), ONLY_VALUE.items())
+@in_one_test("flag, only", ONLY_VALUE.items())
 def test_the_one_value_that_happens_anyway_is_accepted_without_a_notice(
-    flag: str, only: str, capsys: pytest.CaptureFixture[str]
+    flag: str, only: str
 ) -> None:
     assert parse(f"{flag} {only}") == parse("")
     if only in "01":
         assert parse(f"{flag} {only}.0") == parse("")
-    assert f"not supported here, only {only}: " in fault_of([*RUN.split(), flag, "7"], capsys)
+    assert f"not supported here, only {only}: " in fault(f"{RUN} {flag} 7")
 
 
 def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is() -> None:
@@ -96,12 +88,12 @@ def test_a_recompute_setting_that_nothing_reads_leaves_the_run_as_it_is() -> Non
     assert parse(f"{full} --recompute-modules mlp").config == parse(full).config
 
 
-def test_all_faults_of_a_command_line_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_faults_of_a_command_line_are_listed() -> None:
     words = (
         "--num-layers two --seed one --hidden-siz 4 --moe-latent-size 8 --moe-use-upcycling "
         "--fp8-format hybrid --window-size x --mtp-num-layers 1 --lr -1 --xyz 3"
     )
-    assert faults_of([*RUN.split(), *words.split()], capsys) == [
+    assert faults_of(f"{RUN} {words}") == [
         "argument --num-layers: two is no whole number of at most 64 bits",
         "argument --seed: one is no whole number of at most 64 bits",
         "--window-size 'x': give two numbers, the tokens before and after a query that it reads, "
@@ -129,10 +121,9 @@ HIDDEN = (
 
 
 @pytest.mark.parametrize(("words", "least"), HIDDEN)
-def test_no_fault_hides_another(words: str, least: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_fault_hides_another(words: str, least: int) -> None:
     """All come in one message: without the unknown flags there is nothing new."""
-    alone = faults_of([*RUN.split(), *words.split()], capsys)
-    with_unknown = faults_of([*RUN.split(), *UNKNOWN.split(), *words.split()], capsys)
+    alone, with_unknown = faults_of(f"{RUN} {words}"), faults_of(f"{RUN} {UNKNOWN} {words}")
     assert len(alone) >= least
     assert set(alone) <= set(with_unknown)
 
@@ -160,22 +151,14 @@ def test_no_fault_hides_another(words: str, least: int, capsys: pytest.CaptureFi
         ("--hf-config /no --lr -1 --seed -1", ["/no: cannot", "--seed must be", "--lr must be"]),
     ],
 )
-def test_a_fault_that_may_follow_from_another_is_not_told(
-    words: str, starts: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = faults_of(words.split(), capsys)
+def test_a_fault_that_may_follow_from_another_is_not_told(words: str, starts: list[str]) -> None:
+    found = faults_of(words)
     assert [one[: len(start)] for one, start in zip(found, starts, strict=True)] == starts
 
 
-@pytest.mark.parametrize("topic", ["refused", "ignored"])
-def test_help_lists_all_flags_that_set_no_field(
-    topic: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        parse_args(["--help", topic])
-    words = capsys.readouterr().out.split()
-    assert stop.value.code == 0
-    assert {"refused": {*REFUSED}, "ignored": {*NO_EFFECT}}[topic] <= set(words)
+@pytest.mark.parametrize(("topic", "flags"), [("refused", REFUSED), ("ignored", NO_EFFECT)])
+def test_help_lists_all_flags_that_set_no_field(topic: str, flags: dict[str, str]) -> None:
+    assert {*flags} <= {*help_of(topic).split()}
 
 
 @pytest.mark.parametrize(
@@ -209,40 +192,31 @@ def test_vocabulary_files_alone_mean_the_gpt2_tokenizer_as_in_megatron() -> None
     assert parse_args(run).config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
 
 
-def help_of(words: str, capsys: pytest.CaptureFixture[str], status: int = 0) -> str:
-    """What a command line that ends in a help prints."""
-    with pytest.raises(SystemExit) as stop:
-        parse_args(words.split())
-    assert stop.value.code == status
-    printed = capsys.readouterr()
-    return printed.err if status else printed.out
+def help_of(words: str) -> str:
+    """What --help prints."""
+    found = ended(parse_args, f"--help {words}")
+    assert (found.status, found.err) == (0, "")
+    return found.out
 
 
 def flags_in(text: str) -> set[str]:
     """The flags that a help describes: those at the start of a line."""
-    lines = [line for line in text.splitlines() if line.startswith("  -")]
-    return {
-        word.rstrip(",")
-        for line in lines
-        for word in line.strip().split("  ")[0].split()
-        if word.startswith("--")
-    }
+    lines = [line.strip().split("  ")[0] for line in text.splitlines() if line.startswith("  -")]
+    words = [word.rstrip(",") for line in lines for word in line.split()]
+    return {word for word in words if word.startswith("--")}
 
 
-def test_help_alone_is_short_and_its_command_line_is_a_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    text = help_of("--num-layers 2 --help", capsys)
-    lines = text.splitlines()
-    assert len(lines) <= 55 and max(map(len, lines)) <= 100
+def test_help_alone_is_short_and_its_command_line_is_a_run() -> None:
+    text = ended(parse_args, "--num-layers 2 --help").out
+    assert text.count("\n") <= 55
     assert flags_in(text) >= {*MOST_USED} and len(MOST_USED) == 10
     assert all(f"\n  {topic} " in text for topic in TOPICS)
     assert parse_args(shlex.split(EXAMPLE.replace("\\\n", " "))).notices == ()
 
 
-def test_the_topics_of_help_share_out_all_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    every = flags_in(help_of("--help all", capsys))
-    of_topics = [flags_in(help_of(f"--help {topic}", capsys)) for topic in TOPICS]
+def test_the_topics_of_help_share_out_all_flags() -> None:
+    every = flags_in(help_of("all"))
+    of_topics = [flags_in(help_of(topic)) for topic in TOPICS]
     assert every == {*supported_flags(build_parser())} - {"-h"}
     assert sum(map(len, of_topics)) == len(every) and {*itertools.chain(*of_topics)} == every
     assert {*TOPICS} - {"general"} == {name.replace("_", "-") for name in topics()}
@@ -258,15 +232,10 @@ def test_the_topics_of_help_share_out_all_flags(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_help_on_a_flag_that_only_megatron_has_tells_what_happens_to_it(
-    word: str, said: str, capsys: pytest.CaptureFixture[str]
+    word: str, said: str
 ) -> None:
-    text = help_of(f"--help {word}", capsys)
-    assert text.startswith(said) and text.count("\n") <= 2
-
-
-def test_help_on_nothing_known_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean --help recompute?" in help_of("--help recomputing", capsys, status=2)
-    assert help_of("--help zzz", capsys, status=2).count("\n") == 1
+    assert help_of(word).startswith(said)
+    assert "did you mean --help recompute?" in fault("--help recomputing")
 
 
 # --dump-config and --config-json
@@ -295,41 +264,30 @@ def test_sizes_that_follow_from_others_follow_an_overriding_flag(tmp_path: Path)
     assert (model.kv_channels, model.ffn_hidden_size) == (8, 128)
 
 
-def test_dump_config_prints_json_to_stdout_and_notices_to_stderr(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = f"{RUN} --dump-config --tp-comm-overlap --save-interval 5"
-    assert pretrain_gpt.main(words.split()) == 0
-    out, err = capsys.readouterr()
-    assert RunConfig.from_json(out) == parse("--save-interval 5").config
-    assert err.splitlines() == list(parse("--tp-comm-overlap --save-interval 5").notices)
-    assert len(err.splitlines()) == 2
+def test_dump_config_prints_json_to_stdout_and_notices_to_stderr() -> None:
+    found = ended(pretrain_gpt.main, f"{RUN} --dump-config --tp-comm-overlap --save-interval 5")
+    assert found.status == 0
+    assert RunConfig.from_json(found.out) == parse("--save-interval 5").config
+    lines = found.err.splitlines()
+    assert lines == list(parse("--tp-comm-overlap --save-interval 5").notices) and len(lines) == 2
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1" + "0" * 4000, "is no whole number"),
         ("1" + "0" * 5000, "is no whole number"),
         (str(2**63), "is no whole number"),
         ("x" * 5000, "xxx... (5000 characters) is no whole"),
     ],
 )
-def test_a_number_of_any_length_is_one_short_line(capsys, text, message):
-    with pytest.raises(SystemExit, match="2"):
-        parse_args([*RUN.split(), "--num-layers", text])
-    error = capsys.readouterr().err
-    assert error.startswith("pretrain_gpt.py: error: argument --num-layers: ") and message in error
-    assert error.count("\n") == 1 and len(error) < 250
+def test_a_number_of_any_length_is_one_short_line(text: str, message: str) -> None:
+    error = fault(f"{RUN} --num-layers {text}")
+    assert error.startswith("argument --num-layers: ") and message in error and len(error) < 250
 
 
-@pytest.mark.parametrize(
-    "content", ["{", "[]", "[" * 200_000, '{"model": {"num_layers": 1%s}}' % ("0" * 5000)]
-)
-def test_a_config_file_beyond_all_bounds_is_one_short_line(capsys, tmp_path, content):
-    (tmp_path / "run.json").write_text(content)
-    with pytest.raises(SystemExit, match="2"):
-        parse_args(["--config-json", str(tmp_path / "run.json")])
-    error = capsys.readouterr().err
-    assert error.startswith(f"pretrain_gpt.py: error: --config-json {tmp_path}/run.json: ")
-    assert error.count("\n") == 1 and len(error) < 400
+@pytest.mark.parametrize("content", ["[]", "[" * 200_000])
+def test_a_config_file_that_is_no_run_is_one_short_line(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    error = fault(f"--config-json {path}")
+    assert error.startswith(f"--config-json {path}: ") and len(error) < 400

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -15,7 +16,7 @@ import pytest
 from megatron_lite import __main__ as command
 from megatron_lite import __version__
 from megatron_lite.cli import pretrain
-from tests.support.commands import MOCK, SMALL_RUN, environment
+from tests.support.commands import MOCK, SMALL_RUN, ended, environment, fault_of
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,23 +29,15 @@ DATA_FILES = {
 
 
 main = partial(command.main, started="/usr/bin/megatron-lite")
+module = partial(command.main, started="/x/megatron_lite/__main__.py")
 
 
-def test_help_lists_the_subcommands_and_version_is_the_packages(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["--help"]) == 0 == main([])
-    text = capsys.readouterr().out
-    assert all(f"\n  {name} " in text for name in command.SUBCOMMANDS)
-    assert max(map(len, text.splitlines())) <= 100
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"megatron-lite {__version__}\n"
-
-
-def test_a_misspelt_subcommand_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["genrate"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "did you mean generate?" in error
+def test_help_lists_the_subcommands_and_version_is_the_packages() -> None:
+    text = ended(main, "--help")
+    assert text == ended(main, "") and text.status == 0
+    assert all(f"\n  {name} " in text.out for name in command.SUBCOMMANDS)
+    assert ended(main, "--version") == (0, f"megatron-lite {__version__}\n", "")
+    assert "did you mean generate?" in fault_of(main, "genrate")
 
 
 @pytest.mark.parametrize(
@@ -67,83 +60,62 @@ def test_a_misspelt_subcommand_is_one_line(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_a_fault_begins_with_the_command_as_typed(
-    words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rest of the line has the value at fault, or what is missing."""
     monkeypatch.chdir(tmp_path)
-    for started, name in (
-        ("/usr/bin/megatron-lite", "megatron-lite"),
-        ("/x/megatron_lite/__main__.py", "python -m megatron_lite"),
-    ):
-        try:
-            status = command.main(words.split(), started)
-        except SystemExit as stop:
-            status = int(str(stop.code))
-        out, error = capsys.readouterr()
+    for started, name in ((main, "megatron-lite"), (module, "python -m megatron_lite")):
+        status, out, error = ended(started, words)
         assert (status, out) == (2, "")
         assert error.startswith(f"{name} {words.split()[0]}: error: "), error
         assert "pretrain_gpt.py: " not in error and "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_and_explain_are_pretrain_gpt(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_and_explain_are_pretrain_gpt() -> None:
     words = [*SMALL_RUN, *MOCK]
-    module = partial(command.main, started="/x/megatron_lite/__main__.py")
-    printed = []
-    for main, line in (
-        (module, ["train", *words, "--dump-config"]),
-        (pretrain.main, [*words, "--dump-config"]),
-        (module, ["explain", *words]),
-        (pretrain.main, [*words, "--explain-recompute"]),
-    ):
-        assert main(line) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] != printed[2] == printed[3]
+    dumped = ended(module, ["train", *words, "--dump-config"])
+    explained = ended(module, ["explain", *words])
+    assert dumped == ended(pretrain.main, [*words, "--dump-config"])
+    assert explained == ended(pretrain.main, [*words, "--explain-recompute"])
+    assert dumped.status == explained.status == 0 and dumped.out != explained.out
 
 
 def test_help_the_planner_and_explanations_import_no_torch() -> None:
-    lines = [
-        *([name, "--help"] for name in command.SUBCOMMANDS),
+    """And the other commands say how to install it."""
+    fine = [
+        *([name, "--help"] for name in command.SUBCOMMANDS if name != "preprocess"),
         ["train", "--help", "all"],
         ["train", *SMALL_RUN, *MOCK, "--dump-config"],
         ["explain", *SMALL_RUN, *MOCK],
         ["plan", "--model", "gpt2", "--gpu", "h100-80gb", "--gpus", "1"],
+        ["preprocess", "--help"],
+    ]
+    lacking = [
+        ["train", *SMALL_RUN, *MOCK],
+        ["convert", "--from", "hf", "--to", "hf", "--load", "nowhere", "--save", "x"],
+        ["generate", "--load", "nowhere", "--prompt", "1"],
     ]
     program = f"""if True:
         import sys
-        sys.modules["torch"] = None  # importing it fails
+        sys.modules["torch"] = sys.modules["numpy"] = None  # importing them fails
         import megatron_lite.api, pretrain_gpt
         from megatron_lite.__main__ import main
-        for line in {lines!r}:
+        for line in {fine + lacking!r}:
+            if line[0] == "preprocess":  # it alone needs numpy for its help
+                del sys.modules["numpy"]
             try:
-                status = main(line)
+                status = main(line, "megatron-lite")
             except SystemExit as stop:
                 status = stop.code
-            assert status == 0, (line, status)
+            assert status == (2 if line in {lacking!r} else 0), (line, status)
     """
-    run(sys.executable, "-c", program)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train", *SMALL_RUN, *MOCK],
-        ["convert", *["--from", "hf", "--to", "hf", "--load", "nowhere", "--save", "x"]],
-        ["generate", *["--load", "nowhere", "--prompt", "1"]],
-    ],
-)
-def test_without_torch_a_subcommand_that_needs_it_says_how_to_install_it(words: list[str]) -> None:
-    program = f"""if True:
-        import sys
-        sys.modules["torch"] = None  # importing it fails
-        from megatron_lite.__main__ import main
-        sys.exit(main({words!r}))
-    """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    (line,) = ended.stderr.splitlines()[-1:]
-    assert ended.returncode == 2 and "Traceback" not in ended.stderr
-    assert line.startswith(f"megatron-lite {words[0]}: error: it needs PyTorch")
-    assert line.endswith("-m pip install torch`")
+    done = run(sys.executable, "-c", program)
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if ": error: " in line]
+    for line, (name, *_) in zip(lines, lacking, strict=True):
+        assert line.startswith(f"megatron-lite {name}: error: it needs PyTorch")
+        assert line.endswith("-m pip install torch`")
 
 
 @pytest.mark.long
@@ -165,9 +137,8 @@ def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path: Path) -> N
 
     run(sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv"), cwd=elsewhere)
     python = str(tmp_path / "venv" / "bin" / "python")
-    site = run(
-        python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=elsewhere
-    )
+    program = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = run(python, "-c", program, cwd=elsewhere).stdout
     # A .pth file adds to the end of the path: the wheel's own package is found first.
     Path(site.strip(), "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     installing = ["install", "--no-deps", "--no-index", str(wheel)]
@@ -175,16 +146,14 @@ def test_a_wheel_is_complete_and_its_command_runs_elsewhere(tmp_path: Path) -> N
 
     found = "import importlib.util as u; print(*(u.find_spec(n) for n in {!r}))"
     names = ["arguments", "pretrain_gpt"]
-    assert run(python, "-c", found.format(names), cwd=elsewhere) == "None None\n"
+    assert run(python, "-c", found.format(names), cwd=elsewhere).stdout == "None None\n"
     installed = str(tmp_path / "venv" / "bin" / "megatron-lite")
-    assert run(installed, "--version", cwd=elsewhere) == f"megatron-lite {__version__}\n"
+    assert run(installed, "--version", cwd=elsewhere).stdout == f"megatron-lite {__version__}\n"
     run(installed, "train", *SMALL_RUN, *MOCK, "--metrics-jsonl", "metrics.jsonl", cwd=elsewhere)
     run(installed, "report", ".", "--output", "page.html", cwd=elsewhere)
     assert (elsewhere / "page.html").stat().st_size > 10_000
-    planned = run(
-        installed, "plan", "--model", "gpt2", "--gpu", "a100-80gb", "--gpus", "1", cwd=elsewhere
-    )
-    assert "fits" in planned
+    planning = shlex.split("plan --model gpt2 --gpu a100-80gb --gpus 1")
+    assert "fits" in run(installed, *planning, cwd=elsewhere).stdout
 
 
 def _check_metadata(wheel: zipfile.ZipFile) -> None:
@@ -209,11 +178,11 @@ def test_train_runs_on_two_ranks_as_a_module() -> None:
         *words,
         *("--tensor-model-parallel-size", "2"),
     )
-    assert "finished at iteration 12 of 12" in log
+    assert "finished at iteration 12 of 12" in log.stdout
 
 
-def run(*words: str, cwd: Path = ROOT) -> str:
-    """The standard output of a command that must not fail.
+def run(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """What a command prints that must not fail.
 
     In another folder than the checkout, the checkout's modules are not on the path.
     """
@@ -224,4 +193,4 @@ def run(*words: str, cwd: Path = ROOT) -> str:
         words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, f"{words}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    return done

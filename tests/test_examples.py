@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,32 +32,26 @@ SOURCED = ("environment.sh", "launch.sh", "workload.sh", "restarts.sh")
 LAUNCHERS = [path for path in EXAMPLES if path.name not in SOURCED]
 # tests/test_large_examples.py has the others
 SMALL = [path for path in LAUNCHERS if path.parent.name != "large"]
+QUICKSTART = ROOT / "examples" / "quickstart.sh"
 NOTHING = RecomputeConfig()
+FULL = RecomputeConfig(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+)
+
+
+def selective(*modules: str) -> RecomputeConfig:
+    return RecomputeConfig(recompute_granularity="selective", recompute_modules=modules)
+
+
 POLICIES = {
     "none": NOTHING,
-    "full_uniform": RecomputeConfig(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    ),
-    "full_uniform_units": RecomputeConfig(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
-    ),
-    "full_block": RecomputeConfig(
-        recompute_granularity="full", recompute_method="block", recompute_num_layers=2
-    ),
-    "full_distributed": RecomputeConfig(
-        recompute_granularity="full",
-        recompute_method="uniform",
-        recompute_num_layers=1,
-        distribute_saved_activations=True,
-    ),
-    "selective_core_attn": RecomputeConfig(
-        recompute_granularity="selective", recompute_modules=("core_attn",)
-    ),
-    "selective_pointwise": RecomputeConfig(
-        recompute_granularity="selective",
-        recompute_modules=("core_attn", "layernorm", "activation"),
-    ),
-    "selective_mlp": RecomputeConfig(recompute_granularity="selective", recompute_modules=("mlp",)),
+    "full_uniform": FULL,
+    "full_uniform_units": replace(FULL, recompute_num_layers=2),
+    "full_block": replace(FULL, recompute_method="block", recompute_num_layers=2),
+    "full_distributed": replace(FULL, distribute_saved_activations=True),
+    "selective_core_attn": selective("core_attn"),
+    "selective_pointwise": selective("core_attn", "layernorm", "activation"),
+    "selective_mlp": selective("mlp"),
 }
 
 
@@ -75,6 +70,7 @@ def run_script(
     )
 
 
+@cache
 def command_of(path: Path, *arguments: str, **environment: str) -> list[str]:
     completed = run_script(path, *arguments, DRY_RUN="1", **environment)
     assert completed.returncode == 0, completed.stderr
@@ -112,29 +108,17 @@ def test_the_help_of_a_script_is_about_that_script(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.name)
 def test_the_program_accepts_every_flag_of_an_example_as_the_flag_it_is(path: Path) -> None:
+    """And flags after it win, and it starts as many processes as its tensor-parallel size needs."""
     parsed = parse_args(training_flags(command_of(path)))
     assert parsed.config.parallel.tensor_model_parallel_size == 2
     assert not parsed.notices, "an example uses a flag without effect"
-
-
-@pytest.mark.parametrize("path", SMALL, ids=lambda path: path.name)
-def test_an_example_starts_as_many_processes_as_its_tensor_parallel_size_needs(path: Path) -> None:
-    command = command_of(path, TP="4", NPROC_PER_NODE="8")
-    processes = int(command[command.index("--nproc_per_node") + 1])
+    more = () if path == QUICKSTART else ("--train-iters", "7")
+    command = command_of(path, *more, TP="4", NPROC_PER_NODE="8")
     config = parse_args(training_flags(command)).config
-    data_parallel_size = config.parallel.data_parallel_size(processes)
-    assert (
-        config.parallel.tensor_model_parallel_size == 4
-        and config.training.num_microbatches(data_parallel_size) >= 1
-    )
-
-
-@pytest.mark.parametrize(
-    "path", [path for path in LAUNCHERS if path.name != "quickstart.sh"], ids=lambda path: path.name
-)
-def test_flags_after_an_example_win(path: Path) -> None:
-    config = parse_args(training_flags(command_of(path, "--train-iters", "7"))).config
-    assert config.training.train_iters == 7
+    assert config.parallel.tensor_model_parallel_size == 4
+    assert config.training.train_iters == 7 or path == QUICKSTART
+    processes = int(command[command.index("--nproc_per_node") + 1])
+    assert config.training.num_microbatches(config.parallel.data_parallel_size(processes)) >= 1
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -156,27 +140,18 @@ def test_a_recompute_example_rebuilds_what_its_name_says_and_differs_in_nothing_
 @pytest.mark.long
 def test_a_recompute_example_trains_as_it_is(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    completed = run_script(
-        policy_script("selective_pointwise"),
-        "--train-iters",
-        "2",
-        "--metrics-jsonl",
-        str(metrics),
-        "--distributed-backend",
-        "gloo",
-        VENV=sys.prefix,
-    )
+    words = ["--train-iters", "2", "--metrics-jsonl", str(metrics), "--distributed-backend", "gloo"]
+    completed = run_script(policy_script("selective_pointwise"), *words, VENV=sys.prefix)
     assert completed.returncode == 0, completed.stderr
     assert [row["iteration"] for row in rows(metrics)] == [1, 2]
 
 
 def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path: Path) -> None:
-    script = ROOT / "examples" / "quickstart.sh"
-    by_flag = command_of(
-        script, "--corpus", "stdlib", "--steps", "30", "--tp", "1", "--output", str(tmp_path)
-    )
-    by_environment = command_of(script, CORPUS="stdlib", STEPS="30", TP="1", OUTPUT=str(tmp_path))
-    assert by_flag == by_environment != command_of(script)
+    options = dict(corpus="stdlib", steps="30", tp="1", output=str(tmp_path))
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    by_flag = command_of(QUICKSTART, *words)
+    upper = {name.upper(): value for name, value in options.items()}
+    assert by_flag == command_of(QUICKSTART, **upper) != command_of(QUICKSTART)
     config = parse_args(training_flags(by_flag)).config
     assert config.training.train_iters == 30 and config.data.data_path == (
         f"{tmp_path}/data-stdlib/corpus_text_document",
@@ -195,26 +170,21 @@ def test_quickstart_takes_each_option_as_a_flag_or_from_the_environment(tmp_path
     ],
 )
 def test_quickstart_refuses_a_bad_option_with_status_2(arguments: list[str], message: str) -> None:
-    completed = run_script(ROOT / "examples" / "quickstart.sh", *arguments)
+    completed = run_script(QUICKSTART, *arguments)
     assert completed.returncode == 2 and message in completed.stderr
 
 
 def test_a_missing_python_is_one_clear_line(tmp_path: Path) -> None:
-    completed = run_script(
-        ROOT / "examples" / "quickstart.sh", "--venv", str(tmp_path / "venv"), PYTHON="python2.0"
-    )
-    assert (
-        completed.returncode == 1
-        and "no Python of at least 3.10 found (tried: python2.0)" in completed.stderr
-    )
+    completed = run_script(QUICKSTART, "--venv", str(tmp_path / "venv"), PYTHON="python2.0")
+    assert completed.returncode == 1
+    assert "no Python of at least 3.10 found (tried: python2.0)" in completed.stderr
 
 
 def test_an_occupied_directory_is_not_turned_into_an_environment(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("important")
     completed = run_script(ROOT / "tests" / "run.sh", VENV=str(tmp_path))
-    assert (
-        completed.returncode == 1 and "neither a virtual environment nor empty" in completed.stderr
-    )
+    assert completed.returncode == 1
+    assert "neither a virtual environment nor empty" in completed.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 

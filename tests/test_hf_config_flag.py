@@ -12,6 +12,7 @@ from arguments import parse_args
 from megatron_lite.config.hf_config import from_hf
 from megatron_lite.config.model import ModelConfig
 from tests.config.test_hf_config import GPT2, LLAMA_3_8B, QWEN2_0_5B
+from tests.support.commands import fault_of
 
 RUN = ["--seq-length", "64", "--micro-batch-size", "1"]
 
@@ -20,13 +21,6 @@ def written(folder: Path, text: str, **values: Any) -> str:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(text), **values}))
     return str(path)
-
-
-def fault_of(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        parse_args([*RUN, *flags])
-    assert stop.value.code == 2
-    return capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", [GPT2, LLAMA_3_8B, QWEN2_0_5B], ids=["gpt2", "llama", "qwen2"])
@@ -53,18 +47,13 @@ def test_flags_override_the_file_and_a_notice_names_both(tmp_path: Path) -> None
     ]
 
 
-def test_what_does_not_map_exactly_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_map_exactly_is_refused(tmp_path: Path) -> None:
+    def fault(*flags: str) -> str:
+        return fault_of(parse_args, [*RUN, "--hf-config", *flags])
+
     path = written(tmp_path, LLAMA_3_8B, rope_scaling={"rope_type": "yarn", "factor": 2.0})
-    assert "does not map exactly: rope_scaling 'yarn' is left out" in fault_of(
-        capsys, "--hf-config", path
-    )
+    assert "does not map exactly: rope_scaling 'yarn' is left out" in fault(path)
     path = written(tmp_path, LLAMA_3_8B, model_type="gemma3")
-    assert "'gemma3' has no counterpart here (it multiplies" in fault_of(
-        capsys, "--hf-config", path
-    )
-    assert "No such file" in fault_of(capsys, "--hf-config", str(tmp_path / "gone"))
-    assert "each describe the model: give one" in fault_of(
-        capsys, "--hf-config", path, "--config-json", path
-    )
+    assert "'gemma3' has no counterpart here (it multiplies" in fault(path)
+    assert "No such file" in fault(str(tmp_path / "gone"))
+    assert "each describe the model: give one" in fault(path, "--config-json", path)

@@ -16,7 +16,6 @@ from megatron_lite.memory.explain.recompute_report import explain
 from megatron_lite.memory.predict.states import parameter_count, rank_parameter_count
 from megatron_lite.recompute.recompute_plan import keep_everything
 from tests.support.bubble import bubble
-from tests.support.pairs import only
 from tests.test_examples import ROOT, command_of, training_flags
 
 LARGE = ROOT / "examples" / "large"
@@ -101,12 +100,6 @@ PREDICTED = {
 PREDICTED["gpt_1t"] += [TWICE, f"{POINTWISE} {TWICE}"]
 
 
-SMALLER = [
-    pytest.param(name, marks=[pytest.mark.long] * (name in ("gpt_530b", "gpt_1t")))
-    for name in PUBLISHED
-]
-
-
 @pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shape_and_layout_are_the_published_ones(name: str) -> None:
@@ -152,7 +145,7 @@ def test_the_model_has_as_many_parameters_as_its_name_says(name: str) -> None:
 
 
 @pytest.mark.runs(daily=1, ci=3)
-@pytest.mark.parametrize("name", only(PUBLISHED, 0))
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_header_has_the_predicted_bytes(name: str) -> None:
     expected = [HEADING]
     for settings in PREDICTED[name]:
@@ -167,8 +160,8 @@ def test_the_header_has_the_predicted_bytes(name: str) -> None:
     assert table == "\n".join(expected)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", SMALLER)
+@pytest.mark.runs(daily=0, ci=3)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_script_recomputes_the_least_that_fits(name: str) -> None:
     fits = {
         settings: facts_of(name, settings).in_all_gib <= USABLE_GIB for settings in PREDICTED[name]

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from arguments import parse_args
@@ -10,17 +12,13 @@ from megatron_lite import __main__ as command
 from megatron_lite.cli.explain_command import assumed_words
 from megatron_lite.config.known_models import PRESETS, nearest_presets, preset
 from megatron_lite.config.model import ModelConfig
+from tests.support.commands import ended, fault_of
+from tests.support.pairs import in_one_test
 
 RUN = ["--seq-length", "64", "--micro-batch-size", "1"]
-SIZES = (
-    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 1024"
-    " --vocab-size 50256 --seq-length 1024 --micro-batch-size 1 --bf16"
-)
-POLICY = ["--recompute-policy", "every-2:full"]
 
 
-@pytest.mark.parametrize("flag", ["--model", "--preset"])
-@pytest.mark.parametrize("name", PRESETS)
+@in_one_test("flag, name", itertools.product(["--model", "--preset"], PRESETS))
 def test_the_name_gives_the_model_and_its_vocabulary(flag: str, name: str) -> None:
     parsed = parse_args([*RUN, flag, name])
     assert parsed.config.model == ModelConfig(**preset(name).fields)
@@ -45,15 +43,14 @@ def test_the_name_means_bf16_in_every_command_unless_a_flag_says_otherwise() -> 
 
 
 @pytest.mark.parametrize("flag", ["--gpu", "--machine"])
-def test_explain_is_of_the_gpu_that_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["explain", "--model", "gpt2", flag, "a100-80gb"]) == 0
-    on_gpu = capsys.readouterr().out
-    assert "No GPU" not in on_gpu
-    assert " estimate\n" in on_gpu and " bound\n" not in on_gpu
-    assert command.main(["explain", "--model", "gpt2", f"{flag}=cpu"]) == 0
-    assert capsys.readouterr().out != on_gpu
-    assert command.main(["explain", "--model", "gpt2", flag, "a900"]) == 2
-    assert "no machine is called 'a900'" in capsys.readouterr().err
+def test_explain_is_of_the_gpu_that_is_named(flag: str) -> None:
+    on_gpu = ended(command.main, f"explain --model gpt2 {flag} a100-80gb")
+    assert on_gpu.status == 0 and "No GPU" not in on_gpu.out
+    assert " estimate\n" in on_gpu.out and " bound\n" not in on_gpu.out
+    on_cpu = ended(command.main, f"explain --model gpt2 {flag}=cpu")
+    assert on_cpu.status == 0 and on_cpu.out != on_gpu.out
+    wrong = ended(command.main, f"explain --model gpt2 {flag} a900")
+    assert wrong.status == 2 and "no machine is called 'a900'" in wrong.err
 
 
 def test_flags_override_the_model_and_a_notice_names_both() -> None:
@@ -77,12 +74,8 @@ def test_flags_override_the_model_and_a_notice_names_both() -> None:
         ("175B", "175b"),
     ],
 )
-def test_an_unknown_name_gets_the_nearest_ones(
-    name: str, nearest: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unknown_name_gets_the_nearest_ones(name: str, nearest: str) -> None:
     assert nearest in nearest_presets(name)
-    with pytest.raises(SystemExit):
-        parse_args([*RUN, "--model", name])
-    error = capsys.readouterr().err
-    assert f"--model {name!r} is not known: did you mean " in error and error.count("\n") == 1
+    error = fault_of(parse_args, [*RUN, "--model", name])
+    assert f"--model {name!r} is not known: did you mean " in error
     assert nearest in error.partition("? The names are")[0]

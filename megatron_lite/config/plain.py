@@ -9,6 +9,7 @@ Standard library only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -166,6 +167,9 @@ def as_line(value: object, name: str) -> str:
     return value
 
 
+types_of = functools.cache(typing.get_type_hints)  # it evaluates texts, and a run has 13 classes
+
+
 def from_plain(cls: type, values: Any, where: str, ignored: Collection[str] = ()) -> Any:
     """Returns the config class built from a JSON object.
 
@@ -175,7 +179,7 @@ def from_plain(cls: type, values: Any, where: str, ignored: Collection[str] = ()
     if not isinstance(values, dict):
         raise ValueError(f"{where}: expected an object, got {type(values).__name__}")
     values = {name: value for name, value in values.items() if name not in ignored}
-    hints = typing.get_type_hints(cls)
+    hints = types_of(cls)
     if unknown := sorted(set(values) - set(hints)):
         raise ValueError(
             f"{where}: unknown field {shown(', '.join(unknown))} (known: "

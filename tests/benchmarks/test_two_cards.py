@@ -14,10 +14,4 @@ def test_every_layout_equals_one_rank(capsys: pytest.CaptureFixture[str]) -> Non
     for layout in LAYOUTS:
         assert printed.count(f"{layout:18}") == len(POLICIES)
     assert printed.count("as predicted") >= 3 * len(LAYOUTS)
-
-
-@pytest.mark.long
-def test_a_policy_that_cannot_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--device cpu --steps 2 --layouts FSDP2 --policies none full@split"
-    assert main(words.split()) == 0
-    assert "refused: pretrain_gpt.py: error: --recompute-policy" in capsys.readouterr().out
+    assert "refused: pretrain_gpt.py: error: --recompute-policy" in printed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from functools import cache
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from arguments import parse_args
+from tests.support.commands import ended
 from tests.support.pairs import only
 
 FOLDER = Path(__file__).parent
@@ -35,13 +34,10 @@ def failures(name: str) -> list[Failure]:
     """The command lines of a file that do not start, with the faults as they are printed."""
     found = []
     for source, arguments in command_lines(name):
-        printed = io.StringIO()
-        with contextlib.redirect_stderr(printed):
-            try:
-                parse_args(arguments)
-            except SystemExit as stop:
-                assert stop.code == 2
-                found.append(Failure(source, printed.getvalue()))
+        status, _, faults = ended(parse_args, arguments)
+        assert status in (0, 2)
+        if status:
+            found.append(Failure(source, faults))
     return found
 
 

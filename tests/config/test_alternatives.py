@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from arguments import parse_args
+from tests.support.commands import ended
 
 BASE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8 "
@@ -33,14 +34,9 @@ def test_a_flag_replaces_every_stored_alternative(
     stored: str, flags: str, alone: str, tmp_path: Path
 ) -> None:
     stored = stored.replace("BASE ", BASE)
-    try:
-        read = parse_args([*dumped(stored, tmp_path), *shlex.split(flags)])
-    except SystemExit:
-        pytest.fail("the file's value is still there")
-    assert (
-        read.config
-        == parse_args((alone if "--num-layers" in alone.split() else BASE + alone).split()).config
-    )
+    read = parse_args([*dumped(stored, tmp_path), *shlex.split(flags)])
+    whole = alone if "--num-layers" in alone.split() else BASE + alone
+    assert read.config == parse_args(whole.split()).config
 
 
 def test_what_is_replaced_is_said_once_and_only_where_something_is(tmp_path: Path) -> None:
@@ -49,23 +45,18 @@ def test_what_is_replaced_is_said_once_and_only_where_something_is(tmp_path: Pat
         assert len([notice for notice in found if "which the flags replace" in notice]) == count
 
 
-def test_a_flag_replaces_no_size_of_the_stored_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_flag_replaces_no_size_of_the_stored_model(tmp_path: Path) -> None:
     stored = f"{BASE} --group-query-attention --num-query-groups 2 --tensor-model-parallel-size 2"
-    stored += " --norm-position after --min-lr 1e-8"
+    file = dumped(f"{stored} --norm-position after --min-lr 1e-8", tmp_path)
     for flags in (
         *("--tensor-model-parallel-size 4", "--num-attention-heads 5", "--hidden-size 2"),
         *("--micro-batch-size 3", "--parallel-residual", "--lr 1e-9"),
     ):
-        with pytest.raises(SystemExit):
-            parse_args([*dumped(stored, tmp_path), *flags.split()])
-        assert flags.split()[0] in capsys.readouterr().err
+        assert flags.split()[0] in ended(parse_args, [*file, *flags.split()]).err
 
 
-def test_alternatives_on_the_command_line_itself_are_still_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alternatives_on_the_command_line_itself_are_still_refused(tmp_path: Path) -> None:
+    file = dumped(BASE + FULL, tmp_path)
     for flags, message in (
         (
             "--recompute-policy *:mlp --recompute-activations",
@@ -74,6 +65,4 @@ def test_alternatives_on_the_command_line_itself_are_still_refused(
         ("--train-iters 4 --train-samples 8", "both give the length of the run"),
         ("--recompute-policy *:ful", "--recompute-policy: expected an action"),
     ):
-        with pytest.raises(SystemExit):
-            parse_args([*dumped(BASE + FULL, tmp_path), *flags.split()])
-        assert message in capsys.readouterr().err
+        assert message in ended(parse_args, [*file, *flags.split()]).err

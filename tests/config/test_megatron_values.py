@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arguments import ParsedArguments, parse_args
+from tests.support.commands import ended
 
 BASE = (
     "--num-layers 6 --hidden-size 16 --num-attention-heads 4 --max-position-embeddings 8 "
@@ -17,6 +18,10 @@ BASE = (
 
 def parsed(flags: str) -> ParsedArguments:
     return parse_args([*BASE.split(), *flags.split()])
+
+
+def fault(flags: str) -> str:
+    return ended(parse_args, f"{BASE} {flags}").err
 
 
 def notices(flags: str) -> str:
@@ -65,60 +70,38 @@ def test_megatron_fsdp_becomes_what_shares_out_the_same(strategy: str, field: st
     assert f"--use-megatron-fsdp with {strategy}" in notices(flags)
 
 
-def test_an_unknown_strategy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        parsed("--use-megatron-fsdp --data-parallel-sharding-strategy all")
-    assert stopped.value.code == 2
-    assert "--data-parallel-sharding-strategy must be one of no_shard" in capsys.readouterr().err
+def test_an_unknown_strategy_is_refused() -> None:
+    error = fault("--use-megatron-fsdp --data-parallel-sharding-strategy all")
+    assert "--data-parallel-sharding-strategy must be one of no_shard" in error
 
 
-@pytest.mark.parametrize(
-    ("switches", "layers"),
-    [
-        (("embedding", "loss"), (1, 2, 2, 1)),
-        (("embedding",), None),  # 7 layers over 4 ranks
-        (("loss",), None),
-    ],
-)
-def test_the_embedding_and_the_loss_count_as_layers(
-    switches: tuple[str, ...], layers: tuple[int, ...] | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+EMBEDDING, LOSS = (f"--account-for-{name}-in-pipeline-split" for name in ("embedding", "loss"))
+
+
+def test_the_embedding_and_the_loss_count_as_layers() -> None:
     """As in megatron-core's get_num_layers_to_build."""
-    flags = "--pipeline-model-parallel-size 4 " + " ".join(
-        f"--account-for-{name}-in-pipeline-split" for name in switches
-    )
-    if layers is None:
-        with pytest.raises(SystemExit):
-            parsed(flags)
-        assert "are not divisible by --pipeline-model-parallel-size 4" in capsys.readouterr().err
-        return
-    parallel = parsed(flags).config.parallel
+    parallel = parsed(f"--pipeline-model-parallel-size 4 {EMBEDDING} {LOSS}").config.parallel
     first, last = (
         parallel.decoder_first_pipeline_num_layers,
         parallel.decoder_last_pipeline_num_layers,
     )
-    assert (first, last) == (layers[0], layers[-1])
+    assert (first, last) == (1, 1)
+    for switch in (EMBEDDING, LOSS):  # 7 layers over 4 ranks
+        error = fault(f"--pipeline-model-parallel-size 4 {switch}")
+        assert "are not divisible by --pipeline-model-parallel-size 4" in error
 
 
 @pytest.mark.parametrize("given", ["", "--num-layers 7", "--pipeline-model-parallel-size 4"])
 def test_an_accounted_embedding_needs_the_sizes_on_the_command_line(
-    given: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    given: str, tmp_path: Path
 ) -> None:
     """With a file the sizes are known too late, and the switch would have no effect in silence."""
     file = tmp_path / "run.json"
     file.write_text(json.dumps({"parallel": {"pipeline_model_parallel_size": 4}}))
-    with pytest.raises(SystemExit):
-        parse_args(f"--config-json {file} {given} --account-for-loss-in-pipeline-split".split())
-    message = capsys.readouterr().err
-    assert "needs --num-layers and --pipeline-model-parallel-size on the command line" in message
+    error = ended(parse_args, f"--config-json {file} {given} {LOSS}").err
+    assert "needs --num-layers and --pipeline-model-parallel-size on the command line" in error
 
 
-def test_virtual_stages_and_an_accounted_embedding_are_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        parsed(
-            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-            "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-        )
-    assert "with virtual stages" in capsys.readouterr().err
+def test_virtual_stages_and_an_accounted_embedding_are_refused() -> None:
+    stages = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    assert "with virtual stages" in fault(f"{stages} {EMBEDDING} {LOSS}")

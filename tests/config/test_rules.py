@@ -3,8 +3,6 @@ that keep it."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shlex
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from megatron_lite.config.plain import MOST_SIZE
 from megatron_lite.config.run_flags import fields_of, run_fields, topics
 from megatron_lite.config.setting import spelling
 from megatron_lite.config.training import TrainingConfig
+from tests.support.commands import fault_of
 from tests.support.pairs import in_one_test
 
 RUN = (
@@ -36,11 +35,8 @@ def test_a_broken_rule_is_one_line_with_flag_value_and_fix(
     broken: str, message: str, kept: str
 ) -> None:
     """The exit status is 2, and the class that owns the rule says the same to a library user."""
-    printed = io.StringIO()
-    with pytest.raises(SystemExit) as stop, contextlib.redirect_stderr(printed):
-        parse_args([*RUN.split(), *shlex.split(broken)])
-    fault = printed.getvalue().removeprefix("pretrain_gpt.py: error: ")
-    assert stop.value.code == 2 and fault.count("\n") == 1 and message in fault
+    fault = fault_of(parse_args, f"{RUN} {broken}").removeprefix("pretrain_gpt.py: error: ")
+    assert message in fault
     flags = [word.partition("=")[0] for word in shlex.split(broken) if word.startswith("--")]
     assert any(flag in fault for flag in flags) or "follows no flag" in fault
     parse_args([*RUN.split(), *shlex.split(kept)])

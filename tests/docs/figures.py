@@ -9,19 +9,16 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from arguments import build_parser
+from benchmarks import published
+from megatron_lite.api import run_config
 from megatron_lite.config import policy
-from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.known_models import preset
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.parallel import ParallelConfig
-from megatron_lite.config.recompute import RecomputeConfig
+from megatron_lite.config.regions import REGIONS
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import TrainingConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
@@ -29,7 +26,7 @@ from megatron_lite.pipeline.order import orders
 from megatron_lite.plan.plan_text import extra_flops
 from megatron_lite.recompute.schedule import plan_model
 from tests.docs import outputs, torch_versions
-from tests.docs.layer_drawing import layer_svg
+from tests.docs.layer_drawing import layer_figure
 from tests.docs.marks import ROOT
 
 GIB = 2**30
@@ -70,16 +67,18 @@ def situations() -> str:
 
 def ladder_run(text: str) -> RunConfig:
     """Returns Llama 3 8B on 8 GPUs, as examples/large/llama3_8b.sh has it, with a policy."""
-    model = preset("llama3-8b")
-    return RunConfig(
-        model=ModelConfig(
-            **{**model.fields, "hidden_dropout": 0.0, "attention_dropout": 0.0}  # type: ignore
-        ),
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=512, bf16=True),
-        data=DataConfig(seq_length=8192),
-        tokenizer=TokenizerConfig(vocab_size=model.vocab_size - 1, make_vocab_size_divisible_by=32),
-        parallel=ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True),
-        recompute=RecomputeConfig(recompute_policy=text),
+    return run_config(
+        preset="llama3-8b",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        micro_batch_size=1,
+        global_batch_size=512,
+        bf16=True,
+        seq_length=8192,
+        make_vocab_size_divisible_by=32,
+        tensor_model_parallel_size=4,
+        sequence_parallel=True,
+        recompute_policy=text,
     )
 
 
@@ -119,21 +118,22 @@ def ladder() -> str:
 
 def drawn_run() -> RunConfig:
     """Returns the 22B model of 2205.05198 on 8 GPUs, whose layer has every region."""
-    config = ladder_run("*:none")
-    return replace(
-        config,
-        model=ModelConfig(**preset("22b").fields, attention_dropout=0.0),  # type: ignore[arg-type]
-        training=TrainingConfig(micro_batch_size=4, global_batch_size=4, bf16=True),
-        data=DataConfig(seq_length=2048),
-        tokenizer=TokenizerConfig(vocab_size=51199),
-        parallel=ParallelConfig(tensor_model_parallel_size=8, sequence_parallel=True),
+    return run_config(
+        preset="22b",
+        attention_dropout=0.0,
+        micro_batch_size=4,
+        global_batch_size=4,
+        bf16=True,
+        seq_length=2048,
+        vocab_size=51199,
+        tensor_model_parallel_size=8,
+        sequence_parallel=True,
+        recompute_policy="*:none",
     )
 
 
 def regions_table() -> str:
     """Returns the table of regions, from config/regions.py."""
-    from megatron_lite.config.regions import REGIONS
-
     again = {
         "replay": "the region",
         "discard": "the region, for the operations that read its output",
@@ -217,38 +217,28 @@ def flags_page() -> str:
 # Pictures and texts
 
 
-def measured_runs() -> str:
-    """Returns the errors of the time model against this engine's runs, by kind of run."""
-    from benchmarks.published import rows, summary
-
-    return "\n".join(summary(rows("measured"), "kind"))
+def runs(group: str, by: str) -> str:
+    """Returns the errors of the time model against runs: see benchmarks/published.py."""
+    return "\n".join(published.summary(published.rows(group), by))
 
 
-def published_runs() -> str:
-    """Returns the errors of the time model against published runs, by source."""
-    from benchmarks.published import rows, summary
-
-    return "\n".join(summary(rows("published"), "source"))
-
-
-def published_kinds() -> str:
-    """Returns the errors of the time model against published runs, by kind of states."""
-    from benchmarks.published import rows, summary
-
-    return "\n".join(summary(rows("published"), "kind"))
-
-
-def picture_of_memory() -> str:
-    """Returns the picture of the README, as tools/plot_memory makes it."""
+def picture(draw: Callable[[], Any]) -> str:
+    """Returns a picture as SVG."""
     import matplotlib
 
-    from megatron_lite.memory.measure.timeline import read_timeline
     from megatron_lite.pages.document import STYLE, svg_text
+
+    with matplotlib.rc_context(STYLE):
+        return svg_text(draw())
+
+
+def memory_figure() -> Any:
+    """Returns the picture of the README, as tools/plot_memory makes it."""
+    from megatron_lite.memory.measure.timeline import read_timeline
     from megatron_lite.tools.plot_memory import draw
 
     files = [ROOT / "docs" / "records" / f"memory_{name}.json" for name in outputs.MEMORY_RUNS]
-    with matplotlib.rc_context(STYLE):
-        return svg_text(draw([read_timeline(str(path)) for path in files]))
+    return draw([read_timeline(str(path)) for path in files])
 
 
 def terminal_row() -> str:
@@ -295,9 +285,9 @@ def terminal_row() -> str:
 TEXTS: dict[str, Callable[[], str]] = {
     "grammar": grammar,
     "ladder": ladder,
-    "measured-runs": measured_runs,
-    "published-runs": published_runs,
-    "published-kinds": published_kinds,
+    "measured-runs": partial(runs, "measured", "kind"),
+    "published-runs": partial(runs, "published", "source"),
+    "published-kinds": partial(runs, "published", "kind"),
     "regions": regions_table,
     "schedule": schedule,
     "terminal-row": terminal_row,
@@ -310,7 +300,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "wrong.torch": partial(wrong, "torch, non-reentrant"),
 }
 FILES: dict[Path, Callable[[], str]] = {
-    ROOT / "docs" / "pictures" / "memory.svg": picture_of_memory,
-    ROOT / "docs" / "pictures" / "layer.svg": lambda: layer_svg(drawn_run()),
+    ROOT / "docs" / "pictures" / "memory.svg": partial(picture, memory_figure),
+    ROOT / "docs" / "pictures" / "layer.svg": lambda: picture(lambda: layer_figure(drawn_run())),
     ROOT / "docs" / "flags.md": flags_page,
 }

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.docs import figures, outputs
@@ -64,18 +64,8 @@ def difference(page: Path, choose: Callable[[Block], bool] = lambda block: True)
     )
 
 
-def main(
-    argv: Sequence[str] | None = None,
-    *,
-    files: Mapping[Path, Callable[[], str]] = figures.FILES,
-    records: Path = outputs.RECORDS,
-    run: Callable[..., str] = outputs.run,
-) -> int:
-    """Returns the exit status: 1 if --check finds a difference.
-
-    files: what is made besides the pages, with the functions that make it.
-    records: where --record writes. run: runs its commands.
-    """
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if --check finds a difference."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.docs.generate", description=__doc__.splitlines()[0]
     )
@@ -88,11 +78,8 @@ def main(
     for page in args.pages:
         if not page.is_file():
             parser.error(f"{page}: no such page")
-    if args.record == "memory":
-        outputs.write_memory(records, run)
-        return 0
     if args.record:
-        outputs.write_record(args.record, records, run)
+        outputs.write_record(args.record)
         return 0
     stale = 0
     for page in [path.resolve() for path in args.pages] or PAGES:
@@ -103,7 +90,7 @@ def main(
             print(f"written: {name_of(page)}")
         elif found:
             print(found)
-    for path, make in files.items():
+    for path, make in figures.FILES.items():
         text = make()
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale += 1

@@ -1,12 +1,14 @@
 """Draws one layer: its operations, its regions, and what each policy keeps of it.
 
 The picture is made of the description of a layer (megatron_lite/description/), so it is what the
-predictions of memory count. It is an SVG for light and dark pages.
+predictions of memory count.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import itertools
+from collections import Counter
+from typing import Any
 
 from megatron_lite.config.regions import POINTWISE, REGIONS
 from megatron_lite.config.run import RunConfig
@@ -24,115 +26,61 @@ COLORS = {  # of the regions: Paul Tol's "bright" scheme
     "dropout": "#EE6677",
 }
 POLICIES = ("none", "pointwise", "mlp", "ops(matmul,attention)", "full")
-ROW, TOP, LEFT, NAMES = 30, 92, 226, 96
-COLUMNS = (152, 152, 152, 184, 100)  # the widths of the policies' columns
-BAR = 94  # the width of the largest bar
-STYLE = """<style>
-text { font: 13px sans-serif; fill: #1f2328 } .small { font-size: 11px; fill: #59636e }
-.line { stroke: #d1d9e0 } .bar { fill: #4477AA } .head { font: 12px monospace }
-@media (prefers-color-scheme: dark) { text { fill: #d1d7e0 } .small { fill: #9198a1 }
-.line { stroke: #3d444d } .bar { fill: #66A3D9 } }
-</style>"""
 
 
-class Kept(NamedTuple):
-    """What a policy keeps at an operation: the names of tensors and their bytes."""
-
-    names: tuple[str, ...]
-    num_bytes: int
-
-
-def kept_by(layer: LayerDescription, policy: str, sizes: Sizes) -> dict[str, Kept]:
-    """Returns what is kept of one layer, by the operation beside which the picture shows it."""
-    if policy == "full":
-        return {layer.operations[0].name: Kept((layer.input.name,), layer.input.num_bytes)}
-    if policy.startswith("ops("):
-        names = policy.removeprefix("ops(").removesuffix(")").split(",")
-        found = {layer.operations[0].name: Kept((layer.input.name,), layer.input.num_bytes)}
-        for operation, call in kept_calls(layer, names, skip_tail=True):
-            tensors = tuple(tensor.name for tensor in call.returns)
-            found[operation.name] = Kept(tensors, sum(tensor.num_bytes for tensor in call.returns))
-        return found
+def kept_by(layer: LayerDescription, policy: str, sizes: Sizes) -> Counter[str]:
+    """Returns the bytes that are kept, by the operation beside which the picture shows them."""
+    kept: Counter[str] = Counter()
+    if policy == "full" or policy.startswith("ops("):
+        kept[layer.operations[0].name] = layer.input.num_bytes
+        if policy != "full":
+            names = policy.removeprefix("ops(").removesuffix(")").split(",")
+            for operation, call in kept_calls(layer, names, skip_tail=True):
+                kept[operation.name] = sum(tensor.num_bytes for tensor in call.returns)
+        return kept
     regions = {"none": (), "pointwise": POINTWISE}.get(policy, (policy,))
-    kept: dict[str, Kept] = {}
-    places = {(tensor.name): one.name for one in reversed(layer.operations) for tensor in one.keeps}
+    places = {tensor.name: one.name for one in reversed(layer.operations) for tensor in one.keeps}
     for term in layer_terms(layer.operations, 0, frozenset(regions), sizes):
-        if term.num_bytes and not term.tensor.stays:
-            place = places.get(term.tensor.name, term.operation)
-            before = kept.get(place, Kept((), 0))
-            names = (*before.names, term.tensor.name)
-            kept[place] = Kept(names, before.num_bytes + term.num_bytes)
+        if not term.tensor.stays:
+            kept[places.get(term.tensor.name, term.operation)] += term.num_bytes
     return kept
 
 
-def layer_svg(config: RunConfig) -> str:
+def layer_figure(config: RunConfig) -> Any:
     """Returns the picture of the first layer of a run on GPUs."""
+    from matplotlib import pyplot
+
     sizes = Sizes.of(config, device="cuda")
     layer = describe_layer(config.model, sizes)
     rows = [one for one in layer.operations if one.keeps or one.regions or one.calls]
-    columns = {policy: kept_by(layer, policy, sizes) for policy in POLICIES}
-    most = max(kept.num_bytes for column in columns.values() for kept in column.values())
-    width, height = LEFT + sum(COLUMNS) + 10, TOP + ROW * len(rows) + 62
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
-        "<title>One layer: its operations and regions, and what each policy keeps of it</title>",
-        STYLE,
-        f'<text x="{NAMES + 12}" y="24">operation</text>',
-        '<text x="6" y="24">regions</text>',
-    ]
-    outermost_first = sorted(REGIONS, key=lambda name: REGIONS[name].parent is not None)
-    for number, region in enumerate(outermost_first):
-        out += _region(region, 8 + 17 * number, [region in one.regions for one in rows])
-    for number, one in enumerate(rows):
-        y = TOP + ROW * number
-        out.append(f'<line class="line" x1="{NAMES}" x2="{width - 8}" y1="{y}" y2="{y}"/>')
-        out.append(f'<text x="{NAMES + 12}" y="{y + 20}">{one.name.replace("_", " ")}</text>')
-    for number, (policy, column) in enumerate(columns.items()):
-        x = LEFT + sum(COLUMNS[:number])
-        total = sum(kept.num_bytes for kept in column.values())
-        out.append(f'<text class="head" x="{x}" y="24">{policy}</text>')
-        out.append(f'<text class="small" x="{x}" y="42">keeps {total / 2**20:.1f} MiB</text>')
-        for place, one in enumerate(rows):
-            kept = column.get(one.name)
-            if kept is not None:
-                y, length = TOP + ROW * place, BAR * kept.num_bytes / most
-                size = f"{kept.num_bytes / 2**20:.1f}"
-                out.append(
-                    f'<rect class="bar" x="{x}" y="{y + 8}" width="{max(length, 1):.1f}"'
-                    f' height="14" rx="2"><title>{", ".join(kept.names)}</title></rect>'
-                    f'<text class="small" x="{x + length + 5:.1f}" y="{y + 19}">{size}</text>'
-                )
-    tokens = f"s {config.data.seq_length}, b {config.training.micro_batch_size}"
-    for y, text in (
-        (
-            height - 30,
-            f"MiB on one GPU: hidden size {config.model.hidden_size:,}, {tokens}, tensor- and "
-            f"sequence-parallel {sizes.tp_size}, bf16, hidden dropout 0.1, flash attention.",
-        ),
-        (height - 14, "A bar stands at the first operation that keeps the tensor."),
-    ):
-        out.append(f'<text class="small" x="{NAMES + 12}" y="{y}">{text}</text>')
-    return "\n".join([*out, "</svg>", ""])
-
-
-def _region(name: str, x: int, inside: list[bool]) -> list[str]:
-    """Returns a bar beside each stretch of rows that lie in the region, and the region's name."""
-    out = []
-    stretches: list[list[int]] = []
-    for number, one in enumerate(inside):
-        if one and (number == 0 or not inside[number - 1]):
-            stretches.append([])
-        if one:
-            stretches[-1].append(number)
-    for rows in stretches:
-        y, length = TOP + ROW * rows[0] + 3, ROW * len(rows) - 6
-        out.append(
-            f'<rect x="{x}" y="{y}" width="9" height="{length}" rx="4" fill="{COLORS[name]}">'
-            f"<title>{name}</title></rect>"
-        )
-    middle = TOP - 6
-    out.append(
-        f'<text class="small" transform="translate({x + 8} {middle}) rotate(-60)" '
-        f'style="font-size: 11px">{name}</text>'
+    kept = {policy: kept_by(layer, policy, sizes) for policy in POLICIES}
+    most = max(max(column.values()) for column in kept.values()) / 2**20
+    figure, axes = pyplot.subplots(
+        1, len(POLICIES) + 1, sharey=True, figsize=(9.2, 5), layout="constrained"
     )
-    return out
+    axes[0].set_yticks(range(len(rows)), [one.name.replace("_", " ") for one in rows])
+    axes[0].invert_yaxis()
+    outermost_first = sorted(COLORS, key=lambda name: REGIONS[name].parent is not None)
+    for number, (row, region) in itertools.product(range(len(rows)), enumerate(outermost_first)):
+        if region in rows[number].regions:
+            axes[0].barh(number, 0.8, left=row, height=1, color=COLORS[region], align="center")
+    names = [place + 0.4 for place in range(len(COLORS))]
+    axes[0].set_xticks(names, outermost_first, rotation=60, ha="left")
+    for axis, policy in zip(axes[1:], POLICIES, strict=True):
+        mib = [kept[policy][one.name] / 2**20 for one in rows]
+        bars = axis.barh(range(len(rows)), mib)
+        axis.bar_label(bars, [f"{size:.1f}" if size else "" for size in mib], padding=2)
+        axis.set_title(f"{policy}\nkeeps {sum(mib):.1f} MiB", fontsize=9)
+        axis.set(xticks=[], xlim=(0, 1.4 * most))
+    for axis in axes:
+        axis.tick_params(length=0, top=True, labeltop=True, bottom=False, labelbottom=False)
+        axis.spines[:].set_visible(False)
+    figure.supxlabel(
+        f"MiB on one GPU: hidden size {config.model.hidden_size:,}, s {config.data.seq_length}, "
+        f"b {config.training.micro_batch_size}, tensor- and sequence-parallel {sizes.tp_size}, "
+        "bf16, hidden dropout 0.1, flash attention.\n"
+        "A bar stands at the first operation that keeps the tensor.",
+        fontsize=8,
+    )
+    pyplot.close(figure)
+    return figure

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -95,38 +95,30 @@ def printed(program: str) -> str:
         return run("python program.py", where)
 
 
-def record(name: str, records: Path = RECORDS) -> str:
+def record(name: str) -> str:
     """Returns the output in docs/records. Its first line must have the command of COMMANDS."""
-    first, _, text = (records / f"{name}.txt").read_text(encoding="utf-8").partition("\n")
+    first, _, text = (RECORDS / f"{name}.txt").read_text(encoding="utf-8").partition("\n")
     if first != f"$ {COMMANDS[name]}":
         raise ValueError(f"docs/records/{name}.txt is of {first!r}: record it again")
     return text.rstrip("\n")
 
 
-def write_record(name: str, records: Path, run: Callable[..., str]) -> None:
+def write_record(name: str) -> None:
     """Runs the command of a record, in minutes, and writes the record.
 
     The quickstart runs in the repository itself, whose environment it uses. OUTPUT names the folder
-    for its files.
+    for its files. A timeline has bytes and no times: a busy machine may record it.
     """
     with folder() as where:
+        if name == "memory":
+            for run_name, policy in MEMORY_RUNS.items():
+                run(f"{MEMORY} --recompute-policy '{policy}' --memory-timeline one.json", where)
+                (RECORDS / f"memory_{run_name}.json").write_bytes((where / "one.json").read_bytes())
+            return
         os.environ["OUTPUT"] = str(where / "runs" / "quickstart")
         text = run(COMMANDS[name], ROOT if name == "quickstart" else where, timeout=3600)
-    text = text.replace(f"{where}/", "")
-    records.mkdir(exist_ok=True)
-    (records / f"{name}.txt").write_text(f"$ {COMMANDS[name]}\n{text}\n", encoding="utf-8")
-
-
-def write_memory(records: Path, run: Callable[..., str]) -> None:
-    """Runs the commands of the first page's picture, and writes their timelines.
-
-    The timelines have bytes and no times: a busy machine may record them.
-    """
-    with folder() as where:
-        for name, policy in MEMORY_RUNS.items():
-            run(f"{MEMORY} --recompute-policy '{policy}' --memory-timeline one.json", where)
-            text = Path(where, "one.json").read_text(encoding="utf-8")
-            (records / f"memory_{name}.json").write_text(text, encoding="utf-8")
+    text = f"$ {COMMANDS[name]}\n{text.replace(f'{where}/', '')}\n"
+    (RECORDS / f"{name}.txt").write_text(text, encoding="utf-8")
 
 
 def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:
@@ -137,19 +129,16 @@ def kept(text: str, settings: tuple[tuple[str, str], ...]) -> str:
     greatest length of a line.
     """
     lines = text.splitlines()
-    ranges, place = [], 0
+    shown: list[str] = []
+    last = 0
     for key, value in settings:
         if key == "keep":
-            ranges.append(_range(lines, place, value))
-            place = ranges[-1][1]
-        elif key != "cut":
-            raise ValueError(f"a mark has no setting {key!r}")
-    if ranges:
-        shown: list[str] = []
-        last = 0
-        for start, stop in ranges:
+            start, stop = _range(lines, last, value)
             shown += ["..."] * (start > last > 0) + lines[start:stop]
             last = stop
+        elif key != "cut":
+            raise ValueError(f"a mark has no setting {key!r}")
+    if last:
         lines = shown + ["..."] * (last < len(lines))
     for key, value in settings:
         if key == "cut":

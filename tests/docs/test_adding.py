@@ -84,38 +84,47 @@ def ran(folder: Path, *words: str) -> str:
     ).stdout
 
 
-def losses(folder: Path, *flags: str) -> list[float]:
-    """Trains, and compares the kept bytes with their prediction."""
-    file = folder / "metrics.jsonl"
-    file.unlink(missing_ok=True)
-    fixed = ["--metrics-jsonl", str(file), "--eval-iters", "0", "--distributed-backend", "gloo"]
-    ran(folder, "pretrain_gpt.py", *SMALL_RUN, *MOCK, *fixed, *flags)
-    rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        assert row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0
-    return [value for row in rows for value in (row["lm_loss"], row["grad_norm"])]
+TRAIN = """
+import json, sys, pretrain_gpt
+for words in json.loads(sys.argv[1]):
+    assert pretrain_gpt.main(words) == 0
+"""
+
+
+def losses(folder: Path, *runs: list[str]) -> list[list[float]]:
+    """Trains each run, and compares the kept bytes with their prediction."""
+    files = [folder / f"{number}.jsonl" for number in range(len(runs))]
+    fixed = [*SMALL_RUN, *MOCK, "--eval-iters", "0", "--train-iters", "3", "--metrics-jsonl"]
+    lines = [[*fixed, str(file), *flags] for file, flags in zip(files, runs, strict=True)]
+    ran(folder, "-c", TRAIN, json.dumps(lines))
+    found = []
+    for file in files:
+        rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+        for row in rows:
+            assert row["activation_bytes_predicted"] == row["activation_bytes_measured"] > 0
+        found.append([value for row in rows for value in (row["lm_loss"], row["grad_norm"])])
+    return found
 
 
 @pytest.mark.long
 def test_a_norm(tmp_path: Path) -> None:
-    folder = copy_with("A norm", tmp_path)
-    plain, other, *others = (
-        losses(folder, "--normalization", *flags)
-        for flags in (
-            ["MeanNorm"],
-            ["LayerNorm"],
-            ["MeanNorm", "--recompute-policy", "*:full"],
-            ["MeanNorm", "--recompute-policy", "*:pointwise"],
-        )
+    own = ["--normalization", "MeanNorm"]
+    other, plain, *others = losses(
+        copy_with("A norm", tmp_path),
+        ["--normalization", "LayerNorm"],
+        own,
+        [*own, "--recompute-policy", "*:full"],
+        [*own, "--recompute-policy", "*:pointwise"],
     )
     assert plain != other and others == [plain, plain]
 
 
 @pytest.mark.long
 def test_a_region(tmp_path: Path) -> None:
+    rotary = ["--position-embedding-type", "rope", "--recompute-policy"]
     folder = copy_with("A region", tmp_path)
-    rotary = ("--position-embedding-type", "rope", "--recompute-policy")
-    assert losses(folder, *rotary, "*:none") == losses(folder, *rotary, "*:rotary")
+    plain, rebuilt = losses(folder, [*rotary, "*:none"], [*rotary, "*:rotary"])
+    assert plain == rebuilt
 
 
 @pytest.mark.long

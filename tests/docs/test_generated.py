@@ -97,6 +97,3 @@ def test_every_function_and_record_is_used() -> None:
     assert inline == set(figures.FIGURES)
     shown = "".join(page.read_text() for page in PAGES)
     assert all(path.relative_to(ROOT).name in shown for path in figures.FILES)
-
-
-# The generator itself

@@ -2,54 +2,66 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.support.limits import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SMALL_MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-]
-SMALL_RUN = [
-    *SMALL_MODEL,
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "4",
-    "--train-iters",
-    "12",
-    "--lr",
-    "1e-2",
-    "--eval-iters",
-    "1",
-    "--log-interval",
-    "4",
-    "--distributed-backend",
-    "gloo",
-]
+SMALL_MODEL = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    "--max-position-embeddings 16"
+)
+SMALL_RUN = SMALL_MODEL + shlex.split(
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 12 --lr 1e-2 --eval-iters 1 "
+    "--log-interval 4 --distributed-backend gloo"
+)
 MOCK = ["--mock-data", "--vocab-size", "98"]
 
 
-def status_of(main: Callable[[list[str]], int], arguments: list[str]) -> object:
+def status_of(main: Callable[[list[str]], Any], arguments: list[str]) -> object:
     """Returns the exit status of a main function, called in this process."""
     try:
         return main(arguments)
     except SystemExit as stopped:
         return stopped.code
+
+
+class Ended(NamedTuple):
+    """The exit status of a command, and what it printed."""
+
+    status: int
+    out: str
+    err: str
+
+
+def ended(main: Callable[[list[str]], Any], words: str | Sequence[str]) -> Ended:
+    """Runs the main function of a command in this process.
+
+    words: its arguments, or a text of them as a shell splits it.
+    """
+    words = shlex.split(words) if isinstance(words, str) else list(words)
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        status = status_of(main, words)
+    code = status if isinstance(status, int) else int(isinstance(status, str))
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def fault_of(main: Callable[[list[str]], Any], words: str | Sequence[str]) -> str:
+    """Returns the one line of a command that must print nothing else and end with status 2."""
+    found = ended(main, words)
+    assert (found.status, found.out) == (2, ""), found
+    assert found.err.count("\n") == 1 and found.err.endswith("\n"), found.err
+    assert ": error: " in found.err and len(found.err) < 1000, found.err
+    return found.err
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -129,10 +129,12 @@ def covering(cases: Sequence[Case]) -> frozenset[int]:
     """Returns the numbers of the cases to keep: each pair of values that occurs in some case occurs
     in one of them.
 
-    Values are the same if their types are and `==` holds, so they need not be hashable. Cases of
-    one value each are all kept.
+    Values are the same if their types and texts are, so they need not be hashable. Cases of one
+    value each are all kept.
     """
-    numbered = _numbered(cases)
+    numbered = [
+        tuple((axis, type(value), repr(value)) for axis, value in enumerate(case)) for case in cases
+    ]
     if any(len(case) == 1 for case in cases):
         return frozenset(range(len(cases)))
     missing = {pair for case in numbered for pair in itertools.combinations(case, 2)}
@@ -149,24 +151,3 @@ def covering(cases: Sequence[Case]) -> frozenset[int]:
         elif adds:
             heapq.heappush(heap, (-len(adds), number))
     return frozenset(kept)
-
-
-def _numbered(cases: Sequence[Case]) -> list[tuple[tuple[int, int], ...]]:
-    """Returns each case as (axis, number of the value among that axis's values)."""
-    values: dict[int, list[Any]] = {}
-    found = []
-    for case in cases:
-        row = []
-        for axis, value in enumerate(case):
-            known = values.setdefault(axis, [])
-            same = (
-                index
-                for index, one in enumerate(known)
-                if type(one) is type(value) and one == value
-            )
-            number = next(same, len(known))
-            if number == len(known):
-                known.append(value)
-            row.append((axis, number))
-        found.append(tuple(row))
-    return found

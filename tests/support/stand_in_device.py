@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.config.run import RunConfig
+from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import state
 from megatron_lite.parallel.simulated import SimulatedTensors, simulated_rank
 from megatron_lite.parallel.state import ParallelState
@@ -152,31 +153,29 @@ def _copy_streams(self: Stores) -> CudaCopyStreams:
     return self.__dict__.setdefault("copy_streams", CudaCopyStreams(self.device))
 
 
-def run_watched(
-    config: RunConfig, rank: int, *, world_size: int, num_microbatches: int, steps: int = 1
-) -> Counter[str]:
-    """Runs training steps of one rank on the stand-in. Returns the faults, and how often each was.
+class StandInStep(NamedTuple):
+    """The parts of a training step on the stand-in, within the modes of its tensors."""
 
-    config: with a vocabulary size. Building the model and the optimizer is not watched.
-    """
+    streams: Streams
+    runner: StageRunner
+    optimizer: Optimizer
+    batches: SameTokens
+
+
+@contextmanager
+def step_on_the_device(
+    config: RunConfig, patch: pytest.MonkeyPatch, *, num_microbatches: int = 1, **place: int
+) -> Iterator[StandInStep]:
+    """Yields what a training step of a rank takes. place: see simulated_rank."""
     fake = SimulatedTensors()
     with (
-        pytest.MonkeyPatch.context() as patch,
         Streams.in_place_of_cuda(patch) as streams,
-        rank_on_the_device(config, patch, fake, rank=rank, world_size=world_size) as parallel,
+        rank_on_the_device(config, patch, fake, **place) as parallel,
         fake,
         # A dispatch mode belongs to its thread.
         torch.autograd.set_multithreading_enabled(False),
     ):
-        watch = Watch(streams)
-        host_state, show = torch.get_rng_state(), torch._tensor_str._str
-
-        def noted(tensor: Tensor, **options: Any) -> str:
-            if not watch.inside:
-                streams.fault("a tensor is printed")
-            return show(tensor, **options)
-
-        patch.setattr(torch._tensor_str, "_str", noted)
+        host_state = torch.get_rng_state()
         patch.setattr(torch, "get_rng_state", lambda: fake.from_tensor(host_state))
         patch.setattr(torch, "set_rng_state", lambda _: None)
         samples = torch.zeros(sample_shape(config), dtype=torch.int64, device=parallel.device)
@@ -185,6 +184,29 @@ def run_watched(
         fuse_weight_gradients_(config.training, parallel, model, optimizer)
         runner = StageRunner.of(config, model, parallel)
         batches = SameTokens(samples, num_microbatches, parallel, document_rules(config))
+        yield StandInStep(streams, runner, optimizer, batches)
+
+
+def run_watched(
+    config: RunConfig, rank: int, *, world_size: int, num_microbatches: int, steps: int = 1
+) -> Counter[str]:
+    """Runs training steps of one rank on the stand-in. Returns the faults, and how often each was.
+
+    config: with a vocabulary size. Building the model and the optimizer is not watched.
+    """
+    place = dict(rank=rank, world_size=world_size, num_microbatches=num_microbatches)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        step_on_the_device(config, patch, **place) as (streams, runner, optimizer, batches),
+    ):
+        watch, show = Watch(streams), torch._tensor_str._str
+
+        def noted(tensor: Tensor, **options: Any) -> str:
+            if not watch.inside:
+                streams.fault("a tensor is printed")
+            return show(tensor, **options)
+
+        patch.setattr(torch._tensor_str, "_str", noted)
         with watch:
             for _ in range(steps):
                 train_step(runner, optimizer, batches, learning_rate=1e-6)

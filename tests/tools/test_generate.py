@@ -9,10 +9,8 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -35,6 +33,7 @@ from megatron_lite.tools.generation import (
     tokenizer_with_files,
 )
 from megatron_lite.tools.sampling import Sampling
+from tests.support.commands import Ended, ended, fault_of
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
@@ -43,19 +42,11 @@ LOGITS = torch.tensor([0.5, 2.0, -1.0, 1.5, 2.0, -3.0, 0.0])
 PROMPT = "5 17 3"
 
 
-class Output(NamedTuple):
-    status: int
-    stdout: str
-    stderr: str
-
-
-def run_main(folder: str, flags: str, *prompts: str) -> Output:
+def run_main(folder: str, flags: str, *prompts: str) -> Ended:
     words = ["--load", folder, *flags.split(), "--distributed-backend", "gloo"]
     for prompt in prompts or (PROMPT,):
         words += ["--prompt", prompt]
-    with redirect_stdout(io.StringIO()) as stdout, redirect_stderr(io.StringIO()) as stderr:
-        status = main(words)
-    return Output(status, stdout.getvalue(), stderr.getvalue())
+    return ended(main, words)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +200,7 @@ def test_a_stored_policy_that_is_refused_today_does_not_keep_a_checkpoint_from_b
         read_config(tmp_path)
 
 
-def generate_on_ranks(rank: int, world_size: int, *arguments: str) -> Output:
+def generate_on_ranks(rank: int, world_size: int, *arguments: str) -> Ended:
     return run_main(*arguments)
 
 
@@ -237,9 +228,9 @@ def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: str) -> None:
     """30 tokens past a context of 16: the window slides. Only rank 0 prints."""
     arguments = (checkpoint, f"--max-new-tokens 30 {sampling}", PROMPT, "8 1")
     alone = run_main(*arguments)
-    assert alone.status == 0 and len(alone.stdout.split()) >= 20
+    assert alone.status == 0 and len(alone.out.split()) >= 20
     first, second = run_ranks(generate_on_ranks, 2, *arguments, detail=False)
-    assert (first, second) == (alone, Output(0, "", ""))
+    assert (first, second) == (alone, Ended(0, "", ""))
 
 
 def test_greedy_text_is_the_argmax_of_the_models_logits(checkpoint: str, tmp_path: Path) -> None:
@@ -260,11 +251,11 @@ def test_greedy_text_is_the_argmax_of_the_models_logits(checkpoint: str, tmp_pat
     )
     for folder in (checkpoint, str(tmp_path)):
         output = run_main(folder, "--greedy --max-new-tokens 20")
-        found = output.stdout.split()
+        found = output.out.split()
         assert len(found) > 3 and found == greedy_by_hand(folder, [5, 17, 3], 20)[: len(found)]
-        assert "the last 16 tokens only" in output.stderr
+        assert "the last 16 tokens only" in output.err
     output = run_main(checkpoint, "--greedy --max-new-tokens 5", "")
-    assert output.stdout.split() == greedy_by_hand(checkpoint, [98], 5)[1:]
+    assert output.out.split() == greedy_by_hand(checkpoint, [98], 5)[1:]
 
 
 def test_the_seed_decides_the_draw(checkpoint: str) -> None:
@@ -284,7 +275,7 @@ def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint: str) -> 
     assert done.returncode == 0, done.stderr
     # torch 2.8 prints lines about connections.
     printed = [line for line in done.stdout.splitlines(True) if not line.startswith("[Gloo]")]
-    assert "".join(printed) == run_main(checkpoint, "--greedy").stdout
+    assert "".join(printed) == run_main(checkpoint, "--greedy").out
 
 
 # --- bad input ---
@@ -293,10 +284,10 @@ def test_a_prompt_is_read_from_standard_input_on_every_rank(checkpoint: str) -> 
 def test_faults_end_with_status_2_and_one_line(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def check(output: Output, message: str) -> None:
-        assert (output.status, output.stdout) == (2, "") and message in output.stderr
-        assert output.stderr.startswith("python -m megatron_lite.tools.generate: error: ")
-        assert output.stderr.count("\n") == 1
+    def check(output: Ended, message: str) -> None:
+        assert (output.status, output.out) == (2, "") and message in output.err
+        assert output.err.startswith("python -m megatron_lite.tools.generate: error: ")
+        assert output.err.count("\n") == 1
 
     check(run_main(str(tmp_path), ""), f"--load {tmp_path}")
     check(run_main(checkpoint, "--iteration 7"), "7: no such checkpoint in")
@@ -324,13 +315,8 @@ def test_faults_end_with_status_2_and_one_line(
         ("--prompt - --prompt -", "read once"),
     ],
 )
-def test_flags_that_contradict_are_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--load", "x", "--prompt", "1", *arguments.split()])
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
+def test_flags_that_contradict_are_refused(arguments: str, message: str) -> None:
+    assert message in fault_of(main, f"--load x --prompt 1 {arguments}")
 
 
 def test_moved_tokenizer_files_replace_the_saved_ones() -> None:

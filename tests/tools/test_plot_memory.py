@@ -10,6 +10,7 @@ import pytest
 
 from megatron_lite.memory.measure.timeline import Event, Timeline, write_timeline
 from megatron_lite.tools import plot_memory
+from tests.support.commands import fault_of
 
 ERROR = "python -m megatron_lite.tools.plot_memory: error: "
 
@@ -99,49 +100,34 @@ def test_a_long_timeline_is_thinned_and_keeps_its_peak() -> None:
     assert len(kept) <= plot_memory.MAX_EVENTS and events[-1] in kept
 
 
-def fault(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr of a run that must end with status 2."""
-    assert plot_memory.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(ERROR) and error.count("\n") == 1
-    return error
-
-
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("missing.json", None, "missing.json"),
         ("bad.json", "{", "not a file of --memory-timeline"),
         ("schema.json", '{"format": "megatron_lite memory timeline", "version": 7}', "version"),
-        ("empty.json", "", "not a file of --memory-timeline"),
     ],
 )
 def test_a_file_that_will_not_do_is_one_line(
-    two: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    text: str | None,
-    message: str,
+    two: list[str], tmp_path: Path, name: str, text: str | None, message: str
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    error = fault([two[0], str(tmp_path / name), "--output", str(tmp_path / "m.svg")], capsys)
-    assert message in error and name in error
+    words = [two[0], str(tmp_path / name), "--output", str(tmp_path / "m.svg")]
+    error = fault_of(plot_memory.main, words)
+    assert error.startswith(ERROR) and message in error and name in error
     assert not (tmp_path / "m.svg").exists()
 
 
-@pytest.mark.parametrize("output", ["memory.gif", "memory", ".svg", "nowhere/m.svg"])
-def test_an_output_that_cannot_be_written_is_one_line(
-    two: list[str], capsys: pytest.CaptureFixture[str], output: str
-) -> None:
+@pytest.mark.parametrize("output", ["memory.gif", ".svg", "nowhere/m.svg"])
+def test_an_output_that_cannot_be_written_is_one_line(two: list[str], output: str) -> None:
     reason = "nowhere" if "/" in output else "--output must end in .svg or .png"
-    assert reason in fault([*two, "--output", output], capsys)
+    assert reason in fault_of(plot_memory.main, [*two, "--output", output])
 
 
 def test_without_matplotlib_the_extra_is_named(
-    two: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    two: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    text = fault([*two, "--output", "m.svg"], capsys)
+    text = fault_of(plot_memory.main, [*two, "--output", "m.svg"])
     assert "needs the package matplotlib" in text and "pip install -e '.[plot]'" in text

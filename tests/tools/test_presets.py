@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from typing import Any
 
@@ -15,6 +16,8 @@ from megatron_lite.recompute.recompute_plan import segments
 from megatron_lite.tools.translate_recompute import translated
 from megatron_lite.tools.translation import Translation
 from megatron_lite.tools.translators import OPERATORS, PARTITIONING, SYSTEMS, VARIANTS
+from tests.support.pairs import in_one_test
+from tests.tools.test_whole_configs import LAYER_COUNTS, launched
 
 OPS = "*:ops(matmul/2,attention,collective,max)"
 ENABLE = "enable_activation_checkpointing: true"
@@ -60,14 +63,12 @@ def test_every_nth_layer_is_the_one_that_their_counter_reaches(system: str, part
 
 SPLIT = "--recompute-policy *:full@split"
 WRAPPED = "--recompute-policy *:full --use-torch-fsdp2 --fsdp-memory-efficient-wrapping"
-# The system, its config, what it becomes (a policy, or all flags), and the first words of the notes
+# The system, its config, what it becomes (a policy, or all flags), and the first words of the
+# notes. docs/coming-from.md has more rows, and a test of its own.
 POLICIES: list[tuple[str, str, str, list[str]]] = [
     ("torchtune", "", "*:none", []),
-    ("torchtune", ENABLE, "*:full", []),
     ("torchtune", f"{ENABLE}, ac_mode: selective, ac_option: 2", "every-2+1:full", ["ac_mode"]),
-    ("torchtune", f"{ENABLE}, enable_activation_offloading: true", "*:full@host", []),
     ("torchtune", "ac_mode: full, ac_option: 2", "*:full", ["ac_option"]),
-    ("torchtune", "ac_mode: selective, ac_option: op", OPS, []),
     (
         "torchtune",
         f"{ENABLE}, ac_mode: selective, ac_option: 2, enable_activation_offloading: true",
@@ -80,7 +81,6 @@ POLICIES: list[tuple[str, str, str, list[str]]] = [
         "every-3+2:full",
         [],
     ),
-    ("torchtune", f"{ENABLE}, memory_efficient_wrapping: true", WRAPPED, []),
     ("torchtune", f"{ENABLE}, fsdp: {{memory_efficient_wrapping: true}}", WRAPPED, []),
     (
         "torchtune",
@@ -121,9 +121,7 @@ POLICIES: list[tuple[str, str, str, list[str]]] = [
     ("modalities", OP + "{save_ops_keys: [ops.aten.topk.default]}", "*:full+router", []),
     ("modalities", OP + f"{{save_ops_keys: [{', '.join(OPERATORS)}]}}", OPS, []),
     ("modalities", LAYER.replace("ac_", "sac_") + "{ac_freq: 2}", "every-2+1:full", []),
-    ("modalities", f"{CLASSES}: [GPT2Block]", "*:full", []),
     ("modalities", f"{CLASSES}: null", "*:none", []),
-    ("modalities", f"{CLASSES}: [TransformerMLP]", "*:mlp", []),
     ("modalities", f"{CLASSES}: [SwiGLU, LlamaDecoderLayer]", "*:full", [f"{CLASSES}:"]),
     ("deepspeed", "profile: false, number_checkpoints: null", "*:full", []),
     (
@@ -140,27 +138,17 @@ POLICIES: list[tuple[str, str, str, list[str]]] = [
         [],
     ),
     ("oslo", "cpu_checkpointing: true", "*:none", ["cpu_checkpointing"]),
-    (
-        "oslo",
-        "enable: true, partitioned_checkpointing: true, cpu_checkpointing: true",
-        "*:full@split+host",
-        [],
-    ),
-    (
-        "oslo",
-        "enable: true, partitioned_checkpointing: true, contiguous_checkpointing: true",
-        f"{SPLIT} --contiguous-saved-activations",
-        [],
-    ),
 ]
 
 
 @pytest.mark.parametrize(("system", "part", "wanted", "notes"), POLICIES)
 def test_the_flags_and_the_notes(system: str, part: str, wanted: str, notes: list[str]) -> None:
-    tp_size = 2 if system in PARTITIONING else None
+    """And for every number of layers the launcher accepts the flags."""
     translation = SYSTEMS[system](
-        yaml.safe_load(AROUND[system] % part), **({"tp_size": 2} if tp_size else {})
+        yaml.safe_load(AROUND[system] % part), **({"tp_size": 2} if system in PARTITIONING else {})
     )
+    for num_layers in LAYER_COUNTS:
+        assert launched(translation.for_layers(num_layers).flags, num_layers) == ""
     words = wanted.split() if wanted.startswith("--") else ["--recompute-policy", wanted]
     assert translation.flags == tuple(words)
     assert [note.split()[1] for note in translation.notes] == notes
@@ -194,8 +182,7 @@ def test_the_tensor_parallel_size_of_the_file_is_a_flag(
     assert translated(config, system).flags == flags == translated(config, system, size).flags
 
 
-@pytest.mark.parametrize("step", [1, 2, 5, 9])
-@pytest.mark.parametrize("num_layers", [1, 2, 4, 9])
+@in_one_test("step, num_layers", itertools.product((1, 2, 5, 9), (1, 2, 4, 9)))
 def test_for_a_number_of_layers_no_rule_names_nothing(step: int, num_layers: int) -> None:
     """And the layers that remain recompute what they did."""
     for more, rest in (
@@ -332,18 +319,18 @@ def test_what_they_refuse_and_what_they_would_misread_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("system", "config", "message"),
+    ("system", "text", "message"),
     [
-        ("torchtune", [], "torchtune: expected an object"),
-        ("torchtitan", {"mode": "full"}, "there is no section activation_checkpoint"),
-        ("torchtitan", yaml.safe_load("activation_checkpoint: {mode: memory_budget}"), "compile"),
-        ("modalities", {}, "there is no component activation_checkpointed, and no ac_variant"),
-        ("deepspeed", {"activation_checkpointing": None}, "expected an object, got None"),
+        ("torchtune", "[]", "torchtune: expected an object"),
+        ("torchtitan", "mode: full", "there is no section activation_checkpoint"),
+        ("torchtitan", "activation_checkpoint: {mode: memory_budget}", "compile"),
+        ("modalities", "{}", "there is no component activation_checkpointed, and no ac_variant"),
+        ("deepspeed", "activation_checkpointing: null", "expected an object, got None"),
     ],
 )
-def test_a_file_of_another_shape_is_an_error(system: str, config: Any, message: str) -> None:
+def test_a_file_of_another_shape_is_an_error(system: str, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        translated(config, system)
+        translated(yaml.safe_load(text), system)
 
 
 def _words() -> st.SearchStrategy[Any]:
