@@ -186,34 +186,6 @@ class Logits(nn.Module):
         return self.model(tokens, use_cache=False, return_dict=True).logits
 
 
-def transformers_gpt2(setting: Setting) -> nn.Module:
-    """Returns transformers' GPT-2 with the gelu that is one kernel.
-
-    Its default gelu is a chain of seven pointwise kernels, which is slower.
-    """
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    shape = setting.shape
-    return Logits(
-        GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=shape.vocab_size,
-                n_positions=shape.seq_length,
-                n_embd=shape.hidden_size,
-                n_layer=shape.num_layers,
-                n_head=shape.num_attention_heads,
-                resid_pdrop=setting.dropout,
-                embd_pdrop=setting.dropout,
-                attn_pdrop=setting.dropout,
-                activation_function="gelu_pytorch_tanh",
-                attn_implementation="sdpa",
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
-    )
-
-
 class PlainLayer(nn.Module):
     """A GPT-2 layer of nn.Linear and scaled_dot_product_attention, batch first."""
 

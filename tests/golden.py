@@ -86,12 +86,10 @@ WIDE_MIXED = "--recompute-policy '0:full@host; 1:ops(matmul/2,attention)'"
 # Each case: the model, the layout, the length of a sequence, and further flags.
 WIDE_CASES = {
     "gpt_256_float32_tp1": ("no-dropout", "tp1", 256, ""),
-    "gpt_512_float32_tp1": ("no-dropout", "tp1", 512, "--no-gradient-accumulation-fusion"),
     "gpt_256_dropout_tp1": ("gpt", "tp1", 256, WIDE_MIXED),
     "llama_512_float32_tp1": ("llama", "tp1", 512, WIDE_MIXED),
     "qwen_256_float32_tp2": ("qwen", "tp2", 256, POLICIES["uniform"]),
     "gpt_512_float32_tp2-sp": ("no-dropout", "tp2-sp", 512, POLICIES["every-region"]),
-    "gpt_256_bf16_tp1": ("no-dropout", "tp1", 256, "--bf16"),
     "gpt_512_bf16_autograd_tp1": (
         "no-dropout",
         "tp1",
@@ -99,7 +97,6 @@ WIDE_CASES = {
         "--bf16 --no-gradient-accumulation-fusion",
     ),
     "llama_512_bf16_tp1": ("llama", "tp1", 512, f"--bf16 {POLICIES['ops']}"),
-    "llama_256_bf16_tp2-sp": ("llama", "tp2-sp", 256, "--bf16 --loss-chunk-size 100"),
     "gpt_256_fp16_tp1": (
         "no-dropout",
         "tp1",
@@ -225,17 +222,8 @@ def trained(root: Path, ranks: int, flags: str) -> str:
 
 
 def _run(root: Path, ranks: int, flags: str, *, cwd: Path) -> str:
-    launcher = (
-        [sys.executable]
-        if ranks == 1
-        else [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-        ]
-    )
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = [sys.executable, *(several if ranks > 1 else ())]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
         [*launcher, str(root / "pretrain_gpt.py"), *shlex.split(flags)],

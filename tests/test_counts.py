@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.counts import BUDGETS, ROOT, counts, tokens_of
+from tests.counts import BUDGETS, ROOT, counts
 
 
 @pytest.mark.long
@@ -15,9 +13,3 @@ def test_no_count_is_above_its_budget() -> None:
     assert found.keys() == BUDGETS.keys()
     assert {name: value for name, value in found.items() if value > BUDGETS[name]} == {}
     assert all(value > 0 for name, value in found.items() if name.startswith(("own", "tokens")))
-
-
-def test_comments_and_line_breaks_are_no_tokens(tmp_path: Path) -> None:
-    source = tmp_path / "one.py"
-    source.write_text("# A comment.\n\nvalue = (\n    1,\n)  # another\n")
-    assert tokens_of([source]) == 6

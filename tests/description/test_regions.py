@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 import pytest
@@ -17,6 +18,7 @@ SIZES = Sizes(
 )
 
 
+@cache
 def layers() -> list[LayerDescription]:
     return [
         describe_layer(

@@ -78,13 +78,6 @@ def run_of(row: Row) -> RunConfig:
     return parsed(row.ours, row.tp_size)
 
 
-def figures(row: Row) -> tuple[int, int]:
-    """On the device, and in host memory."""
-    run = run_of(row)
-    plan, sizes = plan_stage(run.recompute, run.model.num_layers), Sizes.of(run, device="cpu")
-    return activation_bytes(run.model, plan, sizes), host_bytes(run.model, plan, sizes)
-
-
 def test_the_page_has_a_table_for_each_system_and_a_row_for_each_kind() -> None:
     assert {row.system for row in ROWS} == {"megatron", *SYSTEMS}
     policies = {row.ours[1] for row in ROWS}
@@ -116,7 +109,9 @@ def test_megatrons_flags_give_the_plan_of_the_policy(row: Row) -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
 def test_the_figure_is_the_predicted_one(row: Row) -> None:
-    device, host = figures(row)
+    run = run_of(row)
+    plan, sizes = plan_stage(run.recompute, run.model.num_layers), Sizes.of(run, device="cpu")
+    device, host = (of(run.model, plan, sizes) for of in (activation_bytes, host_bytes))
     assert row.figure == f"{device:,}" + (f" + {host:,} on the host" if host else "")
 
 

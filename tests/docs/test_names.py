@@ -74,18 +74,12 @@ def test_every_name_of_ours_exists() -> None:
     missing = []
     for name in sorted({name for row in ROWS for name in row.ours}):
         parts = name.split(".")
-        count = next(
-            (
-                n
-                for n in range(len(parts), 0, -1)
-                if ROOT.joinpath(*parts[:n]).with_suffix(".py").exists()
-            ),
-            0,
-        )
         try:
-            assert 0 < count < len(parts)
-            reduce(getattr, parts[count:], importlib.import_module(".".join(parts[:count])))
-        except (AssertionError, AttributeError):
+            counts = range(len(parts) - 1, 0, -1)
+            modules = [n for n in counts if ROOT.joinpath(*parts[:n]).with_suffix(".py").exists()]
+            module = importlib.import_module(".".join(parts[: modules[0]]))
+            reduce(getattr, parts[modules[0] :], module)
+        except (IndexError, AttributeError):
             missing.append(name)
     assert missing == []
 

@@ -10,7 +10,6 @@ from tests.docs import torch_versions
 from tests.docs.marks import ROOT
 
 SETUP = (ROOT / "setup.py").read_text(encoding="utf-8")
-SCRIPT = ROOT / "tests" / "torch_versions.sh"
 
 
 def release(version: str) -> tuple[int, ...]:

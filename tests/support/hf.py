@@ -49,19 +49,42 @@ def _random(model_class: str, config_class: str, **config: object) -> Callable[[
     return build
 
 
-_LLAMA_SIZES = dict(
+_SIZES = dict(
     hidden_size=H,
     intermediate_size=F,
     num_hidden_layers=L,
     num_attention_heads=A,
+    max_position_embeddings=POSITIONS,
+    initializer_range=0.2,
+)
+_LLAMA_SIZES = dict(
+    **_SIZES,
     num_key_value_heads=G,
     head_dim=6,
-    max_position_embeddings=POSITIONS,
     tie_word_embeddings=False,
-    initializer_range=0.2,
     rope_parameters=dict(rope_type="default", rope_theta=500.0),
     rms_norm_eps=1e-4,
 )
+_HALF_ROTATED = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+_NEOX = dict(
+    position_embedding_type="rope",
+    rotary_percent=0.5,
+    bias_gelu_fusion=False,
+    untie_embeddings_and_output_weights=True,
+)
+
+
+def _neox(*, parallel: bool) -> Callable[[], nn.Module]:
+    return _random(
+        "GPTNeoXForCausalLM",
+        "GPTNeoXConfig",
+        **_SIZES,
+        use_parallel_residual=parallel,
+        tie_word_embeddings=False,
+        rope_parameters=_HALF_ROTATED,
+    )
+
+
 _LLAMA = dict(
     kv_channels=6,
     group_query_attention=True,
@@ -144,44 +167,15 @@ PEERS = {
             "window_attn_skip_freq": 2,
         },
     ),
-    "gpt_neox": Peer(
-        build=_random(
-            "GPTNeoXForCausalLM",
-            "GPTNeoXConfig",
-            hidden_size=H,
-            intermediate_size=F,
-            num_hidden_layers=L,
-            num_attention_heads=A,
-            max_position_embeddings=POSITIONS,
-            use_parallel_residual=False,
-            tie_word_embeddings=False,
-            initializer_range=0.2,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
-            ),
-        ),
-        config=dict(
-            position_embedding_type="rope",
-            rotary_percent=0.5,
-            bias_gelu_fusion=False,
-            untie_embeddings_and_output_weights=True,
-        ),
-    ),
+    "gpt_neox": Peer(build=_neox(parallel=False), config=_NEOX),
     "nemotron": Peer(
         build=_random(
             "NemotronForCausalLM",
             "NemotronConfig",
-            hidden_size=H,
-            intermediate_size=F,
-            num_hidden_layers=L,
-            num_attention_heads=A,
+            **_SIZES,
             num_key_value_heads=G,
             head_dim=D,
-            max_position_embeddings=POSITIONS,
-            initializer_range=0.2,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
-            ),
+            rope_parameters=_HALF_ROTATED,
         ),
         config=dict(
             group_query_attention=True,
@@ -195,28 +189,7 @@ PEERS = {
         ),
     ),
     "gpt_neox with a parallel residual": Peer(
-        build=_random(
-            "GPTNeoXForCausalLM",
-            "GPTNeoXConfig",
-            hidden_size=H,
-            intermediate_size=F,
-            num_hidden_layers=L,
-            num_attention_heads=A,
-            max_position_embeddings=POSITIONS,
-            use_parallel_residual=True,
-            tie_word_embeddings=False,
-            initializer_range=0.2,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5
-            ),
-        ),
-        config=dict(
-            parallel_residual=True,
-            position_embedding_type="rope",
-            rotary_percent=0.5,
-            bias_gelu_fusion=False,
-            untie_embeddings_and_output_weights=True,
-        ),
+        build=_neox(parallel=True), config=dict(_NEOX, parallel_residual=True)
     ),
     "olmo2": Peer(
         build=_random("Olmo2ForCausalLM", "Olmo2Config", pad_token_id=None, **_QWEN2_SIZES),

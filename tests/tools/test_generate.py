@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from megatron_lite.tools.generation import (
 )
 from megatron_lite.tools.sampling import Sampling
 from tests.support.commands import Ended, ended, fault_of
+from tests.support.pairs import in_one_test
 from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.support.runs import run_to_end, tiny_run
@@ -84,9 +86,9 @@ def naive_nucleus(
     return [weights[token] / mass if token in prefix else 0.0 for token in range(len(weights))]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"),
-    list(itertools.product((0.3, 1.0, 2.5), (0, 1, 3, 20), (0.05, 0.35, 0.7, 0.95, 1.0))),
+@in_one_test(
+    "temperature, top_k, top_p",
+    itertools.product((0.3, 1.0, 2.5), (0, 1, 3, 20), (0.05, 0.35, 0.7, 0.95, 1.0)),
 )
 def test_probabilities_are_those_of_a_naive_nucleus(
     temperature: float, top_k: int, top_p: float
@@ -118,14 +120,7 @@ class CountingModel:
         return torch.nn.functional.one_hot((tokens + 1) % self.vocab_size, self.vocab_size).float()
 
 
-def count_from(
-    model: CountingModel,
-    prompt: list[int],
-    *,
-    max_new_tokens: int,
-    window: int = 100,
-    eod: int | None = None,
-) -> list[int]:
+def count_from(model: Any, prompt: list[int], max_new_tokens: int = 1) -> list[int]:
     with parallel_state(ParallelConfig(distributed_backend="gloo"), seed=1) as parallel:
         return list(
             generate_tokens(
@@ -133,8 +128,8 @@ def count_from(
                 prompt,
                 sampling=Sampling(greedy=True),
                 max_new_tokens=max_new_tokens,
-                eod=eod,
-                window=window,
+                eod=8,
+                window=100,
                 generator=torch.Generator(),
                 parallel=parallel,
             )
@@ -143,15 +138,13 @@ def count_from(
 
 def test_generation_stops_before_the_end_of_document() -> None:
     model = CountingModel()
-    assert count_from(model, [3, 4], max_new_tokens=20, eod=8) == [5, 6, 7]
+    assert count_from(model, [3, 4], 20) == [5, 6, 7]
     assert len(model.contexts) == 4
 
 
 def test_logits_that_are_not_finite_are_an_error() -> None:
     with pytest.raises(InputError, match="not finite"):
-        count_from(
-            lambda tokens: torch.full((1, tokens.shape[1], 4), math.nan), [1], max_new_tokens=1
-        )  # type: ignore[arg-type]
+        count_from(lambda tokens: torch.full((1, tokens.shape[1], 4), math.nan), [1])
 
 
 # --- text ---
@@ -216,13 +209,9 @@ def greedy_by_hand(folder: str, prompt: list[int], count: int) -> list[str]:
     return list(map(str, tokens))
 
 
+@pytest.mark.runs(daily=1, ci=1)
 @pytest.mark.parametrize(
-    "sampling",
-    [
-        pytest.param("--greedy", marks=pytest.mark.long),
-        pytest.param("--seed 3", marks=pytest.mark.long),
-        "--seed 3 --temperature 1.5 --top-k 9",
-    ],
+    "sampling", ["--seed 3 --temperature 1.5 --top-k 9", "--greedy", "--seed 3"]
 )
 def test_tp_2_prints_what_tp_1_prints(checkpoint: str, sampling: str) -> None:
     """30 tokens past a context of 16: the window slides. Only rank 0 prints."""
