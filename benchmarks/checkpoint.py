@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             partial(measure_stall, steps=args.steps),
         ):
             rows = measure(one, clock, args.repeats)
-            base = "/ a step" if rows[0]["what"] == "stall" else "/ the disk's own"
+            base = "to a step" if rows[0]["what"] == "stall" else "to the disk's own"
             publish(report, rows, args.json, ratio=base)
     return 0
 

@@ -24,6 +24,8 @@ from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
 
+NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
+
 
 @dataclass(frozen=True)
 class Shape:
