@@ -154,7 +154,7 @@ class Windows(NamedTuple):
         if self.layers == "all":
             return {**found, "use_sliding_window": window is not None} if self.switched else found
         have = [model.layer_window(layer) is not None for layer in range(model.num_layers)]
-        if self.layers != "unrotated":
+        if self.layers not in ("unrotated", "none"):
             found[self.layers] = have.index(True) if any(have) else model.num_layers
         kinds = [SLIDING if one else FULL for one in have]
         return {**found, "use_sliding_window": any(have), "layer_types": kinds}

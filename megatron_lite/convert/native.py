@@ -8,8 +8,6 @@ random-number streams: those of other systems mean nothing here.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.manifest import MANIFEST, Manifest, row_of
 from megatron_lite.checkpointing.metadata import Metadata, Progress, read_config
-from megatron_lite.checkpointing.shards import SavedLayout, ShardReader, owned_rows
+from megatron_lite.checkpointing.shards import SavedLayout, ShardReader
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.checkpointing.step_files import (
     CONFIG,
@@ -52,11 +50,8 @@ from megatron_lite.convert.weights import (
     check_names,
     copy_tensors,
     is_buffer,
-    is_held,
     parameter_specs,
     refused,
-    shard,
-    split_over,
 )
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, in_folder
 
@@ -123,8 +118,8 @@ def write_native(
 ) -> None:
     """Writes all that the source has into a new directory, which appears complete, or not at all.
 
-    tp_size, pp_size: over how many files the weights are split. A run loads them at any other
-        parallel sizes too.
+    tp_size, pp_size: those of the configuration that is stored, for which the printed commands are.
+        The files are not split: a run reads its part of them, at any parallel sizes.
     Raises InputError if the model does not divide over the parallel sizes.
     """
     described = source.described
@@ -133,65 +128,46 @@ def write_native(
     step_name = step_directory(path, progress.iteration).name
     with refused("--to megatron-lite"):
         config = _config(described, path.absolute() / step_name, tp_size, pp_size)
-        padded = config.tokenizer.rows(tp_size)
-        specs, stages = split_over(
-            config.model, described.true_vocab_size, padded, tp_size=tp_size, pp_size=pp_size
-        )
+        specs = parameter_specs(config.model, described.true_vocab_size)
     metadata = Metadata(
         progress=progress,
-        tp_size=tp_size,
-        pp_size=pp_size,
+        tp_size=1,
+        pp_size=1,
         dp_size=1,
         cp_size=1,
         num_updates=described.num_updates if has_states else 0,
-        parameters={
-            name: SavedLayout(spec, stage.rank)
-            for stage in stages
-            for name, spec in specs.items()
-            if is_held(name, stage)
-        },
+        parameters={name: SavedLayout(spec) for name, spec in specs.items()},
         missing=("rng",) if has_states else ("optimizer", "rng"),
     )
+    files = {kind: shard_file(kind, 0, 0, 1) for kind in ("model", "optimizer")}
 
-    def places(name: str, key: str) -> Iterator[tuple[int, str, str]]:
-        """Yields the TP ranks that hold a part of a tensor, with its file and its name there."""
-        kind, full = ("optimizer", f"{name}/{key}") if key else ("model", name)
-        for tp_rank in range(1 if specs[name].tp_dim is None else tp_size):
-            yield (
-                tp_rank,
-                shard_file(kind, metadata.parameters[name].pp_rank, tp_rank, tp_size),
-                full,
-            )
+    def place(name: str, key: str) -> tuple[str, str]:
+        """Returns the file of a tensor, and its name there."""
+        return (files["optimizer"], f"{name}/{key}") if key else (files["model"], name)
 
-    tensors: dict[str, Tensors] = defaultdict(dict)
-    for name, key in ((one, key) for one in specs for key in described.keys_of(one)):
-        layout = metadata.parameters[name]
-        for tp_rank, file, full in places(name, key):
-            shape = layout.file_shape(tp_rank, tp_size)
-            tensors[file][full] = (described.dtype_of(name, key), shape)
+    tensors: dict[str, Tensors] = {file: {} for file in files.values()}
+    for name, spec in specs.items():
+        for key in described.keys_of(name):
+            file, full = place(name, key)
+            tensors[file][full] = (described.dtype_of(name, key), spec.global_shape)
     texts, _ = stored_tokenizer(described)
     texts[CONFIG] = config.to_json().encode()
     texts[METADATA] = metadata.to_json().encode()
+    texts[parameters_file(0)] = metadata.parameters_to_json(0).encode()
     if described.token_ids:
         texts[TOKEN_IDS] = json_bytes(dict(described.token_ids))
-    for rank in range(pp_size):
-        texts[parameters_file(rank)] = metadata.parameters_to_json(rank).encode()
     with complete_folder(path) as folder:
         step = folder / step_name
         step.mkdir()
-        # Also ranks without tensors have files.
         writes = {
-            file: safetensors_file(step / file, tensors[file])
-            for file in metadata.expected_files()
-            if file.endswith(".safetensors")
+            file: safetensors_file(step / file, own)
+            for file, own in tensors.items()
+            if file in metadata.expected_files()
         }
 
         def put(name: str, key: str, whole: Tensor) -> None:
-            for tp_rank, file, full in places(name, key):
-                local = shard(whole, specs[name], tp_rank, tp_size)
-                rows = owned_rows(local, specs[name], tp_rank=tp_rank, tp_size=tp_size)
-                assert rows is not None
-                writes[file](full, rows)
+            file, full = place(name, key)
+            writes[file](full, whole)
 
         copy_tensors(source, put, advance)
         for name, content in texts.items():
