@@ -8,6 +8,9 @@ add up (2205.14135, 2310.01889).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +20,8 @@ from megatron_lite.parallel.torch_internals import cpu_attention_takes_groups
 
 LARGEST_FLASH_HEAD = 256
 aten = torch.ops.aten
+# by torch's names; FlashAttention has none for float32
+KERNELS = {"flash": ("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), "fused": ("CUDNN_ATTENTION",)}
 
 
 class Attended(NamedTuple):
@@ -59,6 +64,20 @@ def suits_torch(query: Tensor, key: Tensor) -> bool:
     if query.device.type == "cpu":
         takes_groups = cpu_attention_takes_groups()
     return takes_groups or query.shape[2] == key.shape[2]
+
+
+def kernel_context(
+    backend: str, device: torch.device
+) -> Callable[[], AbstractContextManager[object]]:
+    """Returns the context in which torch's attention runs the kernel of an --attention-backend.
+
+    It has no other choice there, and raises an error if that kernel cannot run.
+    """
+    if device.type == "cpu" or backend not in KERNELS:
+        return nullcontext
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return partial(sdpa_kernel, [getattr(SDPBackend, name) for name in KERNELS[backend]])
 
 
 def takes_window(query: Tensor) -> bool:

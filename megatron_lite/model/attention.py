@@ -19,9 +19,7 @@ tensors as a layer without one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +37,7 @@ from megatron_lite.context_parallel.attention_kernels import (
     has_kernel,
     heads_first,
     heads_last,
+    kernel_context,
     suits_torch,
     takes_window,
 )
@@ -188,17 +187,6 @@ class _SplitHeads(torch.autograd.Function):
         return whole.flatten(2), None, None, None
 
 
-# the kernels on CUDA that torch may take: FlashAttention has none for float32
-KERNELS = {"flash": ("FLASH_ATTENTION", "EFFICIENT_ATTENTION"), "fused": ("CUDNN_ATTENTION",)}
-
-
-def only(*kernels: str) -> AbstractContextManager[object]:
-    """Makes torch's attention take one of these kernels, by torch's names, or raise an error."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    return sdpa_kernel([getattr(SDPBackend, kernel) for kernel in kernels])
-
-
 class CoreAttention(nn.Module):
     """Attention itself: query [s, b, a/t, d], key and value [s, b, g/t, d] -> [s, b, a/t * d].
 
@@ -247,10 +235,8 @@ class CoreAttention(nn.Module):
         super().__init__()
         self.window = config.layer_window(layer)
         # the context in which torch's causal attention without a mask picks its kernel
-        self.kernel: Callable[[], AbstractContextManager[object]] = nullcontext
-        self.is_flash = config.attention_backend == "flash" and rng.device.type != "cpu"
-        if config.attention_backend in KERNELS and rng.device.type != "cpu":
-            self.kernel = partial(only, *KERNELS[config.attention_backend])
+        self.kernel = kernel_context(config.attention_backend, rng.device)
+        self.is_flash = config.attention_backend == "flash" and self.kernel is not nullcontext
         self.always_unfused = config.always_unfused
         self.builds_scores = config.builds_scores(rng.device.type)
         self.dropout = config.attention_dropout

@@ -106,7 +106,7 @@ def keep_scale(
 
 def keep_mask(numbers: Tensor, shape: torch.Size, probability: float) -> Tensor:
     """Returns the mask [shape] of the kept elements, from a 16-bit number for each element."""
-    return (numbers >= _num_dropped(probability) - 2**15).view(shape)
+    return numbers.view(shape) >= _num_dropped(probability) - 2**15
 
 
 def drop(

@@ -27,7 +27,7 @@ from megatron_lite.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
-from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, column_parallel_linear
+from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, parallel_linear
 from megatron_lite.tensor_parallel.mappings import gather_from_tensor_parallel_region
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
@@ -120,7 +120,7 @@ class GPTModel(nn.Module):
         num_ids = max(0, min(length, vocab_size - first_id))
         self.columns = Columns(context.group, first_id, num_ids, context.loss_kernels)
         self._multiply = partial(
-            column_parallel_linear,
+            parallel_linear,
             bias=None,
             tp_group=context.group,
             sequence_parallel=context.sequence_parallel,

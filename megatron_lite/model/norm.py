@@ -186,13 +186,9 @@ def rotating(pair: Pair, num_vectors: int) -> Pair:
         normed, *statistics = (results,) if isinstance(results, Tensor) else results
         return rotate(normed, *others[-2:]), *statistics
 
-    def backward(grad_output: Tensor, heads: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        vectors, statistics = others[:num_vectors], others[num_vectors + 2 :]
-        cos, sin = others[num_vectors : num_vectors + 2]
-        grads: tuple[Tensor, ...] = of_pair(
-            rotate_back(grad_output, cos, sin), heads, vectors[0], *statistics
-        )
-        return grads
+    def backward(grad_output: Tensor, heads: Tensor, weight: Tensor, *others: Tensor) -> Any:
+        tables, statistics = others[num_vectors - 1 :][:2], others[num_vectors + 1 :]
+        return of_pair(rotate_back(grad_output, *tables), heads, weight, *statistics)
 
     return Pair(forward, backward, slice(0, 3 + num_vectors))
 

@@ -108,7 +108,7 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Tensor:
     """Returns the losses [s, b] of the output projection, without ever holding all logits.
 
-    The result equals vocab_parallel_cross_entropy of column_parallel_linear. Each loss may have its
+    The result equals vocab_parallel_cross_entropy of parallel_linear. Each loss may have its
     own incoming gradient. Raises RuntimeError under create_graph.
 
     hidden_states: [s, b, h], under sequence parallelism [s/t, b, h].

@@ -63,47 +63,30 @@ from megatron_lite.tensor_parallel.mappings import (
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
 
-def column_parallel_linear(
+def parallel_linear(
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *,
     tp_group: ProcessGroup | None,
     sequence_parallel: bool,
-) -> Tensor:
-    """Returns x A^T plus the bias: this rank's output features of all tokens, [s, b, m/t].
-
-    hidden_states: [s, b, n], under sequence parallelism [s/t, b, n]. weight: [m/t, n]. bias: [m/t].
-    Collectives are in the module's table. Keeps hidden_states and the weight.
-    """
-    if torch.is_autocast_enabled(hidden_states.device.type):
-        hidden_states, weight, bias = in_autocast_dtype(hidden_states, weight, bias)
-    return _ParallelMatmul.apply(
-        hidden_states, weight, bias, tp_group, sequence_parallel, own_sum(weight), False, False
-    )
-
-
-def row_parallel_linear(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    tp_group: ProcessGroup | None,
-    sequence_parallel: bool,
+    is_row: bool = False,
     skip_tail: bool = False,
 ) -> Tensor:
-    """Returns x A^T summed over the TP ranks, plus the bias once.
+    """Returns x A^T plus the bias of a column-parallel layer, or of a row-parallel one if `is_row`.
 
-    hidden_states: [s, b, n/t]. weight: [m, n/t]. bias: [m]. The result is [s, b, m], under sequence
-    parallelism [s/t, b, m]. Collectives are in the module's table. Keeps hidden_states and the
-    weight.
+    Column: this rank's output features of all tokens, [s, b, m/t]. hidden_states: [s, b, n], under
+    sequence parallelism [s/t, b, n]. weight: [m/t, n]. bias: [m/t].
+    Row: the sum over the TP ranks, plus the bias once: [s, b, m], under sequence parallelism
+    [s/t, b, m]. hidden_states: [s, b, n/t]. weight: [m, n/t]. bias: [m].
+    Collectives are in the module's table. Keeps hidden_states and the weight.
     skip_tail: builds only the graph, without matmul and collective, for a replay whose output is
         never read. Backward does not read the output. The values of the result are undefined.
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
         hidden_states, weight, bias = in_autocast_dtype(hidden_states, weight, bias)
     return _ParallelMatmul.apply(
-        hidden_states, weight, bias, tp_group, sequence_parallel, own_sum(weight), True, skip_tail
+        hidden_states, weight, bias, tp_group, sequence_parallel, own_sum(weight), is_row, skip_tail
     )
 
 
@@ -187,7 +170,28 @@ def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:
     return mark(nn.Parameter(local), spec)
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """What both kinds of sharded linear layers have. bias: its specification, or None."""
+
+    def __init__(
+        self,
+        weight: ParameterSpec,
+        bias: ParameterSpec | None,
+        context: RankContext,
+        skip_bias_add: bool,
+    ) -> None:
+        super().__init__()
+        self.context, self.skip_bias_add = context, skip_bias_add
+        self.weight = new_parameter(weight, context)
+        self.bias = None if bias is None else new_parameter(bias, context)
+
+    @property
+    def skipped_bias(self) -> nn.Parameter | None:
+        """The bias that `forward` does not add; None if there is none."""
+        return self.bias if self.skip_bias_add else None
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are sharded over the TP group.
 
     Input [s, b, input_size], under sequence parallelism [s/t, b, input_size]. Output
@@ -217,21 +221,16 @@ class ColumnParallelLinear(nn.Module):
         matrices: tuple[int, ...] = (1,),
         skip_bias_add: bool = False,
     ) -> None:
-        super().__init__()
-        self.context, self.skip_bias_add = context, skip_bias_add
-        self.weight = new_parameter(
-            ParameterSpec(
-                global_shape=(output_size, input_size),
-                tp_dim=0,
-                tp_blocks=tp_blocks,
-                padded_length=padded_output_size,
-                matrices=matrices,
-                init_std=init_std,
-            ),
-            context,
+        spec = ParameterSpec(
+            global_shape=(output_size, input_size),
+            tp_dim=0,
+            tp_blocks=tp_blocks,
+            padded_length=padded_output_size,
+            matrices=matrices,
+            init_std=init_std,
         )
-        bias_spec = ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks)
-        self.bias = new_parameter(bias_spec, context) if bias else None
+        of_bias = ParameterSpec(global_shape=(output_size,), tp_dim=0, tp_blocks=tp_blocks)
+        super().__init__(spec, of_bias if bias else None, context, skip_bias_add)
 
     def forward(
         self, hidden_states: Tensor, function: Callable[[Tensor, Tensor], Tensor] | None = None
@@ -243,7 +242,7 @@ class ColumnParallelLinear(nn.Module):
         """
         if function is not None:
             return function(hidden_states, self.weight)
-        return column_parallel_linear(
+        return parallel_linear(
             hidden_states,
             self.weight,
             None if self.skip_bias_add else self.bias,
@@ -251,13 +250,8 @@ class ColumnParallelLinear(nn.Module):
             sequence_parallel=self.context.sequence_parallel,
         )
 
-    @property
-    def skipped_bias(self) -> nn.Parameter | None:
-        """The bias that `forward` does not add; None if there is none."""
-        return self.bias if self.skip_bias_add else None
 
-
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are sharded over the TP group.
 
     Input [s, b, input_size/t]. Output [s, b, output_size], under sequence parallelism
@@ -280,18 +274,13 @@ class RowParallelLinear(nn.Module):
         context: RankContext,
         skip_bias_add: bool = False,
     ) -> None:
-        super().__init__()
-        self.context, self.skip_bias_add = context, skip_bias_add
-        self.weight = new_parameter(
-            ParameterSpec(
-                global_shape=(output_size, input_size), tp_dim=1, matrices=(1,), init_std=init_std
-            ),
-            context,
+        spec = ParameterSpec(
+            global_shape=(output_size, input_size), tp_dim=1, matrices=(1,), init_std=init_std
         )
-        bias_spec = ParameterSpec(
+        of_bias = ParameterSpec(
             global_shape=(output_size,), sum_grad_over_tp=context.sequence_parallel
         )
-        self.bias = new_parameter(bias_spec, context) if bias else None
+        super().__init__(spec, of_bias if bias else None, context, skip_bias_add)
 
     def forward(self, hidden_states: Tensor, skip_tail: bool = False) -> Tensor:
         """Returns the summed product.
@@ -299,19 +288,15 @@ class RowParallelLinear(nn.Module):
         With skip_tail it only builds the graph, for a replay whose output is never used. It runs
         neither the matmul nor the collective, and the values are undefined.
         """
-        return row_parallel_linear(
+        return parallel_linear(
             hidden_states,
             self.weight,
             None if self.skip_bias_add else self.bias,
             tp_group=self.context.group,
             sequence_parallel=self.context.sequence_parallel,
+            is_row=True,
             skip_tail=skip_tail,
         )
-
-    @property
-    def skipped_bias(self) -> nn.Parameter | None:
-        """The bias that `forward` does not add; None if there is none."""
-        return self.bias if self.skip_bias_add else None
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -18,9 +18,9 @@ from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.config.units import size
+from megatron_lite.context_parallel.attention_kernels import KERNELS
 from megatron_lite.data.datasets import Datasets, build_datasets
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
-from megatron_lite.model.attention import KERNELS
 from megatron_lite.model.gpt import GPTModel, ModelStages, shard_model_
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
@@ -263,7 +263,8 @@ def _build(
         accumulation = fuse_weight_gradients_(
             training, parallel, model, optimizer, compiled_layers=config.compiles_layers
         )
-        if parallel.device.type == "cuda" and config.model.attention_backend in KERNELS:
+        on_one = parallel.device.type == "cuda" and parallel.cp_size == 1
+        if on_one and config.model.attention_backend in KERNELS:
             from megatron_lite.training.deterministic import use_asked_attention_
 
             attention = use_asked_attention_(model, config, parallel)

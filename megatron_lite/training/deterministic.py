@@ -15,7 +15,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import attention as registry
 
@@ -119,39 +118,30 @@ def use_asked_attention_(
     issues all-reduces of one number.
     Raises InputError if the kernel does not run.
     """
-    backend, values = config.model.attention_backend, _values(config, parallel)
+    backend = config.model.attention_backend
     if backend == "fused" and config.training.deterministic_mode:
         return []  # `choose_attention_` tries it
-    layers = [one for one in model.modules() if isinstance(one, CoreAttention)]
+    run = partial(_attention, _layer(model), _values(config, parallel))
 
     def check() -> None:
-        for layer in layers[:1]:
-            layer.eval()  # without dropout, which would draw random numbers
-            try:
-                torch.autograd.grad(layer(*values[:3]), values[:3], values[3].flatten(2))
-            except RuntimeError as error:
-                first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-                raise InputError(
-                    f"--attention-backend {backend} has no kernel for this torch, GPU, shape and "
-                    f"{config.training.precision} ({first}): {AUTO}"
-                ) from error
-            finally:
-                layer.train()
-
-    def works() -> bool:
-        with suppress(InputError):
-            check()
-            return True
-        return False
+        try:
+            run()
+        except RuntimeError as error:
+            first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise InputError(
+                f"--attention-backend {backend} has no kernel for this torch, GPU, shape and "
+                f"{config.training.precision} ({first}): {AUTO}"
+            ) from error
 
     is_plain = config.model.attention_dropout == 0.0 and config.training.precision != "fp32"
     if backend == "flash" and is_plain and hasattr(registry, "restore_flash_attention_impl"):
         for name in ("FA3", "FA4"):
-            activated = False
-            with suppress(ImportError, RuntimeError, ValueError):  # it is not installed
+            runs = False
+            with suppress(ImportError, RuntimeError, ValueError):  # not installed, or not for here
                 registry.activate_flash_attention_impl(name)
-                activated = works()
-            if parallel.all_agree(activated):
+                run()
+                runs = True
+            if parallel.all_agree(runs):
                 return [f"--attention-backend flash is {name} of torch's registry"]
             registry.restore_flash_attention_impl(_raise_warn=False)
     parallel.together("the kernel of --attention-backend", check)
@@ -179,11 +169,8 @@ def choose_attention_(model: ModelStages, config: RunConfig, parallel: ParallelS
         raise InputError(f"{FUSED}, and it is tried without --attention-dropout: {AUTO}")
     if kept:
         return [FORCED, f"deterministic attention has torch's deterministic kernel: {kept[0]}"]
-    values = _values(config, parallel)
-    results = {
-        name: tried(partial(_attention, values, kernel), _milliseconds)
-        for name, kernel in KERNELS.items()
-    }
+    run = partial(_attention, _layer(model), _values(config, parallel))
+    results = {name: tried(partial(run, one), _milliseconds) for name, one in KERNELS.items()}
     flash, cudnn = results[FLASH].milliseconds, results[CUDNN]
     is_faster = cudnn.milliseconds is not None and (flash is None or cudnn.milliseconds < flash)
     if backend == "fused" and not parallel.all_agree(cudnn.repeats):
@@ -194,7 +181,7 @@ def choose_attention_(model: ModelStages, config: RunConfig, parallel: ParallelS
         for module in model.modules():
             if isinstance(module, CoreAttention):
                 module.kernel = cudnn_attention
-    results[FREE] = tried(partial(_attention, values, as_without_determinism), _milliseconds)
+    results[FREE] = tried(partial(run, as_without_determinism), _milliseconds)
     return [FORCED, line(results, taken)]
 
 
@@ -214,17 +201,29 @@ def line(results: Mapping[str, Tried], taken: str) -> str:
     )
 
 
-def _attention(values: Sequence[Tensor], kernel: Kernel) -> tuple[Tensor, ...]:
-    """Returns the output and the gradients of causal attention.
+def _layer(model: ModelStages) -> CoreAttention:
+    """Returns a layer's attention, without a window if there is one."""
+    layers = [one for one in model.modules() if isinstance(one, CoreAttention)]
+    return next((one for one in layers if one.window is None), layers[0])
 
-    values: query, key, value and the gradient of the output, [s, b, heads, d], as in the model.
+
+def _attention(
+    layer: CoreAttention, values: Sequence[Tensor], kernel: Kernel | None = None
+) -> tuple[Tensor, ...]:
+    """Returns the output and the gradients of attention without dropout, which would draw.
+
+    values: query, key, value and the gradient of the output, [s, b, heads, d].
+    kernel: the context in place of the layer's own.
     """
-    query, key, value, grad = (one.permute(1, 2, 0, 3) for one in values)
-    with torch.enable_grad(), kernel():
-        output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    return output.detach(), *torch.autograd.grad(output, values[:3], grad)
+    own, layer.kernel = layer.kernel, kernel or layer.kernel
+    layer.eval()
+    try:
+        with torch.enable_grad():
+            output = layer(*values[:3])
+        return output.detach(), *torch.autograd.grad(output, values[:3], values[3].flatten(2))
+    finally:
+        layer.kernel = own
+        layer.train()
 
 
 def _values(config: RunConfig, parallel: ParallelState) -> list[Tensor]:

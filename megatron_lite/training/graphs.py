@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,47 +59,28 @@ class Inputs(NamedTuple):
         return step(**self._asdict())
 
 
-class State(Protocol):
-    """A state of the device's generator that is registered with a graph."""
+class Capture:
+    """One CUDA graph. The tests have a stand-in for it on a CPU.
 
-    def set_state(self, state: Tensor, /) -> object: ...
-
-
-class Capture(Protocol):
-    """One graph: a CUDA graph, or the tests' stand-in for it on a CPU."""
-
-    def register(self) -> State:
-        """Returns a further state of the generator. To be called before `record`."""
-        ...
-
-    def draw_from(self, state: State) -> None:
-        """Makes the following operations draw from this state. To be called within `record`."""
-        ...
-
-    def record(self, function: Callable[[], StepResult]) -> StepResult:
-        """Captures what the function launches, and returns its result, which a replay fills."""
-        ...
-
-    def replay(self) -> None: ...
-
-
-class CudaCapture:
-    """Implements Capture. All graphs of a run share the pool's memory: the run replays only the
-    last one, and copies its results."""
+    All graphs of a run share the pool's memory: the run replays only the last one, and copies its
+    results."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
         self._generator = torch.cuda.default_generators[device.index or 0]
         self._graph, self._stream, self._pool = torch.cuda.CUDAGraph(), stream, pool
 
-    def register(self) -> State:
+    def register(self) -> Any:
+        """Returns a further state of the generator. To be called before `record`."""
         state = self._generator.clone_state()
         self._graph.register_generator_state(state)
         return state
 
-    def draw_from(self, state: State) -> None:
-        self._generator.graphsafe_set_state(state)  # type: ignore[arg-type]
+    def draw_from(self, state: Any) -> None:
+        """Makes the following operations draw from this state. To be called within `record`."""
+        self._generator.graphsafe_set_state(state)
 
     def record(self, function: Callable[[], StepResult]) -> StepResult:
+        """Captures what the function launches, and returns its result, which a replay fills."""
         own = self._generator.graphsafe_get_state()
         # NCCL's own threads ask for events meanwhile, which "global" would forbid.
         around = torch.cuda.graph(
@@ -227,7 +208,7 @@ class Recorder:
         if new_capture is None:
             self._stream = torch.cuda.Stream(self._device)
             pool = torch.cuda.graph_pool_handle()
-            new_capture = partial(CudaCapture, self._device, self._stream, pool)
+            new_capture = partial(Capture, self._device, self._stream, pool)
         self._new_capture = new_capture
         self._num_warm, self._count = max(warmup_steps, LEAST_WARMUP), 0
         self._rehearsal: Rehearsal | None = None

@@ -29,9 +29,6 @@ from megatron_lite.parallel.timing import gloo_has_freed
 from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import local_part
 
-PIECES = 1.05  # reserved over allocated, from which on fragments are worth a word
-IN_ONE_PIECE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True joins them"
-
 
 class PeakMemory(NamedTuple):
     """The peak of a step on the rank that holds most.
@@ -49,7 +46,6 @@ class PeakMemory(NamedTuple):
             f"{size(self.measured)} measured, {size(self.predicted)} predicted "
             f"({self.predicted / max(1, self.measured):.1%} of it)"
             + (f"; {size(self.reserved)} reserved" if self.reserved else "")
-            + (f" in pieces: {IN_ONE_PIECE}" if self.reserved > PIECES * self.measured else "")
         )
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.parallel.state import GROUPS_OF_ONE
-from megatron_lite.training.graphs import CudaCapture
+from megatron_lite.training.graphs import Capture
 from tests.gpu.run import ROOT
 from tests.gpu.test_gpu import (
     all_equal,
@@ -49,7 +49,7 @@ def test_captured_steps_have_the_bits_of_others(cuda: torch.device, tmp_path: Pa
             )
             config = replace(config, recompute=RecomputeConfig(recompute_policy=policy))
             with mock.patch.object(
-                CudaCapture, "replay", autospec=True, side_effect=CudaCapture.replay
+                Capture, "replay", autospec=True, side_effect=Capture.replay
             ) as replayed:
                 trainer = finish(config, cuda)
             assert (replayed.call_count > 10) == (impl == GRAPH)

@@ -147,7 +147,8 @@ def wrong_on_cuda(rank, world_size):
         )
         (told,) = (one for one in describe_layer(config, sizes).operations if one.name == CORE)
         kept = []
-        with FakeTensorMode(), Largest() as largest:
+        alone = torch.autograd.set_multithreading_enabled(False)
+        with FakeTensorMode(), alone, Largest() as largest:
             inputs = [
                 torch.empty(s, b, heads, d, device="standin", dtype=dtype, requires_grad=True)
                 for heads in (a, groups, groups)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.parallel import weight_gradient
-from megatron_lite.tensor_parallel.layers import row_parallel_linear
+from megatron_lite.tensor_parallel.layers import parallel_linear
 from tests.support import cuda_addmm
 
 
@@ -79,7 +79,7 @@ def test_rows_are_added_one_after_the_other(dtype: torch.dtype, first: bool) -> 
 def test_a_backward_that_is_recorded_has_a_derivative() -> None:
     weight = torch.nn.Parameter(torch.randn(6, 4))
     x = torch.randn(5, 1, 4, requires_grad=True)
-    output = row_parallel_linear(x, weight, None, tp_group=None, sequence_parallel=False)
+    output = parallel_linear(x, weight, None, tp_group=None, sequence_parallel=False, is_row=True)
     (first,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), weight)
     expected = (x @ weight.t()).square().sum()

@@ -18,7 +18,7 @@ from megatron_lite.tensor_parallel.cross_entropy import (
     vocab_parallel_cross_entropy,
     vocab_parallel_linear_cross_entropy,
 )
-from megatron_lite.tensor_parallel.layers import column_parallel_linear
+from megatron_lite.tensor_parallel.layers import parallel_linear
 from tests.support.changes import with_fields
 from tests.support.models import tp_state
 from tests.support.ranks import run_ranks
@@ -87,7 +87,7 @@ def reference(case) -> Outcome:
 def losses_of(hidden, weight, labels, chunk_size, columns, *, sequence_parallel=False):
     """chunk_size None: with all logits kept."""
     if chunk_size is None:
-        logits = column_parallel_linear(
+        logits = parallel_linear(
             hidden, weight, None, tp_group=columns.tp_group, sequence_parallel=sequence_parallel
         )
         return vocab_parallel_cross_entropy(logits, labels, columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_lite.config.checks import InputError
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.model.attention import CoreAttention
 from megatron_lite.training import deterministic
@@ -106,19 +108,62 @@ def test_the_fastest_kernel_that_repeats_on_every_rank_is_taken(
     assert "--attention-dropout" in kept
 
 
+@pytest.mark.parametrize("installed", ["FA3", "FA4", ""])
+def test_flash_is_the_newest_flash_attention_that_runs(
+    monkeypatch: pytest.MonkeyPatch, installed: str
+) -> None:
+    """The other one is installed too, and its kernels are not for this GPU."""
+    active: list[str] = []
+
+    def activate(name: str) -> None:
+        if not installed:
+            raise ModuleNotFoundError("flash_attn_interface")
+        active.append(name)
+
+    def run(layer: CoreAttention, *_: Any) -> Tensor:
+        if (active and active != [installed]) or config.model.kv_channels == 4:
+            raise RuntimeError("no such kernel\nhere")
+        return torch.ones(())
+
+    monkeypatch.setattr(deterministic.registry, "activate_flash_attention_impl", activate)
+    monkeypatch.setattr(
+        deterministic.registry,
+        "restore_flash_attention_impl",
+        lambda **_: active.clear(),
+        raising=False,
+    )
+    monkeypatch.setattr(deterministic, "_attention", run)
+    monkeypatch.setattr(deterministic, "_values", lambda *_: [])
+    layers: Any = torch.nn.ModuleList([CoreAttention(tiny_run().model, ON_CPU, layer=0)])
+    rank: Any = SimpleNamespace(all_agree=lambda yes: yes, together=lambda _, check: check())
+    flash = dict(attention_backend="flash", attention_dropout=0.0)
+    config = tiny_run(model=flash, training=dict(bf16=True))
+    said = deterministic.use_asked_attention_(layers, config, rank)
+    assert active == [installed] * bool(installed)
+    assert said == [f"--attention-backend flash is {installed} of torch's registry"] * len(active)
+    config = tiny_run(model=dict(flash, kv_channels=4), training=dict(bf16=True))
+    with pytest.raises(
+        InputError, match=r"flash has no kernel .* \(no such kernel\): give .* auto"
+    ):
+        deterministic.use_asked_attention_(layers, config, rank)
+    assert active == []
+
+
 def test_what_is_tried_is_the_models_attention_at_the_runs_shape() -> None:
     config = tiny_run(model=dict(group_query_attention=True, num_query_groups=2))
     rank = SimpleNamespace(device=torch.device("cpu"), tp_size=2)
     values = deterministic._values(config, rank)  # type: ignore[arg-type]
     assert [tuple(one.shape) for one in values] == [(16, 1, heads, 8) for heads in (2, 1, 1, 2)]
-    output, *gradients = deterministic._attention(values, deterministic.KERNELS[FLASH])
-    layer = CoreAttention(config.model, ON_CPU, layer=0).eval()
-    expected = layer(*values[:3])
-    assert torch.equal(output.permute(2, 0, 1, 3).flatten(2), expected)
-    for one, other in zip(
-        gradients, torch.autograd.grad(expected, values[:3], values[3].flatten(2)), strict=True
-    ):
-        torch.testing.assert_close(one, other)
+    layer, taken = CoreAttention(config.model, ON_CPU, layer=0), list[bool]()
+    own = layer.kernel
+
+    def kernel() -> Any:
+        taken.append(layer.training)
+        return nullcontext()
+
+    output, *gradients = deterministic._attention(layer, values, kernel)
+    assert taken == [False] and layer.training and layer.kernel is own
+    assert len(gradients) == 3 and torch.equal(output, layer.eval()(*values[:3]))
 
 
 def test_cudnn_is_asked_for_and_torchs_settings_come_back() -> None:
