@@ -120,7 +120,7 @@ def our_model(
         padded_vocab_size=vocab_size,
         plan=plan,
     )
-    initialize_parameters_(model, seed=SEED, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    initialize_parameters_(model, parallel, seed=SEED)
     return model
 
 

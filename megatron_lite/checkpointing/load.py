@@ -24,7 +24,7 @@ from megatron_lite.config.input_file import regular_path
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.generators import RngSnapshot
-from megatron_lite.parallel.parameter_spec import saved_state, spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import DEFAULT
 from megatron_lite.parallel.state import ParallelState
 
@@ -113,27 +113,32 @@ def load_weights(
         name = (unexpected or missing)[0]
         who = "this model has no" if unexpected else "the checkpoint has no"
         raise InputError(f"{step}: {who} parameter {name}")
-    ranks = dict(tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     reader = ShardReader(step, "model", saved_tp_size=metadata.tp_size)
     for name, parameter in held.items():
-        values = reader.read(name, metadata.parameters[name], spec_of(parameter), **ranks)
+        spec = spec_of(parameter)
+        values = reader.read(name, metadata.parameters[name], spec, **_ranks(parallel, spec))
         if optimizer is None or not isinstance(parameter, nn.Parameter):
             parameter.copy_(values)
         else:
             optimizer.set_weight(name, values)
 
 
+def _ranks(parallel: ParallelState, spec: ParameterSpec) -> dict[str, int]:
+    place = parallel.holding(spec)
+    return {name: getattr(place, name) for name in ("tp_rank", "tp_size", "ep_rank", "ep_size")}
+
+
 def _load_optimizer(
     step: Path, metadata: Metadata, parallel: ParallelState, model: nn.Module, optimizer: Optimizer
 ) -> None:
     states: dict[str, dict[str, Tensor]] = {}
-    ranks = dict(tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
     reader = ShardReader(step, "optimizer", saved_tp_size=metadata.tp_size)
     for name, parameter in model.named_parameters():
         saved, wanted = metadata.parameters[name], spec_of(parameter)
         keys = list(optimizer.state_names(name))
         if reader.has(f"{name}/master", saved):
             keys.append("master")
+        ranks = _ranks(parallel, wanted)
         states[name] = {key: reader.read(f"{name}/{key}", saved, wanted, **ranks) for key in keys}
     optimizer.load(states, num_updates=metadata.num_updates)
     if optimizer.loss_scale is not None:

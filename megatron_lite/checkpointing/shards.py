@@ -99,8 +99,12 @@ def layouts_of(model: nn.Module, pp_rank: int) -> dict[str, SavedLayout]:
     }
 
 
-def owned_rows(tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: int) -> Tensor | None:
+def owned_rows(
+    tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: int, is_whole: bool = False
+) -> Tensor | None:
     """Returns the part of a local tensor that this rank saves: its rows without padding.
+
+    is_whole: whether the tensor has the rows of all TP ranks.
 
     Returns None if another rank saves the tensor. A tensor that is not split is saved by TP rank 0
     only, and the last stage's copy of a tied embedding is not saved.
@@ -110,7 +114,9 @@ def owned_rows(tensor: Tensor, spec: ParameterSpec, *, tp_rank: int, tp_size: in
     if spec.tp_dim is None:
         return tensor.detach() if tp_rank == 0 else None
     rows = [
-        tensor.detach().narrow(spec.tp_dim, span.local_start, span.length)
+        tensor.detach().narrow(
+            spec.tp_dim, span.global_start if is_whole else span.local_start, span.length
+        )
         for span in spec.spans(tp_rank, tp_size)
     ]
     return torch.cat(rows, spec.tp_dim) if rows else tensor.detach().narrow(spec.tp_dim, 0, 0)
@@ -146,9 +152,19 @@ class ShardReader:
         )
 
     def read(
-        self, key: str, saved: SavedLayout, wanted: ParameterSpec, *, tp_rank: int, tp_size: int
+        self,
+        key: str,
+        saved: SavedLayout,
+        wanted: ParameterSpec,
+        *,
+        tp_rank: int,
+        tp_size: int,
+        ep_rank: int = 0,
+        ep_size: int = 1,
     ) -> Tensor:
         """Returns this rank's shard of the global tensor `key`, on the CPU, with zero padding.
+
+        ep_rank, ep_size: which experts it holds, for a parameter of experts.
 
         Raises InputError if a file does not hold the tensor as the metadata describes it, or if the
         metadata describes another split than this model's.
@@ -162,10 +178,13 @@ class ShardReader:
                 f"model has {ours}"
             )
         dtype = self.dtype_of(key, saved)
-        dim = wanted.tp_dim
+        dim, shape = wanted.tp_dim, wanted.local_shape(tp_size, ep_size)
+        experts: tuple[slice, ...] = ()  # they are dim 0, and their channels are split
+        if wanted.of_experts:
+            experts = (slice(ep_rank * shape[0], (ep_rank + 1) * shape[0]),)
         if dim is None:
-            return self._slice(self._path(saved, 0), key, ())
-        local = torch.zeros(wanted.local_shape(tp_size), dtype=dtype)
+            return self._slice(self._path(saved, 0), key, experts)
+        local = torch.zeros(shape, dtype=dtype)
         # Every span has a place in the global tensor. The overlap of a saved span and a wanted span
         # is copied, which works for any pair of TP sizes. Padding is in no span and stays zero.
         for source in range(self._saved_tp_size):
@@ -177,6 +196,7 @@ class ShardReader:
                     if start < stop:
                         first = position + start - span.global_start
                         index = (slice(None),) * dim + (slice(first, first + stop - start),)
+                        index = (*experts, *index[len(experts) :])
                         rows = self._slice(self._path(saved, source), key, index)
                         place = own.local_start + start - own.global_start
                         local.narrow(dim, place, stop - start).copy_(rows)

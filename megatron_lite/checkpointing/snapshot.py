@@ -22,6 +22,7 @@ from megatron_lite.checkpointing.step_files import (
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.optim.optimizer import Optimizer
+from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import saved_state, spec_of
 from megatron_lite.parallel.state import ParallelState
 
@@ -49,8 +50,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Returns the files that this rank writes for a step.
 
-    Every rank must call this. Tensors that are sharded over data-parallel ranks are gathered, one
-    parameter at a time.
+    Every rank must call this. Tensors that are sharded over data-parallel ranks, and experts that
+    are spread over them, are gathered, one parameter at a time.
 
     copy: whether to copy all tensors, so that later training steps do not change the snapshot.
     Otherwise tensors on a CPU are the model's own tensors, and the caller must write them before
@@ -81,6 +82,11 @@ def take_snapshot(
         weight, states = parameter, {}
         if isinstance(parameter, nn.Parameter):
             weight, states = optimizer.weight(name), optimizer.whole_states(name)
+        spec = spec_of(parameter)
+        place = parallel.holding(spec)
+        if spec.of_experts:
+            weight = all_gather_first_dim(weight.detach(), place.ep_group)
+            states = {key: all_gather_first_dim(one, place.ep_group) for key, one in states.items()}
         if parallel.dp_cp_rank != 0:
             continue
         for kind, key, tensor in (
@@ -88,7 +94,11 @@ def take_snapshot(
             *(("optimizer", f"{name}/{key}", state) for key, state in states.items()),
         ):
             rows = owned_rows(
-                tensor, spec_of(parameter), tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
+                tensor,
+                spec,
+                tp_rank=parallel.tp_rank,
+                tp_size=parallel.tp_size,
+                is_whole=place.tp_size < parallel.tp_size,
             )
             if rows is not None:
                 held[kind][key] = rows.to("cpu", copy=copy)

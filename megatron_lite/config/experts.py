@@ -30,7 +30,10 @@ class ExpertSettings:
     """
 
     num_experts: int | None = setting(
-        "experts of each mixture-of-experts layer; none: every layer has a dense MLP", least=1
+        "experts of each mixture-of-experts layer; none: every layer has a dense MLP",
+        least=1,
+        multiple_of=("expert_model_parallel_size",),
+        why="each rank holds equally many of them",
     )
     moe_layer_freq: int | tuple[int, ...] = setting(
         "every N-th layer has experts, beginning with the first; or a list with 1 for each layer "

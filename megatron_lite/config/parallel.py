@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.setting import check_settings, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
+OTHER_EXPERTS = dict(
+    excludes=("use_torch_fsdp2", "cuda_graph_impl=full_iteration"),
+    why="ranks hold different experts, and exchange as many rows as their routers choose",
+)
 PIPELINE = ("pipeline_model_parallel_size>1",)
 CP_COMM_TYPES = ("p2p", "allgather")
 
@@ -24,6 +30,8 @@ class ParallelConfig:
     decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers: the layers of the first and
         the last pipeline rank. The other ranks share the rest equally (config/stages.py).
     overlap_p2p_comm: whether a stage receives its next input while it computes.
+    expert_model_parallel_size: the number of neighbouring ranks of a pipeline stage over which the
+        experts are spread. It divides the ranks of the stage, data- and context-parallel ones too.
     cp_comm_type: how context-parallel ranks exchange keys and values: around a ring ("p2p") or all
         at once ("allgather").
     distributed_backend: "auto" is nccl on CUDA and gloo elsewhere. "gloo" also keeps the run on the
@@ -77,6 +85,27 @@ class ParallelConfig:
         megatron={"a2a": "p2p", "a2a+p2p": "p2p"},
         needs=("context_parallel_size>1",),
     )
+    expert_model_parallel_size: int = setting(
+        "ranks over which the experts of each layer are spread, among those with other tokens",
+        1,
+        least=1,
+        needs=("num_experts",),
+        **OTHER_EXPERTS,
+    )
+    expert_tensor_parallel_size: int | None = setting(
+        "ranks that share each expert: 1, or derived: --tensor-model-parallel-size",
+        least=1,
+        without="num_experts",
+        **OTHER_EXPERTS,
+    )
+    moe_token_dispatcher_type: str = setting(
+        "how tokens reach ranks with other experts: all tokens go to each rank, or each row to the "
+        "rank of its expert",
+        "alltoall",
+        choices=("allgather", "alltoall"),
+        megatron={"flex": "alltoall", "alltoall_seq": "alltoall"},
+        without="expert_model_parallel_size>1",
+    )
     distributed_backend: str = setting(
         "auto: nccl on CUDA, else gloo; gloo keeps the run on the CPU",
         "auto",
@@ -95,9 +124,25 @@ class ParallelConfig:
         # The value 1 means no virtual stages, and is legal without a pipeline too.
         if self.num_virtual_stages_per_pipeline_rank == 1:
             object.__setattr__(self, "num_virtual_stages_per_pipeline_rank", None)
+        if self.expert_tensor_parallel_size == self.tensor_model_parallel_size:
+            object.__setattr__(self, "expert_tensor_parallel_size", None)
         check_settings(self)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
+        tp_size, own = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        if own not in (None, 1):
+            raise ValueError(
+                f"--expert-tensor-parallel-size {own} must be 1 or --tensor-model-parallel-size "
+                f"{tp_size}: a rank holds whole experts, or the same share of them as of all else"
+            )
+        if self.spreads_experts and tp_size > 1 and not self.sequence_parallel:
+            raise ContradictionError(
+                f"--expert-model-parallel-size {self.expert_model_parallel_size} with "
+                f"--tensor-model-parallel-size {tp_size} and --expert-tensor-parallel-size "
+                f"{self.expert_tensor_parallel} needs --sequence-parallel: otherwise "
+                "tensor-parallel ranks would all send the same tokens",
+                *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+            )
 
     @property
     def timeout_seconds(self) -> float:
@@ -117,13 +162,24 @@ class ParallelConfig:
         return spans * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
     @property
-    def model_ranks(self) -> int:
-        """The number of ranks of one model, t x c x p."""
+    def expert_tensor_parallel(self) -> int:
+        """The number of ranks that share each expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Tells whether the parameters of experts have other groups of ranks than all others."""
         return (
-            self.tensor_model_parallel_size
-            * self.context_parallel_size
-            * self.pipeline_model_parallel_size
+            self.expert_model_parallel_size > 1
+            or self.expert_tensor_parallel != self.tensor_model_parallel_size
         )
+
+    @property
+    def model_ranks(self) -> int:
+        """The fewest ranks of a run: t c p, or more if experts are spread over more."""
+        stage = self.tensor_model_parallel_size * self.context_parallel_size
+        experts = self.expert_model_parallel_size * self.expert_tensor_parallel
+        return self.pipeline_model_parallel_size * math.lcm(stage, experts)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Returns the world size divided by the number of ranks of one model, t x c x p.
@@ -135,13 +191,22 @@ class ParallelConfig:
             "--context-parallel-size": self.context_parallel_size,
             "--pipeline-model-parallel-size": self.pipeline_model_parallel_size,
         }
-        ranks = self.model_ranks
+        ranks = math.prod(axes.values())
         if world_size % ranks:
             named = [f"{name} {size}" for name, size in axes.items() if size > 1]
             product = " x ".join(named) + (f" = {ranks}" if len(named) > 1 else "")
             raise ValueError(
                 f"world size {world_size} is not a multiple of {product}: start a multiple of "
                 f"{ranks} processes (torchrun --nproc_per_node, srun --ntasks)"
+            )
+        stage = world_size // self.pipeline_model_parallel_size
+        unit = self.expert_model_parallel_size * self.expert_tensor_parallel
+        if stage % unit:
+            raise ValueError(
+                f"a pipeline stage has {stage} ranks, which is not a multiple of "
+                f"--expert-model-parallel-size {self.expert_model_parallel_size} x "
+                f"--expert-tensor-parallel-size {self.expert_tensor_parallel} = {unit}: start more "
+                "processes, or spread the experts over fewer ranks"
             )
         return world_size // ranks
 

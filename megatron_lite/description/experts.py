@@ -1,7 +1,8 @@
 """The description of a mixture-of-experts layer's MLP (model/experts.py) as rows.
 
 No token is dropped, so every tensor has n = k T rows however the tokens are spread: all figures are
-exact. Standard library only.
+exact. With expert-parallel ranks they are exact given the rows that this rank's experts compute
+(`Sizes.expert_rows`), else those of a balanced choice. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from megatron_lite.description.linears import dense_mlp
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     NOTHING_MOVED,
     OPERATORS,
+    REDUCE_SCATTER,
+    ROUTER,
     Collective,
     KeptTensor,
     Matmul,
@@ -30,63 +34,84 @@ from megatron_lite.description.shape import Shape
 GROUPED = "aten._grouped_mm.default"
 INDEX_BYTES, COUNT_BYTES, END_BYTES = 8, 4, 4
 ROUTER_BYTES = {"fp32": 4, "fp64": 8}
-ROUTER, EXPERTS_FC1, EXPERTS_FC2 = "router", "experts_fc1", "experts_fc2"
+RECEIVED = "rows received for each expert"
+EXPERTS_FC1, EXPERTS_FC2 = "experts_fc1", "experts_fc2"
 
 
 class ExpertShape(Shape):
-    """The bytes of a layer with experts, on one TP rank.
+    """The bytes of a layer with experts, on one rank.
 
-    rows: n. scores: the bytes of an element of the router's logits and weights.
+    tokens: T. sent: k T. rows: n, those that the experts of this rank compute.
+    tp_size: the ranks that share each expert. num_own: the experts of this rank.
+    scores: the bytes of an element of the router's logits and weights.
     permuted, intermediate, activated: the inputs of fc1, of the activation and of fc2.
     """
 
-    def __init__(self, of: Shape) -> None:
+    def __init__(self, of: Shape, layer: int) -> None:
         super().__init__(of.model, of.sizes)
         model, sizes = self.model, self.sizes
-        self.topk = model.moe_router_topk
-        self.rows = self.topk * sizes.tokens
+        assert model.num_experts is not None
+        self.topk, self.num_own = model.moe_router_topk, model.num_experts // sizes.ep_size
+        self.tokens = sizes.tokens
+        if sizes.whole_experts:
+            self.tp_size, self.gathers, self.reduces = 1, (), ()
+            self.tokens, self.whole = sizes.local_tokens, self.hidden
+        self.sent = self.topk * self.tokens
+        rows = sizes.rows_of_experts(layer)
+        self.rows = self.sent if rows is None else rows
         self.width = model.expert_size // self.tp_size
         self.scores = ROUTER_BYTES.get(model.moe_router_dtype or "", self.element)
         self.permuted = self.rows * model.hidden_size * self.element
         self.activated = self.rows * self.width * self.element
         self.intermediate = model.fc1_blocks * self.activated
 
+    def over_experts(self, kind: str, num_bytes: int) -> tuple[Collective, ...]:
+        """Returns the collective of a tensor of each expert-parallel rank that gathers tokens."""
+        sizes = self.sizes
+        gathers = sizes.ep_size > 1 and sizes.gathers_tokens
+        return (Collective(kind, sizes.ep_size * num_bytes, over_experts=True),) * gathers
+
 
 def choices(of: Shape) -> tuple[KeptTensor, ...]:
     """Returns what a replay may not choose again: every policy keeps it, on the device."""
     model, sizes = of.model, of.sizes
     num_bytes = sizes.local_tokens * model.moe_router_topk * INDEX_BYTES
-    experts = KeptTensor("chosen experts", num_bytes, stays=True)
-    if not model.balances_experts:
-        return (experts,)
+    kept = [KeptTensor("chosen experts", num_bytes, stays=True)]
     assert model.num_experts is not None
-    one_each = model.moe_router_load_balancing_type == "seq_aux_loss"
-    columns = sizes.micro_batch_size if one_each else 1
-    num_bytes = columns * model.num_experts * COUNT_BYTES
-    return experts, KeptTensor("tokens per expert", num_bytes, stays=True)
+    if model.balances_experts:
+        one_each = model.moe_router_load_balancing_type == "seq_aux_loss"
+        columns = sizes.micro_batch_size if one_each else 1
+        num_bytes = columns * model.num_experts * COUNT_BYTES
+        kept.append(KeptTensor("tokens per expert", num_bytes, stays=True))
+    if sizes.ep_size > 1 and not sizes.gathers_tokens:
+        kept.append(KeptTensor(RECEIVED, model.num_experts * INDEX_BYTES, stays=True))
+    return tuple(kept)
 
 
-def expert_operations(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
+def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Operation]:
     """Yields the router, the experts, and what stands between them.
 
-    normed: the input of the layer's MLP.
+    normed: the input of the layer's MLP. layer: its number in the whole model.
     """
-    shape = ExpertShape(of)
+    shape = ExpertShape(of, layer)
     model, sizes = shape.model, shape.sizes
     experts = model.num_experts
     assert experts is not None
     logits = KeptTensor("router logits", sizes.local_tokens * experts * shape.scores)
     row_weights = KeptTensor("row weights", shape.rows * shape.scores)
     rows = KeptTensor("rows of the experts", shape.permuted)
-    order = KeptTensor("order of the rows", shape.rows * INDEX_BYTES)
-    ends = KeptTensor("ends of the experts", experts * END_BYTES)
+    moves = sizes.ep_size > 1 and not sizes.gathers_tokens
+    order = KeptTensor("order of the rows", (shape.sent if moves else shape.rows) * INDEX_BYTES)
+    places = KeptTensor("order of the received rows", shape.rows * INDEX_BYTES)
+    ends = KeptTensor("ends of the experts", shape.num_own * END_BYTES)
     intermediate = KeptTensor("experts' fc1 output", shape.intermediate)
     activated = KeptTensor("experts' activation output", shape.activated)
     chosen = choices(of)
+    read = tuple(one._replace(stays=False) for one in chosen if one.name != RECEIVED)
     yield Operation(
         ROUTER,
         "mlp.router",
-        (normed, logits, *(one._replace(stays=False) for one in chosen)),
+        (normed, logits, *read),
         (MOE,),
         (RegionEntry(MOE, (normed, *chosen)),),
         (
@@ -105,7 +130,26 @@ def expert_operations(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
         yield from _shared_expert(of, normed)
     yield Operation("dispatch", "mlp", (), (MOE,), calls=_entering(shape), backward=_leaving(shape))
     moved = Moved(2 * shape.permuted, 2 * shape.permuted)
-    yield Operation("permute", "mlp.experts", (order,), (MOE,), moved=moved)
+    sizes_of_row = {"rows": model.hidden_size * of.element, "weights": shape.scores}
+    temporary = (2 * shape.rows + shape.sent) * sizes_of_row["rows"] * moves
+    yield Operation(
+        "permute",
+        "mlp.experts",
+        (order, places) if moves else (order,),
+        (MOE,),
+        calls=tuple(
+            _exchange(f"received {name}", shape.rows * size)
+            for name, size in sizes_of_row.items()
+            if moves
+        ),
+        backward=tuple(
+            Collective(ALL_TO_ALL, shape.sent * size, over_experts=True)
+            for size in sizes_of_row.values()
+            if moves
+        ),
+        moved=moved,
+        temporary=temporary,
+    )
     yield _grouped(
         shape,
         EXPERTS_FC1,
@@ -135,6 +179,20 @@ def expert_operations(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
         moved=Moved(2 * shape.permuted, 2 * shape.permuted),
         output_only=not model.norms_after,
     )
+    if moves:
+        back = _exchange("returned rows", shape.sent * sizes_of_row["rows"])
+        yield Operation(
+            "return",
+            "mlp.experts",
+            (),
+            (MOE,),
+            calls=(back._replace(output_only=not model.norms_after),),
+            backward=(Collective(ALL_TO_ALL, shape.permuted, over_experts=True),),
+            moved=Moved(2 * shape.permuted, 2 * shape.permuted),
+            temporary=temporary,
+        )
+    scatters = shape.over_experts(REDUCE_SCATTER, shape.whole)
+    sums = [(one, shape.whole) for one in scatters] + [(one, of.hidden) for one in shape.reduces]
     yield Operation(
         "combine",
         "mlp",
@@ -143,25 +201,37 @@ def expert_operations(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
         calls=tuple(
             OperatorCall(
                 OPERATORS[one.kind],
-                (KeptTensor("summed experts", of.hidden),),
+                (KeptTensor(f"sum {number} of experts", num_bytes),),
                 (),
                 (one,),
                 output_only=not model.norms_after,
             )
-            for one in of.reduces
+            for number, (one, num_bytes) in enumerate(sums)
         ),
-        backward=of.gathers,
+        backward=(*shape.gathers, *shape.over_experts(ALL_GATHER, shape.whole)),
     )
 
 
 def _counting(shape: ExpertShape, counts: tuple[KeptTensor, ...]) -> Iterator[OperatorCall]:
-    """Yields the sums of the tokens per expert over the ranks that split the tokens."""
+    """Yields what a choice communicates, which no replay repeats.
+
+    They are the sums of the tokens per expert over the ranks that split the tokens, and the counts
+    of rows that expert-parallel ranks exchange.
+    """
     sizes = shape.sizes
-    for size in (sizes.tp_size if sizes.sequence_parallel else 1, sizes.cp_size):
-        if size > 1:
-            yield from (
-                OperatorCall("", (), (), (Collective(ALL_REDUCE, one.num_bytes),)) for one in counts
-            )
+    for one in counts:
+        over = [sizes.tp_size if sizes.sequence_parallel else 1, sizes.cp_size]
+        sent = [Collective(ALL_REDUCE, one.num_bytes) for size in over if size > 1]
+        if one.name == RECEIVED:
+            sums = [Collective(ALL_REDUCE, one.num_bytes)] * bool(shape.gathers)
+            sent = [*sums, Collective(ALL_TO_ALL, one.num_bytes, over_experts=True)]
+        yield from (OperatorCall("", (), (), (collective,), once=True) for collective in sent)
+
+
+def _exchange(name: str, num_bytes: int) -> OperatorCall:
+    """Returns an all-to-all, of which this rank receives so many bytes."""
+    collective = Collective(ALL_TO_ALL, num_bytes, over_experts=True)
+    return OperatorCall(OPERATORS[ALL_TO_ALL], (KeptTensor(name, num_bytes),), (), (collective,))
 
 
 def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
@@ -202,30 +272,34 @@ def _shared_expert(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
 
 
 def _entering(shape: ExpertShape) -> tuple[OperatorCall, ...]:
-    """Returns the gathers of tokens, weights and choice under sequence parallelism."""
-    if not shape.gathers:
-        return ()
-    element, tokens = shape.scores, shape.sizes.tokens * shape.topk
-    gathered = (
-        ("tokens", shape.whole),
-        ("weights", tokens * element),
-        ("choice", tokens * INDEX_BYTES),
+    """Returns the gathers of tokens, weights and choice under sequence parallelism, and over
+    expert-parallel ranks."""
+    sizes = dict(
+        tokens=shape.whole, weights=shape.sent * shape.scores, choice=shape.sent * INDEX_BYTES
     )
+    gathered = [
+        (f"gathered {name}", Collective(ALL_GATHER, size))
+        for name, size in sizes.items()
+        if shape.gathers
+    ] + [
+        (f"{name} of other ranks", collective)
+        for name in ("choice", "tokens", "weights")
+        for collective in shape.over_experts(ALL_GATHER, sizes[name])
+    ]
     return tuple(
-        OperatorCall(
-            OPERATORS[ALL_GATHER],
-            (KeptTensor(f"gathered {name}", num_bytes),),
-            (),
-            (Collective(ALL_GATHER, num_bytes),),
-        )
-        for name, num_bytes in gathered
+        OperatorCall(OPERATORS[ALL_GATHER], (KeptTensor(name, one.num_bytes),), (), (one,))
+        for name, one in gathered
     )
 
 
 def _leaving(shape: ExpertShape) -> tuple[Collective, ...]:
     """Returns the sums of the gradients of tokens and weights."""
-    weights = shape.rows * shape.scores
-    return tuple(one for each in shape.reduces for one in (each, Collective(each.kind, weights)))
+    weights = shape.sent * shape.scores
+    return tuple(
+        one
+        for each in (*shape.over_experts(REDUCE_SCATTER, shape.whole), *shape.reduces)
+        for one in (each, each._replace(num_bytes=each.num_bytes // shape.whole * weights))
+    )
 
 
 def _grouped(
@@ -240,9 +314,7 @@ def _grouped(
     output_only: bool = False,
 ) -> Operation:
     """Returns a linear layer of all experts, and the exchange of rows beside it."""
-    experts = shape.model.num_experts
-    assert experts is not None
-    weight = Parameter("weight", (experts, matmul.n, matmul.k))
+    weight = Parameter("weight", (shape.num_own, matmul.n, matmul.k), of_experts=True)
     gradient = weight.num_elements * shape.element
     inputs = matmul.m * matmul.k * shape.element
     return Operation(

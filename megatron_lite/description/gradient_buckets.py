@@ -20,12 +20,14 @@ class Gradient(NamedTuple):
 
     partial: whether TP ranks must add their gradients.
     tied: whether the first and the last pipeline stage add theirs.
+    of_experts: whether another group of ranks adds it than all others.
     """
 
     name: str
     num_elements: int
     partial: bool = False
     tied: bool = False
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,26 +61,40 @@ class BucketLayout:
 
 
 def bucket_layouts(
-    gradients: Sequence[Gradient], *, bucket_size: int | None, shards: int
+    gradients: Sequence[Gradient], *, bucket_size: int | None, shards: int, expert_shards: int = 1
 ) -> list[BucketLayout]:
     """Returns the layouts of all buckets of a rank, in the order in which they are reduced.
 
     gradients: those of all parameters, in the order of the model.
     bucket_size: None puts all gradients into one bucket. Otherwise they go in reverse order, and a
         bucket is closed as soon as it has `bucket_size` elements.
+    shards, expert_shards: the number of ranks that share the sums, and those of `of_experts`.
+        Such gradients have buckets of their own.
     A parameter that two pipeline stages share has a bucket of its own. Otherwise the two stages
     would cut it into different pieces.
     """
-    buckets: list[list[Gradient]] = [[]]
+    filled: list[list[Gradient]] = []
     others = [one for one in gradients if not one.tied]
-    for gradient in others if bucket_size is None else reversed(others):
-        if bucket_size is not None and sum(one.num_elements for one in buckets[-1]) >= bucket_size:
-            buckets.append([])
-        buckets[-1].append(gradient)
+    others = others if bucket_size is None else others[::-1]
+    for of_experts in (False, True):
+        bucket: list[Gradient] = []
+        for gradient in others:
+            if gradient.of_experts != of_experts:
+                continue
+            if bucket_size is not None and sum(one.num_elements for one in bucket) >= bucket_size:
+                bucket = []
+            if not bucket:
+                filled.append(bucket)
+            bucket.append(gradient)
+    # A bucket is complete with its last gradient.
+    filled.sort(key=lambda bucket: others.index(bucket[-1]))
     # On the first stage the embedding's gradient arrives last, so its bucket comes last. The two
     # stages reduce over different groups of ranks, so their orders need not match.
     tied = [[one] for one in gradients if one.tied]
-    return [_layout(bucket, shards) for bucket in (*buckets, *tied) if bucket]
+    return [
+        _layout(bucket, expert_shards if bucket[0].of_experts else shards)
+        for bucket in (*filled, *tied)
+    ]
 
 
 def _layout(gradients: Iterable[Gradient], shards: int) -> BucketLayout:

@@ -15,14 +15,15 @@ from megatron_lite.config.regions import REGIONS
 from megatron_lite.description.sizes import Sizes
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
-SHIFT = "ring shift"
+SHIFT, ALL_TO_ALL = "ring shift", "all-to-all"
 OPERATORS = {
     ALL_REDUCE: "_c10d_functional.all_reduce.default",
     ALL_GATHER: "_c10d_functional.all_gather_into_tensor.default",
     REDUCE_SCATTER: "_c10d_functional.reduce_scatter_tensor.default",
+    ALL_TO_ALL: "_c10d_functional.all_to_all_single.default",
 }
 ID_BYTES = 8  # of a token id, or of a place in the sequence
-QK_LAYERNORM, LINEAR_PROJ = "qk_layernorm", "linear_proj"
+QK_LAYERNORM, LINEAR_PROJ, ROUTER = "qk_layernorm", "linear_proj", "router"
 
 
 class KeptTensor(NamedTuple):
@@ -93,11 +94,14 @@ class Collective(NamedTuple):
     """One collective of a group of n ranks.
 
     num_bytes: the bytes of the whole tensor. A rank receives (n-1)/n of them in an all-gather or a
-        reduce-scatter, twice as many in an all-reduce, and all of them in a ring shift.
+        reduce-scatter, twice as many in an all-reduce, and all of them in a ring shift. In an
+        all-to-all they are those that the rank receives, from itself too.
+    over_experts: whether the group is that of expert-parallel ranks.
     """
 
     kind: str
     num_bytes: int
+    over_experts: bool = False
 
 
 class OperatorCall(NamedTuple):
@@ -108,6 +112,7 @@ class OperatorCall(NamedTuple):
     matmuls, collectives: the matrix products and the collectives of the call.
     output_only: whether only the operation's output depends on the call. If backward does not read
         that output, a replay can leave the call out.
+    once: whether no replay repeats it.
     """
 
     operator: str
@@ -115,6 +120,7 @@ class OperatorCall(NamedTuple):
     matmuls: tuple[Matmul, ...] = ()
     collectives: tuple[Collective, ...] = ()
     output_only: bool = False
+    once: bool = False
 
 
 class Parameter(NamedTuple):
@@ -123,12 +129,14 @@ class Parameter(NamedTuple):
     shape: its shape on one TP rank.
     partial: whether each TP rank computes only a part of its gradient, so that they must be added.
     tied: whether the first and the last pipeline stage both hold it, and add their gradients.
+    of_experts: whether it is one of experts, which may have groups of ranks of their own.
     """
 
     name: str
     shape: tuple[int, ...]
     partial: bool = False
     tied: bool = False
+    of_experts: bool = False
 
     @property
     def num_elements(self) -> int:

@@ -21,6 +21,11 @@ class Sizes:
     """The values that decide the bytes of tensors, besides the shape of the model.
 
     seq_length: the length of the whole sequence, before context parallelism splits it.
+    ep_size: the ranks over which experts are spread. whole_experts: whether TP ranks do not share
+        them.
+    gathers_tokens: whether these ranks gather all tokens (--moe-token-dispatcher-type allgather).
+    expert_rows: the rows that the experts of each layer of the stage compute; (): as many as with a
+        balanced choice.
     element_bytes: the bytes of an element of weights and activations: 4, or 2 under --bf16 or
         --fp16.
     device: "cpu" or "cuda".
@@ -54,6 +59,10 @@ class Sizes:
     sequence_parallel: bool = False
     cp_size: int = 1
     cp_comm_type: str = "p2p"
+    ep_size: int = 1
+    whole_experts: bool = False
+    gathers_tokens: bool = False
+    expert_rows: tuple[int, ...] = ()
     element_bytes: int = 4
     device: str = "cpu"
     loss_chunk_size: int | None = None
@@ -87,6 +96,9 @@ class Sizes:
             sequence_parallel=config.parallel.sequence_parallel,
             cp_size=config.parallel.context_parallel_size,
             cp_comm_type=config.parallel.cp_comm_type,
+            ep_size=config.parallel.expert_model_parallel_size,
+            whole_experts=config.parallel.expert_tensor_parallel < tp_size,
+            gathers_tokens=config.parallel.moe_token_dispatcher_type == "allgather",
             device=device,
             element_bytes=chosen("the precision", config.training.precision, ELEMENT_BYTES),
             loss_chunk_size=config.loss_chunk_size,
@@ -128,6 +140,10 @@ class Sizes:
     def allocated(self, num_bytes: int) -> int:
         """Returns the bytes that torch's allocator counts for a tensor of a step."""
         return allocated(num_bytes, self.device) if self.in_step else num_bytes
+
+    def rows_of_experts(self, layer: int) -> int | None:
+        """Returns the rows that the experts of a layer compute; None: as many as in a balance."""
+        return self.expert_rows[layer - self.first_layer] if self.expert_rows else None
 
     @property
     def is_rounded(self) -> bool:

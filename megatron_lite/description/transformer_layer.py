@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.regions import ACTIVATION, MLP_REGION, MOE
-from megatron_lite.description.experts import ROUTER, choices, expert_operations
 from megatron_lite.description.linears import column_linear, dense_mlp, row_linear
 from megatron_lite.description.norms import (
     ATTENTION_DROPOUT,
@@ -18,6 +18,7 @@ from megatron_lite.description.norms import (
 )
 from megatron_lite.description.operations import (
     LINEAR_PROJ,
+    ROUTER,
     KeptTensor,
     LayerDescription,
     Moved,
@@ -38,13 +39,14 @@ def describe_layers(
 
     Layers that are alike share one description.
     """
-    alike: dict[tuple[int | None, bool, bool], LayerDescription] = {}
+    alike: dict[tuple[Any, ...], LayerDescription] = {}
     layers = []
     for layer in range(sizes.first_layer, sizes.first_layer + num_layers):
         kind = (
             model.layer_reach(layer, sizes.seq_length),
             model.layer_rotates(layer),
             model.layer_has_experts(layer),
+            sizes.rows_of_experts(layer),
         )
         if kind not in alike:
             alike[kind] = describe_layer(model, sizes, layer)
@@ -87,6 +89,14 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
     if model.norms_after:
         normed, normed_mlp = layer_input, mlp_residual
     has_experts = model.layer_has_experts(layer)
+    kept_choices: tuple[KeptTensor, ...] = ()
+    if has_experts:
+        # late: a dense model does not need it
+        from megatron_lite.description.experts import choices, expert_operations
+
+        kept_choices, mlp = choices(of), expert_operations(of, normed_mlp, layer)
+    else:
+        mlp = _mlp(of, normed_mlp)
     region = MOE if has_experts else MLP_REGION
     before, after = not model.norms_after, model.norms_after
     rows = (
@@ -107,7 +117,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         after and norm_after(of, "post_self_attn_layernorm", LINEAR_PROJ),
         add_branch(of, ATTENTION_DROPOUT),
         before and norm_before(of, "pre_mlp_layernorm", mlp_residual, normed_mlp.name, "mlp norm"),
-        *(expert_operations(of, normed_mlp) if has_experts else _mlp(of, normed_mlp)),
+        *mlp,
         after and norm_after(of, "post_mlp_layernorm", LINEAR_FC2, (region,)),
         add_branch(of, MLP_DROPOUT),
     )
@@ -115,7 +125,7 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         tuple(row for row in rows if row),
         _absorbs(of, has_experts),
         _peculiarity(model, sizes, layer),
-        choices(of) if has_experts else (),
+        kept_choices,
     )
 
 

@@ -8,14 +8,15 @@
 
 No token is dropped: n = k T rows, however they are spread over the experts. Under sequence
 parallelism each rank chooses for its own tokens. Then the tokens are gathered, every rank computes
-its part of each expert's channels, and the partial sums are scattered again.
+its part of each expert's channels, and the partial sums are scattered again. Expert-parallel ranks
+hold different experts: see dispatch.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,14 +41,18 @@ from megatron_lite.tensor_parallel.mappings import (
 )
 from megatron_lite.tensor_parallel.rank_context import RankContext
 
+if TYPE_CHECKING:
+    from megatron_lite.model.dispatch import Dispatcher, Journey
+
 Mapping = Callable[[Tensor, ProcessGroup | None], Tensor]
 
 
 class MixtureOfExperts(nn.Module):
     """Router, experts and shared expert: [s/t under sequence parallelism else s, b, h] -> the same.
 
-    Forward all-gathers tokens and routing over the TP group and reduce-scatters the output under
-    sequence parallelism; else it all-reduces the output. Backward issues the conjugates.
+    Forward all-gathers tokens and routing over the experts' TP group and reduce-scatters the output
+    under sequence parallelism; else it all-reduces the output. Backward issues the conjugates.
+    num_rows: how many rows the experts of this rank computed last.
     Keeps: see the router; the order of the rows, the rows, their weights, and the inputs of the
     activation and of fc2.
     """
@@ -55,11 +60,20 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
         self.context = context
+        self.num_rows = 0
         self.router = Router(config, context)
         self.shared_experts: SharedExperts | None = None
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = SharedExperts(config, context)
         self.experts = Experts(config, context)
+        self._tp_group = context.group if context.experts is None else context.experts.tp_group
+        self._dispatcher: Dispatcher | None = None
+        if context.experts is not None and context.experts.ep_group is not None:
+            from megatron_lite.model.dispatch import Dispatcher
+
+            self._dispatcher = Dispatcher(context, config.num_experts or 0)
+            if not self._dispatcher.gathers:
+                self.router.exchange = self._dispatcher.exchange
 
     def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
         """Runs the layer. skip_tail: the output's values are never read; the last products of the
@@ -74,10 +88,11 @@ class MixtureOfExperts(nn.Module):
     def _routed(
         self, hidden_states: Tensor, routing: Routing, regions: Regions, skip_tail: bool
     ) -> Tensor:
-        group, is_split = self.context.group, self.context.sequence_parallel
+        group, dispatcher = self._tp_group, self._dispatcher
+        is_split, num_experts = self.context.sequence_parallel, self.experts.num_experts
         # tokens and weights: each rank's gradients of them are partial
         enter: Mapping = copy_to_tensor_parallel_region
-        leave: Mapping = reduce_from_tensor_parallel_region
+        leave: Callable[..., Tensor] = reduce_from_tensor_parallel_region
         if is_split:
             enter = gather_from_sequence_parallel_region
             leave = reduce_scatter_to_sequence_parallel_region
@@ -86,9 +101,18 @@ class MixtureOfExperts(nn.Module):
             experts = routing.experts
             if is_split:
                 experts = gather_from_sequence_parallel_region(experts, group)
-            order = RowOrder.of(experts, self.experts.num_experts)
-        partial_sums = self.experts(tokens.flatten(0, 1), weights, order, regions, skip_tail)
-        return leave(partial_sums.view(tokens.shape), group)
+            if dispatcher is None:
+                order = RowOrder.of(experts, num_experts)
+            else:
+                order = dispatcher.order(experts, routing.received)
+        rows = tokens.flatten(0, 1)
+        if dispatcher is not None and dispatcher.gathers:
+            rows, weights = dispatcher.gathered(rows), dispatcher.gathered(weights)
+        partial_sums = self.experts(rows, weights, order, regions, skip_tail)
+        self.num_rows = self.experts.num_rows
+        if dispatcher is not None and dispatcher.gathers:
+            partial_sums = dispatcher.scattered(partial_sums, skip_tail)
+        return leave(partial_sums.view(tokens.shape), group, skip_tail)
 
 
 def _gathering(hidden_states: Tensor) -> Tensor:
@@ -157,26 +181,33 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Returns the sum of the k rows of each token. weights: [T, k]."""
         rows, row_weights = _Rows.apply(tokens, weights, order.order)
+        if order.journey is not None:
+            rows, row_weights = order.journey.there(rows), order.journey.there(row_weights)
+        self.num_rows = rows.shape[0]
         activated = regions.run_discarding(
             MOE_ACTIVATION, self.activation, self.linear_fc1(rows, order.ends), row_weights
         )
         if not self.output_is_read:
             regions.enter_tail()
         output = self.linear_fc2(activated, order.ends, skip_tail)
-        summed: Tensor = _Summed.apply(output, order.order, weights.shape[1], skip_tail)
+        if order.journey is not None:
+            output = order.journey.back(output, skip_tail)
+        summed: Tensor = _Summed.apply(output, order.order, weights.shape, skip_tail)
         return summed
 
 
 class RowOrder(NamedTuple):
-    """The rows of the experts, in the order of the experts.
+    """The rows of tokens, in the order of the experts.
 
     order: [n] int64, the place of each row in the flattened choice [T, k]. Rows of one expert keep
         the order of their tokens.
-    ends: [E] int32, the number of rows of the experts up to and including each one.
+    ends: [experts of this rank] int32, the number of rows of its experts up to and including each.
+    journey: takes the rows to the ranks of their experts; None: they are computed here.
     """
 
     order: Tensor
     ends: Tensor
+    journey: Journey | None = None
 
     @classmethod
     def of(cls, experts: Tensor, num_experts: int) -> RowOrder:
@@ -186,11 +217,10 @@ class RowOrder(NamedTuple):
         return cls(order, torch.searchsorted(chosen, bounds).int())
 
 
-def _places(order: Tensor) -> Tensor:
-    """Returns the row of each place of the flattened choice: the inverse of `order`."""
-    return torch.empty_like(order).scatter_(
-        0, order, torch.arange(order.shape[0], device=order.device)
-    )
+def placed(rows: Tensor, order: Tensor, num_places: int) -> Tensor:
+    """Returns each row at its place in `order`: [n, ...] -> [num_places, ...], elsewhere zeros."""
+    make = rows.new_empty if order.shape[0] == num_places else rows.new_zeros
+    return make((num_places, *rows.shape[1:])).index_copy_(0, order, rows)
 
 
 class _Rows(torch.autograd.Function):
@@ -199,27 +229,29 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weights: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(order)
-        ctx.topk = weights.shape[1]
-        return tokens[order // ctx.topk], weights.flatten()[order]
+        ctx.shape = weights.shape
+        return tokens[order // weights.shape[1]], weights.flatten()[order]
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
         (order,) = ctx.saved_tensors
-        places = _places(order)
-        grad_tokens = grad_rows[places].unflatten(0, (-1, ctx.topk)).sum(1)
-        return grad_tokens, grad_weights[places].view(-1, ctx.topk), None
+        shape = ctx.shape
+        grad_tokens = placed(grad_rows, order, shape.numel()).unflatten(0, shape).sum(1)
+        return grad_tokens, placed(grad_weights, order, shape.numel()).view(shape), None
 
 
 class _Summed(torch.autograd.Function):
-    """rows [n, h] -> [T, h], the sum of the k rows of each token. Keeps the order."""
+    """rows [n, h] -> [T, h], the sum of the rows of each token. shape: [T, k]. Keeps the order."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, topk: int, skip_tail: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, order: Tensor, shape: torch.Size, skip_tail: bool
+    ) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.topk = topk
+        ctx.topk = shape[1]
         if skip_tail:
-            return rows.new_empty(()).expand(rows.shape[0] // topk, rows.shape[1])
-        return rows[_places(order)].unflatten(0, (-1, topk)).sum(1)
+            return rows.new_empty(()).expand(shape[0], rows.shape[1])
+        return placed(rows, order, shape.numel()).unflatten(0, shape).sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -38,10 +38,14 @@ SMALL = 1e-20  # Megatron's, in the sum of sigmoid scores
 
 
 class Routing(NamedTuple):
-    """The experts of each token, [T, k] int64, and their weights [T, k] in the router's dtype."""
+    """The experts of each token, [T, k] int64, and their weights [T, k] in the router's dtype.
+
+    received: what `Router.exchange` returned for the experts.
+    """
 
     experts: Tensor
     weights: Tensor
+    received: Tensor | None = None
 
 
 class Router(nn.Module):
@@ -51,6 +55,8 @@ class Router(nn.Module):
     tokens_per_expert: [E] float32, how many tokens this rank has sent to each expert since the step
         began. loss_sums: the sums of the load-balancing loss and of the z-loss over the
         micro-batches of the step, without their coefficients.
+    exchange: returns how many rows this rank receives, for the experts that it has chosen; None if
+        it receives those of its own tokens.
     gradient_scale: the factor on the gradients of both losses, which the step sets: that of one
         micro-batch in the mean over micro-batches and data-parallel ranks, times the loss scale.
 
@@ -64,6 +70,7 @@ class Router(nn.Module):
     loss_sums: Tensor
     num_calls: Tensor
     gradient_scale: Tensor
+    exchange: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: ModelConfig, context: RankContext) -> None:
         super().__init__()
@@ -100,14 +107,15 @@ class Router(nn.Module):
         dtype = DTYPES.get(config.moe_router_dtype or "", dtype)
         logits = _Logits.apply(hidden_states.flatten(0, 1), self.weight, dtype)
         columns = hidden_states.shape[1] if self._judges_sequences else 1
-        experts, *counts = regions.choose(lambda: self._chosen(logits.detach(), columns))
+        experts, *counts = regions.choose(lambda: self._choice(logits.detach(), columns))
+        received = None if self.exchange is None else counts.pop()
         losses = _Losses(config, tuple(counts), self._num_token_ranks, self.gradient_scale)
         weights = _Weights.apply(
             logits, experts, config, losses if self.training else None, *counts
         )
         if self.training and not is_recomputing():
             self._count(logits.detach(), experts, losses)
-        return Routing(experts, weights)
+        return Routing(experts, weights, received)
 
     def start_step(self, gradient_scale: Tensor | float) -> None:
         """Clears what a step counts. gradient_scale: see the class."""
@@ -138,6 +146,11 @@ class Router(nn.Module):
     def _num_token_ranks(self) -> int:
         """The number of ranks of the TP and CP groups that split the tokens of a micro-batch."""
         return (self.context.size if self.context.sequence_parallel else 1) * self.context.cp.size
+
+    def _choice(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:
+        """Returns what a replay may not choose again: `_chosen`, and what it makes others send."""
+        chosen = self._chosen(logits, columns)
+        return chosen if self.exchange is None else (*chosen, self.exchange(chosen[0]))
 
     @torch.no_grad()
     def _chosen(self, logits: Tensor, columns: int) -> tuple[Tensor, ...]:

@@ -41,13 +41,17 @@ class Bucket:
 
     layout: the places of the gradients in `flat`; `places` has them by parameter.
     own: the elements of which this rank holds the sum: all of them, or 1/shards.
+    group: the ranks that sum it; None for one rank. rank: this rank's place among them.
     tied: whether it holds the gradient that the first and the last pipeline stage add.
     awaited: the parameters whose last gradient of the step has not arrived.
     """
 
-    def __init__(self, layout: BucketLayout, flat: Tensor, *, rank: int, tied: bool) -> None:
+    def __init__(
+        self, layout: BucketLayout, flat: Tensor, place: ParallelState, *, tied: bool
+    ) -> None:
         self.layout, self.flat, self.tied = layout, flat, tied
-        self.places, self.own = layout.places, layout.own(rank)
+        self.group, self.rank = place.dp_cp_group, place.dp_cp_rank if layout.shards > 1 else 0
+        self.places, self.own = layout.places, layout.own(self.rank)
         self.awaited = set(layout.places)
         self.started: Started | None = None
 
@@ -68,28 +72,36 @@ class GradBuffer:
         config: DataParallelConfig | None = None,
     ) -> None:
         config = config or DataParallelConfig()
-        self._parallel, self._group = parallel, parallel.dp_cp_group
-        self._overlaps = config.overlap_grad_reduce and self._group is not None
+        self._parallel, experts = parallel, parallel.experts
+        self._overlaps = config.overlap_grad_reduce and parallel.dp_cp_group is not None
         # On a GPU one launch at the end of a step copies the gradients of all vectors into place.
         self._vectors_wait = parallel.device.type != "cpu" and not self._overlaps
         self._sums_over_model = parallel.tp_size * parallel.pp_size > 1
         self._in_bf16 = config.grad_reduce_in_bf16
-        self.shards = parallel.dp_cp_size if config.use_distributed_optimizer else 1
+        sharded = config.use_distributed_optimizer and parallel.dp_cp_group is not None
         specs = {name: spec_of(parameter) for name, parameter in parameters.items()}
         self.buckets = []
         for layout in bucket_layouts(
             [
-                Gradient(name, parameters[name].numel(), spec.sum_grad_over_tp, spec.tied)
+                Gradient(
+                    name,
+                    parameters[name].numel(),
+                    spec.sum_grad_over_tp,
+                    spec.tied,
+                    spec.of_experts and experts is not None,
+                )
                 for name, spec in specs.items()
             ],
             bucket_size=config.bucket_size(parallel.dp_cp_size) if self._overlaps else None,
-            shards=self.shards,
+            shards=parallel.dp_cp_size if sharded else 1,
+            expert_shards=experts.dp_cp_size if sharded and experts is not None else 1,
         ):
             first = next(iter(layout.places))
             dtype = torch.promote_types(torch.float32, parameters[first].dtype)
             flat = torch.zeros(layout.num_elements, dtype=dtype, device=parallel.device)
-            rank = parallel.dp_cp_rank if self.shards > 1 else 0
-            self.buckets.append(Bucket(layout, flat, rank=rank, tied=specs[first].tied))
+            spec = specs[first]
+            self.buckets.append(Bucket(layout, flat, parallel.holding(spec), tied=spec.tied))
+        self._reduces = any(bucket.group is not None for bucket in self.buckets)
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.places}
         self._parameters = dict(parameters)
         self._names = {parameter: name for name, parameter in parameters.items()}
@@ -111,7 +123,7 @@ class GradBuffer:
 
         It has no effect without other data-parallel ranks.
         """
-        self._measures_own_norm = self._group is not None
+        self._measures_own_norm = self._reduces
 
     def forget(self) -> None:
         """Begins a step: drops the gradients that the buffer holds."""
@@ -147,7 +159,7 @@ class GradBuffer:
             self._own_norms += [bucket.flat.norm() for bucket in remaining]
         if self._sums_over_model and not self._overlaps:
             self._sum_over_model(slice(None))
-        if self._group is not None:
+        if self._reduces:
             for bucket in remaining:
                 self._start(bucket)
             for bucket in self.buckets:
@@ -246,8 +258,9 @@ class GradBuffer:
 
         It is a reduce-scatter with a distributed optimizer, else an all-reduce.
         """
-        sent = bucket.flat.bfloat16() if self._in_bf16 else bucket.flat
-        if self._group is not None and self.shards > 1:
-            bucket.started = start_reduce_scatter_into_(sent[bucket.own], sent, self._group)
+        sends_bf16 = self._in_bf16 and bucket.group is not None
+        sent = bucket.flat.bfloat16() if sends_bf16 else bucket.flat
+        if bucket.group is not None and bucket.layout.shards > 1:
+            bucket.started = start_reduce_scatter_into_(sent[bucket.own], sent, bucket.group)
         else:
-            bucket.started = start_all_reduce_(sent, self._group)
+            bucket.started = start_all_reduce_(sent, bucket.group)

@@ -140,8 +140,12 @@ class Replicated:
             pieces.append(Piece.of(name, parameter, master))
         return pieces
 
+    def _holders(self, name: str) -> ProcessGroup | None:
+        """Returns the ranks that hold different pieces of a parameter."""
+        return self.shard_group
+
     def _lengths(self, name: str) -> list[int]:
-        """Returns how many elements of a parameter each rank of `shard_group` has a piece of."""
+        """Returns how many elements of a parameter each of `_holders` has a piece of."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -163,7 +167,8 @@ class Replicated:
         Issues one all-gather of parts padded to the longest one, if the ranks hold different parts.
         value: this rank's part, the elements of its piece; None if it has no piece.
         """
-        if self.shard_group is None:
+        group = self._holders(name)
+        if group is None:
             assert value is not None, name
             return value
         parameter, lengths = self._parameters[name], self._lengths(name)
@@ -171,7 +176,7 @@ class Replicated:
         padded = torch.zeros(max(lengths), dtype=dtype, device=parameter.device)
         if value is not None:
             padded[: value.numel()].copy_(value.detach().reshape(-1))
-        rows = all_gather_first_dim(padded, self.shard_group).view(len(lengths), -1)
+        rows = all_gather_first_dim(padded, group).view(len(lengths), -1)
         parts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         return torch.cat(parts).view(parameter.shape)
 
@@ -223,7 +228,7 @@ class Zero1(Replicated):
         for name, parameter in self._parameters.items():
             bucket = self.gradients.bucket_of[name]
             # The part's border may cut the parameter, or leave this rank none of it.
-            part = bucket.layout.own_part(name, self._parallel.dp_cp_rank)
+            part = bucket.layout.own_part(name, bucket.rank)
             if part.start < part.stop:
                 first = bucket.places[name].start
                 place = slice(first + part.start, first + part.stop)
@@ -236,6 +241,10 @@ class Zero1(Replicated):
             self._wait_before_use(model)
         return pieces
 
+    def _holders(self, name: str) -> ProcessGroup | None:
+        group: ProcessGroup | None = self.gradients.bucket_of[name].group
+        return group
+
     def _lengths(self, name: str) -> list[int]:
         layout = self.gradients.bucket_of[name].layout
         parts = [layout.own_part(name, rank) for rank in range(layout.shards)]
@@ -244,14 +253,14 @@ class Zero1(Replicated):
     @torch.no_grad()
     def publish(self) -> None:
         """Rounds the masters of a 16-bit model, and gathers all weights in the order of use."""
-        assert self.shard_group is not None
         # The buckets are in the reverse order of their use; a tied embedding is the last bucket.
-        for weights in reversed(self._weights.values()):
+        for bucket, weights in reversed(self._weights.items()):
             if weights.masters is not weights.own:
                 weights.own.copy_(weights.masters)
             # A module that took no part in the step has not waited for the gather before this one.
             weights.finish()
-            weights.gather = start_all_gather_into_(weights.flat, weights.own, self.shard_group)
+            if bucket.group is not None:
+                weights.gather = start_all_gather_into_(weights.flat, weights.own, bucket.group)
             if not self._config.overlap_param_gather:
                 weights.finish()
 

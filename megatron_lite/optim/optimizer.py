@@ -25,7 +25,7 @@ from megatron_lite.optim.adam_update import adam_of
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
-from megatron_lite.parallel.parameter_spec import spec_of
+from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.timing import Timed, not_timed
 from megatron_lite.parallel.torch_internals import foreach_mul_, foreach_norm
@@ -103,12 +103,7 @@ class Optimizer:
             layout = Zero1
         self.layout = layout(model, parallel, data_parallel)
         self._pieces = self.layout.pieces
-        # Whether a piece adds to the figures on this rank. A sharded parameter counts on every TP
-        # rank, a replicated one on TP rank 0 only, the last stage's copy of a tied weight never.
-        self._counts_here = [
-            not piece.spec.is_copy and (parallel.tp_rank == 0 or piece.spec.tp_dim is not None)
-            for piece in self._pieces
-        ]
+        self._counts_here = [self._counts(piece.spec) for piece in self._pieces]
         specs = {name: spec_of(parameter) for name, parameter in model.named_parameters()}
         new_rule = chosen("--optimizer", config.optimizer, RULES)
         self._rule = new_rule(self.layout, specs, config, parallel)
@@ -228,6 +223,19 @@ class Optimizer:
         self._rule.set_num_updates(num_updates)
         self._updates.fill_(float(num_updates))
 
+    def _counts(self, spec: ParameterSpec) -> bool:
+        """Returns whether a piece adds to the figures on this rank.
+
+        A sharded parameter counts on every TP rank, a replicated one on TP rank 0 only, the last
+        stage's copy of a tied weight never.
+        """
+        place = self._parallel.holding(spec)
+        # With groups of experts the sums cover all data-parallel ranks (`_sum_over_model`).
+        is_one_of_several = self._parallel.experts is not None and self.layout.shard_group is None
+        if spec.is_copy or (is_one_of_several and place.dp_cp_rank):
+            return False
+        return place.tp_rank == 0 or spec.tp_dim is not None
+
     def _global_norms(
         self, values: Sequence[Tensor], loss: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -254,7 +262,10 @@ class Optimizer:
 
     def _sum_over_model(self, value: Tensor) -> Tensor:
         # Each sum covers the ranks of one axis, so the three together cover every shard once.
-        for group in (self.layout.shard_group, self._parallel.tp_group, self._parallel.pp_group):
+        parallel, sharded = self._parallel, self.layout.shard_group
+        if parallel.experts is not None:  # data-parallel ranks hold different experts
+            sharded = parallel.dp_cp_group
+        for group in (sharded, parallel.tp_group, parallel.pp_group):
             value = all_reduce_(value, group)
         return value
 

@@ -180,6 +180,19 @@ def reduce_scatter_first_dim(tensor: Tensor, group: ProcessGroup | None) -> Tens
     return start_reduce_scatter_first_dim(tensor, group).wait()
 
 
+def all_to_all(tensor: Tensor, received: list[int], sent: list[int], group: ProcessGroup) -> Tensor:
+    """Sends sent[i] rows of [n, ...] to each rank i, and returns the received[i] rows of each.
+
+    The rows lie in the order of the ranks, before and after.
+    """
+    tensor = tensor.contiguous()
+    if results_may_be_kept():
+        return _waited(_functional.all_to_all_single(tensor, received, sent, group.group_name))
+    result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    work = dist.all_to_all_single(result, tensor, received, sent, group=group, async_op=True)
+    return Started(result, (work,), tensor).wait()
+
+
 def all_gather_bytes(data: bytes, group: ProcessGroup | None) -> list[bytes]:
     """Returns the data of every rank, in rank order.
 

@@ -37,6 +37,8 @@ class ParameterSpec:
         is zero and stays zero.
     sum_grad_over_tp: whether each TP rank's gradient covers only its tokens or heads, so that the
         ranks' gradients must be summed.
+    of_experts: whether dim 0 is the experts of a layer, which expert-parallel ranks share out. The
+        groups of such a parameter are those of `ParallelState.experts`.
     matrices: how the rows of a linear layer's weight form matrices. Each number is the number of
         rows of one matrix, and the pattern repeats down the weight.
         (1,): the weight is one matrix.
@@ -53,26 +55,31 @@ class ParameterSpec:
     tp_blocks: int = 1
     padded_length: int | None = None
     sum_grad_over_tp: bool = False
+    of_experts: bool = False
     matrices: tuple[int, ...] = ()
     tied: bool = False
     is_copy: bool = False
     init_std: float | None = None
     init_value: float = 0.0
 
-    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+    def local_shape(self, tp_size: int, ep_size: int = 1) -> tuple[int, ...]:
         """Returns the shape of one rank's shard, padding included.
+
+        ep_size: the number of expert-parallel ranks, which counts for experts only.
 
         Raises ValueError if tp_dim is not divisible by tp_size times tp_blocks.
         """
+        shape = list(self.global_shape)
+        if self.of_experts:
+            shape[0] //= ep_size
         if self.tp_dim is None:
-            return self.global_shape
+            return tuple(shape)
         length = self._padded()
         if length % (tp_size * self.tp_blocks):
             raise ValueError(
                 f"a dim of {length} in {self.tp_blocks} blocks is not divisible by "
                 f"tensor-parallel size {tp_size}"
             )
-        shape = list(self.global_shape)
         shape[self.tp_dim] = length // tp_size
         return tuple(shape)
 

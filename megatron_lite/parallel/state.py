@@ -32,6 +32,7 @@ from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
 from megatron_lite.parallel.launch import Launch, read_launch
+from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.startup import meet, settings_of
 from megatron_lite.parallel.torch_internals import flattened_mesh, set_group_timeout, world
@@ -58,6 +59,10 @@ class ParallelState:
         ranks of a group in order, and in one group they would wait for each other.
     embedding_group: the first and the last pipeline rank, which share a tied embedding. It is None
         on the ranks between them.
+    ep_group: the ranks over which the experts of a layer are spread. token_dispatcher: how tokens
+        reach them (--moe-token-dispatcher-type).
+    experts: the place of this rank for the parameters of experts, if their groups are not those of
+        other parameters (parallel/expert_groups.py).
     saver_group: all ranks, over gloo. Only the writer of a checkpoint uses it, since it may run in
         a background thread beside the collectives of a step.
     """
@@ -73,6 +78,8 @@ class ParallelState:
     pp_group: ProcessGroup | None = None
     pp_direction_groups: tuple[ProcessGroup, ...] = ()
     embedding_group: ProcessGroup | None = None
+    ep_group: ProcessGroup | None = None
+    experts: ParallelState | None = None
     saver_group: ProcessGroup | None = None
     tp_rank: int = 0
     tp_size: int = 1
@@ -82,6 +89,9 @@ class ParallelState:
     dp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    token_dispatcher: str = ""
 
     @property
     def rank(self) -> int:
@@ -107,6 +117,13 @@ class ParallelState:
     def dp_cp_size(self) -> int:
         """The size of `dp_cp_group`."""
         return self.dp_size * self.cp_size
+
+    def holding(self, spec: ParameterSpec) -> ParallelState:
+        """Returns the place of this rank whose groups are those of a parameter.
+
+        Its TP ranks hold the shards of the parameter, and its `dp_cp_group` the same values.
+        """
+        return self.experts if spec.of_experts and self.experts is not None else self
 
     @property
     def world_group(self) -> ProcessGroup | None:
@@ -259,7 +276,7 @@ def _build(
     # not in. The order of the calls below is therefore the same on all ranks.
     pipelines = mesh.mesh.flatten(1).t().tolist()
     directions = 4 if sizes["pp"] > 1 else 0
-    return ParallelState(
+    parallel = ParallelState(
         device=device,
         rng=RngStreams(
             device,
@@ -282,6 +299,11 @@ def _build(
         ),
         **places,
     )
+    if not config.spreads_experts:
+        return parallel
+    from megatron_lite.parallel.expert_groups import with_experts
+
+    return with_experts(parallel, config)
 
 
 def _embedding_group(

@@ -86,9 +86,13 @@ class ReplicaCheck:
         parallel, replicates = self._parallel, self._optimizer.layout.replicates_weights
         # Data-parallel ranks hold equal copies of all tensors, tensor-parallel ranks of those that
         # are not split, and the first and the last stage of a tied weight.
+        # A view of the ranks for experts has groups of its own (parallel/expert_groups.py).
+        apart = [spec.of_experts and parallel.experts is not None for _, _, spec in held]
+        experts = parallel if parallel.experts is None else parallel.experts
         chosen = (
-            (parallel.dp_cp_group, [replicates] * len(held)),
-            (parallel.tp_group, [spec.tp_dim is None for _, _, spec in held]),
+            (parallel.dp_cp_group, [replicates and not one for one in apart]),
+            (experts.dp_cp_group, [replicates and one for one in apart]),
+            (parallel.tp_group, [spec.tp_dim is None and not spec.of_experts for *_, spec in held]),
             (parallel.embedding_group, [spec.tied for _, _, spec in held]),
         )
         return [

@@ -43,8 +43,9 @@ def grouped_linear(
 class GroupedLinear(nn.Module):
     """A linear layer for each expert, without bias: rows [n, input_size] -> [n, output_size].
 
-    Weight [E, output_size, input_size]. It is sharded over the TP group along `tp_dim`: 1, the
-    output features (in `tp_blocks` blocks), or 2, the input features. The result is partial then.
+    Weight [E, output_size, input_size], of which this rank has its experts. They are sharded over
+    the experts' TP group along `tp_dim`: 1, the output features (in `tp_blocks` blocks), or 2, the
+    input features. The result is partial then.
     Issues no collective. Keeps the rows.
     """
 
@@ -63,6 +64,7 @@ class GroupedLinear(nn.Module):
         spec = ParameterSpec(
             global_shape=(num_experts, output_size, input_size),
             tp_dim=tp_dim,
+            of_experts=True,
             tp_blocks=tp_blocks,
             init_std=init_std,
         )

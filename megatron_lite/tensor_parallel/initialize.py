@@ -8,18 +8,21 @@ model.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec, spec_of
 from megatron_lite.parallel.rng import derive_seed
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import is_fake
 
 NUM_BLOCKS = 64
 
 
 @torch.no_grad()
-def initialize_parameters_(model: nn.Module, *, seed: int, tp_rank: int, tp_size: int) -> None:
+def initialize_parameters_(model: nn.Module, parallel: ParallelState, *, seed: int) -> None:
     """Fills every parameter of `model` as its ParameterSpec describes.
 
     Draws from none of the run's random-number streams. Fake parameters, which have no values, are
@@ -28,25 +31,29 @@ def initialize_parameters_(model: nn.Module, *, seed: int, tp_rank: int, tp_size
     for name, parameter in model.named_parameters():
         if is_fake(parameter):
             continue
-        parameter.copy_(
-            initial_values(
-                spec_of(parameter), seed=seed, name=name, tp_rank=tp_rank, tp_size=tp_size
-            )
-        )
+        spec = spec_of(parameter)
+        parameter.copy_(initial_values(spec, parallel.holding(spec), seed=seed, name=name))
 
 
-def initial_values(
-    spec: ParameterSpec, *, seed: int, name: str, tp_rank: int, tp_size: int
-) -> Tensor:
-    """Returns the values of one rank's shard, float32 on the CPU. Vocabulary padding is zero."""
-    local = torch.full(spec.local_shape(tp_size), spec.init_value, dtype=torch.float32)
+def initial_values(spec: ParameterSpec, place: ParallelState, *, seed: int, name: str) -> Tensor:
+    """Returns the values of one rank's shard, float32 on the CPU. Vocabulary padding is zero.
+
+    place: that of the rank for this parameter. It draws whole experts, and takes its channels.
+    """
+    shape = spec.local_shape(place.tp_size, place.ep_size)
+    local = torch.full(shape, spec.init_value, dtype=torch.float32)
     if spec.init_std is None:
         return local
+    draw = partial(_normal_rows, spec, seed=seed, name=name)
     if spec.tp_dim is None:
-        return _normal_rows(spec, 0, 0, spec.global_shape[0], seed=seed, name=name)
+        return draw(0, place.ep_rank * shape[0] if spec.of_experts else 0, shape[0])
+    experts = draw(0, place.ep_rank * shape[0], shape[0]) if spec.of_experts else None
     local.zero_()
-    for span in spec.spans(tp_rank, tp_size):
-        rows = _normal_rows(spec, spec.tp_dim, span.global_start, span.length, seed=seed, name=name)
+    for span in spec.spans(place.tp_rank, place.tp_size):
+        if experts is None:
+            rows = draw(spec.tp_dim, span.global_start, span.length)
+        else:
+            rows = experts.narrow(spec.tp_dim, span.global_start, span.length)
         local.narrow(spec.tp_dim, span.local_start, span.length).copy_(rows)
     return local
 

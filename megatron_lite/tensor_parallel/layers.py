@@ -164,9 +164,10 @@ def _summed(
 
 def new_parameter(spec: ParameterSpec, context: RankContext) -> nn.Parameter:
     """Returns an uninitialised parameter that holds this rank's shard and carries `spec`."""
-    local = torch.empty(
-        spec.local_shape(context.size), dtype=context.params_dtype, device=context.device
-    )
+    shape = spec.local_shape(context.size)
+    if spec.of_experts and context.experts is not None:
+        shape = spec.local_shape(context.experts.tp_size, context.experts.ep_size)
+    local = torch.empty(shape, dtype=context.params_dtype, device=context.device)
     return mark(nn.Parameter(local), spec)
 
 

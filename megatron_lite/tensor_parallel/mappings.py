@@ -37,12 +37,15 @@ from megatron_lite.parallel.collectives import (
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-def reduce_from_tensor_parallel_region(partial: Tensor, tp_group: ProcessGroup | None) -> Tensor:
+def reduce_from_tensor_parallel_region(
+    partial: Tensor, tp_group: ProcessGroup | None, skip_tail: bool = False
+) -> Tensor:
     """Returns the sum of the ranks' partial tensors, the same on every rank (g of 1909.08053).
 
     Each partial tensor is one summand, so its gradient is the whole gradient of the sum.
+    skip_tail: builds only the graph, for a replay whose output is never read.
     """
-    return _mapped(partial, tp_group, all_reduce, lambda grad, _: grad)
+    return _mapped(partial, tp_group, _unread if skip_tail else all_reduce, lambda grad, _: grad)
 
 
 def copy_to_tensor_parallel_region(whole: Tensor, tp_group: ProcessGroup | None) -> Tensor:
@@ -61,13 +64,14 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    partial: Tensor, tp_group: ProcessGroup | None
+    partial: Tensor, tp_group: ProcessGroup | None, skip_tail: bool = False
 ) -> Tensor:
     """Sums [s, ...] partial tensors over the ranks and returns this rank's [s/t, ...] of the sum.
 
-    Raises ValueError if t does not divide s.
+    Raises ValueError if t does not divide s. skip_tail: see reduce_from_tensor_parallel_region.
     """
-    return _mapped(partial, tp_group, reduce_scatter_first_dim, all_gather_first_dim)
+    forward = _unread_part if skip_tail else reduce_scatter_first_dim
+    return _mapped(partial, tp_group, forward, all_gather_first_dim)
 
 
 def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: ProcessGroup | None) -> Tensor:
@@ -77,6 +81,14 @@ def gather_from_tensor_parallel_region(sharded: Tensor, tp_group: ProcessGroup |
     backward takes a slice and sums nothing.
     """
     return _mapped(sharded, tp_group, _gather_columns, _own_columns)
+
+
+def _unread(tensor: Tensor, _: ProcessGroup) -> Tensor:
+    return tensor.new_empty(()).expand(tensor.shape)
+
+
+def _unread_part(tensor: Tensor, tp_group: ProcessGroup) -> Tensor:
+    return _unread(tensor[: tensor.shape[0] // tp_group.size()], tp_group)
 
 
 def _gather_columns(sharded: Tensor, tp_group: ProcessGroup) -> Tensor:

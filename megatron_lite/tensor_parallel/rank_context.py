@@ -23,6 +23,7 @@ class RankContext:
     sequence_parallel: whether the sequence is sharded over the TP group between sharded layers.
     cp: the rank's place among the ranks that split each sequence.
     dp_group: the ranks that hold other micro-batches; None for one rank.
+    experts: the place of this rank for the parameters of experts; None: that for all others.
     kernels: the compiled kernels of norms, activations, rotary embedding and dropout; None: torch's
         operators. loss_kernels: those of the loss, by default the same.
     """
@@ -36,6 +37,7 @@ class RankContext:
     sequence_parallel: bool = False
     cp: ContextParallel = field(default_factory=ContextParallel)
     dp_group: ProcessGroup | None = None
+    experts: ParallelState | None = None
     kernels: CompiledKernels | None = None
     loss_kernels: CompiledKernels | None = None
 
@@ -66,6 +68,7 @@ class RankContext:
                 comm_type=cp_comm_type,
             ),
             dp_group=parallel.dp_group,
+            experts=parallel.experts,
             kernels=kernels,
             loss_kernels=loss_kernels or kernels,
         )

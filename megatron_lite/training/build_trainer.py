@@ -105,9 +105,7 @@ def build_model(
         loss_chunk_size=config.loss_chunk_size,
         stage=stage,
     )
-    initialize_parameters_(
-        model, seed=config.training.seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
-    )
+    initialize_parameters_(model, parallel, seed=config.training.seed)
     if config.compiles_layers:
         compile_layers_(model)
     shard_model_(model, parallel, config.data_parallel)

@@ -37,7 +37,8 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan
 class ActivationBytes:
     """The kept bytes of one micro-batch in all stages of a rank, the most of any rank.
 
-    predicted, measured: the bytes in device memory.
+    predicted, measured: the bytes in device memory. The prediction knows how many rows the routers
+        have sent to this rank's experts.
     off: measured minus predicted bytes, on the rank where they differ most.
     unaccounted: bytes alive after the forward but not saved for backward. None if not measured.
     host_predicted, host_measured: the bytes in host memory. None if no policy moves tensors there.
@@ -82,7 +83,9 @@ class ActivationMeter:
 
     def __init__(self, *, thorough: bool) -> None:
         self._thorough = thorough
-        self._seen: list[tuple[GPTModel, RecomputePlan, list[tuple[Any, ...]]]] = []
+        self._seen: list[
+            tuple[GPTModel, RecomputePlan, list[tuple[Any, ...]], tuple[int, ...]]
+        ] = []
         self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
     def forward(self, chunk: GPTModel, plan: RecomputePlan, run: Callable[[], Tensor]) -> Tensor:
@@ -97,7 +100,8 @@ class ActivationMeter:
             (kept.label, kept.shape, kept.dtype, kept.num_bytes)
             for kept in meter.storages().values()
         ]
-        self._seen.append((chunk, plan, saved))
+        rows = tuple(getattr(layer.mlp, "num_rows", 0) for layer in chunk.decoder.layers)
+        self._seen.append((chunk, plan, saved, rows))
         # Saved inputs in an arena (contiguous) or in host memory pass by the meter's hooks.
         stores = chunk.decoder.stores
         self._measured += meter.total_bytes() + stores.device_bytes
@@ -120,8 +124,8 @@ class ActivationMeter:
         Issues one all-reduce over all ranks, and a gather of texts if the bytes differ.
         """
         predicted = host_predicted = 0
-        for chunk, plan, _ in self._seen:
-            sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
+        for chunk, plan, _, rows in self._seen:
+            sizes = _sizes(config, parallel, chunk, rows)
             predicted += activation_bytes(config.model, plan, sizes)
             host_predicted += host_bytes(config.model, plan, sizes)
         own_off = self._measured - predicted
@@ -152,8 +156,8 @@ class ActivationMeter:
         from megatron_lite.memory.explain.difference import Saved, difference
 
         own = []
-        for chunk, plan, saved in self._seen if differs else ():
-            sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
+        for chunk, plan, saved, rows in self._seen if differs else ():
+            sizes = _sizes(config, parallel, chunk, rows)
             # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
             terms = [
                 term
@@ -167,6 +171,13 @@ class ActivationMeter:
             own += [found] if found else []
         texts = all_gather_bytes("; ".join(own).encode(), parallel.world_group)
         return next((text.decode() for text in texts if text), "")
+
+
+def _sizes(
+    config: RunConfig, parallel: ParallelState, chunk: GPTModel, rows: tuple[int, ...]
+) -> Sizes:
+    sizes = Sizes.of(config, device=parallel.device.type, stage=chunk.stage)
+    return replace(sizes, expert_rows=rows) if any(rows) else sizes
 
 
 class TimelineRecorder:

@@ -7,6 +7,7 @@ which matmuls it runs, which collectives it issues. The same figures are read fr
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,7 +21,13 @@ from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.description.model_ends import embedding_operations, head_operations
-from megatron_lite.description.operations import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Operation
+from megatron_lite.description.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Operation,
+)
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layers
 from megatron_lite.memory.measure.meter import kept_for_backward, running_modules
@@ -48,6 +55,18 @@ KINDS = {
     "allreduce_": ALL_REDUCE,
     "_allgather_base_": ALL_GATHER,
     "_reduce_scatter_base_": REDUCE_SCATTER,
+    "alltoall_base_": ALL_TO_ALL,
+}
+# Fields of ParallelConfig of layouts in which two ranks hold different experts.
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep2": dict(expert_model_parallel_size=2),
+    "ep2, all tokens gathered": dict(
+        expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"
+    ),
+    "ep2, tp2 shares no expert": dict(
+        tp_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+    ),
+    "tp2 shares no expert": dict(tp_size=2, expert_tensor_parallel_size=1),
 }
 
 
@@ -91,8 +110,8 @@ def place(module: str) -> str:
 
 def measured(
     config: ModelConfig, parallel: ParallelState, *, sequence_parallel: bool, dtype: torch.dtype
-) -> dict[str, Figures]:
-    """Returns the figures of every module in one forward."""
+) -> tuple[dict[str, Figures], tuple[int, ...]]:
+    """Returns the figures of every module in one forward, and the rows of each layer's experts."""
     model = build_tiny_model(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
     with (
         running_modules(model) as running,
@@ -112,6 +131,7 @@ def measured(
         )
         parameters[place(module)].append((short, tuple(parameter.shape)))
     modules = {*kept, *watched.flops, *watched.collectives, *parameters}
+    rows = tuple(getattr(layer.mlp, "num_rows", 0) for layer in model.decoder.layers)
     return {
         module: Figures(
             kept[module],
@@ -120,7 +140,7 @@ def measured(
             tuple(sorted(parameters[module])),
         )
         for module in modules
-    }
+    }, rows
 
 
 def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
@@ -158,15 +178,24 @@ def described(config: ModelConfig, sizes: Sizes) -> dict[str, Figures]:
     return found
 
 
-def wrong(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, Any]:
-    """Returns {configuration: {module: (measured, described)}} where the two differ."""
+def wrong(
+    rank: int, world_size: int, sequence_parallel: bool, layout: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns {configuration: {module: (measured, described)}} where the two differ.
+
+    layout: fields of ParallelConfig that spread experts.
+    """
     found: dict[str, Any] = {}
     cases = list(
         product(VARIANTS, ("flash", "unfused"), (0.0, 0.1), (torch.float32, torch.bfloat16))
     )
     if not pairs.FULL_GRIDS:
         cases = pairs.covered(cases)
-    with tp_state(world_size) as parallel:
+    fields: dict[str, Any] = dict(tp_size=world_size)
+    if layout is not None:
+        cases = [(name, "flash", 0.0, torch.float32) for name in ("mixtral", "deepseek")]
+        fields = dict(tp_size=1, sequence_parallel=sequence_parallel) | layout
+    with tp_state(**fields) as parallel:
         for variant, backend, dropout, dtype in cases:
             differing = (
                 DIFFERING if VARIANTS[variant].get("position_embedding_type") == "rope" else {}
@@ -182,12 +211,22 @@ def wrong(rank: int, world_size: int, sequence_parallel: bool) -> dict[str, Any]
             sizes = Sizes(
                 micro_batch_size=BATCH,
                 seq_length=SEQ_LENGTH,
-                padded_vocab_size=padded_vocab_size(world_size),
-                tp_size=world_size,
+                padded_vocab_size=padded_vocab_size(parallel.tp_size),
+                tp_size=parallel.tp_size,
                 sequence_parallel=sequence_parallel,
                 element_bytes=dtype.itemsize,
             )
-            real = measured(config, parallel, sequence_parallel=sequence_parallel, dtype=dtype)
+            real, rows = measured(
+                config, parallel, sequence_parallel=sequence_parallel, dtype=dtype
+            )
+            if layout is not None:
+                sizes = replace(
+                    sizes,
+                    ep_size=layout.get("expert_model_parallel_size", 1),
+                    whole_experts=layout.get("expert_tensor_parallel_size") == 1,
+                    gathers_tokens=layout.get("moe_token_dispatcher_type") == "allgather",
+                    expert_rows=rows,
+                )
             told = described(config, sizes)
             differ = {
                 module: (real.get(module), told.get(module))
@@ -209,3 +248,11 @@ def test_every_module_keeps_computes_sends_and_holds_what_is_described(
 ) -> None:
     found = run_ranks(wrong, tp_size, sequence_parallel, detail=False)
     assert found == [{}] * tp_size
+
+
+@pytest.mark.runs(daily=1, ci=4)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_experts_of_other_ranks_keep_send_and_hold_what_is_described(layout: str) -> None:
+    """Given the rows of each rank's experts, which are data."""
+    fields = EXPERT_LAYOUTS[layout]
+    assert run_ranks(wrong, 2, "tp_size" in fields, fields, detail=False) == [{}] * 2

@@ -4,6 +4,7 @@ the byte."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
@@ -22,6 +24,7 @@ from megatron_lite.memory.predict.replays import Traffic
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import Sent, recorded_collectives
+from tests.support.equality import variant_config
 from tests.support.models import (
     BATCH,
     SEQ_LENGTH,
@@ -42,6 +45,7 @@ TORCH_NAMES = {
     "_allgather_base_": ALL_GATHER,
     "_reduce_scatter_base_": REDUCE_SCATTER,
     "send": SHIFT,
+    "alltoall_base_": ALL_TO_ALL,
 }
 
 
@@ -142,3 +146,48 @@ def test_every_policy_sends_what_is_predicted(sequence_parallel: bool, dtype: to
         )
         expected[name] = (Counter(exchange.forward), Counter(exchange.backward + exchange.replay))
     assert run_ranks(measured, 2, sequence_parallel, dtype, detail=False) == [expected] * 2
+
+
+EXPERT_POLICIES = ("*:none", "*:moe", "*:moe_act", "*:full")
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_a_replay_of_experts_repeats_the_collectives_that_its_policy_says(dispatcher: str) -> None:
+    """The counts of rows are exchanged in the forward alone; `moe_act` sends no row again."""
+    config = variant_config("mixtral", num_layers=NUM_LAYERS)
+    plans = {
+        policy: plan_stage(RecomputeConfig(recompute_policy=policy), NUM_LAYERS)
+        for policy in EXPERT_POLICIES
+    }
+
+    def kinds(collectives: Iterable[Collective]) -> Counter[str]:
+        return Counter(one.kind for one in collectives)
+
+    def sent(rank: int, world_size: int) -> dict[str, tuple[Counter[str], Counter[str]]]:
+        found = {}
+        layout = dict(expert_model_parallel_size=2, moe_token_dispatcher_type=dispatcher)
+        with tp_state(1, **layout) as parallel:
+            for name, plan in plans.items():
+                model = build_tiny_model(config, parallel, dtype=torch.float32, plan=plan)
+                with recorded_collectives() as forward:
+                    loss = model.loss(*sample_tokens()).mean()
+                with recorded_collectives() as backward:
+                    loss.backward()
+                found[name] = tuple(
+                    Counter(TORCH_NAMES[one.name] for one in of) for of in (forward, backward)
+                )
+        return found
+
+    sizes = Sizes(
+        micro_batch_size=BATCH,
+        seq_length=SEQ_LENGTH,
+        padded_vocab_size=padded_vocab_size(1),
+        ep_size=2,
+        gathers_tokens=dispatcher == "allgather",
+    )
+    expected = {}
+    for name, plan in plans.items():
+        exchange = plan_collectives(config, plan, sizes)
+        expected[name] = kinds(exchange.forward), kinds(exchange.backward + exchange.replay)
+    assert run_ranks(sent, 2, detail=False) == [expected] * 2
+    assert expected["*:moe"][1] > expected["*:moe_act"][1] == expected["*:none"][1]

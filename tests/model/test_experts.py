@@ -71,7 +71,7 @@ def layer_of(
     with tp_state(1) as parallel:
         context = RankContext.of(parallel, sequence_parallel=False, params_dtype=dtype)
         layer = MixtureOfExperts(config, context)
-        initialize_parameters_(layer, seed=3, tp_rank=0, tp_size=1)
+        initialize_parameters_(layer, parallel, seed=3)
         yield layer, regions_of(parallel.rng)
 
 

@@ -185,16 +185,17 @@ def faults(
     precision: torch.dtype | str,
     chosen: Mapping[str, Sequence[str]],
     models: Mapping[str, ModelConfig],
+    layout: Mapping[str, Any] | None = None,
 ) -> dict[str, list[str]]:
     """{model and policy: what it changed}, empty if nothing did. chosen: policies by name of a
-    model."""
+    model. layout: fields of ParallelConfig, if not all ranks are those of one TP group."""
     found = {}
     dtype = torch.float32 if precision == AUTOCAST else precision
     named = policies(
         can_split=world_size > 1 and not sequence_parallel,
         module_sets=(*MODULE_SETS, *EXPERT_MODULES),
     )
-    with tp_state(world_size) as parallel:
+    with tp_state(**(layout or {"tp_size": world_size})) as parallel:
         for model_name, of_model in chosen.items():
             config, outcomes = models[model_name], {}
             for name, recompute in {
@@ -321,3 +322,41 @@ def test_gradients_of_experts_are_unchanged_to_the_bit(
     check(
         tp_size, sequence_parallel, precision, dict.fromkeys(EXPERT_MODELS, chosen), EXPERT_MODELS
     )
+
+
+EXPERT_LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
+    "ep2": (2, False, dict(tp_size=1, expert_model_parallel_size=2)),
+    "ep2, all tokens gathered": (
+        *(2, False),
+        dict(tp_size=1, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
+    ),
+    "ep2, tp2 shares no expert": (
+        *(2, True),
+        dict(
+            tp_size=2,
+            sequence_parallel=True,
+            expert_model_parallel_size=2,
+            expert_tensor_parallel_size=1,
+        ),
+    ),
+    "ep2 x tp2": (
+        *(4, True),
+        dict(tp_size=2, sequence_parallel=True, expert_model_parallel_size=2),
+    ),
+}
+
+
+@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_gradients_of_spread_experts_are_unchanged_to_the_bit(layout: str) -> None:
+    """A replay sends every row to the rank that had it in the forward, and asks for no counts."""
+    num_ranks, sequence_parallel, fields = EXPERT_LAYOUTS[layout]
+    name = "deepseek" if layout == "ep2" else "mixtral"
+    models = {name: replace(EXPERT_MODELS[name], num_layers=3, moe_layer_freq=(1, 0, 1))}
+    chosen = ["moe", "+".join(EXPERT_MODULES[1]), "uniform 2", "pointwise, verified", *OPS[2:]]
+    found = run_ranks(
+        *(faults, num_ranks, sequence_parallel, torch.float32),
+        *({name: chosen}, models, fields),
+        detail=False,
+    )
+    assert found == [{}] * num_ranks

@@ -30,6 +30,7 @@ FUNCTIONAL = {
     "all_reduce": "allreduce_",
     "all_gather_into_tensor": "_allgather_base_",
     "reduce_scatter_tensor": "_reduce_scatter_base_",
+    "all_to_all_single": "alltoall_base_",
 }
 
 

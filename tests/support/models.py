@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +44,18 @@ def tiny_config(**overrides: object) -> ModelConfig:
 
 
 @contextmanager
-def tp_state(tp_size: int, *, cp_size: int = 1, seed: int = 7) -> Iterator[ParallelState]:
-    """Yields this process's parallel state in the initialised default group, if one exists."""
+def tp_state(
+    tp_size: int, *, cp_size: int = 1, seed: int = 7, **others: Any
+) -> Iterator[ParallelState]:
+    """Yields this process's parallel state in the initialised default group, if one exists.
+
+    others: further fields of ParallelConfig.
+    """
     config = ParallelConfig(
         tensor_model_parallel_size=tp_size,
         context_parallel_size=cp_size,
         distributed_backend="gloo",
+        **others,
     )
     with parallel_state(config, seed=seed) as parallel:
         yield parallel
@@ -94,7 +101,7 @@ def build_tiny_model(
         loss_chunk_size=loss_chunk_size,
         stage=stage,
     )
-    initialize_parameters_(model, seed=seed, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size)
+    initialize_parameters_(model, parallel, seed=seed)
     perturb_constant_parameters_(model, parallel)
     return model
 
@@ -172,7 +179,8 @@ def whole_tensor(local: Tensor, parameter: Tensor, parallel: ParallelState) -> T
 def whole_tensors(
     tensors: Mapping[str, Tensor], specs: Mapping[str, ParameterSpec], parallel: ParallelState
 ) -> dict[str, Tensor]:
-    """Returns the whole tensors, without padding, of which each TP rank holds the shards `tensors`.
+    """Returns the whole tensors, without padding, of which each TP rank holds the shards `tensors`,
+    and of experts each expert-parallel rank its own.
 
     specs: how the parameter of each name is split, as its tensor is (`specs_of`).
 
@@ -181,6 +189,12 @@ def whole_tensors(
     """
     whole = {name: local.detach().clone() for name, local in tensors.items()}
     split = [name for name in tensors if specs[name].tp_dim is not None]
+    for name in tensors:
+        if specs[name].of_experts and parallel.experts is not None:
+            place = parallel.experts
+            whole[name] = all_gather_first_dim(whole[name], place.ep_group)
+            if place.tp_size == 1:
+                split = [other for other in split if other != name]
     for dtype in sorted({tensors[name].dtype for name in split}, key=str):
         names = [name for name in split if tensors[name].dtype == dtype]
         shards = all_gather_first_dim(

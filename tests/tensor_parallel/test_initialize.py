@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec
+from megatron_lite.parallel.rng import RngStreams
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.tensor_parallel.initialize import initial_values, initialize_parameters_
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, tp_state, whole_tensor
@@ -25,8 +27,12 @@ SPECS = {
 }
 
 
+CPU = torch.device("cpu")
+ALONE = ParallelState(device=CPU, rng=RngStreams(CPU, seed=0))
+
+
 def shard(name, *, seed=1, parameter="layer.weight"):
-    return initial_values(SPECS[name], seed=seed, name=parameter, tp_rank=0, tp_size=1)
+    return initial_values(SPECS[name], ALONE, seed=seed, name=parameter)
 
 
 def test_padding_rows_are_zero_and_no_other_row_is():
@@ -46,10 +52,9 @@ def test_values_are_normal_with_the_asked_deviation():
     values = (
         initial_values(
             ParameterSpec(global_shape=(640, 100), tp_dim=0, init_std=0.02),
+            ALONE,
             seed=3,
             name="w",
-            tp_rank=0,
-            tp_size=1,
         )
         / 0.02
     )
@@ -66,9 +71,7 @@ def test_whole_models_start_from_the_same_bits_at_every_tp_size(tp_size):
             whole = {}
             for name in VARIANTS:
                 model = build_tiny_model(variant_config(name), parallel, dtype=torch.float32)
-                initialize_parameters_(
-                    model, seed=5, tp_rank=parallel.tp_rank, tp_size=parallel.tp_size
-                )
+                initialize_parameters_(model, parallel, seed=5)
                 whole[name] = {
                     key: whole_tensor(value, value, parallel)
                     for key, value in model.named_parameters()

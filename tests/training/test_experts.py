@@ -38,10 +38,35 @@ LAYOUTS = {
     "cp2": dict(context_parallel_size=2),
     "zero1": {},
     "fsdp2": {},
+    "ep2": dict(expert_model_parallel_size=2),
+    "ep2-allgather": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
+    "ep2-cp2": dict(expert_model_parallel_size=2, context_parallel_size=2),
+    "tp2-etp1": dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1
+    ),
+    "ep2-tp2": dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2
+    ),
+    "ep2-pp2": dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+    "ep2-zero1": dict(expert_model_parallel_size=2),
+    "ep4-tp2-etp1": dict(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1,
+    ),
 }
+ON_FOUR = ("ep2-tp2", "ep2-pp2", "ep2-zero1", "ep4-tp2-etp1")
 DATA_PARALLEL = {
     "zero1": DataParallelConfig(use_distributed_optimizer=True),
     "fsdp2": DataParallelConfig(use_torch_fsdp2=True),
+    "ep2-zero1": DataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        ddp_bucket_size=3000,
+        overlap_param_gather=True,
+    ),
+    "ep4-tp2-etp1": DataParallelConfig(use_distributed_optimizer=True),
 }
 
 
@@ -74,26 +99,64 @@ def outcome(path: Path) -> list[list[float]]:
     return found
 
 
-@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.runs(daily=4, ci=14)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_one_process_does(layout: str, tmp_path: Path) -> None:
     """Losses, the biases' steps (which the later choices show), and kept bytes to the byte."""
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     run_ranks(_run, 1, "", one, {}, detail=False)
-    run_ranks(_run, 2, layout, other, {}, detail=False)
+    run_ranks(_run, 4 if layout in ON_FOUR else 2, layout, other, {}, detail=False)
     for expected, found in zip(outcome(one), outcome(other), strict=True):
         assert found == pytest.approx(expected, rel=2e-5)
 
 
-@pytest.mark.runs(daily=1, ci=2)
-@pytest.mark.parametrize("action", ["shared_experts", "moe+shared_experts"])
-def test_only_a_replay_of_the_router_keeps_its_choice_on_the_device(
-    action: str, tmp_path: Path
+@pytest.mark.runs(daily=2, ci=6)
+@pytest.mark.parametrize(
+    ("action", "layout"),
+    [
+        # only a replay of the router keeps its choice on the device
+        ("shared_experts@host", ""),
+        ("moe+shared_experts@host", ""),
+        ("moe", "ep2"),
+        ("moe_act@host", "ep2-allgather"),
+        ("full", "ep2"),
+        ("ops(matmul,collective)", "ep2"),
+    ],
+)
+def test_a_policy_keeps_what_is_predicted_given_the_rows(
+    action: str, layout: str, tmp_path: Path
 ) -> None:
     metrics = tmp_path / "run.jsonl"
-    config = replace(
-        config_of("", metrics, until=1),
-        recompute=RecomputeConfig(recompute_policy=f"*:{action}@host"),
-    )
-    run_to_end(config)
+
+    def run(rank: int, world_size: int) -> None:
+        config = config_of(layout, metrics, until=1)
+        recompute = RecomputeConfig(recompute_policy=f"*:{action}")
+        run_to_end(replace(config, recompute=recompute))
+
+    run_ranks(run, 2 if layout else 1, detail=False)
     assert outcome(metrics)
+
+
+@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.parametrize("layout", ["tp2-etp1", "ep2"])
+def test_a_run_goes_on_to_the_bit_however_its_experts_were_spread(
+    layout: str, tmp_path: Path
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run_ranks(_run, 2, layout, tmp_path / "w.jsonl", dict(save=str(whole)), detail=False)
+    saving = dict(save=str(parts), until=3)
+    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", saving, detail=False)
+    going_on = dict(save=str(parts), load=str(parts))
+    run_ranks(_run, 2, layout, tmp_path / "p.jsonl", going_on, detail=False)
+    assert rows(tmp_path / "p.jsonl") == rows(tmp_path / "w.jsonl")
+    expected = step_bytes(whole, 6)
+    assert expected and step_bytes(parts, 6) == expected
+    # The files do not tell how the experts were spread: one process reads them and writes the same.
+    again = tmp_path / "again"
+    one = dict(load=str(parts), save=str(again))
+    run_ranks(_run, 1, "", tmp_path / "1.jsonl", one, detail=False)
+    other = dict(load=str(again), save=str(tmp_path / "other"))
+    run_ranks(_run, 2, layout, tmp_path / "2.jsonl", other, detail=False)
+    found = step_bytes(tmp_path / "other", 6)
+    names = [name for name in expected if "rng" not in name]
+    assert names and all(found[name] == expected[name] for name in names)

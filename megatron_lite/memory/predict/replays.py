@@ -62,7 +62,7 @@ def replayed_calls(
             yield from (
                 ReplayedCall(number, operation, call)
                 for position, call in enumerate(operation.calls)
-                if (operation.name, position) not in skipped
+                if (operation.name, position) not in skipped and not call.once
             )
 
 
@@ -97,7 +97,7 @@ def _chosen(
         for position, call in enumerate(operation.calls):
             # `choice` counts the calls (matmul/2), so it is asked once for each, in order.
             kept = choice.keeps(call.operator)
-            if (operation.name, position) not in tail:
+            if (operation.name, position) not in tail and not call.once:
                 yield (operation, call), kept
 
 

@@ -103,31 +103,42 @@ def state_tensors(
     if config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1:
         return _fully_sharded(config, held, dp_cp_size, dp_cp_rank)
     zero1 = config.data_parallel.use_distributed_optimizer and dp_cp_size > 1
-    shards = dp_cp_size if zero1 else 1
+    shards, parallel = dp_cp_size if zero1 else 1, config.parallel
+    # The ranks with the same experts. TP ranks that hold whole experts are among them.
+    unit = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
+    copies = dp_cp_size * parallel.tensor_model_parallel_size // unit
     buckets = bucket_layouts(
         [
-            Gradient(one.name, one.num_elements, one.parameter.partial, one.parameter.tied)
+            Gradient(
+                one.name,
+                one.num_elements,
+                one.parameter.partial,
+                one.parameter.tied,
+                one.parameter.of_experts and parallel.spreads_experts,
+            )
             for one in held
         ],
         bucket_size=config.data_parallel.bucket_size(dp_cp_size) if dp_cp_size > 1 else None,
         shards=shards,
+        expert_shards=copies if zero1 else 1,
     )
     # ZeRO-1's weights are views of buckets (optim/layouts.py), so their padding counts too.
-    in_buckets = [bucket.num_elements for bucket in buckets]
-    weights = in_buckets if zero1 else [one.num_elements for one in held]
+    in_buckets = [(bucket.num_elements, bucket.shards) for bucket in buckets]
+    weights = in_buckets if zero1 else [(one.num_elements, 1) for one in held]
     rank = dp_cp_rank if zero1 else 0
+    own_ranks = [rank * bucket.shards // shards for bucket in buckets]  # of copies of experts too
     matrices = {one.name for one in held if one.is_matrix}
     pieces = [
         (name in matrices, part.stop - part.start)
-        for bucket in buckets
+        for bucket, own in zip(buckets, own_ranks, strict=True)
         for name in bucket.places
-        for part in (bucket.own_part(name, rank),)
+        for part in (bucket.own_part(name, own),)
         if part.start < part.stop
     ]
     return StateTensors(
-        weights=[element * number for number in weights],
-        masters=[FLOAT32 * number // shards for number in weights] if element < FLOAT32 else [],
-        gradients=[FLOAT32 * number for number in in_buckets],
+        weights=[element * number for number, _ in weights],
+        masters=[FLOAT32 * number // parts for number, parts in weights if element < FLOAT32],
+        gradients=[FLOAT32 * number for number, _ in in_buckets],
         optimizer=_optimizer_tensors(config, pieces),
     )
 
@@ -188,9 +199,15 @@ def _of_operations(operations: tuple[Operation, ...]) -> Iterator[_HeldParameter
 
 
 def parameter_count(
-    model: ModelConfig, vocab_size: int, *, tp_size: int = 1, stage: Stage | None = None
+    model: ModelConfig,
+    vocab_size: int,
+    *,
+    tp_size: int = 1,
+    ep_size: int = 1,
+    whole_experts: bool = False,
+    stage: Stage | None = None,
 ) -> int:
-    """Returns how many parameters the whole model has, or one stage on one TP rank.
+    """Returns how many parameters the whole model has, or one stage on one rank.
 
     vocab_size: the padded size if tp_size is above 1.
     Tied word embeddings count once. A last stage that is not the first holds a copy of them, which
@@ -202,6 +219,8 @@ def parameter_count(
         seq_length=1,
         padded_vocab_size=vocab_size,
         tp_size=tp_size,
+        ep_size=ep_size,
+        whole_experts=whole_experts,
         has_embedding=stage.is_first,
         has_head=stage.is_last,
         first_layer=stage.first_layer,
@@ -218,9 +237,16 @@ def rank_parameter_count(config: RunConfig, rank: int) -> int:
 
     The vocabulary size must be known.
     """
-    tp_size = config.parallel.tensor_model_parallel_size
+    sizes = Sizes.of(config, device="cpu")
     return sum(
-        parameter_count(config.model, config.tokenizer.rows(tp_size), tp_size=tp_size, stage=stage)
+        parameter_count(
+            config.model,
+            sizes.padded_vocab_size,
+            tp_size=sizes.tp_size,
+            ep_size=sizes.ep_size,
+            whole_experts=sizes.whole_experts,
+            stage=stage,
+        )
         for stage in stages_of_rank(config.parallel, config.model.num_layers, rank)
     )
 

@@ -1,0 +1,57 @@
+"""The groups of the experts' parameters: Megatron's order of ranks.
+
+    one pipeline stage of 8 ranks, --tensor-model-parallel-size 2 --expert-model-parallel-size 2
+
+        --expert-tensor-parallel-size 2 (as TP)         --expert-tensor-parallel-size 1
+    shards of an expert     0 1, 2 3, 4 5, 6 7          -
+    experts are spread      0 2, 1 3, 4 6, 5 7          0 1, 2 3, 4 5, 6 7
+    the same experts        0 4, 1 5, 2 6, 3 7          0 2 4 6, 1 3 5 7
+
+Neighbours share an expert, the next ranks hold other experts, and the last ones hold the same
+experts for other tokens and sum their gradients. Context-parallel ranks count as data-parallel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.parallel.state import ParallelState
+
+
+def with_experts(parallel: ParallelState, config: ParallelConfig) -> ParallelState:
+    """Returns the state with its groups of experts. Every rank must call it."""
+    tp_size, ep_size = config.expert_tensor_parallel, config.expert_model_parallel_size
+    # rank = ((stage * copies + copy) * ep_size + ep_rank) * tp_size + tp_rank
+    ranks = torch.arange(parallel.world_size).view(parallel.pp_size, -1, ep_size, tp_size)
+    copies = ranks.shape[1]
+    _, copy, ep_rank, tp_rank = (ranks == parallel.rank).nonzero()[0].tolist()
+
+    def group(dim: int) -> ProcessGroup | None:
+        lists = ranks.movedim(dim, -1).flatten(0, -2).tolist()
+        return dist.new_subgroups_by_enumeration(lists)[0] if len(lists[0]) > 1 else None
+
+    same, spread = group(1), group(2)
+    experts = replace(
+        parallel,
+        tp_group=parallel.tp_group if tp_size > 1 else None,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        dp_cp_mesh=None,
+        dp_group=same,
+        dp_cp_group=same,
+        dp_rank=copy,
+        dp_size=copies,
+        cp_group=None,
+        cp_rank=0,
+        cp_size=1,
+        ep_group=spread,
+        ep_rank=ep_rank,
+        ep_size=ep_size,
+        token_dispatcher=config.moe_token_dispatcher_type,
+    )
+    return replace(parallel, experts=experts)
