@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_lite.config.checks import ContradictionError
 from megatron_lite.config.setting import check_settings, setting, switch
 
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
@@ -101,7 +100,7 @@ class ParallelConfig:
     moe_token_dispatcher_type: str = setting(
         "how tokens reach ranks with other experts: all tokens go to each rank, or each row to the "
         "rank of its expert",
-        "alltoall",
+        "allgather",
         choices=("allgather", "alltoall"),
         megatron={"flex": "alltoall", "alltoall_seq": "alltoall"},
         without="expert_model_parallel_size>1",
@@ -129,20 +128,6 @@ class ParallelConfig:
         check_settings(self)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             object.__setattr__(self, "sequence_parallel", False)
-        tp_size, own = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
-        if own not in (None, 1):
-            raise ValueError(
-                f"--expert-tensor-parallel-size {own} must be 1 or --tensor-model-parallel-size "
-                f"{tp_size}: a rank holds whole experts, or the same share of them as of all else"
-            )
-        if self.spreads_experts and tp_size > 1 and not self.sequence_parallel:
-            raise ContradictionError(
-                f"--expert-model-parallel-size {self.expert_model_parallel_size} with "
-                f"--tensor-model-parallel-size {tp_size} and --expert-tensor-parallel-size "
-                f"{self.expert_tensor_parallel} needs --sequence-parallel: otherwise "
-                "tensor-parallel ranks would all send the same tokens",
-                *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-            )
 
     @property
     def timeout_seconds(self) -> float:

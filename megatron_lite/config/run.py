@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
@@ -85,12 +85,36 @@ class RunConfig:
                 f"{parallel.sequence_parts}: each rank holds an equal part of the sequence"
             )
         self.training.batch_steps(seq_length)
+        self._check_experts()
         self._check_context_parallel()
         self._check_recompute_policy()
         self._check_pipeline()
         self._check_compiler()
         self._check_graphs()
         self._check_folders()
+
+    def _check_experts(self) -> None:
+        """Raises ValueError for ranks that cannot share experts as asked. Without experts the
+        number of ranks that share one is left out."""
+        parallel = self.parallel
+        tp_size, own = parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size
+        if self.model.num_experts is None and own is not None:
+            object.__setattr__(
+                self, "parallel", replace(parallel, expert_tensor_parallel_size=None)
+            )
+        elif own not in (None, 1):
+            raise ValueError(
+                f"--expert-tensor-parallel-size {own} must be 1 or --tensor-model-parallel-size "
+                f"{tp_size}: a rank holds whole experts, or as large a share of them as of all else"
+            )
+        elif parallel.spreads_experts and tp_size > 1 and not parallel.sequence_parallel:
+            raise ContradictionError(
+                f"--expert-model-parallel-size {parallel.expert_model_parallel_size} and "
+                f"--expert-tensor-parallel-size {parallel.expert_tensor_parallel} with "
+                f"--tensor-model-parallel-size {tp_size} need --sequence-parallel: otherwise all "
+                "tensor-parallel ranks would send the same tokens",
+                *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+            )
 
     def _check_folders(self) -> None:
         """Raises ValueError if a log has no folder to go to."""

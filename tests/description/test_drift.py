@@ -59,12 +59,15 @@ KINDS = {
 }
 # Fields of ParallelConfig of layouts in which two ranks hold different experts.
 EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
-    "ep2": dict(expert_model_parallel_size=2),
+    "ep2": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
     "ep2, all tokens gathered": dict(
         expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"
     ),
     "ep2, tp2 shares no expert": dict(
-        tp_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+        tp_size=2,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="alltoall",
+        expert_tensor_parallel_size=1,
     ),
     "tp2 shares no expert": dict(tp_size=2, expert_tensor_parallel_size=1),
 }

@@ -325,7 +325,11 @@ def test_gradients_of_experts_are_unchanged_to_the_bit(
 
 
 EXPERT_LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
-    "ep2": (2, False, dict(tp_size=1, expert_model_parallel_size=2)),
+    "ep2": (
+        2,
+        False,
+        dict(tp_size=1, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
+    ),
     "ep2, all tokens gathered": (
         *(2, False),
         dict(tp_size=1, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
@@ -336,12 +340,18 @@ EXPERT_LAYOUTS: dict[str, tuple[int, bool, dict[str, Any]]] = {
             tp_size=2,
             sequence_parallel=True,
             expert_model_parallel_size=2,
+            moe_token_dispatcher_type="alltoall",
             expert_tensor_parallel_size=1,
         ),
     ),
     "ep2 x tp2": (
         *(4, True),
-        dict(tp_size=2, sequence_parallel=True, expert_model_parallel_size=2),
+        dict(
+            tp_size=2,
+            sequence_parallel=True,
+            expert_model_parallel_size=2,
+            moe_token_dispatcher_type="alltoall",
+        ),
     ),
 }
 

@@ -38,21 +38,31 @@ LAYOUTS = {
     "cp2": dict(context_parallel_size=2),
     "zero1": {},
     "fsdp2": {},
-    "ep2": dict(expert_model_parallel_size=2),
+    "ep2": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
     "ep2-allgather": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather"),
-    "ep2-cp2": dict(expert_model_parallel_size=2, context_parallel_size=2),
+    "ep2-cp2": dict(
+        expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall", context_parallel_size=2
+    ),
     "tp2-etp1": dict(
         tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1
     ),
     "ep2-tp2": dict(
-        tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="alltoall",
     ),
-    "ep2-pp2": dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
-    "ep2-zero1": dict(expert_model_parallel_size=2),
+    "ep2-pp2": dict(
+        pipeline_model_parallel_size=2,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="alltoall",
+    ),
+    "ep2-zero1": dict(expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"),
     "ep4-tp2-etp1": dict(
         tensor_model_parallel_size=2,
         sequence_parallel=True,
         expert_model_parallel_size=4,
+        moe_token_dispatcher_type="alltoall",
         expert_tensor_parallel_size=1,
     ),
 }

@@ -110,7 +110,9 @@ def _layer_by_layer(report: Report) -> Iterator[Block]:
             facts.append(("runs again", f"{flops(again)}{each}: {names}; {share} in all"))
         for phase in ("forward", "backward", "replay"):
             if sent := Counter(getattr(part.traffic, phase)):
-                calls = [f"{times} {kind} of {size(of)}" for (kind, of), times in sent.items()]
+                calls = [
+                    f"{times} {one.kind} of {size(one.num_bytes)}" for one, times in sent.items()
+                ]
                 facts.append((f"in {phase}", ", ".join(calls)))
         for name, text in facts:
             yield f"    {name:12}{text}", 16
