@@ -324,7 +324,10 @@ def _grouped(
         (MOE,),
         calls=(
             OperatorCall(
-                GROUPED, (output,), (matmul._replace(groups=experts),), output_only=output_only
+                GROUPED,
+                (output,),
+                (matmul._replace(groups=shape.num_own),),
+                output_only=output_only,
             ),
         ),
         parameters=(weight,),

@@ -28,6 +28,7 @@ from megatron_lite.config.plain import LARGEST_TEXT, from_plain, parse_json, sho
 from megatron_lite.description.operations import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     REDUCE_SCATTER,
     SHIFT,
     Collective,
@@ -241,7 +242,7 @@ ZERO_ALLOWED = (
 )
 SMALLEST_FIGURE = 1e-12
 # How often each byte of the whole tensor reaches a rank.
-ROUNDS = {ALL_REDUCE: 2, ALL_GATHER: 1, REDUCE_SCATTER: 1, SHIFT: 1}
+ROUNDS = {ALL_REDUCE: 2, ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_TO_ALL: 1, SHIFT: 1}
 
 
 class Group(NamedTuple):

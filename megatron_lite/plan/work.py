@@ -26,6 +26,7 @@ MEMORY_BOUND = "memory-bound operations"
 REPLAYED_MEMORY_BOUND = "replayed memory-bound operations"
 TENSOR_PARALLEL = "tensor-parallel collectives"
 CONTEXT_PARALLEL = "context-parallel collectives"
+EXPERT_PARALLEL = "expert-parallel collectives"
 # Kernels of an operation besides its matmuls, forward and backward, as torch's operators and as
 # compiled ones. They were counted on the operators that a step dispatches.
 LAUNCHES = {
@@ -97,6 +98,7 @@ class Clock(NamedTuple):
     element_bytes: int
     tp: Group
     cp: Group
+    ep: Group
     mode: Mode
     is_fused: bool
     deterministic: bool
@@ -117,6 +119,9 @@ class Clock(NamedTuple):
             element_bytes,
             Group(t),
             Group(config.parallel.context_parallel_size, t),
+            Group(
+                config.parallel.expert_model_parallel_size, config.parallel.expert_tensor_parallel
+            ),
             mode,
             is_fused,
             # The default is cuDNN's attention; both others are FlashAttention 2.
@@ -236,13 +241,17 @@ class Clock(NamedTuple):
     ) -> Iterator[Row]:
         """Yields the row of collectives, of which only ring shifts run beside the matmuls.
 
-        Core attention exchanges keys and values over context-parallel ranks. All other operations
-        communicate with tensor-parallel ranks.
+        Core attention exchanges keys and values over context-parallel ranks. Other operations
+        communicate with tensor-parallel ranks, and rows of experts with those of other experts.
         """
         in_core = operation.name == CORE
         term, group = (CONTEXT_PARALLEL, self.cp) if in_core else (TENSOR_PARALLEL, self.tp)
         shifts = waits = launches = 0.0
         for collective in collectives:
+            if collective.over_experts:
+                wait = self.hardware.collective_seconds(collective, self.ep)
+                yield self.row(operation.name, EXPERT_PARALLEL, wait, COLLECTIVE_LAUNCHES)
+                continue
             seconds = self.hardware.collective_seconds(collective, group)
             launches += COLLECTIVE_LAUNCHES
             if collective.kind == SHIFT:

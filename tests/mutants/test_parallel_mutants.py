@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_lite.model import layer
+from megatron_lite.model import dispatch, layer, router
 from megatron_lite.optim import grad_buffer, layouts
 from megatron_lite.optim.muon_update import MOMENTUM
 from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel import fsdp, sequence_spans, state, weight_gradient
 from megatron_lite.training.step import MicroBatchLoss
+from tests.model import test_experts as test_model_experts
 from tests.optim import test_zero1
 from tests.parallel import test_equality, test_fsdp, test_weight_gradient
 from tests.parallel.test_weight_gradient import calls  # noqa: F401
@@ -24,9 +25,29 @@ from tests.pipeline import test_pipeline
 from tests.recompute import test_equality as test_recompute
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.support.pipelines import Layout
-from tests.training import test_loss_in_one_pass, test_resume
+from tests.training import test_experts, test_loss_in_one_pass, test_resume
 
 Patch = pytest.MonkeyPatch
+
+
+@replaces("there", dispatch.Journey)
+def a_token_is_lost_on_its_way(real: Any, self: dispatch.Journey, rows: Tensor) -> Tensor:
+    moved: Tensor = real(self, rows)
+    return moved * (torch.arange(moved.shape[0]) > 0).view(-1, *[1] * (moved.dim() - 1))
+
+
+@replaces("__init__", grad_buffer.Bucket)
+def gradients_of_experts_are_summed_over_all_ranks(
+    real: Any, self: grad_buffer.Bucket, layout: Any, flat: Tensor, place: Any, *, tied: bool
+) -> None:
+    real(self, layout, flat, place, tied=tied)
+    if place.world_size > 1 and any(".experts." in name for name in layout.places):
+        self.group = torch.distributed.group.WORLD
+
+
+@replaces("start_step", router.Router)
+def the_losses_of_a_router_are_scaled_twice(real: Any, self: router.Router, scale: Any) -> None:
+    real(self, scale * scale)
 
 
 @replaces("__init__", layer.TransformerBlock)
@@ -168,6 +189,21 @@ MUTANTS = [
         nobody_waits_for_weights,
         test_zero1.test_every_weight_is_waited_for_before_it_is_used,
         dict(name="gpt2", chunk_size=None),
+    ),
+    Mutant(
+        a_token_is_lost_on_its_way,
+        test_experts.test_every_layout_trains_as_one_process_does,
+        dict(layout="ep2"),
+    ),
+    Mutant(
+        gradients_of_experts_are_summed_over_all_ranks,
+        test_experts.test_every_layout_trains_as_one_process_does,
+        dict(layout="ep2"),
+    ),
+    Mutant(
+        the_losses_of_a_router_are_scaled_twice,
+        test_model_experts.test_backward_adds_the_gradients_of_the_losses,
+        dict(kind="aux_loss"),
     ),
 ]
 

@@ -51,10 +51,7 @@ def test_values_are_normal_with_the_asked_deviation():
     allowed: 4 sigma."""
     values = (
         initial_values(
-            ParameterSpec(global_shape=(640, 100), tp_dim=0, init_std=0.02),
-            ALONE,
-            seed=3,
-            name="w",
+            ParameterSpec(global_shape=(640, 100), tp_dim=0, init_std=0.02), ALONE, seed=3, name="w"
         )
         / 0.02
     )

@@ -12,7 +12,7 @@ from megatron_lite.config.parallel import DataParallelConfig, ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from tests.support.ranks import run_ranks
-from tests.support.runs import rows, run_to_end, tiny_run
+from tests.support.runs import rows, run_to_end, step_bytes, tiny_run
 
 MODEL: dict[str, Any] = dict(
     num_layers=4,

@@ -66,6 +66,8 @@ def _head(report: Report) -> Iterator[Block]:
     layout += ["sequence-parallel"] if sizes.sequence_parallel else []
     if sizes.cp_size > 1:
         layout.append(f"context-parallel {sizes.cp_size} ({sizes.cp_comm_type})")
+    if sizes.ep_size > 1:
+        layout.append(f"expert-parallel {sizes.ep_size} (a balance of rows)")
     layout += [f"pipeline-parallel {ranks}"] if ranks > 1 else []
     attention = "unfused" if model.builds_scores(sizes.device) else "flash"
     device = "CUDA" if sizes.device == "cuda" else "the CPU"
