@@ -15,87 +15,68 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_lite.model.experts import RowOrder, placed
 from megatron_lite.parallel.collectives import all_reduce_, all_to_all
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.parallel.torch_internals import is_fake
-from megatron_lite.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
-from megatron_lite.tensor_parallel.rank_context import RankContext
+from megatron_lite.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 
 class Dispatcher:
     """The way of the tokens of a layer to expert-parallel ranks.
 
-    gathers: whether each rank computes with the tokens of all ranks.
+    gathered_over: the ranks whose tokens each of them gathers, under "allgather".
     """
 
-    def __init__(self, context: RankContext, num_experts: int) -> None:
-        assert context.experts is not None and context.experts.ep_group is not None
-        self._group, self._rank = context.experts.ep_group, context.experts.ep_rank
-        self._size, self._num_experts = context.experts.ep_size, num_experts
-        self._num_own = num_experts // self._size
-        # Before their rows are sent, the tokens are gathered over the ranks that share an expert.
-        self._tp_group = context.experts.tp_group if context.sequence_parallel else None
-        self.gathers = context.experts.token_dispatcher == "allgather"
+    def __init__(self, experts: ParallelState, num_experts: int) -> None:
+        assert experts.ep_group is not None
+        self._place, self._group = experts, experts.ep_group
+        self._num_experts, self._num_own = num_experts, num_experts // experts.ep_size
+        self.gathered_over = self._group if experts.token_dispatcher == "allgather" else None
 
     def exchange(self, experts: Tensor) -> Tensor:
         """Returns how many rows each rank sends for each expert of this rank: [ranks, own] int64.
 
         experts: [T, k], the choice for this rank's tokens. Issues an all-to-all of E numbers, and
-        before it an all-reduce over the experts' TP group.
+        before it an all-reduce over the ranks that share an expert, which gather their tokens.
         """
-        counts = experts.flatten().new_zeros(self._num_experts)
+        counts = experts.new_zeros(self._num_experts)
         counts.scatter_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
-        equal = [self._num_own] * self._size
-        received = all_to_all(all_reduce_(counts, self._tp_group), equal, equal, self._group)
-        return received.view(self._size, self._num_own)
+        counts = all_reduce_(counts, self._place.tp_group)
+        equal = [self._num_own] * self._place.ep_size
+        return all_to_all(counts, equal, equal, self._group).view(len(equal), -1)
 
     def order(self, experts: Tensor, received: Tensor | None) -> RowOrder:
         """Returns the order of the rows that this rank computes or sends.
 
-        experts: [T, k]. received: what `exchange` returned.
+        experts: [T, k]. received: what `exchange` returned; None if tokens are gathered.
         """
-        if received is None:
-            return self._of_own(gather_from_sequence_parallel_region(experts, self._group))
+        place = self._place
+        experts = gather_from_sequence_parallel_region(experts, self.gathered_over)
         order, ends = RowOrder.of(experts, self._num_experts)[:2]
-        sent = ends.diff(prepend=ends.new_zeros(1)).view(self._size, -1).sum(1)
-        numbers = torch.stack([sent, received.sum(1)])
-        to_each, from_each = self._read(numbers, order.shape[0] // self._size)
-        own = torch.arange(self._num_own, device=experts.device).repeat(self._size)
-        of_rows = own.repeat_interleave(received.flatten(), output_size=sum(from_each))
-        places = of_rows.argsort(stable=True)
-        journey = Journey(self._group, to_each, from_each, places)
+        balanced = order.shape[0] // place.ep_size
+        bounds = F.pad(ends, (1, 0))
+        if received is None:
+            own = bounds[place.ep_rank * self._num_own :][: self._num_own + 1]
+            start, stop = _numbers(own[[0, -1]], [0, balanced])
+            # a copy, so that the rows of other ranks are not kept
+            return RowOrder(order[start:stop].clone(), own[1:] - start)
+        sent = bounds.diff().view(place.ep_size, -1).sum(1)
+        numbers = _numbers(torch.cat([sent, received.sum(1)]), [balanced] * (2 * place.ep_size))
+        sizes = numbers[: place.ep_size], numbers[place.ep_size :]
+        of_rows = torch.arange(received.numel(), device=experts.device) % self._num_own
+        of_rows = of_rows.repeat_interleave(received.flatten(), output_size=sum(sizes[1]))
+        journey = Journey(self._group, *sizes, of_rows.argsort(stable=True))
         return RowOrder(order, received.sum(0).cumsum(0).int(), journey)
 
-    def gathered(self, tokens: Tensor) -> Tensor:
-        """Returns the tokens of all ranks."""
-        return gather_from_sequence_parallel_region(tokens, self._group)
 
-    def scattered(self, partial_sums: Tensor, skip_tail: bool) -> Tensor:
-        """Returns the sums of this rank's tokens."""
-        return reduce_scatter_to_sequence_parallel_region(partial_sums, self._group, skip_tail)
-
-    def _of_own(self, experts: Tensor) -> RowOrder:
-        order, ends = RowOrder.of(experts, self._num_experts)[:2]
-        first = self._rank * self._num_own
-        bounds = torch.cat([ends.new_zeros(1), ends])[first : first + self._num_own + 1]
-        ((start, stop),) = self._read(bounds[[0, -1]].unsqueeze(0), 0)
-        if is_fake(order):
-            start, stop = 0, order.shape[0] // self._size
-        # a copy, so that the rows of other ranks are not kept
-        return RowOrder(order[start:stop].clone(), bounds[1:] - start)
-
-    def _read(self, numbers: Tensor, balanced: int) -> list[list[int]]:
-        """Returns numbers of rows, for which the host waits. Fake ones are those of a balance."""
-        if is_fake(numbers):
-            return [[balanced] * numbers.shape[1]] * numbers.shape[0]
-        lists: list[list[int]] = numbers.tolist()
-        return lists
+def _numbers(numbers: Tensor, balanced: list[int]) -> list[int]:
+    """Returns numbers of rows, for which the host waits. Fake ones are those of a balance."""
+    return balanced if is_fake(numbers) else numbers.tolist()
 
 
 class Journey(NamedTuple):

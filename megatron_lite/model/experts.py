@@ -71,8 +71,8 @@ class MixtureOfExperts(nn.Module):
         if context.experts is not None and context.experts.ep_group is not None:
             from megatron_lite.model.dispatch import Dispatcher
 
-            self._dispatcher = Dispatcher(context, config.num_experts or 0)
-            if not self._dispatcher.gathers:
+            self._dispatcher = Dispatcher(context.experts, self.experts.num_experts)
+            if self._dispatcher.gathered_over is None:
                 self.router.exchange = self._dispatcher.exchange
 
     def forward(self, hidden_states: Tensor, regions: Regions, skip_tail: bool = False) -> Tensor:
@@ -105,13 +105,12 @@ class MixtureOfExperts(nn.Module):
                 order = RowOrder.of(experts, num_experts)
             else:
                 order = dispatcher.order(experts, routing.received)
-        rows = tokens.flatten(0, 1)
-        if dispatcher is not None and dispatcher.gathers:
-            rows, weights = dispatcher.gathered(rows), dispatcher.gathered(weights)
+        over = None if dispatcher is None else dispatcher.gathered_over
+        rows = gather_from_sequence_parallel_region(tokens.flatten(0, 1), over)
+        weights = gather_from_sequence_parallel_region(weights, over)
         partial_sums = self.experts(rows, weights, order, regions, skip_tail)
         self.num_rows = self.experts.num_rows
-        if dispatcher is not None and dispatcher.gathers:
-            partial_sums = dispatcher.scattered(partial_sums, skip_tail)
+        partial_sums = reduce_scatter_to_sequence_parallel_region(partial_sums, over, skip_tail)
         return leave(partial_sums.view(tokens.shape), group, skip_tail)
 
 

@@ -343,12 +343,14 @@ def router_figures(
 
     load_balancing_loss, z_loss: the means over layers and micro-batches, without coefficients.
     expert_imbalance: the tokens of the fullest expert of any layer over those of the mean expert.
+    expert_rank_imbalance: the same of expert-parallel ranks, if there are several.
     is_split: whether each TP rank has other tokens (sequence parallelism).
     num_calls: how many losses the sums hold, over all layers and micro-batches.
     Issues an all-reduce over each group of ranks with other tokens, and two over `pp_group`.
     """
     losses = torch.zeros(2, dtype=torch.float32, device=parallel.device)
-    imbalance = losses.new_ones(())
+    ep_size = 1 if parallel.experts is None else parallel.experts.ep_size
+    imbalance = losses.new_ones(2)
     if routers:  # else the stage has no layer with experts
         sums = torch.stack([one.loss_sums for one in routers]).sum(0)
         counts = torch.stack([one.tokens_per_expert for one in routers])
@@ -356,10 +358,13 @@ def router_figures(
         for group in (parallel.tp_group if is_split else None, parallel.dp_cp_group):
             both = all_reduce_(both, group)
         losses, counts = both[:2] / (num_calls * parallel.dp_size), both[2:].view_as(counts)
-        imbalance = (counts.amax(1) / counts.mean(1)).max()
+        of_ranks = counts.view(len(routers), ep_size, -1).sum(-1)
+        imbalance = torch.stack([(one.amax(1) / one.mean(1)).max() for one in (counts, of_ranks)])
     losses = all_reduce_(losses, parallel.pp_group)
-    return {
+    imbalance = all_reduce_(imbalance, parallel.pp_group, ReduceOp.MAX)
+    figures = {
         "load_balancing_loss": losses[0],
         "z_loss": losses[1],
-        "expert_imbalance": all_reduce_(imbalance, parallel.pp_group, ReduceOp.MAX),
+        "expert_imbalance": imbalance[0],
     }
+    return figures if ep_size == 1 else {**figures, "expert_rank_imbalance": imbalance[1]}

@@ -77,8 +77,8 @@ class IterationRecord:
     decoupled_learning_rate: that of the word embedding and the output layer. None without
         --decoupled-lr.
     params_norm, num_zeros: only on logged iterations, and only if asked for.
-    load_balancing_loss, z_loss, expert_imbalance: only on logged iterations of a model with experts
-        (model/router.py).
+    load_balancing_loss, z_loss, expert_imbalance, expert_rank_imbalance: only on logged iterations
+        of a model with experts (model/router.py).
     """
 
     iteration: int
@@ -102,6 +102,7 @@ class IterationRecord:
     load_balancing_loss: float | None = None
     z_loss: float | None = None
     expert_imbalance: float | None = None
+    expert_rank_imbalance: float | None = None
 
 
 class Evaluation(NamedTuple):
@@ -175,6 +176,7 @@ def iteration_line(interval: Interval, facts: RunFacts, *, throughput: bool) -> 
         "load_balancing_loss": _scientific(last.load_balancing_loss),
         "z_loss": _scientific(last.z_loss),
         "fullest expert over the mean": _scientific(last.expert_imbalance),
+        "fullest expert rank over the mean": _scientific(last.expert_rank_imbalance),
         "loss scale": f"{last.loss_scale:.1f}",
         "grad norm": f"{last.grad_norm:.3f}",
         "num zeros": last.num_zeros,

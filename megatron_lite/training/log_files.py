@@ -30,7 +30,7 @@ SKIPPED_BATCHES = "skipped_batches.jsonl"
 # A row has these fields only if they are known.
 OPTIONAL = (
     *("decoupled_learning_rate", "params_norm", "num_zeros"),
-    *("load_balancing_loss", "z_loss", "expert_imbalance"),
+    *("load_balancing_loss", "z_loss", "expert_imbalance", "expert_rank_imbalance"),
 )
 
 

@@ -413,6 +413,7 @@ class Trainer:
             load_balancing_loss=figures.load_balancing_loss,
             z_loss=figures.z_loss,
             expert_imbalance=figures.expert_imbalance,
+            expert_rank_imbalance=figures.expert_rank_imbalance,
             loss_scale=figures.loss_scale,
             iteration_ms=seconds * 1000.0,
             tokens_per_second=batch_size * self.config.data.seq_length / seconds,

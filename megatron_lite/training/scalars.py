@@ -138,6 +138,7 @@ def scalars_of(one: Interval, facts: RunFacts, config: LoggingConfig) -> dict[st
         "load_balancing_loss": record.load_balancing_loss,
         "z_loss": record.z_loss,
         "expert-imbalance": record.expert_imbalance,
+        "expert-rank-imbalance": record.expert_rank_imbalance,
         "throughput": one.teraflops,
         "tokens-per-second": record.tokens_per_second,
         "iteration-time": record.iteration_ms / 1000.0

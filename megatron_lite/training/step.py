@@ -92,6 +92,7 @@ class StepFigures(NamedTuple):
     load_balancing_loss: float | None = None
     z_loss: float | None = None
     expert_imbalance: float | None = None
+    expert_rank_imbalance: float | None = None
 
 
 class StepEnd:

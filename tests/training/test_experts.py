@@ -106,6 +106,7 @@ def outcome(path: Path) -> list[list[float]]:
     found = [[row[name] for name in names] for row in rows(path)]
     for row in rows(path):
         assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
+        assert 1.0 <= row.get("expert_rank_imbalance", 1.0) <= row["expert_imbalance"]
     return found
 
 
