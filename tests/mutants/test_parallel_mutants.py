@@ -41,7 +41,7 @@ def gradients_of_experts_are_summed_over_all_ranks(
     real: Any, self: grad_buffer.Bucket, layout: Any, flat: Tensor, place: Any, *, tied: bool
 ) -> None:
     real(self, layout, flat, place, tied=tied)
-    if place.world_size > 1 and any(".experts." in name for name in layout.places):
+    if torch.distributed.is_initialized() and any(".experts." in name for name in layout.places):
         self.group = torch.distributed.group.WORLD
 
 
