@@ -93,6 +93,7 @@ def test_a_pair_that_only_one_node_has_damaged_ends_the_run_and_that_rank_says_w
         assert "[rank 1] error: data.bin: found 2390 bytes" in said
 
 
+@pytest.mark.long
 def test_node_local_caches_one_of_them_empty_give_the_same_run(tmp_path: Path) -> None:
     prefix = _write(tmp_path / "data")
     common = [*RUN, "--data-path", str(prefix), "--data-cache-path", "cache"]
@@ -151,6 +152,7 @@ def test_a_build_killed_at_any_point_leaves_nothing_that_looks_complete(tmp_path
     assert points >= 10  # a folder, two arrays, two lists, their folder, and the name
 
 
+@pytest.mark.long
 def test_a_killed_index_build_ends_the_other_rank_and_the_next_run_builds_it(
     tmp_path: Path,
 ) -> None:

@@ -107,7 +107,7 @@ CASES = [
 ]
 
 
-@pytest.mark.runs(daily=1, ci=2)
+@pytest.mark.runs(daily=0, ci=2)
 @pytest.mark.parametrize(("fault", "reasons", "async_save"), CASES)
 def test_a_save_that_the_system_refuses_leaves_all_as_it_was(
     tmp_path: Path,

@@ -37,7 +37,6 @@ def _perturbed(
     odd: int | None,
     name: str,
     state: str | None = None,
-    sign: bool = False,
 ) -> tuple[str | None, int]:
     """The error, and the last iteration, of a run in which one value of one rank changes by one ulp
     after iteration 3."""
@@ -57,9 +56,7 @@ def _perturbed(
                 target = dict(trainer.model.named_parameters())[name]
             with torch.no_grad():
                 flat = target.detach().view(-1)
-                flat[5] = (
-                    -flat[5] if sign else torch.nextafter(flat[5], torch.full_like(flat[5], 9.0))
-                )
+                flat[5] = torch.nextafter(flat[5], torch.full_like(flat[5], 9.0))
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         during_iteration(monkeypatch, (3,), ULP)

@@ -121,6 +121,7 @@ def status(tool: Tool, folder: Path) -> object:
     return status_of(tool.main, tool.words.format(folder).split())
 
 
+@pytest.mark.runs(daily=4, ci=11)
 @pytest.mark.parametrize("name", TOOLS)
 def test_a_file_that_is_no_file_of_its_folder_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

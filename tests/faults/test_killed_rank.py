@@ -47,7 +47,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.runs(daily=1, ci=1)
+@pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(
     ("place", "iteration"), [("replay", 6), *(("forward", 5), ("backward", 5), ("evaluation", 4))]
 )

@@ -72,7 +72,7 @@ def _run(rank: int, world_size: int, config: RunConfig, seconds: float) -> bool:
     return not WAITING.is_timed
 
 
-@pytest.mark.runs(daily=1, ci=1)
+@pytest.mark.runs(daily=0, ci=1)
 @pytest.mark.parametrize(("shape", "ranks"), [("tp2", 2), ("dp2", 2), ("fsdp2", 2), ("pp2", 4)])
 def test_a_rank_that_sleeps_in_its_layers_is_named_and_no_other_is(
     capfd: pytest.CaptureFixture[str], shape: str, ranks: int

@@ -19,26 +19,12 @@ from megatron_lite.description.self_attention import CORE
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.model.attention import CoreAttention, SelfAttention
-from tests.model.test_window import by_loops
+from tests.model.test_window import A, B, D, by_loops, core, draw
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
-S, B, A, G, D = 7, 2, 6, 3, 4  # 6 heads in 3 groups
-
-
-def draw(*shape, seed, dtype=torch.float64):
-    return torch.randn(
-        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
-
-
-def core(backend, **overrides):
-    config = tiny_config(
-        attention_backend=backend, num_attention_heads=A, kv_channels=D, **overrides
-    )
-    with tp_state(1) as parallel:
-        return CoreAttention(config, parallel.rng, layer=0)
+S, G = 7, 3  # 6 heads in 3 groups
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float16, 0.004)])

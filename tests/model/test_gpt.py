@@ -20,7 +20,7 @@ from tests.support.models import (
 )
 from tests.support.ranks import run_ranks
 
-H, F_, QKV, PROJECTION = 32, 40, 72, 24  # tiny_config: 4 heads of 6 channels
+H = 32  # tiny_config
 
 
 @pytest.mark.parametrize("name", VARIANTS)

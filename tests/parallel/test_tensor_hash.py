@@ -64,7 +64,7 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
     return raw.view(tensor.dtype)
 
 
-@pytest.mark.runs(daily=2, ci=4)
+@pytest.mark.runs(daily=2, ci=3)
 @pytest.mark.parametrize(
     ("changed", "odd"),
     [

@@ -116,7 +116,7 @@ def is_by_kernel(key: str, name: str) -> bool:
     )
 
 
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(daily=1, ci=2)
 @NEEDS_GRAD_DTYPE
 @pytest.mark.parametrize(
     ("name", "policy"), [("gpt2", "*:none"), ("llama", "*:full"), ("gpt2", "*:pointwise+core_attn")]
@@ -225,7 +225,7 @@ def test_a_run_uses_the_kernel_where_it_may_and_says_so(
     assert said(log) == f"weight gradients are summed in float32: 9 weights by {expected}"
 
 
-@pytest.mark.runs(daily=4, ci=5)
+@pytest.mark.runs(daily=2, ci=3)
 @pytest.mark.parametrize(("tp_size", "sequence_parallel"), [(1, False), (2, True)])
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NEEDS_GRAD_DTYPE)]

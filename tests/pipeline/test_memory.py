@@ -11,7 +11,7 @@ import torch
 from arguments import parse_args
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.predict.pipeline_memory import ticks
+from megatron_lite.memory.predict.pipeline_memory import rank_memory, ticks
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.parallel.state import ParallelState, parallel_state
 from megatron_lite.pipeline.order import Action
@@ -187,3 +187,19 @@ def test_after_every_action_a_rank_holds_what_is_predicted(ranks, flags, model):
 
     for seen, expected in run_ranks(work, ranks, detail=False):
         assert seen == expected
+
+
+@pytest.mark.parametrize(("num_chunks", "num_kept"), [(1, 2), (2, 6), (3, 8)])
+def test_a_rank_never_holds_more_than_with_the_micro_batches_that_are_priced(num_kept, num_chunks):
+    chunks = f"--num-virtual-stages-per-pipeline-rank {num_chunks}" if num_chunks > 1 else ""
+    config = config_of(
+        "--num-layers 18 --pipeline-model-parallel-size 3 --recompute-policy *:full "
+        f"--num-microbatches-with-partial-activation-checkpoints {num_kept} {chunks} "
+        "--global-batch-size 120",
+        GPT2,
+    )
+    for rank in range(3):
+        longest = max(
+            tick.kept_bytes for tick in ticks(config, "cpu", rank=rank, num_microbatches=120)
+        )
+        assert rank_memory(config, "cpu", rank).held_bytes == longest

@@ -98,6 +98,7 @@ def test_a_lost_node(cluster: Cluster, run: Run, whole: Run) -> None:
     assert "requeued:" not in log
 
 
+@pytest.mark.weekly
 def test_a_pre_empted_job(cluster: Cluster, run: Run, whole: Run) -> None:
     """Slurm sends SIGTERM to the tasks. They save and end with status 0, and the job must not count
     as completed."""

@@ -141,11 +141,11 @@ def test_beside_a_gpu_host_memory_is_no_part_of_the_peak() -> None:
     ("world_size", "rank", "flags"),
     [
         (1, 0, "--num-layers 6"),
-        (1, 0, f"--num-layers 8 --bf16 --recompute-policy *:full/1 {LLAMA}"),
         (1, 0, "--num-layers 5 --recompute-policy *:full/1@host"),
-        (2, 1, f"{SP} --num-layers 9 --bf16 --recompute-policy 0-3:mlp+layernorm;4-8:ops(matmul)"),
-        (8, 2, f"{DEEP} --num-layers 40 --bf16 --global-batch-size 60"),
         (8, 7, f"{DEEP} --num-layers 8 --bf16 --global-batch-size 12"),
+        (1, 0, f"--num-layers 8 --bf16 --recompute-policy *:full/1 {LLAMA}"),
+        (8, 2, f"{DEEP} --num-layers 40 --bf16 --global-batch-size 60"),
+        (2, 1, f"{SP} --num-layers 9 --bf16 --recompute-policy 0-3:mlp+layernorm;4-8:ops(matmul)"),
         (2, 0, "--use-torch-fsdp2 --bf16 --num-layers 6 --global-batch-size 12"),
     ],
 )

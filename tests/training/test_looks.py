@@ -51,7 +51,6 @@ def test_the_log_file_has_the_table_and_all_lines_and_the_terminal_the_short_one
     printed, filed = capsys.readouterr().out, (tmp_path / "saved" / "train.log").read_text()
     assert arguments_table(config) in filed and "end of arguments" not in printed
     assert "1 rank: tensor-parallel 1" in filed
-    assert re.search(r" iteration        4/       4 \| consumed samples: ", filed)
     assert "consumed samples:" not in printed and re.search(
         "^ +4/4  +[0-9.]+ .* 16$", printed, re.MULTILINE
     )
