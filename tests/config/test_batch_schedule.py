@@ -11,20 +11,13 @@ from megatron_lite.config.batch_schedule import BatchSchedule, parse_steps
 from megatron_lite.config.training import TrainingConfig
 
 
-def ramp(
-    start: int,
-    increment: int,
-    samples: int,
-    full: int,
-    *,
-    micro_batch_size: int = 1,
-    dp_size: int = 1,
-) -> BatchSchedule:
+def ramp(start: int, increment: int, samples: int, full: int, **sizes: int) -> BatchSchedule:
+    """sizes: micro_batch_size and dp_size, where they are not 1."""
     return TrainingConfig(
-        micro_batch_size=micro_batch_size,
+        micro_batch_size=sizes.get("micro_batch_size", 1),
         global_batch_size=full,
         rampup_batch_size=(start, increment, samples),
-    ).batch_schedule(dp_size)
+    ).batch_schedule(sizes.get("dp_size", 1))
 
 
 @given(
@@ -59,41 +52,20 @@ def test_every_batch_of_a_ramp_is_that_of_megatrons_formula(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dp_size", "message"),
+    ("sizes", "message"),
     [
-        (
-            (6, 4, 9, 14),
-            2,
-            (
-                "--global-batch-size 14 is not divisible by --micro-batch-size 2 x data-parallel "
-                "size 2 = 4"
-            ),
-        ),
-        (
-            (6, 5, 9, 16),
-            2,
-            (
-                "--rampup-batch-size 6 5 9: the start 6 is not divisible by --micro-batch-size 2 x "
-                "data-parallel"
-            ),
-        ),
-        (
-            (4, 6, 9, 16),
-            2,
-            (
-                "--rampup-batch-size 4 6 9: the increment 6 is not divisible by --micro-batch-size "
-                "2 x data-parallel"
-            ),
-        ),
+        ((6, 4, 9, 14), "--global-batch-size 14 is not divisible by"),
+        ((6, 5, 9, 16), "--rampup-batch-size 6 5 9: the start 6 is not divisible by"),
+        ((4, 6, 9, 16), "--rampup-batch-size 4 6 9: the increment 6 is not divisible by"),
     ],
 )
 def test_a_batch_that_does_not_divide_over_the_ranks_is_refused(
-    sizes: tuple[int, int, int, int], dp_size: int, message: str
+    sizes: tuple[int, int, int, int], message: str
 ) -> None:
     with pytest.raises(ValueError) as fault:
-        ramp(*sizes, micro_batch_size=2, dp_size=dp_size)
-    assert message in str(fault.value)
-    assert ramp(*sizes, micro_batch_size=1, dp_size=1).sizes[0] == sizes[0]
+        ramp(*sizes, micro_batch_size=2, dp_size=2)
+    assert f"{message} --micro-batch-size 2 x data-parallel size 2" in str(fault.value)
+    assert ramp(*sizes).sizes[0] == sizes[0]
 
 
 def test_a_run_shorter_than_its_first_batch_is_refused() -> None:
@@ -148,22 +120,14 @@ def test_the_steps_of_nvidias_175b_example() -> None:
     training = TrainingConfig(
         micro_batch_size=1, global_batch_size=1536, step_batch_size_schedule=text
     )
-    assert parse_steps(text.replace(" ", ", ")) == (
-        (0, 16),
-        (2_400_000_000, 320),
-        (4_800_000_000, 624),
-        (7_200_000_000, 928),
-        (9_600_000_000, 1232),
-        (12_000_000_000, 1536),
+    sizes = (16, 320, 624, 928, 1232, 1536)
+    assert parse_steps(text.replace(" ", ", ")) == tuple(
+        (number * 2_400_000_000, size) for number, size in enumerate(sizes)
     )
     schedule = training.batch_schedule(8, seq_length=2048)
     assert schedule.steps[1] == (1_171_875, 320)
-    assert [schedule.at(samples) for samples in (0, 1_171_874, 1_171_875, 10**9)] == [
-        16,
-        16,
-        320,
-        1536,
-    ]
+    samples = (0, 1_171_874, 1_171_875, 10**9)
+    assert [*map(schedule.at, samples)] == [16, 16, 320, 1536]
     assert training == TrainingConfig(micro_batch_size=1, step_batch_size_schedule=text)
 
 

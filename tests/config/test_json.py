@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from megatron_lite.config.data_settings import DataConfig, TokenizerConfig
-from megatron_lite.config.model import ModelConfig
+from megatron_lite.api import run_config
 from megatron_lite.config.run import RunConfig
-from megatron_lite.config.training import TrainingConfig
 
 
 def plain() -> dict[str, Any]:
-    config = RunConfig(
-        model=ModelConfig(
-            num_layers=2, hidden_size=16, num_attention_heads=4, max_position_embeddings=8
-        ),
-        training=TrainingConfig(micro_batch_size=2),
-        data=DataConfig(seq_length=8),
-        tokenizer=TokenizerConfig(vocab_size=99),
+    config = run_config(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        max_position_embeddings=8,
+        micro_batch_size=2,
+        seq_length=8,
+        vocab_size=99,
     )
     values: dict[str, Any] = json.loads(config.to_json())
     return values

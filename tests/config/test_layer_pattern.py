@@ -65,36 +65,30 @@ def test_the_layers_are_those_of_megatron_core() -> None:
         pytest.importorskip("megatron.core")
         from megatron.core.transformer.transformer_config import TransformerConfig
         from megatron.core.transformer.utils import is_layer_window_attention
+
+    def theirs(pattern: Any) -> Any:
+        return list(pattern) if isinstance(pattern, tuple) else pattern
+
     for num_layers in (1, 4, 6, 12):
-        lists = [
-            tuple(int(layer * 7 % 5 > start) for layer in range(num_layers)) for start in range(3)
-        ]
+        numbers = range(1, num_layers + 1)
+        lists = [tuple(int(number * 7 % 5 > start) for number in numbers) for start in range(3)]
         for pattern in [*range(1, num_layers + 3), *lists]:
-            theirs = [
-                is_layer_window_attention(
-                    (3, 0), list(pattern) if isinstance(pattern, tuple) else pattern, number
-                )
-                for number in range(1, num_layers + 1)
+            found = [
+                is_layer_window_attention((3, 0), theirs(pattern), number) for number in numbers
             ]
-            if any(theirs):
-                assert (
-                    windowed(model(num_layers, window_size=(3, 0), window_attn_skip_freq=pattern))
-                    == theirs
-                ), pattern
-        divisors = [
-            frequency for frequency in range(2, num_layers + 1) if num_layers % frequency == 0
-        ]
+            if any(found):
+                ours = model(num_layers, window_size=(3, 0), window_attn_skip_freq=pattern)
+                assert windowed(ours) == found, pattern
+        divisors = [number for number in numbers if number > 1 and num_layers % number == 0]
         for pattern in [*divisors, *(each for each in lists if 0 in each)]:
-            their_config = TransformerConfig(
+            config = TransformerConfig(
                 num_layers=num_layers,
                 hidden_size=16,
                 num_attention_heads=4,
-                no_rope_freq=(list(pattern) if isinstance(pattern, tuple) else pattern),
+                no_rope_freq=theirs(pattern),
             )
-            assert (
-                unrotated(model(num_layers, **ROPE, no_rope_freq=pattern))
-                == their_config.no_rope_freq
-            ), pattern
+            ours = model(num_layers, **ROPE, no_rope_freq=pattern)
+            assert unrotated(ours) == config.no_rope_freq, pattern
 
 
 # --- the text ---
@@ -143,6 +137,3 @@ def test_a_window_is_two_numbers_with_or_without_brackets() -> None:
     for text in ("128", "1,2,3", "a,0", "128,", "1.5,0", "", "99999999999,0"):
         with pytest.raises(ValueError, match=r"--window-size .*: give two numbers"):
             parse_window(text)
-
-
-# --- the command line, and stored runs ---

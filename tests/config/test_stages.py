@@ -31,33 +31,27 @@ def layers(parallel: ParallelConfig, num_layers: int) -> list[list[range]]:
     ]
 
 
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+VIRTUAL = "num_virtual_stages_per_pipeline_rank"
+PER_STAGE = "num_layers_per_virtual_pipeline_stage"
+
+
 @pytest.mark.parametrize(
-    ("parallel", "num_layers", "expected"),
+    ("fields", "num_layers", "expected"),
     [
-        (of(), 5, [[range(5)]]),
-        (of(pipeline=2), 8, [[range(4)], [range(4, 8)]]),
+        ({}, 5, [[range(5)]]),
+        ({"pipeline": 2}, 8, [[range(4)], [range(4, 8)]]),
+        ({"pipeline": 2, VIRTUAL: 2}, 8, [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]]),
+        ({"pipeline": 3, FIRST: 1}, 7, [[range(1)], [range(1, 4)], [range(4, 7)]]),
         (
-            of(pipeline=2, num_virtual_stages_per_pipeline_rank=2),
-            8,
-            [[range(2), range(4, 6)], [range(2, 4), range(6, 8)]],
-        ),
-        (
-            of(pipeline=3, decoder_first_pipeline_num_layers=1),
-            7,
-            [[range(1)], [range(1, 4)], [range(4, 7)]],
-        ),
-        (
-            of(
-                pipeline=2,
-                decoder_first_pipeline_num_layers=2,
-                num_virtual_stages_per_pipeline_rank=2,
-            ),
+            {"pipeline": 2, FIRST: 2, VIRTUAL: 2},
             6,
             [[range(1), range(3, 4)], [range(1, 3), range(4, 6)]],
         ),
     ],
 )
-def test_layers_are_dealt_out_in_the_order_of_the_model(parallel, num_layers, expected):
+def test_layers_are_dealt_out_in_the_order_of_the_model(fields, num_layers, expected):
+    parallel = of(**fields)
     assert layers(parallel, num_layers) == expected
     dealt = stages(parallel, num_layers)
     ends = [0, *itertools.accumulate(stage.num_layers for stage in dealt)]
@@ -68,11 +62,6 @@ def test_layers_are_dealt_out_in_the_order_of_the_model(parallel, num_layers, ex
     assert [stage.number for stage in dealt if stage.is_first or stage.is_last] == sorted(
         {0, len(dealt) - 1}
     )
-
-
-FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-VIRTUAL = "num_virtual_stages_per_pipeline_rank"
-PER_STAGE = "num_layers_per_virtual_pipeline_stage"
 
 
 @pytest.mark.parametrize(

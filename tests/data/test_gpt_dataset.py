@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,25 +26,9 @@ def write(prefix: Path, lengths: tuple[int, ...] = LENGTHS, first_id: int = 0) -
     return IndexedDataset(written(prefix, itertools.starmap(range, itertools.pairwise(ends))))
 
 
-def dataset(
-    indexed: IndexedDataset,
-    *,
-    documents: tuple[int, int] = (0, 7),
-    num_samples: int | None = None,
-    seq_length: int = 4,
-    seed: int = 5,
-    vocab_size: int = 100,
-    cache_path: str | None = None,
-) -> GPTDataset:
-    return GPTDataset(
-        indexed,
-        documents=documents,
-        num_samples=num_samples,
-        seq_length=seq_length,
-        seed=seed,
-        vocab_size=vocab_size,
-        cache_path=cache_path,
-    )
+def dataset(indexed: IndexedDataset, **options: Any) -> GPTDataset:
+    given = dict(documents=(0, 7), num_samples=None, seq_length=4, seed=5, vocab_size=100)
+    return GPTDataset(indexed, **{**given, **options})
 
 
 def rows(data: GPTDataset) -> list[list[int]]:

@@ -4,7 +4,7 @@ had to build again."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,15 +49,6 @@ class Cache:
     def read(self) -> dict[str, np.ndarray]:
         return cached_arrays(str(self.folder), KEY, build, fault=fault)
 
-    def bits(self) -> Iterator[tuple[str, int]]:
-        for name, content in self.files.items():
-            yield from ((name, bit) for bit in range(8 * len(content)))
-
-    def flip(self, name: str, bit: int) -> None:
-        content = bytearray(self.files[name])
-        content[bit // 8] ^= 1 << bit % 8
-        (self.path / name).write_bytes(content)
-
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
@@ -78,13 +69,12 @@ def test_any_flipped_bit_is_found(cache: Cache) -> None:
     def read() -> dict[str, np.ndarray]:
         return cached_arrays(str(cache.folder), KEY, build_again, fault=fault)
 
-    for name, bit in cache.bits():
-        if bit % (8 * len(cache.files[name]) // 150 | 1):
-            continue
-        cache.flip(name, bit)
-        with pytest.raises(IsBuiltAgain):
-            read()
-        (cache.path / name).write_bytes(cache.files[name])
+    for name, content in cache.files.items():
+        for bit in range(0, 8 * len(content), 8 * len(content) // 150 | 1):
+            flip_bit(cache.path / name, bit)
+            with pytest.raises(IsBuiltAgain):
+                read()
+            (cache.path / name).write_bytes(content)
     assert arrays_equal(read(), build())
 
 
