@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,11 +165,13 @@ def counts(root: Path) -> Iterator[tuple[str, int]]:
 
 def tokens_of(paths: list[Path]) -> int:
     """Returns the number of tokens without comments and line breaks."""
-    return sum(
-        token.type not in IGNORED
-        for path in paths
-        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
-    )
+    return sum(map(_tokens, paths))
+
+
+@cache
+def _tokens(path: Path) -> int:
+    read = io.StringIO(path.read_text()).readline
+    return sum(token.type not in IGNORED for token in tokenize.generate_tokens(read))
 
 
 def _sources(folder: Path) -> list[Path]:

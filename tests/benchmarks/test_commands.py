@@ -16,12 +16,14 @@ from benchmarks.engines import PRESETS, Setting
 from megatron_lite.memory.predict.flops import forward_flops
 
 pytestmark = pytest.mark.long
+FULL, TORCH = "uniform 1, no tail skip", "torch layers, reentrant"
 TINY = "--device cpu --preset tiny --dtype float32 --threads 1 --repeats 1"
 
 
-def report(module: Any, words: str, folder: Path) -> list[dict[str, Any]]:
+def report(module: Any, words: str | list[str], folder: Path) -> list[dict[str, Any]]:
     file = folder / "new" / "report.json"
-    assert module.main([*words.split(), "--json", str(file)]) == 0
+    words = words.split() if isinstance(words, str) else words
+    assert module.main([*words, "--json", str(file)]) == 0
     return json.loads(file.read_text())["rows"]
 
 
@@ -51,9 +53,15 @@ def test_every_contestant_of_a_step_has_the_same_loss(family: str, tmp_path: Pat
     assert abs(rows[0]["loss"] - math.log(256)) < 0.3  # a guess among the vocabulary's 256 ids
 
 
-def test_every_engine_trains_the_same_model_and_units_cost_a_forward(tmp_path: Path) -> None:
+def test_engines_train_the_same_model_and_units_cost_a_forward(tmp_path: Path) -> None:
     """A checkpoint that drops gradients would look fast."""
-    found = report(recompute, f"{TINY} --dropout 0", tmp_path)
+    engines = (
+        *(FULL, "every-2:full, else pointwise", TORCH, "torch mlp, non-reentrant"),
+        *("transformers, reentrant", "transformers, non-reentrant"),
+    )
+    words = [*TINY.split(), "--dropout", "0", "--engines", *engines]
+    found = report(recompute, words, tmp_path)
+    assert {row["engine"] for row in found} == {*engines, "none", "transformers, none"}
     rows, shape = {row["engine"]: row for row in found}, PRESETS["tiny"]
     for name, row in rows.items():
         base = rows["transformers, none" if name.startswith("transformers") else "none"]
@@ -67,5 +75,5 @@ def test_every_engine_trains_the_same_model_and_units_cost_a_forward(tmp_path: P
         seq_length=shape.seq_length,
         padded_vocab_size=0,
     )
-    for name in ("uniform 1, no tail skip", "torch layers, reentrant"):
+    for name in (FULL, TORCH):
         assert rows[name]["flops"] - rows["none"]["flops"] == layers

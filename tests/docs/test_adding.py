@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import MOCK, SMALL_RUN
+from tests.support.pairs import in_one_test
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "adding.md").read_text()
@@ -44,7 +45,7 @@ def test_every_path_exists() -> None:
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("name", TABLES)
+@in_one_test("name", TABLES)
 def test_every_table_is_where_the_page_says(name: str) -> None:
     module = TABLES[name]
     assert f"`{name}`" in PAGE and f"megatron_lite/{module.replace('.', '/')}.py" in PAGE

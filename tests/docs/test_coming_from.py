@@ -18,6 +18,7 @@ from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.recompute.schedule import plan_stage
 from megatron_lite.tools.translate_recompute import PARTITIONING, SYSTEMS
+from tests.support.pairs import in_one_test
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
 MODEL = shlex.split(re.search(r"```\n(--num-layers [^`]*)```", PAGE)[1])  # type: ignore[index]
@@ -47,25 +48,18 @@ def tables() -> Iterator[tuple[str, str, list[str]]]:
                 yield heading, last, cells
 
 
-def rows() -> list[Row]:
-    return [
-        Row(
-            heading.lower(),
-            cells[0],
-            tuple(shlex.split(cells[1])),
-            cells[2],
-            2 if last.endswith("at TP 2") else 1,
-        )
-        for heading, last, cells in tables()
-        if last.startswith("bytes")
-    ]
-
-
-def name(row: Row) -> str:
-    return f"{row.system} {row.theirs}"
-
-
-ROWS = rows()
+ROWS = [
+    Row(
+        heading.lower(),
+        cells[0],
+        tuple(shlex.split(cells[1])),
+        cells[2],
+        2 if last.endswith("at TP 2") else 1,
+    )
+    for heading, last, cells in tables()
+    if last.startswith("bytes")
+]
+HERE = ("torchtitan", "here")
 
 
 @lru_cache
@@ -94,20 +88,20 @@ def test_the_page_has_a_table_for_each_system_and_a_row_for_each_kind() -> None:
     )
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.system != "megatron"], ids=name)
+@in_one_test("row", [row for row in ROWS if row.system != "megatron"])
 def test_the_preset_gives_the_flags_of_the_row(row: Row) -> None:
     size = {"tp_size": row.tp_size} if row.system in PARTITIONING else {}
     assert SYSTEMS[row.system](json.loads(row.theirs), **size).flags == row.ours
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.system == "megatron"], ids=name)
+@in_one_test("row", [row for row in ROWS if row.system == "megatron"])
 def test_megatrons_flags_give_the_plan_of_the_policy(row: Row) -> None:
     theirs = parsed(tuple(shlex.split(row.theirs)), row.tp_size)
     assert plan_stage(theirs.recompute, 5) == plan_stage(run_of(row).recompute, 5)
     assert theirs.recompute.policy == run_of(row).recompute.policy
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name)
+@in_one_test("row", ROWS)
 def test_the_figure_is_the_predicted_one(row: Row) -> None:
     run = run_of(row)
     plan, sizes = plan_stage(run.recompute, run.model.num_layers), Sizes.of(run, device="cpu")
@@ -115,11 +109,7 @@ def test_the_figure_is_the_predicted_one(row: Row) -> None:
     assert row.figure == f"{device:,}" + (f" + {host:,} on the host" if host else "")
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [cells for heading, last, cells in tables() if last == "error"],
-    ids=lambda cells: cells[1],
-)
+@in_one_test("cells", [cells for heading, last, cells in tables() if last == "error"])
 def test_what_is_refused_says_why(cells: list[str]) -> None:
     system, config, message = cells
     with pytest.raises(ValueError) as raised:
@@ -129,11 +119,7 @@ def test_what_is_refused_says_why(cells: list[str]) -> None:
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [cells for heading, last, cells in tables() if heading == "torchtitan" and last == "here"],
-    ids=lambda cells: cells[1],
-)
+@in_one_test("cells", [row for head, last, row in tables() if (head, last) == HERE])
 def test_a_budget_for_the_compiler_is_a_run_without_a_policy(cells: list[str]) -> None:
     words = tuple(shlex.split(cells[1]))
     run = parsed(words, 1)

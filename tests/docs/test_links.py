@@ -1,4 +1,5 @@
-"""Every link of the pages leads somewhere: files, headings in them, and pictures."""
+"""Every link of the pages leads somewhere: files, headings in them, and pictures. And what some
+pages list is what there is: folders, families of models, and tests of faults."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-import pytest
-
+from megatron_lite.config.hf_families import FAMILIES, REASONS
 from tests.docs.marks import PAGES, ROOT
+from tests.support.pairs import in_one_test
 
 CHECKED = [*PAGES, ROOT / "CHANGELOG.md", *sorted((ROOT / "examples").rglob("README.md"))]
 
@@ -34,7 +35,7 @@ def links(page: Path) -> Iterator[str]:
     yield from re.findall(r'\]\(([^)\s]+)(?: "[^"]*")?\)', text)
 
 
-@pytest.mark.parametrize("page", CHECKED, ids=lambda path: str(path.relative_to(ROOT)))
+@in_one_test("page", CHECKED)
 def test_every_link_leads_somewhere(page: Path) -> None:
     dead = []
     for link in links(page):
@@ -54,3 +55,49 @@ def test_the_index_has_every_page_and_every_page_is_reached() -> None:
 
 def test_the_readme_leads_to_the_index() -> None:
     assert "docs/README.md" in set(links(ROOT / "README.md"))
+
+
+def test_the_tree_of_architecture_names_every_folder_and_only_what_exists() -> None:
+    page, package = text_of("architecture"), ROOT / "megatron_lite"
+    tree = page.split("## The layout")[1].split("```text\n")[1].split("```")[0]
+    folders = {path.name for path in package.iterdir() if (path / "__init__.py").exists()}
+    folder, seen, found, missing = "", set(), 0, []
+    for line in tree.splitlines()[1:]:
+        for word in re.sub(r"\(.*\)|\.\.\.|^ +\d", "", line).split():
+            name = word.rstrip("/")
+            if word.endswith("/") and name in folders:
+                folder = name
+                seen.add(name)
+                continue
+            found += 1
+            place = package / folder / name
+            if not place.with_suffix(".py").is_file() and not place.is_dir():
+                missing.append(f"{folder}/{name}")
+    assert missing == [] and seen == folders and found > 50
+    paths = re.findall(r"`((?:megatron_lite/|tests/)?[\w/]+\.py)`", page)
+    assert len(paths) > 15 and [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_the_table_of_convert_has_every_family_in_order() -> None:
+    families = text_of("convert").partition("## Hugging Face")[2].partition("## Megatron-LM")[0]
+    assert re.findall(r"^\| `(\w+)` \|", families, re.MULTILINE) == list(FAMILIES)
+    assert not FAMILIES.keys() & REASONS.keys()
+
+
+def test_reliability_names_tests_that_exist_and_every_file_of_faults() -> None:
+    page = text_of("reliability")
+    # Links such as [`faults/test_a.py`](../tests/faults/test_a.py "test_one, test_two").
+    found = re.findall(
+        r"\[`(\w+/test_\w+\.py)`\]\(\.\./tests/([\w/]+\.py)(?: \"([\w, ]+)\")?\)", page
+    )
+    assert len(found) == len(re.findall(r"\[`[^`]*test_", page)) > 0
+    for shown, path, names in found:
+        assert shown == path
+        source = (ROOT / "tests" / path).read_text()
+        assert not [one for one in names.split(", ") if one and f"def {one}(" not in source], path
+    files = {f"faults/{path.name}" for path in (ROOT / "tests" / "faults").glob("test_*.py")}
+    assert files and files <= {path for _, path, _ in found}
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text()

@@ -4,12 +4,10 @@ not in them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.support.commands import ROOT
+from tests.support.pairs import in_one_test
 
 FOLDER = ROOT / "examples" / "slurm"
 JOB_SCRIPTS = sorted(FOLDER.glob("*.sbatch"))
@@ -43,15 +41,7 @@ def code_of(*scripts: Path) -> str:
     )
 
 
-def options(text: str) -> Iterator[str]:
-    """Long options of srun, torchrun and this program; those of Slurm's other commands are single
-    lines of their own."""
-    for line in text.splitlines():
-        if not re.search(r"scancel|scontrol|sed ", line):
-            yield from re.findall(r"(?<![\w-])--[a-z][\w-]*(?:=[\w:%.@]+)?", line)
-
-
-@pytest.mark.parametrize("script", JOB_SCRIPTS, ids=lambda path: path.name)
+@in_one_test("script", JOB_SCRIPTS)
 def test_every_line_for_sbatch_is_explained_with_its_value(script: Path) -> None:
     lines = asked_for(script)
     assert len(lines) == script.read_text().count("#SBATCH") > 10
