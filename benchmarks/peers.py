@@ -138,9 +138,10 @@ def as_transformers(weights: Weights, setting: Setting) -> Weights:
     from megatron_lite.convert.hf import LAYOUTS, row_of  # needs safetensors
 
     found: Weights = {}
+    model = setting.model_config()
     for name, weight in weights.items():
-        row = row_of(setting.family, name)
-        parts = LAYOUTS[row.layout].split(weight, setting.model_config())
+        row = row_of(setting.family, name, model)
+        parts = LAYOUTS[row.layout].split(weight, model)
         found |= zip(row.theirs, parts, strict=True)
     return found
 
