@@ -24,10 +24,12 @@ from megatron_lite.data.tokenizers import resolve_vocabulary
 from megatron_lite.memory.explain.prices import ComparedRun, full, with_flags
 from megatron_lite.memory.explain.recompute_report import explain, likely_device, of_one_replica
 from megatron_lite.memory.explain.report_text import report_text
+from megatron_lite.memory.predict.pipeline_memory import step_microbatches
 from megatron_lite.memory.predict.step_peak import fullest_step_peak
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.plan.auto_policy import choose_policy, with_chosen_policy
-from megatron_lite.plan.hardware import load_hardware, machine_for_policy
+from megatron_lite.plan.hardware import Hardware, load_hardware, machine_for_policy
+from megatron_lite.plan.step_time import step_time
 
 USUAL_GPU = "h100-80gb"  # stands for a GPU that is not here
 
@@ -77,12 +79,14 @@ def explanation(
     told_in_report = notices_of(config, "recompute")
     num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
     try:
+        hardware = _hardware(machine, device)
         report = explain(
             config,
             device,
             dp_size=config.parallel.data_parallel_size(num_ranks),
             others=auto_settings(config, device, num_ranks),
         )
+        times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
     except ValueError as error:
         raise InputError(str(error)) from error
     end = (
@@ -94,7 +98,7 @@ def explanation(
         end += " No GPU is here, so the figures above are a CPU's: --machine NAME gives a GPU's."
     return [
         *(notice for notice in [*notices, *chosen] if notice not in told_in_report),
-        report_text(report, help_columns()),
+        report_text(report, help_columns(), times, f"{hardware.name}, +-{hardware.band:.0%}"),
         "",
         *textwrap.wrap(end, help_columns(), break_on_hyphens=False),
     ]
@@ -116,16 +120,32 @@ def auto_settings(config: RunConfig, device: str, num_ranks: int) -> list[Compar
     unit = ByteUnit.of(budget)
     # rounded up, so that the run itself fits
     words = f"{-(-budget * 1000 // unit.num_bytes) / 1000:.3f}{unit.name}"
-    machine = config.logging.machine
-    if machine is None and device == "cuda":
-        machine = USUAL_GPU
-    hardware = machine_for_policy(machine, device=device, gpu_name=None)
+    hardware = _hardware(config.logging.machine, device)
     try:
         budget = parse_bytes("--memory-budget", words)
         text = choose_policy(with_flags(config), hardware, budget, num_ranks)
     except InputError:
         return []
     return [ComparedRun(f"auto {words}", with_flags(config, recompute_policy=text))]
+
+
+def _hardware(machine: str | None, device: str) -> Hardware:
+    if machine is None and device == "cuda":
+        machine = USUAL_GPU
+    return machine_for_policy(machine, device=device, gpu_name=None)
+
+
+def _step_time(own: RunConfig, other: RunConfig, hardware: Hardware, num_ranks: int) -> float:
+    """Returns the seconds of a step of the run with the recomputation and the loss chunks of
+    another one. A run without a batch has the micro-batches of its report."""
+    samples = own.training.micro_batch_size * own.parallel.data_parallel_size(num_ranks)
+    training = replace(
+        own.training,
+        loss_chunk_size=other.training.loss_chunk_size,
+        global_batch_size=own.training.global_batch_size or samples * step_microbatches(own),
+    )
+    changed = replace(own, recompute=other.recompute, training=training)
+    return step_time(changed, hardware, num_ranks).seconds
 
 
 def print_dry_run_memory(

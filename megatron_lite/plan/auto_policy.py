@@ -22,6 +22,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.states import rank_states
 from megatron_lite.plan.hardware import Hardware
+from megatron_lite.plan.policies import least_seconds
 from megatron_lite.plan.rank_mixes import Chosen, RankMixes, Run, with_policy
 
 ROUNDS = 6  # corrections of the space; two are usual
@@ -110,21 +111,23 @@ def fitted(run: Run, budget_bytes: int) -> Chosen | Unreachable:
     return smallest if smallest.peak.fits(budget_bytes) else Unreachable(smallest)
 
 
-def quickly_fitted(run: Run, budget_bytes: int) -> RunConfig | None:
-    """Returns the run with a policy that is at least as fast as `fitted`, or None if none fits.
-
-    Only the weights, gradients and optimizer states count besides the activations, so the policy
-    may need more than the budget.
-    """
+def least_replays(run: Run, budget_bytes: int) -> list[float] | None:
+    """Returns a lower bound of the seconds of the replays of a micro-batch by pipeline rank, or
+    None if no policy fits: only states and activations are counted."""
     search, fsdp = RankMixes(run), run.config.data_parallel.use_torch_fsdp2
-    spaces = {}
+    found = []
     for rank in range(search.size):
-        if rank == search.alike(rank):
-            states = rank_states(run.config, rank, dp_cp_size=run.dp_cp_size, dp_cp_rank=0)
-            # Under FSDP2 no gradients exist before the first backward.
-            spaces[rank] = budget_bytes - states.total + (states.gradients if fsdp else 0)
-    mixes = search.mixes(spaces)
-    return None if mixes is None else search.config(mixes)
+        states = rank_states(
+            run.config, search.alike(rank), dp_cp_size=run.dp_cp_size, dp_cp_rank=0
+        )
+        # Under FSDP2 no gradients exist before the first backward.
+        space = budget_bytes - states.total + (states.gradients if fsdp else 0)
+        layers, in_flight = search.stages[rank].num_layers, search.in_flight(rank)
+        bound = least_seconds(search.choices, layers, in_flight, space)
+        if bound is None:
+            return None
+        found.append(bound.seconds * len(search.stages) / search.size)
+    return found
 
 
 class ChosenPolicy(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.policy import LayerAction
@@ -18,31 +17,12 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.shape import Shape
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_terms
-from megatron_lite.plan.policies import LayerPrice
+from megatron_lite.plan.policies import KEEP, LayerChoice
 from megatron_lite.plan.stage_time import layer_sizes, replay_time
 from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import RecomputePlan, Segment, Store
 
-KEEP = LayerAction()
-
 OF_DENSE = (MLP_REGION, ACTIVATION)  # the regions that only a dense MLP has
-
-
-class LayerChoice(NamedTuple):
-    """An action, a store, and what a layer costs with them.
-
-    moved: the bytes that a layer moves to host memory and back.
-    """
-
-    action: LayerAction
-    store: Store
-    price: LayerPrice
-    moved: int = 0
-
-    @property
-    def on_host(self) -> bool:
-        """Tells whether what the layer keeps goes to host memory."""
-        return self.store.endswith("host")
 
 
 def layer_choices(config: RunConfig, clock: Clock, *, host: bool) -> tuple[LayerChoice, ...]:
@@ -72,9 +52,9 @@ def _useful_choices(
     ]
     found: list[LayerChoice] = []
     # The cheapest first, so that of two equal choices the simpler one stays.
-    for one in sorted(priced, key=lambda choice: (*choice.price, choice.moved)):
+    for one in sorted(priced, key=lambda choice: choice.price):
         if not any(_serves(other, one) for other in found):
-            found = [other for other in found if not _serves(one, other)] + [one]
+            found.append(one)
     return tuple(found)
 
 
@@ -128,9 +108,8 @@ def _priced(
         rebuilt += Shape(model, sizes).residual
     seconds = 0.0
     if action != KEEP:
-        work = replay_time(model, segment, skip_tail, clock, sizes)
-        seconds = work.seconds
-    return LayerChoice(action, store, LayerPrice(kept, rebuilt, seconds), moved)
+        seconds = replay_time(model, segment, skip_tail, clock, sizes).seconds
+    return LayerChoice(kept, rebuilt, seconds, moved, action, store)
 
 
 @lru_cache(1024)
@@ -153,6 +132,4 @@ def _segment(action: LayerAction, store: Store) -> Segment:
 
 def _serves(one: LayerChoice, other: LayerChoice) -> bool:
     """Returns whether a layer can have the one choice wherever it has the other."""
-    return one.moved <= other.moved and all(
-        own <= replaced for own, replaced in zip(one.price, other.price, strict=True)
-    )
+    return all(own <= replaced for own, replaced in zip(one.price, other.price, strict=True))

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import stages
+from megatron_lite.memory.predict.flops import forward_flops, logits_flops
 from megatron_lite.plan.problem import (
     CONTEXT,
     DATA_PARALLEL,
@@ -24,23 +25,29 @@ from megatron_lite.plan.problem import (
     SEQUENCE,
     TENSOR,
     VIRTUAL,
+    WRAPPING,
     Problem,
     with_fields,
 )
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-CONTEXT_SIZES = (1, 2, 4, 8, 16)
 LEAST_CONTEXT = 2048  # tokens of a sequence on one rank; the search splits none into shorter parts
-LOSS_CHUNKS = (None, 1024)
+LOSS_CHUNKS = (1024, 4096, 256)  # of which those count that are shorter than a micro-batch
 MOST_VIRTUAL_STAGES = 8
 REPLICATED, ZERO1, FSDP2 = "replicated", "ZeRO-1", "FSDP2"
+_OFF = dict.fromkeys(
+    ("overlap_grad_reduce", "overlap_param_gather", *DATA_PARALLEL, WRAPPING), False
+)
 # The flags of each kind of data parallelism. Overlap costs no memory.
 KINDS: Mapping[str, Mapping[str, bool]] = {
-    REPLICATED: dict(overlap_grad_reduce=True),
-    ZERO1: dict(
-        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
-    ),
-    FSDP2: dict(use_torch_fsdp2=True),
+    REPLICATED: {**_OFF, "overlap_grad_reduce": True},
+    ZERO1: {
+        **_OFF,
+        "use_distributed_optimizer": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    FSDP2: {**_OFF, "use_torch_fsdp2": True},
 }
 Row = Mapping[str, Any]  # values by field
 
@@ -109,9 +116,9 @@ def _tensor(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
 
 
 def _context(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    length = problem.base.data.seq_length
-    for size in CONTEXT_SIZES:
-        if size == 1 or length // size >= LEAST_CONTEXT:
+    most = max(1, problem.base.data.seq_length // LEAST_CONTEXT)
+    for size in range(1, min(num_ranks, most) + 1):
+        if num_ranks % (size * row[TENSOR]) == 0:
             yield {CONTEXT: size}
 
 
@@ -126,24 +133,66 @@ def _sequence(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
 
 
 def _cuts(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    """Yields the settings that cut the layers into stages.
+    """Yields one cut of the layers into stages for each number of virtual stages."""
+    for virtual in range(1, MOST_VIRTUAL_STAGES + 1 if row[PIPELINE] > 1 else 2):
+        more = {"num_virtual_stages_per_pipeline_rank": virtual} if virtual > 1 else {}
+        for ends in _ends(problem, row[PIPELINE], virtual)[:1]:
+            yield {**ends, **more}
 
-    If the ranks do not divide the layers, the first and the last rank get fewer than the others.
+
+def recuts(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
+    """Yields a layout of `layouts` with every other cut of its layers into as many stages, as far
+    as the user has fixed none."""
+    virtual = config.parallel.num_virtual_stages_per_pipeline_rank or 1
+    if not problem.fixed.keys() & {*VIRTUAL}:
+        for ends in _ends(problem, config.parallel.pipeline_model_parallel_size, virtual)[1:]:
+            yield with_fields(config, ends)
+
+
+def savers(problem: Problem, config: RunConfig) -> Iterator[RunConfig]:
+    """Yields the layout with loss chunks, and with embedding and output layer as units of FSDP2, as
+    far as the user has fixed neither. They save memory.
+
+    The layouts, their other cuts, the savers of both and of those have every combination once.
     """
-    size, layers = row[PIPELINE], problem.base.model.num_layers
-    each, ends = -(-layers // size), {}
-    if layers % size:  # the ranks between hold `each`, and both ends share the rest
+    if config.data_parallel.fsdp_memory_efficient_wrapping:
+        return
+    tokens = problem.base.data.seq_length // config.parallel.context_parallel_size
+    if LOSS_CHUNK not in problem.fixed and config.training.loss_chunk_size is None:
+        for size in LOSS_CHUNKS:
+            if size < tokens * config.training.micro_batch_size:
+                yield with_fields(config, {LOSS_CHUNK: size})
+    if WRAPPING not in problem.fixed and config.data_parallel.use_torch_fsdp2:
+        yield with_fields(config, {WRAPPING: True})
+
+
+def _ends(problem: Problem, size: int, virtual: int) -> list[Row]:
+    """Returns the layers of the first and the last rank in every cut, the most even one first.
+
+    The ranks between hold equally many layers, and these two no more. The last rank may hold fewer
+    by as many as the output layer is worth, and the first one too: most micro-batches wait there.
+    """
+    model, data = problem.base.model, problem.base.data
+    if size == 1:
+        return [{}]
+    layers, shape = model.num_layers, dict(batch=1, seq_length=data.seq_length)
+    ids = problem.base.tokenizer.true_vocab_size
+    head = logits_flops(model, **shape, padded_vocab_size=ids)
+    worth = -(-head * layers // forward_flops(model, **shape))
+    found: list[Row] = []
+    for each in range(-(-layers // size), -(-(layers + worth) // size) + 2):
         rest = layers - (size - 2) * each
-        if rest < 2:
-            return
-        ends = dict(
-            decoder_first_pipeline_num_layers=rest // 2,
-            decoder_last_pipeline_num_layers=rest - rest // 2,
-        )
-    yield ends
-    for virtual in range(2, min(each, MOST_VIRTUAL_STAGES) + 1 if size > 1 else 0):
-        if each % virtual == 0:
-            yield {**ends, "num_virtual_stages_per_pipeline_rank": virtual}
+        cuts = [(rest - last, last) for last in range(1, rest)]
+        for first, last in sorted(cuts, key=lambda cut: abs(cut[0] - cut[1])):
+            most = max(first, last)
+            # With two ranks none lies between: `each` is the larger number of layers.
+            fits = most == each if size == 2 else most <= each
+            if fits and not any(number % virtual for number in (each, first, last)):
+                ends = dict(
+                    decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last
+                )
+                found.append({} if first == last == each else ends)
+    return found
 
 
 def _kinds(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
@@ -168,9 +217,8 @@ def _micro_batches(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
             yield {MICRO_BATCH: size}
 
 
-def _loss_chunks(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
-    for size in LOSS_CHUNKS:
-        yield {LOSS_CHUNK: size}
+def _none(problem: Problem, num_ranks: int, row: Row) -> Iterator[Row]:
+    yield {}  # `savers` has the values
 
 
 # In the order in which the rows need each other.
@@ -181,6 +229,7 @@ DIMENSIONS: tuple[tuple[tuple[str, ...], Callable[[Problem, int, Row], Iterator[
     ((SEQUENCE,), _sequence),
     (VIRTUAL, _cuts),
     (DATA_PARALLEL, _kinds),
+    ((WRAPPING,), _none),
     ((MICRO_BATCH,), _micro_batches),
-    ((LOSS_CHUNK,), _loss_chunks),
+    ((LOSS_CHUNK,), _none),
 )

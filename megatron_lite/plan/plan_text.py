@@ -142,7 +142,7 @@ def _layout(plan: Plan) -> str:
         *([f"v {virtual}"] if virtual > 1 else []),
         f"c {parallel.context_parallel_size}",
         f"d {parallel.data_parallel_size(plan.num_ranks)}",
-        kind_of(config),
+        kind_of(config) + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
         f"b {config.training.micro_batch_size}",
         *([f"chunk {config.loss_chunk_size}"] if config.loss_chunk_size else []),
     ]

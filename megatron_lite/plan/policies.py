@@ -1,7 +1,7 @@
-"""The best mix of actions for the layers of one stage.
+"""The best mix of choices for the layers of one stage.
 
-The layers of a stage are alike, so only the number of layers with each action counts, and the order
-in which the actions follow one another. With W micro-batches in flight, backward holds
+The layers of a stage are alike, so only the number of layers with each choice counts, and the order
+in which the choices follow one another. With W micro-batches in flight, backward holds
 
     (W - 1) K + C + q
 
@@ -9,61 +9,61 @@ when it rebuilds a layer: K is what the stage keeps for a micro-batch, C what th
 one keep, and q what the replay adds. Layers with a large q come first: the order by falling q
 minimizes the largest C + q, for any numbers (Jackson's rule).
 
-`best_mix` is exact for stages of few layers: it builds the stage in this order, and of all states
-(bytes so far, fullest moment, seconds) it keeps those that no other one beats. For many layers it
-takes the best two choices: with one limit on bytes and one on the number of layers, two are the
-best wherever parts of a layer could be chosen. It then moves single layers to faster choices while
-they fit. Standard library only.
+`best_mix` is exact: it builds the stage in this order, and of all beginnings (bytes so far, fullest
+moment, seconds) it keeps those that no other one beats. With a price of bytes as a bound it looks
+only at those that cost little more than the cheapest, and at more if they do not prove the best.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
-FEW_LAYERS = 8
-MOST_STATES = 96  # that are kept for each number of layers
+from megatron_lite.config.policy import LayerAction
+from megatron_lite.recompute.recompute_plan import Store
+
+KEEP = LayerAction()
 
 
-class LayerPrice(NamedTuple):
-    """The price of one layer under one action.
+class LayerChoice(NamedTuple):
+    """An action and a store, and what a layer costs with them.
 
     kept: the bytes that it keeps on the device for backward, for each micro-batch in flight.
     rebuilt: the bytes that its replay adds to them.
     seconds: the time of the replay.
+    moved: the bytes that it moves to host memory and back.
     """
 
     kept: int
     rebuilt: int
     seconds: float
+    moved: int = 0
+    action: LayerAction = KEEP
+    store: Store = "device"
+
+    @property
+    def price(self) -> tuple[float, ...]:
+        """The figures, of which a smaller one is better."""
+        return self.kept, self.rebuilt, self.seconds, self.moved
+
+    @property
+    def on_host(self) -> bool:
+        """Tells whether what the layer keeps goes to host memory."""
+        return self.store.endswith("host")
 
 
-class Room(NamedTuple):
-    """The space for the activations of a stage.
-
-    in_flight: W, the forwards that wait for their backward at once.
-    limit: the bytes for all of them and a replay.
-    """
-
-    in_flight: int
-    limit: int
-
-
-class Mix(NamedTuple):
-    """The number of layers of each choice, in order, and the seconds of the replays."""
-
-    counts: tuple[int, ...]
-    seconds: float
-
-
-def layer_order(choices: Sequence[LayerPrice]) -> list[int]:
+def layer_order(choices: Sequence[LayerChoice]) -> list[int]:
     """Returns the positions of the choices in the order in which their layers follow each other."""
     return sorted(range(len(choices)), key=lambda place: -choices[place].rebuilt)
 
 
-def mix_peak(choices: Sequence[LayerPrice], counts: Sequence[int], in_flight: int) -> int:
+def mix_peak(choices: Sequence[LayerChoice], counts: Sequence[int], in_flight: int) -> int:
     """Returns the most bytes of a stage with so many layers of each choice, in the best order."""
     kept = fullest = 0
     for place in layer_order(choices):
@@ -73,93 +73,113 @@ def mix_peak(choices: Sequence[LayerPrice], counts: Sequence[int], in_flight: in
     return (in_flight - 1) * kept + fullest
 
 
-class _State(NamedTuple):
-    """Layers that come first in a stage: their bytes, their fullest moment, seconds and counts."""
+class _Beginning(NamedTuple):
+    """Layers that come first in a stage: their bytes, their fullest moment, and their seconds.
+
+    places: the position of the last layer's choice, and the places of those before it.
+    """
 
     kept: int
     fullest: int
     seconds: float
-    counts: tuple[int, ...]
+    places: tuple[Any, ...] = ()
 
 
-def best_mix(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> Mix | None:
-    """Returns a fast mix that the room holds, or None if it holds no choice for all layers."""
-    mix = None if num_layers <= FEW_LAYERS else _two_and_moves(choices, num_layers, room)
-    return mix or _exact_mix(choices, num_layers, room)
+class Bound(NamedTuple):
+    """A lower bound of the seconds of a mix, and the seconds that a kept byte costs in it."""
+
+    seconds: float
+    price: float
 
 
-def _exact_mix(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> Mix | None:
-    order = layer_order(choices)
-    states: list[list[_State]] = [[] for _ in range(num_layers + 1)]
-    states[0] = [_State(0, 0, 0.0, (0,) * len(choices))]
-    for place in order:
-        choice = choices[place]
-        # One more layer of this choice after a state that may already end with some of them.
-        for done in range(num_layers):
-            states[done + 1] = _useful(
-                states[done + 1] + [_with(one, place, choice, room) for one in states[done]], room
-            )
-    best = min(states[num_layers], key=lambda one: one.seconds, default=None)
-    return None if best is None else Mix(best.counts, best.seconds)
+def least_seconds(
+    choices: Sequence[LayerChoice], num_layers: int, in_flight: int, limit: int
+) -> Bound | None:
+    """Returns the bound that parts of layers would reach, or None if no mix fits.
+
+    in_flight: W, the forwards that wait for their backward at once.
+    limit: the bytes for all of them and a replay.
+    """
+    space = (limit - min(one.rebuilt for one in choices)) / in_flight  # for K, at most
+    if num_layers * min(one.kept for one in choices) > space:
+        return None
+    prices = {
+        (one.seconds - other.seconds) / (other.kept - one.kept)
+        for one, other in itertools.permutations(choices, 2)
+        if other.kept > one.kept
+    }
+    return max(
+        Bound(num_layers * _cheapest(choices, price) - price * space, price)
+        for price in {0.0, *prices}
+        if price >= 0.0
+    )
 
 
-def _with(state: _State, place: int, choice: LayerPrice, room: Room) -> _State:
-    kept = state.kept + choice.kept
-    counts = state.counts[:place] + (state.counts[place] + 1,) + state.counts[place + 1 :]
-    fullest = max(state.fullest, kept + choice.rebuilt)
-    return _State(kept, fullest, state.seconds + choice.seconds, counts)
+def _cheapest(choices: Sequence[LayerChoice], price: float) -> float:
+    return min(one.seconds + price * one.kept for one in choices)
 
 
-def _useful(found: list[_State], room: Room) -> list[_State]:
-    """Returns the states within the room that no other one beats, and at most MOST_STATES."""
-    useful: list[_State] = []
-    for one in sorted(set(found)):  # by bytes
-        if (room.in_flight - 1) * one.kept + one.fullest > room.limit:
-            continue
-        if not any(
-            other.fullest <= one.fullest and other.seconds <= one.seconds for other in useful
-        ):
-            useful.append(one)
-    step = -(-len(useful) // MOST_STATES)
-    return useful if step <= 1 else [*useful[:-1:step], useful[-1]]
-
-
-def _two_and_moves(choices: Sequence[LayerPrice], num_layers: int, room: Room) -> Mix | None:
-    """Returns the best two choices, changed by moves of single layers, or None if no two fit."""
-
-    def mix(*layers: tuple[int, int]) -> Mix:
-        """Returns the mix of pairs (choice, number of layers)."""
-        counts = [0] * len(choices)
-        for place, count in layers:
-            counts[place] += count
-        return Mix(tuple(counts), sum(count * choices[place].seconds for place, count in layers))
-
-    def fits(one: Mix) -> bool:
-        return mix_peak(choices, one.counts, room.in_flight) <= room.limit
-
-    pairs = [
-        (slow, fast)
-        for slow, fast in itertools.product(range(len(choices)), repeat=2)
-        if choices[fast].seconds <= choices[slow].seconds
-    ]
-    found = []
-    for slow, fast in pairs:
-        # As many layers of the faster choice as the room holds. More of them take more bytes.
-        count = bisect.bisect_left(
-            range(num_layers + 1),
-            True,
-            key=lambda number: not fits(mix((slow, num_layers - number), (fast, number))),
-        )
-        found += [mix((slow, num_layers - count + 1), (fast, count - 1))] if count else []
-    best = min(found, key=lambda one: one.seconds, default=None)
-    while best is not None:
-        faster = [
-            mix(*enumerate(best.counts), (slow, -1), (fast, 1))
-            for slow, fast in pairs
-            if best.counts[slow]
-        ]
-        faster = [one for one in faster if one.seconds < best.seconds and fits(one)]
-        if not faster:
-            return best
-        best = min(faster, key=lambda one: one.seconds)
+@lru_cache(4096)
+def best_mix(
+    choices: tuple[LayerChoice, ...], num_layers: int, in_flight: int, limit: int
+) -> tuple[int, ...] | None:
+    """Returns the number of layers of each choice in the fastest mix, or None if none fits."""
+    bound = least_seconds(choices, num_layers, in_flight, limit)
+    if bound is None:
+        return None
+    longest = max(one.seconds for one in choices)
+    for slack in (longest / 8, longest, math.inf):
+        best = _fastest(choices, num_layers, in_flight, limit, bound.price, slack)
+        if best is not None and best.seconds <= bound.seconds + slack:
+            counts, places = Counter[int](), best.places
+            while places:
+                place, places = places
+                counts[place] += 1
+            return tuple(counts[place] for place in range(len(choices)))
     return None
+
+
+def _fastest(
+    choices: Sequence[LayerChoice],
+    num_layers: int,
+    in_flight: int,
+    limit: int,
+    price: float,
+    slack: float,
+) -> _Beginning | None:
+    """Returns the fastest whole stage of those that cost at most `slack` more than the cheapest.
+
+    price: the seconds that a kept byte costs.
+    """
+    cheapest = _cheapest(choices, price)
+    found: list[list[_Beginning]] = [[] for _ in range(num_layers + 1)]
+    found[0] = [_Beginning(0, 0, 0.0)]
+    for place in layer_order(choices):
+        choice = choices[place]
+        for done in range(num_layers):  # one more layer of this choice
+            more = []
+            for one in found[done]:
+                kept, seconds = one.kept + choice.kept, one.seconds + choice.seconds
+                fullest = max(one.fullest, kept + choice.rebuilt)
+                is_cheap = seconds + price * kept <= (done + 1) * cheapest + slack
+                if is_cheap and (in_flight - 1) * kept + fullest <= limit:
+                    more.append(_Beginning(kept, fullest, seconds, (place, one.places)))
+            if more:
+                found[done + 1] = _useful([*found[done + 1], *more])
+    return min(found[-1], key=lambda one: one.seconds, default=None)
+
+
+def _useful(found: Iterable[_Beginning]) -> list[_Beginning]:
+    """Returns those that no other one beats."""
+    useful: list[_Beginning] = []
+    fullest, seconds = list[int](), list[float]()  # of the fastest so far: rising, and falling
+    for one in sorted(found, key=lambda one: one[:3]):  # by bytes
+        place = bisect.bisect_right(fullest, one.fullest)
+        if place and seconds[place - 1] <= one.seconds:
+            continue
+        useful.append(one)
+        stop = place
+        while stop < len(fullest) and seconds[stop] >= one.seconds:
+            stop += 1
+        fullest[place:stop], seconds[place:stop] = [one.fullest], [one.seconds]
+    return useful

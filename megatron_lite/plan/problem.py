@@ -26,6 +26,7 @@ VIRTUAL = (
 # The fields that a layout sets. A value that the user gives fixes the dimension.
 SEARCHED = frozenset((TENSOR, PIPELINE, CONTEXT, MICRO_BATCH, LOSS_CHUNK, SEQUENCE, *VIRTUAL))
 DATA_PARALLEL = ("use_distributed_optimizer", "use_torch_fsdp2")
+WRAPPING = "fsdp_memory_efficient_wrapping"
 # The recompute settings that the search leaves as they are. Any other one fixes the policy.
 KEPT_RECOMPUTE = ("recompute_tail_skip", "recompute_verify")
 USUAL_TOKENS = 2**22  # of a step, if --global-batch-size is not given
@@ -101,7 +102,8 @@ def problem_of(
             recompute = RecomputeConfig(**{**kept, **policy})
         except ValueError as error:
             raise InputError(str(error)) from None
-    fixed = {name: value for name, value in chosen.items() if name in SEARCHED.union(DATA_PARALLEL)}
+    dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING])
+    fixed = {name: value for name, value in chosen.items() if name in dimensions}
     return Problem(base, hardware, fixed, recompute, host_bytes)
 
 

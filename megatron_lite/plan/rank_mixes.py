@@ -1,14 +1,12 @@
-"""The fastest mix of actions on each pipeline rank, within a space in memory, as a policy.
+"""The fastest mix of choices on each pipeline rank, within a space in memory, as a policy.
 
-A mix is the number of layers that have each action (policies.py). Standard library only.
+A mix is the number of layers that have each choice (policies.py). Standard library only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_lite.config.policy import MAX_LENGTH, LayerAction, Layers, Policy, Rule
@@ -17,16 +15,14 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.memory.predict.step_peak import StepPeak, fullest_step_peak, step_peak
 from megatron_lite.plan.hardware import Hardware
-from megatron_lite.plan.layer_choices import KEEP, LayerChoice, layer_choices
-from megatron_lite.plan.policies import Mix, Room, best_mix, layer_order, mix_peak
+from megatron_lite.plan.layer_choices import layer_choices
+from megatron_lite.plan.policies import KEEP, LayerChoice, best_mix, layer_order, mix_peak
 from megatron_lite.plan.stage_time import TimedRun, stage_time
 from megatron_lite.plan.work import Clock
 from megatron_lite.recompute.recompute_plan import keep_everything
 
 HOST_STEPS = 8  # numbers of layers with a hosted action that are tried
 UNIT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-
-_best_mix = lru_cache(4096)(best_mix)
 
 
 class Run(NamedTuple):
@@ -92,20 +88,32 @@ def with_policy(config: RunConfig, text: str | None) -> RunConfig:
 
 
 class StageMix(NamedTuple):
-    """The choices of a stage's layers, how many layers have each, and the time of the replays."""
+    """The choices of a stage's layers, how many layers have each, and the time that they add."""
 
     choices: tuple[LayerChoice, ...]
-    mix: Mix
+    counts: tuple[int, ...]
+    seconds: float
+
+    @classmethod
+    def of(
+        cls, choices: tuple[LayerChoice, ...], num_layers: int, in_flight: int, limit: int
+    ) -> StageMix | None:
+        """Returns the fastest mix within so many bytes, or None if none fits."""
+        counts = best_mix(choices, num_layers, in_flight, limit)
+        if counts is None:
+            return None
+        seconds = sum(number * one.seconds for number, one in zip(counts, choices, strict=True))
+        return cls(choices, counts, seconds)
 
     def peak(self, in_flight: int) -> int:
         """Returns the most bytes of activations with so many forwards in flight."""
-        return mix_peak([one.price for one in self.choices], self.mix.counts, in_flight)
+        return mix_peak(self.choices, self.counts, in_flight)
 
     def rules(self) -> tuple[Rule, ...]:
         """Returns the rules of a policy, which name the layers in their best order."""
         rules, first = [], 0
-        for place in layer_order([choice.price for choice in self.choices]):
-            if count := self.mix.counts[place]:
+        for place in layer_order(self.choices):
+            if count := self.counts[place]:
                 choice, layers = self.choices[place], Layers(first, first + count - 1)
                 rules.append(Rule(layers=(layers,), action=choice.action, store=choice.store))
                 first += count
@@ -121,6 +129,7 @@ class RankMixes:
         self.stages = stages(config.parallel, config.model.num_layers)
         self.clock = Clock.of(config, run.hardware)
         self.choices = layer_choices(config, self.clock, host=run.host_bytes > 0)
+        self.on_device = tuple(one for one in self.choices if not one.on_host)
 
     def alike(self, rank: int) -> int:
         """Returns the rank whose bytes besides activations stand for those of this one."""
@@ -151,52 +160,43 @@ class RankMixes:
 
     def least(self) -> list[StageMix]:
         """Returns the mixes of the one choice with which a layer takes the fewest bytes."""
-        least = min(self._on_device(), key=lambda one: one.price.kept + one.price.rebuilt)
-        return [
-            StageMix((least,), Mix((stage.num_layers,), 0.0)) for stage in self.stages[: self.size]
-        ]
+        least = min(self.on_device, key=lambda one: one.kept + one.rebuilt)
+        own = self.stages[: self.size]
+        return [StageMix((least,), (stage.num_layers,), 0.0) for stage in own]
 
     def mixes(self, spaces: Mapping[int, int]) -> list[StageMix] | None:
         """Returns the fastest mix of every rank, or None if one has none."""
         found = []
         for rank in range(self.size):
-            room = Room(self.in_flight(rank), spaces[self.alike(rank)])
-            mix = self._best(self.stages[rank], room)
+            mix = self._best(self.stages[rank], self.in_flight(rank), spaces[self.alike(rank)])
             if mix is None:
                 return None
             found.append(mix)
         return found
 
-    def _on_device(self) -> tuple[LayerChoice, ...]:
-        return tuple(one for one in self.choices if not one.on_host)
-
-    def _best(self, stage: Stage, room: Room) -> StageMix | None:
-        """Returns the fastest mix of a stage: on the device, or with one hosted action."""
-        on_device = self._on_device()
-        prices = tuple(one.price for one in on_device)
-        mix = _best_mix(prices, stage.num_layers, room)
-        best = None if mix is None else StageMix(on_device, mix)
-        for hosted in self.choices if mix is None or mix.seconds > 0.0 else ():
+    def _best(self, stage: Stage, in_flight: int, limit: int) -> StageMix | None:
+        """Returns the fastest mix of a stage: on the device, or with one hosted choice."""
+        best = StageMix.of(self.on_device, stage.num_layers, in_flight, limit)
+        for hosted in self.choices if best is None or best.seconds > 0.0 else ():
             if not hosted.on_host:
                 continue
             most = stage.num_layers
             if hosted.moved:
-                most = min(most, self.run.host_bytes // (hosted.moved * room.in_flight))
+                most = min(most, self.run.host_bytes // (hosted.moved * in_flight))
             for step in range(1, min(most, HOST_STEPS) + 1):
                 count = most * step // min(most, HOST_STEPS)
-                below = math.inf if best is None else best.mix.seconds
-                seconds = self._wait(stage, hosted, count) + count * hosted.price.seconds
-                if seconds >= below:
+                seconds = self._wait(stage, hosted, count) + count * hosted.seconds
+                if best is not None and seconds >= best.seconds:
                     break  # more hosted layers take longer still
                 # Hosted layers come first, so all others have their bytes on top of theirs.
-                kept = room.in_flight * count * hosted.price.kept
-                rest = room._replace(limit=room.limit - kept)
-                mix = _best_mix(prices, stage.num_layers - count, rest)
-                if mix is None or mix.seconds + seconds >= below:
+                rest = limit - in_flight * count * hosted.kept
+                mix = StageMix.of(self.on_device, stage.num_layers - count, in_flight, rest)
+                if mix is None or (best is not None and mix.seconds + seconds >= best.seconds):
                     continue
-                whole = Mix((*mix.counts, count), mix.seconds + seconds)
-                found = StageMix((*on_device, hosted), whole)
-                if found.peak(room.in_flight) <= room.limit:
+                found = StageMix(
+                    (*mix.choices, hosted), (*mix.counts, count), mix.seconds + seconds
+                )
+                if found.peak(in_flight) <= limit:
                     best = found
         return best
 

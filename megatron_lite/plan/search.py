@@ -1,11 +1,14 @@
 """The fastest plans of a run that fit into memory: a best-first search over layouts.
 
-A layout passes through three stations, each with a lower bound of its step time that is at least as
-high as the one before. The layout with the lowest bound goes on, so the first to arrive is the
-fastest of all.
+A layout passes through stations, each with a lower bound of its step time that is at least as high
+as the one before. The layout with the lowest bound goes on, so the first to arrive is the fastest
+of all that were tried, by the time model.
 
+    0  no recomputation, and stages that all take the same time: it stands for every cut of the
+       layers into stages, which then join at station 1
     1  no recomputation, and the shortest way through the pipeline
-    2  the fastest policy if only states and activations took memory
+    2  the fewest replays if only states and activations took memory. If they fit, the layout joins
+       at station 1 with loss chunks, and with further units of FSDP2
     3  the fastest policy by the full prediction of the peak, and the simulated pipeline: a plan
 
 Standard library only.
@@ -15,16 +18,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.step_peak import StepPeak
-from megatron_lite.plan.auto_policy import Unreachable, fitted, quickly_fitted
-from megatron_lite.plan.layouts import kind_of, layouts
+from megatron_lite.plan.auto_policy import Unreachable, fitted, least_replays
+from megatron_lite.plan.layouts import kind_of, layouts, recuts, savers
 from megatron_lite.plan.problem import Problem
 from megatron_lite.plan.rank_mixes import Chosen, Run, with_policy
+from megatron_lite.plan.stage_time import FSDP, HOST_PACE
 from megatron_lite.plan.step_time import StepTime, step_time
 
 SMALLEST_TRIED = 4
@@ -88,56 +91,101 @@ class Search:
 
     def find(self, num_ranks: int, budget_bytes: int, *, most: int = 6) -> SearchResult:
         """Returns the fastest plans of so many ranks. most: how many plans to return."""
-        start = [
-            (self.time(config, num_ranks, bound=True).seconds, config)
+        tried = [
+            (config, self.time(config, num_ranks, bound=True))
             for config in layouts(self.problem, num_ranks)
         ]
-        plans, too_large = self._ranked(start, num_ranks, budget_bytes, most)
+        plans, too_large = self._ranked(tried, num_ranks, budget_bytes, most)
         if not plans:
             smallest = self._smallest(too_large, num_ranks)
-            return SearchResult((), len(start), smallest=smallest)
+            return SearchResult((), len(tried), smallest=smallest)
         limit = BETTER * plans[0].time.seconds
-        faster = [one for seconds, one in sorted(start, key=itemgetter(0)) if seconds < limit]
+        by_time = sorted(tried, key=lambda one: one[1].seconds)
+        faster = [config for config, time in by_time if time.seconds < limit]
         larger = None if self.fixed_policy else self._larger(faster, num_ranks, budget_bytes, limit)
-        return SearchResult(tuple(plans), len(start), larger=larger)
+        return SearchResult(tuple(plans), len(tried), larger=larger)
 
     def _ranked(
-        self, start: Iterable[tuple[float, RunConfig]], num_ranks: int, budget_bytes: int, most: int
+        self, tried: list[tuple[RunConfig, StepTime]], num_ranks: int, budget_bytes: int, most: int
     ) -> tuple[list[Plan], list[RunConfig]]:
-        """Returns the fastest plans, and the layouts that were found not to fit until then."""
+        """Returns the fastest plans, and the layouts that were found not to fit until then.
+
+        tried: the layouts, to which their other cuts and savers are added.
+        """
         number = itertools.count()  # decides between equal bounds
-        heap: list[tuple[float, int, int, RunConfig, Plan | None]] = []
+        heap: list[tuple[float, int, int, RunConfig, StepTime, Plan | None]] = []
 
-        def push(seconds: float, station: int, config: RunConfig, plan: Plan | None = None) -> None:
+        def push(
+            seconds: float,
+            station: int,
+            config: RunConfig,
+            time: StepTime,
+            plan: Plan | None = None,
+        ) -> None:
             ranked = seconds * _handicap(config)
-            heapq.heappush(heap, (ranked, next(number), station, config, plan))
+            heapq.heappush(heap, (ranked, next(number), station, config, time, plan))
 
-        for seconds, config in start:
-            push(seconds, 2 if self.fixed_policy else 1, config)
+        for config, time in tried:
+            push(self._balanced(config, num_ranks, time), 0, config, time)
         plans: dict[object, Plan] = {}
         too_large: list[RunConfig] = []
         while heap and len(plans) < most:
-            bound, _, station, config, plan = heapq.heappop(heap)
+            bound, _, station, config, time, plan = heapq.heappop(heap)
             if plans and bound > SLOWEST * next(iter(plans.values())).time.seconds:
                 break
             if _shape(config) in plans:
                 continue
             if plan is not None:  # no bound that is left is lower than its time
                 plans[_shape(config)] = plan
-            elif station == 1:
-                quick = quickly_fitted(self.run(config, num_ranks), budget_bytes)
-                if quick is None:
+            elif station < 2:
+                more = list(recuts(self.problem, config)) if station == 0 else []
+                seconds = self._fitting(config, num_ranks, budget_bytes, time)
+                if seconds is None:
                     too_large.append(config)
                 else:
-                    push(self.time(quick, num_ranks, bound=True).seconds, 2, config)
+                    push(seconds, 2, config, time)
+                    more += savers(self.problem, config)
+                for one in more:
+                    tried.append((one, self.time(one, num_ranks, bound=True)))
+                    push(tried[-1][1].seconds, 1, *tried[-1])
             else:
                 chosen = self.fit(config, num_ranks, budget_bytes)
                 if isinstance(chosen, Unreachable):
                     too_large.append(config)
                 else:
                     plan = self.plan(chosen, num_ranks)
-                    push(plan.time.seconds, 3, config, plan)
+                    push(plan.time.seconds, 3, config, time, plan)
         return list(plans.values()), too_large
+
+    def _balanced(self, config: RunConfig, num_ranks: int, time: StepTime) -> float:
+        """Returns a lower bound of the time, however the layers are cut into stages.
+
+        Where all ranks compute for the same time, each but the last two begins later and ends
+        earlier than the one before.
+        """
+        parallel, ranks = config.parallel, len(time.busy)
+        chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+        number = config.training.num_microbatches(parallel.data_parallel_size(num_ranks))
+        return sum(time.busy) / ranks * (1 + max(0, ranks - 2) / (chunks * number))
+
+    def _fitting(
+        self, config: RunConfig, num_ranks: int, budget_bytes: int, time: StepTime
+    ) -> float | None:
+        """Returns a lower bound of the time with a policy that fits, or None if none does.
+
+        time: that without recomputation.
+        """
+        if self.fixed_policy:
+            return time.seconds
+        replays = least_replays(self.run(config, num_ranks), budget_bytes)
+        if replays is None:
+            return None
+        size = config.parallel.data_parallel_size(num_ranks)
+        times = self.problem.hardware.pace * config.training.num_microbatches(size)
+        # A replay also hides gathers, and waits for the host.
+        hidden = sum(time.terms.get(term, 0.0) for term in (FSDP, HOST_PACE))
+        ranks = zip(time.busy, replays, strict=True)
+        return max(time.seconds, *(busy - hidden + times * replay for busy, replay in ranks))
 
     def _smallest(self, too_large: list[RunConfig], num_ranks: int) -> Plan | None:
         """Returns the plan with the smallest peak among the most promising layouts."""
@@ -146,10 +194,11 @@ class Search:
             full = config if self.fixed_policy else with_policy(config, "*:full")
             sizes.append((self.run(config, num_ranks).chosen(full).peak.num_bytes, config))
         found = []
-        for _, config in sorted(sizes, key=itemgetter(0))[:SMALLEST_TRIED]:
-            chosen = self.fit(config, num_ranks, 0)
-            assert isinstance(chosen, Unreachable)
-            found.append(self.plan(chosen.smallest, num_ranks))
+        for _, least in sorted(sizes, key=itemgetter(0))[:SMALLEST_TRIED]:
+            for config in (least, *savers(self.problem, least)):
+                chosen = self.fit(config, num_ranks, 0)
+                assert isinstance(chosen, Unreachable)
+                found.append(self.plan(chosen.smallest, num_ranks))
         return min(found, key=lambda plan: plan.peak.num_bytes, default=None)
 
     def _larger(
@@ -190,6 +239,8 @@ def _handicap(config: RunConfig) -> float:
         parallel.pipeline_model_parallel_size > 1,
         (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1,
         parallel.context_parallel_size > 1,
+        parallel.decoder_first_pipeline_num_layers is not None,
+        config.data_parallel.fsdp_memory_efficient_wrapping,
         config.training.loss_chunk_size is not None,
     )
     return 1.0 + HANDICAP * sum(kinds)

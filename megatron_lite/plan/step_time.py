@@ -65,9 +65,11 @@ class StepTime:
     model_flops: the model FLOPs of a step on all ranks, as the logs count them.
     peak_flops: the peak of one rank.
     band: the relative error of the seconds that is expected, in both directions.
+    busy: the seconds in which each pipeline rank runs its micro-batches.
     """
 
     terms: Mapping[str, float]
+    busy: tuple[float, ...]
     rank: int
     num_ranks: int
     tokens: int
@@ -146,6 +148,7 @@ def step_time(
     vocab_size = config.tokenizer.rows(t)
     last = max(range(p), key=lambda rank: ran[rank].end + updates[rank].reduction)
     return StepTime(
+        busy=tuple(hardware.pace * one.busy for one in ran),
         terms=_terms(passages[last], ran[last], updates, last, num_microbatches, hardware.pace),
         rank=last,
         num_ranks=num_ranks,

@@ -167,14 +167,13 @@ def _changes(
         yield "halve the micro-batch", ranks, {MICRO_BATCH: size // 2}
     if base.training.loss_chunk_size is not None:
         yield "no --loss-chunk-size", ranks, {LOSS_CHUNK: None}
-    smaller = LOSS_CHUNKS[-1] if chunk is None else chunk // 2
+    smaller = LOSS_CHUNKS[0] if chunk is None else chunk // 2
     if smaller:
         yield f"--loss-chunk-size {smaller}", ranks, {LOSS_CHUNK: smaller}
     if search.run(base, ranks).dp_cp_size > 1:
-        off = {name: False for flags in KINDS.values() for name in flags}
         for kind, flags in KINDS.items():
             if kind != kind_of(base):
-                yield kind, ranks, {**off, **flags}
+                yield kind, ranks, flags
     node = search.problem.hardware.ranks_per_node
     more = ranks + node if ranks >= node else 2 * ranks
     for count in (more, 2 * ranks):

@@ -5,11 +5,11 @@ The first micro-batch gives the bytes kept for backward. A later one gives the m
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import starmap
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.parallel.weights import weights_in_use
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 
+MOST_NAMED = 6  # layers that differ from the prediction
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationBytes:
@@ -42,7 +44,7 @@ class ActivationBytes:
     off: measured minus predicted bytes, on the rank where they differ most.
     unaccounted: bytes alive after the forward but not saved for backward. None if not measured.
     host_predicted, host_measured: the bytes in host memory. None if no policy moves tensors there.
-    tensors: the tensors that differ, as text.
+    layers: the layers that differ, as text.
     """
 
     predicted: int
@@ -51,7 +53,7 @@ class ActivationBytes:
     unaccounted: int | None = None
     host_predicted: int | None = None
     host_measured: int | None = None
-    tensors: str = ""
+    layers: str = ""
 
     @property
     def fault(self) -> str | None:
@@ -60,7 +62,7 @@ class ActivationBytes:
             return (
                 f"the first micro-batch keeps {self.measured} bytes for backward, and "
                 f"{self.predicted} were predicted "
-                f"({self.off:+d}){': ' if self.tensors else ''}{self.tensors}"
+                f"({self.off:+d}){': ' if self.layers else ''}{self.layers}"
             )
         if self.host_measured != self.host_predicted:
             return (
@@ -84,7 +86,7 @@ class ActivationMeter:
     def __init__(self, *, thorough: bool) -> None:
         self._thorough = thorough
         self._seen: list[
-            tuple[GPTModel, RecomputePlan, list[tuple[Any, ...]], tuple[int, ...]]
+            tuple[GPTModel, RecomputePlan, Counter[int | None], tuple[int, ...]]
         ] = []
         self._measured, self._host_measured, self._unaccounted = 0, 0, 0
 
@@ -96,10 +98,10 @@ class ActivationMeter:
         weights = list(weights_in_use(chunk))
         with kept_for_backward(exclude=weights, model=chunk) as meter, live or nullcontext():
             output = run()
-        saved = [
-            (kept.label, kept.shape, kept.dtype, kept.num_bytes)
-            for kept in meter.storages().values()
-        ]
+        saved = Counter[int | None]()  # bytes by layer; None: outside of them
+        for kept in meter.storages().values():
+            named = re.match(r"decoder\.layers\.(\d+)", kept.label)
+            saved[int(named[1]) if named else None] += kept.num_bytes
         rows = tuple(getattr(layer.mlp, "num_rows", 0) for layer in chunk.decoder.layers)
         self._seen.append((chunk, plan, saved, rows))
         # Saved inputs in an arena (contiguous) or in host memory pass by the meter's hooks.
@@ -145,31 +147,32 @@ class ActivationMeter:
             unaccounted=unaccounted if self._thorough else None,
             host_predicted=host_predicted or None,
             host_measured=host_measured if host_predicted else None,
-            tensors=self._tensors(config, parallel, differs=off == own_off) if off else "",
+            layers=self._layers(config, parallel, differs=off == own_off) if off else "",
         )
 
-    def _tensors(self, config: RunConfig, parallel: ParallelState, *, differs: bool) -> str:
-        """Returns the tensors that differ on the first rank whose bytes are off by the most.
+    def _layers(self, config: RunConfig, parallel: ParallelState, *, differs: bool) -> str:
+        """Returns the layers that differ on the first rank whose bytes are off by the most.
 
         Every rank must call this, since it gathers texts.
         """
-        from megatron_lite.memory.explain.difference import Saved, difference
-
         own = []
         for chunk, plan, saved, rows in self._seen if differs else ():
             sizes = _sizes(config, parallel, chunk, rows)
-            # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
-            terms = [
-                term
-                for term in activation_terms(config.model, plan, sizes)
-                if not (
-                    term.on_host
-                    or (plan.contiguous and term.operation == UNIT and not term.tensor.stays)
-                )
+            predicted = Counter[int | None]()
+            for term in activation_terms(config.model, plan, sizes):
+                # The meter's hooks see neither tensors in host memory nor unit inputs in an arena.
+                of_unit = term.operation == UNIT  # the decoder saves it
+                if not (term.on_host or (plan.contiguous and of_unit and not term.tensor.stays)):
+                    outside = of_unit or term.layer is None
+                    place = None if outside else chunk.stage.first_layer + (term.layer or 0)
+                    predicted[place] += term.num_bytes
+            own += [
+                f"{'outside of the layers' if place is None else f'layer {place}'}: "
+                f"{saved[place]:,} bytes saved, {predicted[place]:,} predicted"
+                for place in {**saved, **predicted}
+                if saved[place] != predicted[place]
             ]
-            found = difference(terms, [*starmap(Saved, saved)], first_layer=chunk.stage.first_layer)
-            own += [found] if found else []
-        texts = all_gather_bytes("; ".join(own).encode(), parallel.world_group)
+        texts = all_gather_bytes("; ".join(own[:MOST_NAMED]).encode(), parallel.world_group)
         return next((text.decode() for text in texts if text), "")
 
 

@@ -17,7 +17,7 @@ from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
-from tests.support.storages import addresses
+from tests.support.storages import addresses, bytes_by_label
 
 PLANS = {
     "none": dict(),
@@ -132,7 +132,7 @@ def test_bytes_fall_to_the_module_whose_forward_saved_them_first() -> None:
         total = (output * hidden).sum()
     size = 4 * 3 * 5
     # hidden is second.0's already
-    assert meter.by_module() == {"first": 3 * ROW, "second.0": size, "second.1": size, "": size}
+    assert bytes_by_label(meter) == {"first": 3 * ROW, "second.0": size, "second.1": size, "": size}
     assert total.requires_grad
 
 

@@ -13,6 +13,7 @@ from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
 from tests.support.models import build_tiny_model, sample_tokens, tp_state
+from tests.support.storages import bytes_by_label
 
 POLICIES = {
     "cpu": dict(cpu_offloading_num_layers=1),
@@ -64,7 +65,7 @@ def test_a_part_moves_what_its_module_saves_first_and_nothing_else(
             model.decoder.plan = plan_stage(RecomputeConfig(recompute_policy=policy), 2)
             with kept_for_backward(exclude=model.parameters(), model=model) as meter:
                 loss = model.loss(tokens, labels).mean()
-            kept[policy] = (meter.by_module(), model.decoder.stores.host_bytes)
+            kept[policy] = (bytes_by_label(meter), model.decoder.stores.host_bytes)
             del loss
         (plain, nothing), (with_parts, on_host) = kept.values()
         modules = {f"decoder.layers.{layer}.{PARTS[part]}" for layer in (0, 1) for part in parts}

@@ -15,9 +15,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megatron_lite.memory.measure.kept_bytes import measure_kept_bytes
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.meter import kept_for_backward
 from megatron_lite.recompute.apply import apply_policy_
 from tests.support.foreign_families import DECODER, language_loss
+from tests.support.storages import addresses
 
 real_topk = torch.topk
 MOE = dict(num_experts_per_tok=2, moe_intermediate_size=16)
@@ -146,9 +148,10 @@ def test_a_choice_costs_its_indices_and_survives_a_second_backward(
         if policy is not None:
             apply_policy_(model, layers_fqn="layers", policy=policy, verify=True)
         restart()
-        with measure_kept_bytes(model) as measured:
+        with kept_for_backward(exclude=model.parameters()) as meter, LiveStorages() as live:
             loss = squares(model, 0)
-            kept.append(measured.measure(loss).total)
+            known = meter.storages().keys() | addresses([loss])
+            kept.append(meter.total_bytes() + live.bytes_beside(known))
         loss.backward(retain_graph=True)
         loss.backward()
         found.append([each.grad for each in model.parameters()])

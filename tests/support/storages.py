@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from torch import Tensor, UntypedStorage
+
+from megatron_lite.memory.measure.meter import KeptForBackward
 
 
 def address(storage: UntypedStorage) -> int:
@@ -15,6 +18,14 @@ def address(storage: UntypedStorage) -> int:
 def addresses(tensors: Iterable[Tensor]) -> set[int]:
     """Returns the addresses of the tensors' storages."""
     return {address(tensor.untyped_storage()) for tensor in tensors}
+
+
+def bytes_by_label(meter: KeptForBackward) -> Counter[str]:
+    """Returns the kept bytes by the module that saved them first, "" outside of every module."""
+    totals: Counter[str] = Counter()
+    for storage in meter.storages().values():
+        totals[storage.label] += storage.num_bytes
+    return totals
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[UntypedStorage]:

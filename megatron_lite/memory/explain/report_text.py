@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from megatron_lite.config.units import ByteUnit, count, flops, percent, plural, size
 from megatron_lite.description.operations import KeptTensor
@@ -17,15 +18,19 @@ WIDTH = 100
 NAMED_TENSORS = 4
 
 
-def report_text(report: Report, width: int = WIDTH) -> str:
+def report_text(
+    report: Report, width: int = WIDTH, seconds: Sequence[float] = (), machine: str = ""
+) -> str:
     """Returns all sections of the report, with an empty line between two of them.
 
     width: the most columns of a line, at least 80.
+    seconds: those of a step with each of the report's policies, if a time model was asked.
+    machine: that of the seconds, and their error, in words.
     """
     sections = [_head(report), _layer_by_layer(report), _kept(report), _step(report)]
     if len(report.ranks) > 1:
         sections.append(_pipeline(report))
-    sections.append(_policies(report))
+    sections.append(_policies(report, seconds, machine))
     sections.append(_notes(report))
     texts = ["\n".join(line for part in one for line in _lines(part, width)) for one in sections]
     return "\n\n".join(filter(None, texts))
@@ -210,22 +215,26 @@ def _pipeline(report: Report) -> Iterator[Block]:
     )
 
 
-def _policies(report: Report) -> Iterator[Block]:
+def _policies(report: Report, seconds: Sequence[float], machine: str) -> Iterator[Block]:
     unit = ByteUnit.of(max(one.step.num_bytes for one in report.policies))
     several = len(report.ranks) > 1
     heading = ["What the flags could do here", f"kept {unit.name}", "whole peak", "FLOPs"]
-    rows = [heading + ["on rank"] * several]
-    for one in report.policies:
+    rows = [heading + ["step s"] * bool(seconds) + ["on rank"] * several]
+    for one, time in zip_longest(report.policies, seconds):
         mark = ">" if one.execution == report.own.execution else " "
         host = f", {size(one.host_bytes)} to host" if one.host_bytes else ""
         row = [f"{mark} {one.name}{host}", unit.number(one.memory.kept_bytes)]
         row += [unit.number(one.step.num_bytes), percent(one.added_flops)]
+        row += [] if time is None else [f"{time:.4g}"]
         rows.append(row + [str(one.step.rank)] * several)
     yield [*rows]
     tail = "" if report.own.plan.skip_tail else ", without the tail skip"
     yield (
         "  > is this run. whole peak: all that the fullest rank holds at once in a step. FLOPs: on "
-        f"top of forward and backward{tail}. full: --recompute-granularity full with the method "
+        f"top of forward and backward{tail}. "
+        + f"step s: an estimate for {machine}. "
+        * bool(seconds)
+        + "full: --recompute-granularity full with the method "
         "and the layers of a unit; distributed: --distribute-saved-activations. selective: "
         "--recompute-modules. policy: --recompute-policy. auto: --recompute-policy auto "
         "--memory-budget SIZE.",

@@ -2,7 +2,7 @@
 
     with kept_for_backward(exclude=model.parameters(), model=model) as meter:
         loss = model.loss(tokens, labels).mean()
-    meter.total_bytes(), meter.by_module()    # as long as the loss and its graph are alive
+    meter.total_bytes()    # as long as the loss and its graph are alive
 
 torch passes every tensor that is saved for backward to the meter's hooks. The meter counts whole
 storages, each once, with their sizes at the time of the call. A storage that has been freed or
@@ -12,12 +12,10 @@ plain attribute, and one that a cache keeps: live_storages.py finds these.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -64,40 +62,19 @@ class KeptForBackward:
             storage = saved.detached.untyped_storage()
             address = address_of(storage)
             if address not in self._excluded and address not in kept:
-                kept[address] = KeptStorage(
-                    storage.nbytes(),
-                    saved.label,
-                    tuple(saved.detached.shape),
-                    str(saved.detached.dtype).removeprefix("torch."),
-                )
+                kept[address] = KeptStorage(storage.nbytes(), saved.label)
         return kept
 
     def total_bytes(self) -> int:
         """Returns the bytes of all kept storages."""
         return sum(storage.num_bytes for storage in self.storages().values())
 
-    def by_module(self) -> dict[Any, int]:
-        """Returns the kept bytes by module. "" stands for saves outside of every module.
 
-        A storage counts for the module whose forward saved it first.
-        """
-        totals: Counter = Counter()
-        for storage in self.storages().values():
-            totals[storage.label] += storage.num_bytes
-        return dict(totals)
-
-
-@dataclass(frozen=True)
-class KeptStorage:
-    """A kept storage: its size, and the facts of its first save.
-
-    label: the label of that save. shape, dtype: those of the saved tensor; dtype as in "float32".
-    """
+class KeptStorage(NamedTuple):
+    """A kept storage: its size, and the label of its first save."""
 
     num_bytes: int
     label: Any
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class SavedTensor:

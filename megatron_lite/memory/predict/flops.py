@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 from megatron_lite.config.model import ModelConfig
@@ -52,6 +53,7 @@ PEAK_TFLOPS = (
 )
 
 
+@lru_cache(maxsize=1024)
 def forward_flops(model: ModelConfig, **shape: Any) -> int:
     """Returns the FLOPs of one forward pass, logits included (2205.05198, appendix A)."""
     kinds = _kinds(model, shape)

@@ -14,7 +14,9 @@ counters, 4 bytes for each parameter, are not counted. Standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
@@ -94,6 +96,27 @@ def state_tensors(
     dp_cp_size, dp_cp_rank: the number of ranks that share the states, over data and context
         parallelism together, and the number of this rank among them.
     """
+    return _state_tensors(_Settings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """A run, of which only the settings that decide the states count in comparisons."""
+
+    key: tuple[Hashable, ...]
+    config: RunConfig = field(compare=False)
+
+    @classmethod
+    def of(cls, config: RunConfig) -> _Settings:
+        shape = config.model, config.parallel, config.data_parallel, config.tokenizer
+        return cls((*shape, config.optimizer.optimizer, config.training.precision), config)
+
+
+@lru_cache(maxsize=1024)
+def _state_tensors(
+    settings: _Settings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int
+) -> StateTensors:
+    config = settings.config
     held = [
         one
         for stage in stages_of_rank(config.parallel, config.model.num_layers, pp_rank)

@@ -25,9 +25,9 @@ left out. Standard library only.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
@@ -45,7 +45,7 @@ from megatron_lite.memory.predict.pipeline_memory import (
     step_microbatches,
 )
 from megatron_lite.memory.predict.stage_course import StageCourse, stage_course
-from megatron_lite.memory.predict.states import StateTensors, state_tensors
+from megatron_lite.memory.predict.states import state_tensors
 from megatron_lite.memory.predict.update_memory import update_memory
 from megatron_lite.memory.predict.walk import Moment
 from megatron_lite.pipeline.order import Action
@@ -157,7 +157,7 @@ def step_peak(
     num_microbatches: those of one data-parallel rank in a step. None: those of a rank that runs
         --global-batch-size alone.
     """
-    tensors = _states(_StateSettings.of(config), pp_rank, dp_cp_size, dp_cp_rank)
+    tensors = state_tensors(config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
     states = tensors.sums
     number = step_microbatches(config) if num_microbatches is None else num_microbatches
     sharded = config.data_parallel.use_torch_fsdp2 and dp_cp_size > 1
@@ -296,21 +296,3 @@ def _course(
             config, sizes, stage.num_layers, dp_cp_size=shards, several=several
         )
     return stage_course(config.model, stage_plan(config, stage, keeps_all), sizes, weights)
-
-
-@dataclass(frozen=True)
-class _StateSettings:
-    """A run, of which only the settings that decide the states count in comparisons."""
-
-    key: tuple[Hashable, ...]
-    config: RunConfig = field(compare=False)
-
-    @classmethod
-    def of(cls, config: RunConfig) -> _StateSettings:
-        shape = config.model, config.parallel, config.data_parallel, config.tokenizer
-        return cls((*shape, config.optimizer.optimizer, config.training.precision), config)
-
-
-@lru_cache(maxsize=1024)
-def _states(layout: _StateSettings, pp_rank: int, dp_cp_size: int, dp_cp_rank: int) -> StateTensors:
-    return state_tensors(layout.config, pp_rank, dp_cp_size=dp_cp_size, dp_cp_rank=dp_cp_rank)
