@@ -12,7 +12,7 @@ from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.run_flags import flags_of
 from megatron_lite.config.stages import stages
-from megatron_lite.memory.predict.flops import hardware_flops, step_flops
+from megatron_lite.memory.predict.flops import logits_flops, replay_flops, step_flops
 from megatron_lite.memory.predict.step_peak import PeakTerm
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.plan.layouts import kind_of
@@ -20,7 +20,6 @@ from megatron_lite.plan.problem import Problem
 from megatron_lite.plan.rank_mixes import Run
 from megatron_lite.plan.search import Plan
 from megatron_lite.plan.verdict import DOES_NOT_FIT, FITS, FitVerdict
-from megatron_lite.recompute.recompute_plan import keep_everything
 from megatron_lite.recompute.schedule import plan_model
 
 GIB = 2**30
@@ -28,9 +27,9 @@ WIDTH = 100
 MOST_STAGES = 64
 STATES = ("weights", "main weights", "gradients", "optimizer states")
 LEGEND = (
-    "t p c d: tensor-, pipeline-, context- and data-parallel ranks; v: virtual stages; b: "
-    "micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation adds; +-: the band of "
-    "an estimate"
+    "t p c d: tensor-, pipeline- (layers of the first and last), context- and data-parallel ranks; "
+    "v: virtual stages; b: micro-batch; chunk: --loss-chunk-size; extra: FLOPs that recomputation "
+    "adds; +-: the band of an estimate"
 )
 DAY_S = 86400.0
 
@@ -134,13 +133,16 @@ def plain_stages(problem: Problem, one: FitVerdict) -> list[dict[str, Any]]:
 
 def _layout(plan: Plan) -> str:
     config, parallel = plan.config, plan.config.parallel
-    virtual = len(stages(parallel, config.model.num_layers))
-    virtual //= parallel.pipeline_model_parallel_size
+    size, cut = parallel.pipeline_model_parallel_size, stages(parallel, config.model.num_layers)
+    first, last = (sum(one.num_layers for one in cut[rank::size]) for rank in (0, size - 1))
+    between = "+..+" if size > 2 else "+"
+    is_uneven = parallel.decoder_first_pipeline_num_layers is not None
+    context = parallel.context_parallel_size
     words = [
         f"t {parallel.tensor_model_parallel_size}",
-        f"p {parallel.pipeline_model_parallel_size}",
-        *([f"v {virtual}"] if virtual > 1 else []),
-        f"c {parallel.context_parallel_size}",
+        f"p {size}" + f" ({first}{between}{last})" * is_uneven,
+        *([f"v {len(cut) // size}"] if len(cut) > size else []),
+        *([f"c {context}"] if context > 1 else []),
         f"d {parallel.data_parallel_size(plan.num_ranks)}",
         kind_of(config) + " wrapped" * config.data_parallel.fsdp_memory_efficient_wrapping,
         f"b {config.training.micro_batch_size}",
@@ -164,23 +166,15 @@ def command(config: RunConfig, hardware: Hardware, num_ranks: int) -> list[str]:
 
 def extra_flops(config: RunConfig, device: str) -> float:
     """Returns the FLOPs that recomputation and loss chunks add, over those of the model."""
-    tp_size = config.parallel.tensor_model_parallel_size
-    shape: dict[str, Any] = dict(
-        batch=1, seq_length=config.data.seq_length, padded_vocab_size=config.tokenizer.rows(tp_size)
-    )
-    ranks: dict[str, Any] = dict(
-        tp_size=tp_size, cp_size=config.parallel.context_parallel_size, device=device
-    )
-    own = hardware_flops(
-        config.model,
-        plan_model(config),
-        loss_chunk_size=config.loss_chunk_size,
-        loss_in_one_pass=config.loss_in_one_pass,
-        **shape,
-        **ranks,
-    )
-    whole = hardware_flops(config.model, keep_everything(config.model.num_layers), **shape, **ranks)
-    return (own - whole) / step_flops(config.model, **shape)
+    parallel = config.parallel
+    tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    shape: dict[str, Any] = dict(batch=1, seq_length=config.data.seq_length)
+    head = dict(shape, padded_vocab_size=config.tokenizer.rows(tp_size))
+    ranks: dict[str, Any] = dict(tp_size=tp_size, cp_size=cp_size, device=device)
+    in_two_passes = config.loss_chunk_size is not None and not config.loss_in_one_pass
+    more = replay_flops(config.model, plan_model(config), **shape, **ranks)
+    more += logits_flops(config.model, **head) * in_two_passes
+    return more / step_flops(config.model, **head)
 
 
 def lines(one: Mapping[str, Any]) -> Iterator[str]:

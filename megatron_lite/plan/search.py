@@ -193,12 +193,12 @@ class Search:
         for config in too_large:
             full = config if self.fixed_policy else with_policy(config, "*:full")
             sizes.append((self.run(config, num_ranks).chosen(full).peak.num_bytes, config))
+        least = [config for _, config in sorted(sizes, key=itemgetter(0))[:SMALLEST_TRIED]]
         found = []
-        for _, least in sorted(sizes, key=itemgetter(0))[:SMALLEST_TRIED]:
-            for config in (least, *savers(self.problem, least)):
-                chosen = self.fit(config, num_ranks, 0)
-                assert isinstance(chosen, Unreachable)
-                found.append(self.plan(chosen.smallest, num_ranks))
+        for config in [*least, *(one for each in least[:1] for one in savers(self.problem, each))]:
+            chosen = self.fit(config, num_ranks, 0)
+            assert isinstance(chosen, Unreachable)
+            found.append(self.plan(chosen.smallest, num_ranks))
         return min(found, key=lambda plan: plan.peak.num_bytes, default=None)
 
     def _larger(
