@@ -99,22 +99,27 @@ class Windows(NamedTuple):
     """The attention windows.
 
     layers: which layers have one: "all"; "unrotated", those without a rotary embedding; "none";
-        else the key of the number of the first layer with a window. But for "all",
-        use_sliding_window turns the windows on, and layer_types, if it is there, says which layers
-        have one.
+        "listed", those of layer_types; else the key of the number of the first layer with a
+        window. But for "all", layer_types, if it is there, says which layers have one, and but for
+        "all" and "listed", use_sliding_window turns the windows on.
     default: the window, if its key is missing.
     switched: whether use_sliding_window turns the windows of "all" layers on.
+    without, first: if layer_types is missing, every such layer from the first on has no window.
+    rotates: whether only layers with a window are rotated, where there are windows.
     """
 
     layers: str
     default: int | None = None
     switched: bool = False
+    without: int = 0
+    first: int = 0
+    rotates: bool = False
 
     def read(self, config: Config, fields: Values) -> None:
         number, kinds = fields["num_layers"], config.get("layer_types")
         size = config.value("sliding_window", int, self.default, null=None)
         is_used, is_fixed = size is not None, self.layers == "all"
-        if self.switched or not is_fixed:
+        if self.switched or self.layers not in ("all", "listed"):
             is_used &= config.value("use_sliding_window", bool, False)
         if is_used and self.layers == "none":
             raise ValueError(
@@ -124,7 +129,9 @@ class Windows(NamedTuple):
         have = [int(is_used)] * number
         if is_used and self.layers == "unrotated":
             have = list(fields.get("no_rope_freq", (0,) * number))
-        elif is_used and not is_fixed:
+        elif is_used and self.without:
+            have = [int(layer % self.without != self.first) for layer in range(number)]
+        elif is_used and self.layers not in ("all", "listed"):
             first = config.value(self.layers, int, 28)
             have = [int(layer >= first) for layer in range(number)]
         if kinds is not None:
@@ -142,6 +149,8 @@ class Windows(NamedTuple):
                     f"sliding_window {size} and its switches: correct one of them"
                 )
             have = theirs
+        if self.rotates and is_used and not all(have):
+            fields["no_rope_freq"] = tuple(1 - one for one in have)
         if any(have):
             # The query's own token counts in a sliding window, and not in --window-size.
             fields["window_size"] = (size - 1, 0)
@@ -154,9 +163,11 @@ class Windows(NamedTuple):
         if self.layers == "all":
             return {**found, "use_sliding_window": window is not None} if self.switched else found
         have = [model.layer_window(layer) is not None for layer in range(model.num_layers)]
+        kinds = [SLIDING if one else FULL for one in have]
+        if self.layers == "listed":
+            return {**found, "layer_types": kinds}
         if self.layers not in ("unrotated", "none"):
             found[self.layers] = have.index(True) if any(have) else model.num_layers
-        kinds = [SLIDING if one else FULL for one in have]
         return {**found, "use_sliding_window": any(have), "layer_types": kinds}
 
 
@@ -238,12 +249,15 @@ class Rotary(NamedTuple):
     read, and the older keys are written, which every version reads.
 
     base: the key of the base. share: the key of the share; None: the whole head.
+    form: "by layer": rope_parameters has an object for each kind of layer, and they must be equal.
+        "explicit": without the object transformers takes a scaling of its own.
     """
 
     default_base: int = 10000
     base: str = "rope_theta"
     share: str | None = None
     default_share: float = 1.0
+    form: str = ""
 
     def read(self, config: Config, fields: Values) -> None:
         found = self._parameters(config)
@@ -274,7 +288,12 @@ class Rotary(NamedTuple):
         """
         outside = config.get(self.base)
         base = self.default_base if outside is None else outside
-        both = map(config.object, ("rope_parameters", "rope_scaling"))
+        both = [config.object(key) for key in ("rope_parameters", "rope_scaling")]
+        if self.form == "explicit" and not any(both):
+            raise ValueError("rope_parameters is missing")
+        if {FULL, SLIDING} & both[0].keys():
+            of_layers = Config(both[0])
+            both = [of_layers.object(FULL), of_layers.object(SLIDING), both[1]]
         places = [
             {"rope_theta": base, "rope_type": one.get("type", "default"), **one}
             for one in [one for one in both if one] or [{}]
@@ -282,10 +301,13 @@ class Rotary(NamedTuple):
         for place in places:
             place.pop("type", None)
         found = places[0]
-        if found != places[-1] or (outside is not None and found["rope_theta"] != outside):
+        if any(found != place for place in places) or (
+            outside is not None and found["rope_theta"] != outside
+        ):
             raise ValueError(
-                f"rope_parameters, rope_scaling and {self.base} differ, and versions of "
-                "transformers read one or the other: remove one"
+                f"rope_parameters, rope_scaling and {self.base} differ, or those of two kinds of "
+                "layers do: a model here has one rotary embedding, and versions of transformers "
+                "read one or the other: remove one"
             )
         unknown = found.keys() - ROTARY_KEYS
         if unknown and found["rope_type"] in (None, "default", "linear", "llama3"):
@@ -320,8 +342,15 @@ class Rotary(NamedTuple):
         elif model.rotary_seq_len_interpolation_factor is not None:
             factor = float(model.rotary_seq_len_interpolation_factor)
             scaling = {"rope_type": "linear", "factor": factor}
-        share = {} if self.share is None else {self.share: model.rotary_percent}
-        return {self.base: float(model.rotary_base), "rope_scaling": scaling, **share}
+        base = float(model.rotary_base)
+        found: Values = {self.base: base, "rope_scaling": scaling}
+        if self.share is not None:
+            found[self.share] = model.rotary_percent
+        if self.form:
+            one = {"rope_theta": base, "rope_type": "default", **(scaling or {})}
+            by_layer = self.form == "by layer"
+            found["rope_parameters"] = {FULL: one, SLIDING: one} if by_layer else one
+        return found
 
 
 def _whole_number(key: str, value: Any) -> int:

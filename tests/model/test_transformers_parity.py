@@ -114,30 +114,10 @@ def ours_in_stages(config: ModelConfig, weights: dict[str, Tensor], dtype: torch
         return Result(logits, loss.detach(), grads)
 
 
-@pytest.mark.runs(daily=4, ci=19)
+@pytest.mark.runs(daily=4, ci=28)
 @pytest.mark.parametrize(
     "name, dtype, tolerance",
-    [
-        ("gpt2", torch.float32, 1e-5),
-        ("gpt2", torch.float64, 1e-12),
-        ("llama", torch.float32, 1e-5),
-        ("qwen2", torch.float32, 1e-5),
-        ("qwen3", torch.float32, 1e-5),
-        ("mistral", torch.float32, 1e-5),
-        ("qwen2 with windows", torch.float32, 1e-5),
-        ("smollm3", torch.float32, 1e-5),
-        ("gpt_neox", torch.float32, 1e-5),
-        ("nemotron", torch.float32, 1e-5),
-        ("gpt_neox with a parallel residual", torch.float32, 1e-5),
-        ("olmo2", torch.float32, 1e-5),
-        ("phi3", torch.float32, 1e-5),
-        ("mixtral", torch.float32, 1e-5),
-        ("olmoe", torch.float32, 1e-5),
-        ("qwen3_moe", torch.float32, 1e-5),
-        ("qwen2_moe", torch.float32, 1e-5),
-        ("llama 3.1", torch.float32, 1e-5),
-        ("llama with longer positions", torch.float32, 1e-5),
-    ],
+    [("gpt2", torch.float64, 1e-12), *((name, torch.float32, 1e-5) for name in PEERS)],
 )
 def test_logits_loss_and_gradients_equal_those_of_transformers(name, dtype, tolerance):
     """Relative to the largest value of each tensor. transformers computes RMSNorm and rotary angles

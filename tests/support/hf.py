@@ -216,6 +216,110 @@ PEERS = {
         ),
         config={**_LLAMA, "kv_channels": D, "rotary_percent": 0.75, "window_size": (4, 0)},
     ),
+    "arcee": Peer(
+        build=_random("ArceeForCausalLM", "ArceeConfig", **_LLAMA_SIZES),
+        config={**_LLAMA, "swiglu": False, "squared_relu": True},
+    ),
+    "seed_oss": Peer(
+        build=_random("SeedOssForCausalLM", "SeedOssConfig", **_LLAMA_SIZES),
+        config={**_LLAMA, "add_qkv_bias": True},
+    ),
+    "ministral": Peer(
+        build=_random(
+            "MinistralForCausalLM",
+            "MinistralConfig",
+            **_LLAMA_SIZES,
+            sliding_window=4,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+        config={**_LLAMA, "window_size": (3, 0), "window_attn_skip_freq": (0, 1)},
+    ),
+    # Every 4th layer has no window: the first of CWM, and the last of OLMo 3 and EXAONE 4.
+    "cwm": Peer(
+        build=_random("CwmForCausalLM", "CwmConfig", **_LLAMA_SIZES, sliding_window=4),
+        config={**_LLAMA, "window_size": (3, 0), "window_attn_skip_freq": (0, 1)},
+    ),
+    "olmo3": Peer(
+        build=_random(
+            "Olmo3ForCausalLM",
+            "Olmo3Config",
+            pad_token_id=None,
+            sliding_window=4,
+            **{
+                **_QWEN2_SIZES,
+                "num_hidden_layers": 4,
+                "rope_parameters": {
+                    kind: dict(rope_type="default", rope_theta=500.0)
+                    for kind in ("full_attention", "sliding_attention")
+                },
+            },
+        ),
+        config={
+            **_LLAMA,
+            "num_layers": 4,
+            "kv_channels": D,
+            "norm_position": "after",
+            "qk_layernorm": True,
+            "qk_layernorm_scope": "all-heads",
+            "window_size": (3, 0),
+            "window_attn_skip_freq": 4,
+        },
+    ),
+    "exaone4": Peer(
+        build=_random(
+            "Exaone4ForCausalLM",
+            "Exaone4Config",
+            sliding_window=4,
+            **{**_LLAMA_SIZES, "num_hidden_layers": 4},
+        ),
+        config={
+            **_LLAMA,
+            "num_layers": 4,
+            "norm_position": "after",
+            "qk_layernorm": True,
+            "window_size": (3, 0),
+            "window_attn_skip_freq": 4,
+            "no_rope_freq": 4,
+        },
+    ),
+    "starcoder2": Peer(
+        build=_random(
+            "Starcoder2ForCausalLM",
+            "Starcoder2Config",
+            sliding_window=5,
+            **{key: value for key, value in _QWEN2_SIZES.items() if key != "rms_norm_eps"},
+        ),
+        config={
+            **_LLAMA,
+            "kv_channels": D,
+            "normalization": "LayerNorm",
+            "norm_epsilon": 1e-5,
+            "swiglu": False,
+            "add_bias_linear": True,
+            "window_size": (4, 0),
+        },
+    ),
+    "stablelm": Peer(
+        build=_random(
+            "StableLmForCausalLM",
+            "StableLmConfig",
+            use_qkv_bias=True,
+            **{
+                **_QWEN2_SIZES,
+                "rope_parameters": dict(
+                    rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5
+                ),
+            },
+        ),
+        config={
+            **_LLAMA,
+            "kv_channels": D,
+            "normalization": "LayerNorm",
+            "norm_epsilon": 1e-5,
+            "rotary_percent": 0.5,
+            "add_qkv_bias": True,
+        },
+    ),
     "mixtral": Peer(
         build=_random("MixtralForCausalLM", "MixtralConfig", **_EXPERTS, num_local_experts=6),
         config={**_LLAMA, "num_experts": 6, "moe_router_topk": 3},
