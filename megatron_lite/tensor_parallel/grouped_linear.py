@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_lite.parallel.parameter_spec import ParameterSpec
-from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product
+from megatron_lite.parallel.torch_internals import disable_current_modes, grouped_product, is_fake
 from megatron_lite.parallel.weight_gradient import in_autocast_dtype
 from megatron_lite.tensor_parallel.layers import new_parameter
 from megatron_lite.tensor_parallel.rank_context import RankContext
@@ -97,6 +97,8 @@ class _GroupedMatmul(torch.autograd.Function):
 
 def products(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Returns each group of rows times its matrix: [n, k] and [E, k, m] -> [n, m]."""
+    if is_fake(rows):  # torch's fake product has bfloat16 alone
+        return rows.new_empty(rows.shape[0], matrices.shape[-1])
     if _is_grouped(rows, matrices.shape[-1]):
         return grouped_product(rows, matrices, offs=ends)
     parts = zip(rows.tensor_split(ends[:-1].long().cpu()), matrices, strict=True)
@@ -108,6 +110,8 @@ def outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
     A group without rows gets zeros.
     """
+    if is_fake(left):
+        return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
     if _is_grouped(left, right.shape[-1]):
         return grouped_product(left.t(), right, offs=ends)
     cuts = ends[:-1].long().cpu()

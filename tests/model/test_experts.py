@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -285,6 +286,17 @@ def test_grouped_products_are_those_of_each_group(dtype: torch.dtype, width: int
     assert torch.allclose(
         weight.grad.double(), sums.unsqueeze(1).expand(-1, 2 * width, -1), rtol=3e-2, atol=3e-2
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dry_run_has_the_shapes_of_grouped_products(dtype: torch.dtype) -> None:
+    with FakeTensorMode():
+        rows = torch.empty(9, 16, dtype=dtype, requires_grad=True)
+        weight = torch.empty(4, 32, 16, dtype=dtype, requires_grad=True)
+        output = grouped_linear(rows, weight, torch.empty(4, dtype=torch.int32))
+        output.sum().backward()
+    assert output.shape == (9, 32) and rows.grad is not None and weight.grad is not None
+    assert (rows.grad.shape, weight.grad.shape) == (rows.shape, weight.shape)
 
 
 def test_a_layer_passes_gradcheck() -> None:
