@@ -85,7 +85,7 @@ class ParallelConfig:
         needs=("context_parallel_size>1",),
     )
     expert_model_parallel_size: int = setting(
-        "ranks over which the experts of each layer are spread, among those with other tokens",
+        "ranks over which the experts of each layer are spread",
         1,
         least=1,
         needs=("num_experts",),
@@ -98,8 +98,7 @@ class ParallelConfig:
         **OTHER_EXPERTS,
     )
     moe_token_dispatcher_type: str = setting(
-        "how tokens reach ranks with other experts: all tokens go to each rank, or each row to the "
-        "rank of its expert",
+        "how tokens reach other experts: all go to each rank, or each row to its expert's",
         "allgather",
         choices=("allgather", "alltoall"),
         megatron={"flex": "alltoall", "alltoall_seq": "alltoall"},

@@ -38,10 +38,12 @@ def arguments_table(config: RunConfig) -> str:
 
 def ranks_line(parallel: ParallelState) -> str:
     """Returns the line with the sizes of the parallel groups, and what computes."""
+    experts = parallel.experts
+    spread = "" if experts is None else f", expert-parallel {experts.ep_size} x {experts.tp_size}"
     return (
         f"{plural(parallel.world_size, 'rank')}: tensor-parallel {parallel.tp_size}, "
         f"context-parallel {parallel.cp_size}, pipeline-parallel {parallel.pp_size}, data-parallel "
-        f"{parallel.dp_size}, on {described(parallel.device)}"
+        f"{parallel.dp_size}{spread}, on {described(parallel.device)}"
     )
 
 
