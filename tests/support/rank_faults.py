@@ -12,7 +12,6 @@ import torch._dynamo  # 1.5 s: once here, not in every forked rank at its first 
 import torch.distributed as dist
 from torch import Tensor
 
-import megatron_lite.parallel.fsdp  # noqa: F401
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.run import RunConfig
@@ -23,6 +22,7 @@ from megatron_lite.training import loop
 from megatron_lite.training.build_trainer import build_trainer
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.step import TrainingError
+from tests.support.layouts import LAYOUTS
 
 NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 
@@ -42,20 +42,10 @@ SHAPES = {
     "pp2": Shape(2, {"pipeline_model_parallel_size": 2}),
     "cp2": Shape(2, {"context_parallel_size": 2}),
     "dp2": Shape(2),
-    "dp2-overlap": Shape(
-        2, data_parallel=DataParallelConfig(overlap_grad_reduce=True, ddp_bucket_size=3000)
-    ),
-    "zero1": Shape(2, data_parallel=DataParallelConfig(use_distributed_optimizer=True)),
-    "zero1-overlap": Shape(
-        2,
-        data_parallel=DataParallelConfig(
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=True,
-            overlap_param_gather=True,
-            ddp_bucket_size=3000,
-        ),
-    ),
-    "fsdp2": Shape(2, data_parallel=DataParallelConfig(use_torch_fsdp2=True)),
+    "dp2-overlap": Shape(2, data_parallel=LAYOUTS["overlap"]),
+    "zero1": Shape(2, data_parallel=LAYOUTS["zero1"]),
+    "zero1-overlap": Shape(2, data_parallel=LAYOUTS["zero1, overlap"]),
+    "fsdp2": Shape(2, data_parallel=LAYOUTS["fsdp2"]),
 }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lite.tools import convert
+from tests.support.commands import ended
 from tests.support.conversions import converted, saved_peer
 
 ERROR = "python -m megatron_lite.tools.convert: error: "
@@ -42,17 +43,12 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_wrong_command_is_one_line_and_leaves_nothing(
-    way: str,
-    flags: list[str],
-    message: str,
-    theirs: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    way: str, flags: list[str], message: str, theirs: Path, tmp_path: Path
 ) -> None:
-    capsys.readouterr()
-    assert converted(theirs, tmp_path / "new", way, *flags) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith(ERROR) and len(error.splitlines()) == 1
+    words = [theirs, tmp_path / "new", way, *flags]
+    found = ended(lambda words: converted(*words), words)
+    assert found.status == 2 and message in found.err
+    assert found.err.startswith(ERROR) and found.err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
