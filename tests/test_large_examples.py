@@ -105,19 +105,10 @@ PREDICTED["gpt_1t"] += [TWICE, f"{POINTWISE} {TWICE}"]
 def test_shape_and_layout_are_the_published_ones(name: str) -> None:
     facts = facts_of(name)
     model, parallel, training = facts.config.model, facts.config.parallel, facts.config.training
-    shape = (
-        model.num_layers,
-        model.hidden_size,
-        model.num_attention_heads,
-        model.query_groups,
-        model.ffn_size,
-    )
-    layout = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        facts.num_chunks,
-        facts.ranks,
-    )
+    names = "num_layers hidden_size num_attention_heads query_groups ffn_size"
+    shape = tuple(getattr(model, name) for name in names.split())
+    sizes = (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size)
+    layout = (*sizes, facts.num_chunks, facts.ranks)
     batch = (training.batch_size(facts.replicas), training.micro_batch_size)
     assert (shape, facts.config.data.seq_length, layout, batch) == PUBLISHED[name]
     assert parallel.sequence_parallel and training.bf16
@@ -179,22 +170,10 @@ def test_a_script_recomputes_the_least_that_fits(name: str) -> None:
 
 
 def test_several_machines_meet_where_they_are_told() -> None:
-    command = command_of(
-        LARGE / "gpt_175b.sh", NODE_RANK="3", MASTER_ADDR="node0", MASTER_PORT="6001"
-    )
-    assert command[:11] == [
-        "torchrun",
-        "--nnodes",
-        "8",
-        "--node_rank",
-        "3",
-        "--master_addr",
-        "node0",
-        "--master_port",
-        "6001",
-        "--nproc_per_node",
-        "8",
-    ]
+    where = dict(NODE_RANK="3", MASTER_ADDR="node0", MASTER_PORT="6001")
+    command = command_of(LARGE / "gpt_175b.sh", **where)
+    launch = "torchrun --nnodes 8 --node_rank 3 --master_addr node0 --master_port 6001"
+    assert command[:11] == [*launch.split(), "--nproc_per_node", "8"]
     assert "--standalone" in command_of(LARGE / "gpt_22b.sh") and "--standalone" not in command
 
 

@@ -66,16 +66,12 @@ def run_tasks(*of_each_rank: list[str]) -> tuple[list[int], list[str]]:
     port = free_port()
     tasks, size = [], str(len(of_each_rank))
     for rank, arguments in enumerate(of_each_rank):
-        variables = dict(
-            SLURM_PROCID=str(rank),
-            SLURM_LOCALID=str(rank),
-            SLURM_STEP_ID="0",
-            SLURM_STEP_NUM_TASKS=size,
-            SLURM_STEP_NODELIST="localhost",
-            SLURM_STEP_TASKS_PER_NODE=size,
-            SLURM_JOB_ID="11",
-            MASTER_PORT=str(port),
-        )
+        variables = {
+            **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), str(rank)),
+            **dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"), size),
+            **dict(SLURM_STEP_ID="0", SLURM_STEP_NODELIST="localhost", SLURM_JOB_ID="11"),
+            "MASTER_PORT": str(port),
+        }
         tasks.append(
             subprocess.Popen(
                 command(*SMALL_RUN, *MOCK, *arguments),

@@ -30,24 +30,25 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 @pytest.mark.parametrize(
-    ("variables", "words", "local_rank"),
+    ("variable", "words", "local_rank"),
     [
-        (LAUNCHED, ["--local_rank=3"], 3),
-        (LAUNCHED, ["--local-rank", "0"], 0),
-        (LAUNCHED, [], 1),
-        ({**LAUNCHED, "LOCAL_RANK": "2"}, ["--local_rank", "2"], 2),
-        ({**LAUNCHED, "LOCAL_RANK": "2"}, [], 2),
-        ({}, ["--local-rank=1"], 1),
+        (None, ["--local_rank=3"], 3),
+        (None, ["--local-rank", "0"], 0),
+        (None, [], 1),
+        ("2", ["--local_rank", "2"], 2),
+        ("2", [], 2),
+        ("", ["--local-rank=1"], 1),  # no launcher
     ],
 )
 def test_the_run_takes_the_local_rank_of_the_launcher(
     launches: list[Launch],
     monkeypatch: pytest.MonkeyPatch,
+    variable: str | None,
     words: list[str],
-    variables: dict[str, str],
     local_rank: int,
 ) -> None:
-    for name, value in variables.items():
+    given = LAUNCHED if variable is None else {**LAUNCHED, "LOCAL_RANK": variable}
+    for name, value in given.items() if variable != "" else ():
         monkeypatch.setenv(name, value)
     assert pretrain_gpt.main([*SMALL_RUN, *MOCK, *words]) == 0
     assert [launch.local_rank for launch in launches] == [local_rank]
