@@ -4,6 +4,7 @@ that was whole."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -16,6 +17,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.training import log_files
 from megatron_lite.training.log_files import metrics_file
 from megatron_lite.training.scalars import TensorBoard
+from tests.support.forks import dies_before, status_of_fork
 from tests.support.runs import rows, run_to_end, tiny_run
 from tests.support.syscalls import recorded
 
@@ -121,42 +123,24 @@ def test_standard_output_on_a_full_device_ends_no_run(
     assert len(rows(tmp_path / "m")) == 4
 
 
-class Killed(BaseException):
-    """In place of a SIGKILL."""
-
-
 def test_a_kill_while_rows_are_dropped_leaves_the_whole_file_or_the_new_one(tmp_path: Path) -> None:
     """Before every call that changes a name. The old text is there under one name, and the next
     start ends as without a kill."""
-    number, finished = 0, False
-    while not finished:
+    number, status, shorter = 0, -1, ROWS[: len(ROWS) // 5 * 3]
+    while status != 0:
         folder = tmp_path / str(number)
         folder.mkdir()
         path = folder / "m"
         path.write_text(ROWS)
-        with pytest.MonkeyPatch.context() as patch:
-            count = iter(range(100))
 
-            def wrapped(
-                name: str, real: Callable[..., None], count=count, number=number
-            ) -> Callable[..., None]:
-                def call(*args: object, **kwargs: object) -> None:
-                    if next(count) == number:
-                        raise Killed
-                    real(*args, **kwargs)
+        def killed(number: int = number, path: Path = path) -> None:
+            dies_before(number, [(os, "replace"), (os, "unlink")])
+            metrics_file(str(path), 3)
 
-                return call
-
-            for name in ("replace", "unlink"):
-                patch.setattr(os, name, wrapped(name, getattr(os, name)))
-            try:
-                metrics_file(str(path), 3)
-                finished = True
-            except Killed:
-                assert path.read_text() in (ROWS, ROWS[: len(ROWS) // 5 * 3])
+        status = status_of_fork(killed)
+        assert status in (0, -signal.SIGKILL) and path.read_text() in (ROWS, shorter)
         metrics_file(str(path), 3)
-        assert path.read_text() == ROWS[: len(ROWS) // 5 * 3]
-        assert (folder / "m.previous").read_text() == ROWS
+        assert path.read_text() == shorter and (folder / "m.previous").read_text() == ROWS
         assert sorted(other.name for other in folder.iterdir()) == ["m", "m.previous"]
         number += 1
     assert number > 2
