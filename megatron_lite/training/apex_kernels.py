@@ -6,7 +6,6 @@ The choice is checked before the run starts. The log states it with the reasons.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 
 from torch import nn
 
@@ -32,34 +31,11 @@ from megatron_lite.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 def check_kernels(config: RunConfig, device_type: str) -> None:
     """Raises InputError if a flag asks for a kernel of NVIDIA apex that this process cannot use."""
-    for flag, chosen, kernel in _choices(config):
-        if chosen == "apex":
-            apex.require(kernel(device_type), flag)
-
-
-def apex_line(config: RunConfig, device_type: str) -> str | None:
-    """Returns a line for the log, or None.
-
-    The line is about an installed package called apex that is not NVIDIA's, or about kernels of
-    NVIDIA apex that are available here and that no flag asks for.
-    """
-    if (other := apex.notice()) is not None:
-        return other
-    unused = [f"{flag} apex" for flag, chosen, _ in _choices(config) if chosen != "apex"]
-    if device_type != apex.DEVICE_TYPE or not unused or apex.installed_package().kind != "nvidia":
-        return None
-    return (
-        f"NVIDIA apex is installed: {' and '.join(unused)} would use its kernels, which round "
-        "differently (docs/performance.md)"
-    )
-
-
-def _choices(config: RunConfig) -> list[tuple[str, str, Callable[[str], apex.Kernel]]]:
-    """Returns each flag with its value and the function that finds apex's kernel for it. A norm
-    that apex does not have is left out; model/norm.py refuses it under `--norm-impl apex`."""
-    norm = APEX_NORMS.get(config.model.normalization)
-    norms = [] if norm is None else [("--norm-impl", config.model.norm_impl, norm)]
-    return [*norms, ("--optimizer-impl", config.optimizer.optimizer_impl, apex.fused_adam)]
+    norm = APEX_NORMS.get(config.model.normalization)  # without one model/norm.py refuses the flag
+    if norm is not None and config.model.norm_impl == "apex":
+        apex.require(norm(device_type), "--norm-impl")
+    if config.optimizer.optimizer_impl == "apex":
+        apex.require(apex.fused_adam(device_type), "--optimizer-impl")
 
 
 def fuse_weight_gradients_(

@@ -13,8 +13,7 @@ import torch
 
 from megatron_lite.config.notices import Here, notices
 from megatron_lite.config.run import RunConfig
-from megatron_lite.parallel import torch_internals
-from megatron_lite.training.apex_kernels import apex_line
+from megatron_lite.parallel import apex, torch_internals
 
 # Raised whenever the same flags give other low bits on the same machine: "Bits changed" in
 # CHANGELOG.md.
@@ -53,7 +52,7 @@ class RunNotices(NamedTuple):
         missing = ", ".join(torch_internals.MISSING)
         here = Here(
             f"torch {torch.__version__} lacks {missing}" if missing else "",
-            apex_line(config, device),
+            apex.notice(),
             _multiplies_16_bits(config.training.precision),
         )
         placement, log = (

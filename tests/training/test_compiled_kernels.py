@@ -6,7 +6,6 @@ and what it keeps, is then known in milliseconds. The tests marked long compile 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Sequence
@@ -37,10 +36,16 @@ from tests.support.uncompiled import NEEDS_COMPILER, uncompiled_kernels
 CPU = torch.device("cpu")
 POLICIES = ("*:pointwise", "*:full", "*:pointwise+core_attn")
 DROPOUT = dict(hidden_dropout=0.1, attention_dropout=0.1)
+LLAMA: dict[str, Any] = dict(
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    group_query_attention=True,
+    num_query_groups=2,
+)
 MANY_TOKENS = "--seq-length 512 --max-position-embeddings 512 --vocab-size 255"
 Layout = tuple[int, int, bool]  # TP size, CP size, sequence parallelism
 LAYOUTS: list[Layout] = [(1, 1, False), (2, 1, False), (2, 1, True), (1, 2, False)]
-VARIANTS = ("qwen", "gpt2", "neox", "nemotron")
+VARIANTS = ("qwen", "gpt2", "neox", "nemotron", "llama")
 
 
 @pytest.fixture
@@ -124,42 +129,38 @@ def test_no_policy_changes_a_bit_of_a_compiled_run() -> None:
     assert faults(0, 1, (1, 1, False), ["gpt2"], torch.bfloat16, DROPOUT) == []
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("policy", "norms"), [("*:none", 5), ("*:pointwise", 1)])
-def test_the_kept_bytes_are_predicted(tmp_path: Path, policy: str, norms: int) -> None:
-    """In bf16 LayerNorm keeps float32 statistics, which torch's own kernel rounds to bf16."""
-    predicted = {}
-    for torch_compile in (False, True):
-        config = tiny_run(
-            metrics=tmp_path / str(torch_compile),
-            training=dict(train_iters=1, eval_iters=0, bf16=True, torch_compile=torch_compile),
-        )
-        run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
-        (row,) = map(json.loads, (tmp_path / str(torch_compile)).read_text().splitlines())
-        assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
-        predicted[torch_compile] = row["activation_bytes_predicted"]
-    tokens, mean_and_deviation, wider = 16, 2, 2
-    assert predicted[True] - predicted[False] == norms * tokens * mean_and_deviation * wider
-
-
-@pytest.mark.runs(daily=1, ci=3)
+@pytest.mark.runs(daily=2, ci=6)
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(
-    "norms", [{}, dict(apply_layernorm_1p=True), dict(normalization="RMSNorm")], ids=str
+    ("model", "policy", "statistics"),
+    [
+        ({}, "*:none", 5),
+        ({}, "*:pointwise", 1),
+        (dict(LLAMA, qk_layernorm=True), "*:none", None),
+        (dict(LLAMA), "*:pointwise", None),
+        (dict(fp32_residual_connection=True, apply_layernorm_1p=True), "*:layernorm", None),
+        (dict(fp32_residual_connection=True, normalization="RMSNorm"), "*:none", None),
+    ],
+    ids=str,
 )
-def test_so_are_those_of_norms_of_a_float32_residual_stream(
-    tmp_path: Path, norms: dict[str, Any]
+def test_the_kept_bytes_are_predicted(
+    tmp_path: Path, model: dict[str, Any], policy: str, statistics: int | None
 ) -> None:
-    """The norms keep their weights in float32, and no bias."""
-    for number, policy in enumerate(("*:none", "*:layernorm")):
-        config = tiny_run(
-            metrics=tmp_path / f"{number}",
-            training=dict(train_iters=1, eval_iters=0, bf16=True, torch_compile=True),
-            model=dict(fp32_residual_connection=True, **norms),
-        )
+    """In bf16 LayerNorm keeps float32 statistics, which torch's own kernel rounds to bf16. The
+    norms of a float32 residual stream keep their weights in float32, and no bias. Those of queries
+    and keys keep views of one storage."""
+    predicted = {}
+    for compiles in (False, True):
+        training = dict(train_iters=1, eval_iters=0, bf16=True, torch_compile=compiles)
+        config = tiny_run(metrics=tmp_path / str(compiles), training=training, model=model)
         run_to_end(replace(config, recompute=RecomputeConfig(recompute_policy=policy)))
-        (row,) = rows(tmp_path / f"{number}")
+        (row,) = rows(tmp_path / str(compiles))
         assert row["activation_bytes_predicted"] == row["activation_bytes_measured"]
+        predicted[compiles] = row["activation_bytes_predicted"]
+    tokens, mean_and_deviation, wider = 16, 2, 2
+    if statistics is not None:
+        more = statistics * tokens * mean_and_deviation * wider
+        assert predicted[True] - predicted[False] == more
 
 
 @pytest.mark.runs(daily=0, ci=1)
