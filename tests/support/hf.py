@@ -97,9 +97,24 @@ _LLAMA = dict(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
+_WINDOWS: dict[str, object] = dict(window_size=(3, 0), window_attn_skip_freq=(0, 1))
 _QWEN2_SIZES = {key: value for key, value in _LLAMA_SIZES.items() if key != "head_dim"}
 _EXPERTS = dict(_LLAMA_SIZES, num_experts_per_tok=3, pad_token_id=None)
 _QWEN2_EXPERTS = dict(_QWEN2_SIZES, num_experts_per_tok=3, pad_token_id=None)
+
+_NEOX = dict(
+    hidden_size=H,
+    intermediate_size=F,
+    num_hidden_layers=L,
+    num_attention_heads=A,
+    max_position_embeddings=POSITIONS,
+    tie_word_embeddings=False,
+    initializer_range=0.2,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+)
+_HALF_ROTATED = dict(
+    position_embedding_type="rope", rotary_percent=0.5, untie_embeddings_and_output_weights=True
+)
 
 PEERS = {
     "gpt2": Peer(
@@ -139,13 +154,7 @@ PEERS = {
             max_window_layers=1,
             **_QWEN2_SIZES,
         ),
-        config={
-            **_LLAMA,
-            "kv_channels": D,
-            "add_qkv_bias": True,
-            "window_size": (3, 0),
-            "window_attn_skip_freq": (0, 1),
-        },
+        config={**_LLAMA, "kv_channels": D, "add_qkv_bias": True, **_WINDOWS},
     ),
     # In transformers no_rope_layers is 1 for a layer that does use rotary embeddings.
     "smollm3": Peer(
@@ -167,29 +176,23 @@ PEERS = {
             "window_attn_skip_freq": 2,
         },
     ),
-    "gpt_neox": Peer(build=_neox(parallel=False), config=_NEOX),
-    "nemotron": Peer(
-        build=_random(
-            "NemotronForCausalLM",
-            "NemotronConfig",
-            **_SIZES,
-            num_key_value_heads=G,
-            head_dim=D,
-            rope_parameters=_HALF_ROTATED,
-        ),
-        config=dict(
-            group_query_attention=True,
-            num_query_groups=G,
-            position_embedding_type="rope",
-            rotary_percent=0.5,
-            squared_relu=True,
-            apply_layernorm_1p=True,
-            add_bias_linear=False,
-            untie_embeddings_and_output_weights=True,
-        ),
+    "gpt_neox": Peer(
+        build=_random("GPTNeoXForCausalLM", "GPTNeoXConfig", **_NEOX, use_parallel_residual=False),
+        config={**_HALF_ROTATED, "bias_gelu_fusion": False},
     ),
     "gpt_neox with a parallel residual": Peer(
-        build=_neox(parallel=True), config=dict(_NEOX, parallel_residual=True)
+        build=_random("GPTNeoXForCausalLM", "GPTNeoXConfig", **_NEOX),
+        config={**_HALF_ROTATED, "bias_gelu_fusion": False, "parallel_residual": True},
+    ),
+    "nemotron": Peer(
+        build=_random(
+            "NemotronForCausalLM", "NemotronConfig", **_NEOX, num_key_value_heads=G, head_dim=D
+        ),
+        config={
+            **_HALF_ROTATED,
+            **dict(group_query_attention=True, num_query_groups=G, squared_relu=True),
+            **dict(apply_layernorm_1p=True, add_bias_linear=False),
+        },
     ),
     "olmo2": Peer(
         build=_random("Olmo2ForCausalLM", "Olmo2Config", pad_token_id=None, **_QWEN2_SIZES),
@@ -232,12 +235,12 @@ PEERS = {
             sliding_window=4,
             layer_types=["full_attention", "sliding_attention"],
         ),
-        config={**_LLAMA, "window_size": (3, 0), "window_attn_skip_freq": (0, 1)},
+        config={**_LLAMA, **_WINDOWS},
     ),
     # Every 4th layer has no window: the first of CWM, and the last of OLMo 3 and EXAONE 4.
     "cwm": Peer(
         build=_random("CwmForCausalLM", "CwmConfig", **_LLAMA_SIZES, sliding_window=4),
-        config={**_LLAMA, "window_size": (3, 0), "window_attn_skip_freq": (0, 1)},
+        config={**_LLAMA, **_WINDOWS},
     ),
     "olmo3": Peer(
         build=_random(

@@ -18,6 +18,7 @@ A torch_dist checkpoint may leave out the layer's number and stack all layers in
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -267,7 +268,12 @@ def whole_parameters(
         if EXPERTS not in name:
             (piece,) = pieces
             return piece[2]
-        return Stack([tensor for *_, tensor in sorted(pieces, key=lambda piece: piece[:2])])
+        pieces = sorted(pieces, key=lambda piece: piece[:2])
+        ranks, each = pieces[-1][0] + 1, len(pieces) // (pieces[-1][0] + 1)
+        numbers = [(ep_rank, number) for ep_rank, number, _ in pieces]
+        if numbers != [*itertools.product(range(ranks), range(each))]:
+            raise InputError(f"{name}: its experts are not numbered from 0 to the last one")
+        return Stack([tensor for *_, tensor in pieces])
 
     return {
         name: [part(name, pieces) for _, pieces in sorted(ranks.items())]

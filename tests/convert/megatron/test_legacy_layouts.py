@@ -22,6 +22,7 @@ from megatron_lite.convert.megatron.legacy import legacy_source
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
 from megatron_lite.convert.weights import WeightSource, parameter_specs
 from tests.support.models import tiny_config
+from tests.support.pairs import pairs
 
 V, PADDED = 61, 64
 LLAMA: dict[str, Any] = dict(
@@ -127,9 +128,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "tp", "tied"), pairs(LAYOUTS, [1, 2], [True, False]))
 def test_every_layout_gives_the_whole_weights(
     layout: str, tp: int, tied: bool, tmp_path: Path
 ) -> None:
@@ -187,12 +186,32 @@ def in_one_matrix(name: str, experts: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield f"{before}weight{after[0]}", experts.transpose(1, 2).reshape(rows, 32 if rows < 0 else -1)
 
 
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 2), (1, 4)])
-@pytest.mark.parametrize("form", [one_by_one, grouped, in_one_matrix])
-@pytest.mark.parametrize("layout", ["one file", "uneven stages"])
+def test_an_expert_that_is_missing_between_others_is_refused(tmp_path: Path) -> None:
+    def rename(model: Mapping[str, Any]) -> dict[str, Any]:
+        found = OrderedDict()
+        for name, value in model.items():
+            pieces = one_by_one(name, value) if ".mlp.experts." in name else [(name, value)]
+            found.update((one.replace("experts.3.", "experts.5."), part) for one, part in pieces)
+        return found
+
+    save(tmp_path, tiny_config(**EXPERTS), LAYOUTS["one file"], rename=rename)
+    with pytest.raises(InputError, match=r"linear_fc\d\.weight: its experts are not numbered"):
+        legacy_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "sizes"),
+    pairs(
+        [one_by_one, grouped, in_one_matrix],
+        ["one file", "uneven stages"],
+        [(1, 1), (2, 2), (1, 4)],
+    ),
+)
 def test_experts_of_every_kind_of_layer_are_read(
-    form: Any, layout: str, tp: int, ep: int, tmp_path: Path
+    form: Any, layout: str, sizes: tuple[int, int], tmp_path: Path
 ) -> None:
+    tp, ep = sizes
+
     def rename(model: Mapping[str, Any]) -> dict[str, Any]:
         found = OrderedDict()
         for name, value in model.items():
