@@ -111,6 +111,7 @@ def _other_values(given: Given) -> Iterator[str]:
             (ModelConfig, "attention_backend"),
             (TrainingConfig, "cuda_graph_impl"),
             (TokenizerConfig, "tokenizer_type"),
+            (ParallelConfig, "moe_token_dispatcher_type"),
         )
     }
     for field, read_as in (

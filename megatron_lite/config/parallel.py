@@ -95,7 +95,7 @@ class ParallelConfig:
         "ranks that share each expert: 1, or derived: --tensor-model-parallel-size",
         least=1,
         without="num_experts",
-        **OTHER_EXPERTS,
+        excludes=OTHER_EXPERTS["excludes"],
     )
     moe_token_dispatcher_type: str = setting(
         "how tokens reach other experts: all go to each rank, or each row to its expert's",
