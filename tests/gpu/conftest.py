@@ -11,7 +11,6 @@ WEEKLY = (
     "test_a_deterministic_run_repeats_bit_for_bit",
     "test_a_resumed_run_ends_as_an_uninterrupted_one",
     "test_a_resumed_fp16_run_ends_as_an_uninterrupted_one",
-    "test_a_run_with_every_guard_is_the_run_without",
     "test_a_background_save_holds_what_one_in_the_foreground_does",
     "test_no_store_changes_a_gradient",
 )

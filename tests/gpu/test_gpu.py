@@ -165,32 +165,6 @@ def test_all_kernels_of_attention_agree(device: torch.device) -> None:
 # --- random-number streams ---
 
 
-def test_streams_are_independent_and_nested_forks_go_on(device: torch.device) -> None:
-    """Draws of one stream are the same whether or not other streams draw between them."""
-
-    def draw() -> float:
-        return torch.rand(3, device=device).sum().item()
-
-    alone = RngStreams(device, seed=11)
-    default = [draw() for _ in range(3)]
-    with alone.fork(TENSOR_PARALLEL):
-        parallel = [draw() for _ in range(4)]
-    mixed = RngStreams(device, seed=11)
-    default_mixed, parallel_mixed = [draw()], []
-    with mixed.fork(TENSOR_PARALLEL):
-        parallel_mixed.append(draw())
-        with mixed.fork(TENSOR_PARALLEL):
-            parallel_mixed.append(draw())
-        with mixed.fork(DEFAULT):
-            default_mixed.append(draw())
-        parallel_mixed.append(draw())
-    default_mixed.append(draw())
-    with mixed.fork(TENSOR_PARALLEL):
-        parallel_mixed.append(draw())
-    assert default_mixed == default and parallel_mixed == parallel
-    assert set(default).isdisjoint(parallel)
-
-
 def test_a_snapshot_replays_dropout_masks(device: torch.device) -> None:
     rng, ones = RngStreams(device, seed=11), torch.ones(400, device=device)
 

@@ -3,18 +3,14 @@ GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import torch
 
-from megatron_lite.config.checkpoint_settings import CheckpointConfig
 from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.optim.spike import SETTLED, SpikeGuard
 from megatron_lite.parallel.collectives import are_equal
 from megatron_lite.parallel.tensor_hash import quick_hash
 from megatron_lite.supervision.slow_rank import SlowRanks
-from tests.gpu.test_gpu import finish, on, tiny_run_on
+from tests.gpu.test_gpu import on
 
 
 def test_a_hash_on_the_device_is_that_on_the_cpu(device: torch.device) -> None:
@@ -44,19 +40,3 @@ def test_the_probe_of_a_slow_gpu_takes_time_and_names_nobody_alone(cuda: torch.d
     with ranks.listening(), ranks.step(logged=True):
         pass
     assert ranks.lines() == [] and ranks._probe is not None and ranks._probe.ms() > 0.0
-
-
-def test_a_run_with_every_guard_is_the_run_without(device: torch.device, tmp_path: Path) -> None:
-    plain = tiny_run_on(device, tmp_path / "run")
-    plain = replace(plain, checkpoint=CheckpointConfig())
-    training = replace(
-        plain.training,
-        max_skipped_updates=2,
-        skip_update_on_spike=9.0,
-        check_weight_hash_across_dp_replicas_interval=2,
-    )
-    guarded = replace(plain, training=training, logging=replace(plain.logging, log_straggler=True))
-    one, other = (
-        dict(finish(config, device).model.named_parameters()) for config in (plain, guarded)
-    )
-    assert all(torch.equal(value, other[name]) for name, value in one.items())

@@ -222,48 +222,6 @@ def test_host_memory_is_pinned_and_taken_in_the_first_step_only(cuda: torch.devi
         ) == first and torch.cuda.memory_allocated() == allocated, policy
 
 
-def allocated_in_a_step(policy: str, cuda: torch.device) -> tuple[int, int]:
-    """Bytes of torch's allocator: what the forward leaves behind, and the most of forward and
-    backward."""
-    model = build(policy, cuda, dtype=torch.bfloat16, **WIDE)
-    step(model, **WIDE_BATCH)
-    batch = [tensor.to(cuda) for tensor in sample_tokens(**WIDE_BATCH)]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    loss = model.loss(*batch).mean()
-    kept = torch.cuda.memory_allocated() - before
-    loss.backward()
-    torch.cuda.synchronize()
-    return kept, torch.cuda.max_memory_allocated() - before
-
-
-def test_the_device_holds_less_by_what_went_to_the_host(cuda: torch.device) -> None:
-    """s 512, b 4, h 512, 5 layers, bf16, unfused attention with dropout: 74 MiB a layer, or 2 MiB
-    an input. The allocator rounds each tensor up to 512 bytes."""
-    kept, most = {}, {}
-    for policy in ("*:none", "*:none@host", "*:full", "*:full@host"):
-        kept[policy], most[policy] = allocated_in_a_step(policy, cuda)
-    sizes = Sizes(
-        micro_batch_size=4,
-        seq_length=512,
-        padded_vocab_size=padded_vocab_size(1),
-        element_bytes=2,
-        device="cuda",
-    )
-    for policy in ("*:none", "*:full"):
-        model = build(f"{policy}@host", cuda, dtype=torch.bfloat16, **WIDE)
-        moved = host_bytes(model.config, model.decoder.plan, sizes)
-        assert abs(kept[policy] - kept[f"{policy}@host"] - moved) < 0.01 * moved, (
-            policy,
-            kept,
-            moved,
-        )
-    assert most["*:none@host"] < 0.75 * most["*:none"] and most["*:full@host"] < most["*:full"], (
-        most
-    )
-
-
 def test_a_step_with_offload_never_waits_for_the_gpu(cuda: torch.device) -> None:
     """torch raises at any call that makes the host wait. The first step may: it allocates."""
     for policy in POLICIES:
