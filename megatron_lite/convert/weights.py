@@ -23,9 +23,8 @@ from megatron_lite.checkpointing.metadata import Progress
 from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.plain import shown
-from megatron_lite.config.stages import Stage, stages
+from megatron_lite.config.stages import Stage
 from megatron_lite.model.gpt import GPTModel
 from megatron_lite.parallel.parameter_spec import ParameterSpec, saved_state, spec_of
 from megatron_lite.parallel.rng import RngStreams
@@ -189,20 +188,6 @@ def parameter_specs(
         },
         **outer,
     }
-
-
-def split_over(
-    model: ModelConfig, vocab_size: int, padded: int, *, tp_size: int, pp_size: int
-) -> tuple[dict[str, ParameterSpec], tuple[Stage, ...]]:
-    """Returns the specs of a model with `padded` rows of words, and the stages of its pipeline.
-
-    Raises ValueError if the model does not divide over the ranks.
-    """
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
-    )
-    specs = parameter_specs(model, vocab_size, tp_size=tp_size, padded_vocab_size=padded)
-    return specs, stages(parallel, model.num_layers)
 
 
 @contextmanager

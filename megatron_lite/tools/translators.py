@@ -188,8 +188,7 @@ def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
             enabled is True,
             "enable_activation_offloading needs enable_activation_checkpointing true",
         )
-        others = [unit(0, "host")] if rules[0].layers != EVERY else []
-        rules = [replace(rules[0], store="host"), *others]
+        rules = _on_the_host(rules[0])
     names = [str(name).removeprefix("decoder.") for name in given("custom_sharded_layers") or ()]
     if names and set(names) != set(EMBEDDING_AND_OUTPUT):
         reader.note(
@@ -251,6 +250,11 @@ def _selected(reader: ConfigReader, mode: str, key: str, option: object) -> Rule
     if isinstance(option, str) and re.fullmatch(f"[0-9]{{1,{len(str(MAX_STEP))}}}", option):
         option = int(option)
     return reader.every(option, f"{key} of selective must be 'op', or it")
+
+
+def _on_the_host(rule: Rule) -> list[Rule]:
+    """Returns the rules that move what every layer keeps to the host, rebuilt or not."""
+    return [replace(rule, store="host"), *([unit(0, "host")] * (rule.layers != EVERY))]
 
 
 def _operators(keys: Container[str]) -> Rule:
@@ -466,11 +470,10 @@ def from_hf(config: Mapping[str, Any]) -> Translation:
     mode, offload = given.get("gradient_checkpointing"), given.get("offload")
     if "disk" in f"{mode} {offload}":
         reader.note("offloading to a disk has no counterpart: host memory takes its place")
-    store = "host" if mode in OFFLOADING or offload else "device"
     every = given.get("every_n_layers") or 1
     rule = reader.every(every, "every_n_layers") if mode and every != 1 else unit(int(bool(mode)))
-    others = [unit(0, "host")] if store == "host" and rule.layers != EVERY else []
-    return reader.result(read, replace(rule, store=store), *others)
+    is_offloaded = mode in OFFLOADING or offload
+    return reader.result(read, *(_on_the_host(rule) if is_offloaded else [rule]))
 
 
 from_deepspeed, from_oslo = partial(from_section, "deepspeed"), partial(from_section, "oslo")

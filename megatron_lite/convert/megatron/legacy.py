@@ -27,7 +27,8 @@ from torch import Tensor
 from megatron_lite.checkpointing.step_files import LATEST
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.input_file import crafted
-from megatron_lite.config.stages import Stage
+from megatron_lite.config.parallel import ParallelConfig
+from megatron_lite.config.stages import Stage, stages
 from megatron_lite.convert.megatron import args as megatron_args
 from megatron_lite.convert.megatron.legacy_states import Named, read_states
 from megatron_lite.convert.megatron.source import (
@@ -54,9 +55,9 @@ from megatron_lite.convert.weights import (
     is_buffer,
     is_held,
     layer_of,
+    parameter_specs,
     refused,
     shard,
-    split_over,
 )
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import FakeTensorMode, tree_leaves, tree_map
@@ -265,9 +266,13 @@ def write_legacy(
         )
     padded = megatron_args.padded_vocab_size(described, tp_size)
     with refused("--to megatron"):
-        specs, held = split_over(
-            described.model, described.true_vocab_size, padded, tp_size=tp_size, pp_size=pp_size
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
         )
+        specs = parameter_specs(
+            described.model, described.true_vocab_size, tp_size=tp_size, padded_vocab_size=padded
+        )
+        held = stages(parallel, described.model.num_layers)
     places: dict[tuple[str, str], list[tuple[int, int | None, Tensor]]] = defaultdict(list)
 
     def empty(leaf: object) -> object:
