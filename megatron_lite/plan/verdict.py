@@ -67,8 +67,13 @@ def verdict(problem: Problem, num_ranks: int, budget: Budget) -> FitVerdict:
         if found.plans:
             best = found.plans[0]
             largest = largest_micro_batch(search, best, num_bytes)
-            near = tuple(_neighbours(search, best, num_bytes))
-            return FitVerdict(word, num_ranks, budget, found, largest, near)
+            # One step away, each with its own best policy. Training would refuse some.
+            base = best.config if search.fixed_policy else with_policy(best.config, None)
+            near = [
+                _neighbour(search, base, *change, num_bytes)
+                for change in _changes(search, base, num_ranks)
+            ]
+            return FitVerdict(word, num_ranks, budget, found, largest, tuple(filter(None, near)))
         # The next round has a chance only if the smallest peak is within its budget.
         if found.smallest is None or not found.smallest.peak.fits(budget.memory_bytes):
             break
@@ -128,15 +133,6 @@ def largest_micro_batch(search: Search, plan: Plan, budget_bytes: int) -> Plan:
             break
         largest = found.plan
     return largest
-
-
-def _neighbours(search: Search, plan: Plan, budget_bytes: int) -> Iterator[Neighbour]:
-    """Yields the plans one step away that are legal, each with its own best policy."""
-    base = plan.config if search.fixed_policy else with_policy(plan.config, None)
-    for words, num_ranks, fields in _changes(search, base, plan.num_ranks):
-        found = _neighbour(search, base, words, num_ranks, fields, budget_bytes)
-        if found is not None:
-            yield found
 
 
 def _neighbour(

@@ -10,9 +10,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.description.sizes import Sizes
-from megatron_lite.description.transformer_layer import describe_layer
 from megatron_lite.memory.predict.flops import forward_flops, hardware_flops, peak_flops, step_flops
 from megatron_lite.recompute.recompute_plan import keep_everything
 from tests.support.equality import VARIANTS, variant_config
@@ -82,24 +79,6 @@ def test_a_loss_in_chunks_costs_the_logits_once_more(tp_size):
     ) + 2 * BATCH * SEQ_LENGTH * config.hidden_size * padded_vocab_size(tp_size)
     for of_ranks in zip(*(run_ranks(work, tp_size) if tp_size > 1 else [work(0, 1)]), strict=True):
         assert tuple(map(sum, zip(*of_ranks, strict=True))) == (forward, both)
-
-
-def test_a_hand_computed_case():
-    """One layer, h = 2, one head, f = 8, s = 3, b = 1, V = 5. Multiply-adds per token: qkv 12,
-    scores and context 6 + 6, projection 4, MLP 16 + 16, logits 10: 70."""
-    config = ModelConfig(
-        num_layers=1, hidden_size=2, num_attention_heads=1, max_position_embeddings=3
-    )
-    layer = describe_layer(config, Sizes(micro_batch_size=1, seq_length=3, padded_vocab_size=5))
-    matmuls = {
-        matmul.name: matmul.flops
-        for one in layer.operations
-        for call in one.calls
-        for matmul in call.matmuls
-    }
-    assert matmuls == dict(qkv=72, scores=36, context=36, projection=24, fc1=96, fc2=96)
-    assert forward_flops(config, batch=1, seq_length=3, padded_vocab_size=5) == 2 * 3 * 70
-    assert step_flops(config, batch=2, seq_length=3, padded_vocab_size=5) == 3 * 2 * (2 * 3 * 70)
 
 
 @pytest.mark.parametrize(

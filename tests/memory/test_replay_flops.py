@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.recompute import MODULES, RecomputeConfig
-from megatron_lite.memory.predict.flops import hardware_flops, replay_flops
+from megatron_lite.memory.predict.flops import hardware_flops
 from megatron_lite.recompute.recompute_plan import RecomputePlan
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.equality import VARIANTS, variant_config
@@ -136,39 +136,3 @@ def test_the_figure_of_every_plan_is_the_one_that_torch_counts(variant: str, bac
 # Three layers of h = 2, one head, f = 8, s = 3, b = 1. Multiply-adds per token of a layer: qkv 12,
 # scores and context 6 + 6, projection 4, MLP 16 + 16: 60. FLOPs of a layer: 2 * 3 * 60 = 360, of
 # which scores and context 36 each, fc1 and fc2 96 each.
-BY_HAND = dict(num_layers=3, hidden_size=2, num_attention_heads=1, max_position_embeddings=3)
-
-
-@pytest.mark.parametrize(
-    ("plan", "skipping", "not_skipping"),
-    [
-        (selective("layernorm", "activation", num_layers=3), 0, 0),
-        (full("uniform", 1, num_layers=3), 3 * (360 - 96), 3 * 360),
-        # units of 2 and 1 layers: two tails
-        (full("uniform", 2, num_layers=3), 3 * 360 - 2 * 96, 3 * 360),
-        (full("block", 2, num_layers=3), 2 * (360 - 96), 2 * 360),
-        (selective("core_attn", "mlp", num_layers=3), 3 * (36 + 96), 3 * (72 + 192)),
-    ],
-)
-def test_replays_computed_by_hand(plan: RecomputePlan, skipping: int, not_skipping: int) -> None:
-    model = ModelConfig(**BY_HAND, attention_backend="unfused")
-    sizes = dict(batch=1, seq_length=3, device="cpu")
-    assert replay_flops(model, plan, **sizes) == skipping
-    assert replay_flops(model, without_tail_skip(plan), **sizes) == not_skipping
-
-
-@pytest.mark.parametrize(
-    ("backend", "dropout", "cpu", "cuda"),
-    [("flash", 0.0, 72, 72), ("unfused", 0.0, 36, 36), ("auto", 0.1, 36, 72)],
-)
-def test_only_unfused_attention_skips_its_context(
-    backend: str, dropout: float, cpu: int, cuda: int
-) -> None:
-    model = ModelConfig(
-        **{**BY_HAND, "num_layers": 1}, attention_backend=backend, attention_dropout=dropout
-    )
-    plan = selective("core_attn", num_layers=1)
-    assert [
-        replay_flops(model, plan, batch=1, seq_length=3, device=device)
-        for device in ("cpu", "cuda")
-    ] == [cpu, cuda]

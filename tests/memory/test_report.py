@@ -87,10 +87,6 @@ def report_of(words: str, device: str = "cuda") -> Report:
     return explain(config_of(words), device)
 
 
-def groups_of(report: Report) -> list[tuple[str, int]]:
-    return [(part.name, part.count) for part in report.parts if part.num_layers]
-
-
 @pytest.mark.parametrize(
     ("run", "policy", "device"),
     thirds(
@@ -150,37 +146,6 @@ def test_the_text_has_the_exact_totals(run: str, policy: str) -> None:
         (line,) = (line for line in lines if line.startswith(name))
         assert f"{number:,}" in line.split()
     assert len([line for line in lines if line.startswith("> ")]) == 1
-
-
-@pytest.mark.parametrize(
-    ("policy", "groups"),
-    [
-        ("", [("layers 0-4", 5)]),
-        (FULL + "uniform --recompute-num-layers 2", [("layers 0-3", 2), ("layer 4", 1)]),
-        ("--recompute-policy every-2:full", [("layers 0, 2, 4", 3), ("layers 1, 3", 2)]),
-        ("--recompute-policy 2:none;*:full/2", [("layers 0-1, 3-4", 2), ("layer 2", 1)]),
-    ],
-)
-def test_layers_that_are_treated_alike_are_one_group(
-    policy: str, groups: list[tuple[str, int]]
-) -> None:
-    assert groups_of(report_of(TINY + policy)) == groups
-
-
-@pytest.mark.parametrize(
-    ("policy", "device", "names"),
-    [
-        (FULL + "uniform", "cpu", ["qkv", "scores", "context", "projection", "fc1"]),
-        (SELECTIVE + "core_attn", "cpu", ["scores"]),
-        # flash attention's context cannot be left out
-        (SELECTIVE + "core_attn", "cuda", ["scores", "context"]),
-        (SELECTIVE + "mlp --recompute-verify", "cpu", ["fc1", "fc2"]),
-        (SELECTIVE + "pointwise", "cpu", []),
-    ],
-)
-def test_the_matmuls_that_run_again_are_named(policy: str, device: str, names: list[str]) -> None:
-    (layers,) = (part for part in report_of(TINY + policy, device).parts if part.num_layers)
-    assert [name for name, _ in layers.replayed] == names
 
 
 def test_a_unit_split_over_two_ranks_by_hand() -> None:
@@ -288,10 +253,3 @@ def test_the_device_is_the_one_that_training_would_take(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert likely_device(backend) == expected
-
-
-def test_the_text_has_the_parameters_of_the_model_and_of_a_rank() -> None:
-    """A rank: 2 (12 h^2 + 7 h) / 8 + 12 h, and embeddings (51200 / 8 + 2048) h."""
-    pipeline = "--pipeline-model-parallel-size 24 --num-virtual-stages-per-pipeline-rank 2"
-    text = report_text(report_of(GPT_22B.replace("50303", "50256") + pipeline), 80)
-    assert "    parameters  22.068 billion; 165.235 million on this rank" in text

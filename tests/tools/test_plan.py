@@ -70,6 +70,7 @@ def test_llama_3_8b_on_8_h100_gets_plans_within_80_gb(capsys: pytest.CaptureFixt
 def test_the_printed_command_is_parsed_to_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ["--fix", "pipeline-model-parallel-size=2", "--gpus", "8", "--memory-budget", "40GiB"]
     fixed += ["--fix", "tensor-model-parallel-size=2", "--context-parallel-size", "1"]
+    fixed += ["--micro-batch-size", "1"]
     arguments = [*LLAMA, *fixed, *BATCH]
     best = as_json(arguments, capsys)["verdicts"][0]["plans"][0]
     config = RunConfig.from_json(json.dumps(best["config"]))
@@ -100,7 +101,7 @@ def test_json_and_a_page_go_to_files_beside_the_text(
 def test_a_plan_that_cannot_fit_ends_with_status_2_and_the_smallest_peak(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = printed([*LLAMA, "--gpus", "1", *BATCH], capsys, status=2)
+    text = printed([*LLAMA, "--gpus", "1", *BATCH, "--micro-batch-size", "1"], capsys, status=2)
     assert "does not fit" in text and "The smallest peak that was found is" in text
     assert "optimizer states" in text and "To run" not in text
     states = 8_030_261_248 * 18 / 2**30  # bytes of a parameter: bf16, and four of float32
