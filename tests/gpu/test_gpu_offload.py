@@ -41,14 +41,6 @@ POLICIES = (
     "0:full; 1:none@host; 2:none; *:full@host",
 )
 CONTIGUOUS = ("*:full", "*:full/2@host", "0-1:full@host; *:full")
-WIDE = dict(
-    hidden_size=512,
-    num_attention_heads=8,
-    ffn_hidden_size=2048,
-    kv_channels=64,
-    max_position_embeddings=512,
-)
-WIDE_BATCH = dict(batch=4, seq_length=512)
 
 
 class SlowCopyStreams(CudaCopyStreams):
