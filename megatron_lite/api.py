@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import nn
@@ -202,7 +202,7 @@ def plan(
 
 
 def apply_policy_(
-    model: nn.Module, *, layers_fqn: str, policy: str, verify: bool = False
+    model: nn.Module, *, layers_fqn: str, policy: str, verify: bool | Literal["first"] = "first"
 ) -> RecomputePlan:
     """Puts a recompute policy on the layers of any PyTorch model, in place.
 
@@ -211,7 +211,8 @@ def apply_policy_(
     layers_fqn: the name of the ModuleList, ModuleDict or Sequential of the layers, such as
         "model.layers".
     policy: such as "*:full", "every-2:full" or "0-3:full; *:none@host".
-    verify: whether to compare each replay with its forward, bit by bit.
+    verify: which replays are compared with their forwards, bit by bit. "first": the first of each
+        layer, and those of calls that differ in kind. True: all. False: none.
 
     Raises ValueError, before anything is changed, for a policy that these layers cannot follow.
     docs/any-model.md lists what is supported; `megatron_lite.recompute.apply` has more settings.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megatron_lite.recompute.apply import apply_policy_
+from megatron_lite.api import apply_policy_
 
 
 class Block(nn.Module):
