@@ -1,0 +1,109 @@
+"""Settings of Megatron's forks that stand for other fields here, by arithmetic or from a file.
+
+`megatron_values.OTHER_WAYS` has their flags, and loads this module where one is given. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.input_file import read_json
+from megatron_lite.config.plain import shown
+
+Given = dict[str, Any]
+
+# What a configuration of DeepSpeed says, by section, as fields here.
+DEEPSPEED = {
+    ("train_batch_size",): "global_batch_size",
+    ("train_micro_batch_size_per_gpu",): "micro_batch_size",
+    ("gradient_clipping",): "clip_grad",
+    ("bf16", "enabled"): "bf16",
+    ("fp16", "enabled"): "fp16",
+    ("fp16", "loss_scale"): "loss_scale",
+    ("fp16", "loss_scale_window"): "loss_scale_window",
+    ("fp16", "hysteresis"): "hysteresis",
+    ("fp16", "min_loss_scale"): "min_loss_scale",
+}
+STAGES = {1: "use_distributed_optimizer", 2: "use_distributed_optimizer", 3: "use_torch_fsdp2"}
+
+
+def translate_forks(given: Given, tokens: Iterable[str]) -> list[str]:
+    """Replaces these settings in `given`. Returns notices about them.
+
+    tokens: the fields of lengths in tokens. Raises InputError for flags that contradict each other.
+    """
+    return [*_deepspeed(given), *_tokens(given, tokens), *_dense_layers(given)]
+
+
+def _deepspeed(given: Given) -> Iterator[str]:
+    """Takes the fields of a DeepSpeed configuration. Raises InputError where a flag contradicts."""
+    if (path := given.pop("deepspeed_config", None)) is None:
+        return
+    said = f"--deepspeed-config {path}"
+    if not Path(path).exists():
+        yield f"{said}: there is no such file, so the flags alone hold"
+        return
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise InputError(f"{said}: give a file with a JSON object")
+    stage = _taken(found, ("zero_optimization", "stage"))
+    if stage in STAGES:
+        given[STAGES[stage]] = True
+    for keys, field in DEEPSPEED.items():
+        value, name = _taken(found, keys), ".".join(keys)
+        if isinstance(value, str) or value in (None, False):
+            continue  # "auto"
+        if given.get(field, value) != value:
+            raise InputError(
+                f"{said}: {name} {value} contradicts {flag(field)} {given[field]}: make them equal"
+            )
+        given[field] = value
+    if unread := [name for name, value in found.items() if value not in ({}, None)]:
+        yield f"{said}: not read: {', '.join(map(shown, unread))}"
+
+
+def _taken(found: Given, keys: tuple[str, ...]) -> Any:
+    """Removes a value of nested objects, and returns it; None if it is not there."""
+    for key in keys[:-1]:
+        inner = found.get(key)
+        if not isinstance(inner, dict):
+            return None
+        found = inner
+    return found.pop(keys[-1], None)
+
+
+def _tokens(given: Given, names: Iterable[str]) -> Iterator[str]:
+    """Replaces lengths in tokens by samples, or by iterations where the run has those."""
+    for name in names:
+        if (tokens := given.pop(name, None)) is None:
+            continue
+        in_iterations = "train_iters" in given
+        sizes = ["seq_length", "global_batch_size"][: 1 + in_iterations]
+        if missing := [flag(size) for size in sizes if size not in given]:
+            raise InputError(f"{flag(name)} {tokens} needs {' and '.join(missing)}: give it")
+        length = -(-tokens // math.prod(given[size] for size in sizes))
+        topic = name.removesuffix("tokens")
+        field = topic + ("iters" if in_iterations else "samples")
+        for other in (f"{topic}iters", f"{topic}samples") if topic != "train_" else ():
+            given.pop(other, None)  # which tokens override
+        given[field] = min(length, given.get(field, length))
+        yield f"{flag(name)} {tokens} is read as {flag(field)} {given[field]}"
+
+
+def _dense_layers(given: Given) -> Iterator[str]:
+    """Replaces MindSpeed's number of dense first layers by the list of --moe-layer-freq."""
+    dense = given.pop("first_k_dense_replace", None)
+    layers, every = given.get("num_layers"), given.get("moe_layer_freq", 1)
+    if dense is None or layers is None:
+        return
+    if not isinstance(every, int):
+        raise InputError(f"--first-k-dense-replace {dense} excludes a list of --moe-layer-freq")
+    given["moe_layer_freq"] = tuple(
+        int(number >= dense and number % (every or 1) == 0) for number in range(layers)
+    )
+    yield f"--first-k-dense-replace {dense}: the first {dense} of {layers} layers have no experts"
