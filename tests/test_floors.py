@@ -51,7 +51,10 @@ MOST_TOKENS_FOR_OTHER_MODELS = 30_000
 STANDARD_LIBRARY_ONLY = ("config", "description")
 WITHOUT_TORCH = ("data", "memory.predict", "memory.explain", "plan", "pages")
 # What fits any model knows nothing of this project's own model, engine and flags.
-BY_FIT = ("config.units", "fit", "memory.measure", "parallel.torch_internals", "recompute")
+BY_FIT = (
+    *("config.units", "fit", "memory.measure"),
+    *("parallel.torch_internals", "parallel.weights", "recompute"),
+)
 NOT_BY_PREDICTIONS = ("megatron_lite.memory.measure", "megatron_lite.memory.explain")
 BANNED = {
     "pickle.load": r"\bpickle\.loads?\b|from pickle import",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron_lite.config.plain import shown
+from megatron_lite.config.checks import quoted
 
 UNITS = {
     "": 1, "B": 1,
@@ -28,11 +28,11 @@ def parse_bytes(flag: str, text: str, *, least: int = 0) -> int:
     found = AMOUNT.fullmatch(text.strip())
     if found is None or found[2].upper() not in UNITS:
         raise ValueError(
-            f"{flag} {shown(repr(text))}: give a number of bytes with a unit, such as 40GiB or 80GB"
+            f"{flag} {quoted(text)}: give a number of bytes with a unit, such as 40GiB or 80GB"
         )
     num_bytes = round(float(found[1]) * UNITS[found[2].upper()])
     if num_bytes < least:
-        raise ValueError(f"{flag} {shown(repr(text))} must be at least {least} bytes")
+        raise ValueError(f"{flag} {quoted(text)} must be at least {least} bytes")
     return num_bytes
 
 

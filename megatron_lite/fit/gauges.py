@@ -2,24 +2,20 @@
 
     CudaGauge   torch's allocator counts all that is on the device; events of the GPU tell the time
     CpuGauge    a profiler follows the allocator; the processor's time counts
-    FakeGauge   a dispatch mode adds up the storages of fake tensors, and estimates the time
 
-A gauge is a context. After it, `readings` has one reading for each call of `mark` inside.
+A gauge is a context. After it, `readings` has one reading for each call of `mark` inside. The gauge
+of fake tensors is in megatron_lite/tools/fake_fit.py.
 """
 
 from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from megatron_lite.memory.measure.allocator_peak import allocator_peak
-from megatron_lite.memory.measure.live_storages import LiveStorages
-from megatron_lite.memory.measure.step_meter import StepMeter
-from megatron_lite.recompute.contents import tensors_of
 
 
 class Reading(NamedTuple):
@@ -28,6 +24,15 @@ class Reading(NamedTuple):
     num_bytes: int
     peak: int
     nanoseconds: int
+
+
+class Gauge(AbstractContextManager[Any], Protocol):
+    """What reads a device."""
+
+    readings: list[Reading]
+
+    def mark(self) -> None:
+        """Reads the device."""
 
 
 class CudaGauge(AbstractContextManager["CudaGauge"]):
@@ -79,45 +84,3 @@ class CpuGauge(AbstractContextManager["CpuGauge"]):
             Reading(self._held + now, self._held + peak, nanoseconds)
             for (now, peak), nanoseconds in zip(self._found.marks, self._times, strict=False)
         ]
-
-
-class FakeGauge(StepMeter):
-    """Reads fake tensors. An operator is taken to last as long as its arithmetic, or as its tensors
-    need to pass through memory.
-
-    flops, bandwidth: per second, of the machine.
-    """
-
-    flops, bandwidth = 5e14, 2.5e12
-
-    def __init__(self, device: torch.device, held: int) -> None:
-        super().__init__()
-        self._held, self._seconds = held, 0.0
-        self.readings: list[Reading] = []
-
-    def mark(self) -> None:
-        """Reads the sum of the storages."""
-        self.total_bytes()  # FSDP2 frees storages without an operator
-        now, peak = self._held + self._total, self._held + self.peak_bytes
-        self.readings.append(Reading(now, peak, int(self._seconds * 1e9)))
-        self.peak_bytes = self._total
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if not func.is_view:
-            moved = sum(each.nbytes for each in tensors_of((args, kwargs, result)))
-            count = flop_registry.get(func.overloadpacket)
-            flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
-            self._seconds += max(flops / self.flops, moved / self.bandwidth)
-        return result
-
-    after = LiveStorages.after  # compares the sum with the peak
-
-
-Gauge = CudaGauge | CpuGauge | FakeGauge

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 from torch import nn
 
-LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+from megatron_lite.recompute.apply import LISTS, layers_of
 
 
 class LayerList(NamedTuple):
     """A list of layers. name: its name in the model."""
 
     name: str
-    layers: tuple[nn.Module, ...]
+    layers: list[nn.Module]
 
 
 def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> list[LayerList]:
@@ -29,24 +29,15 @@ def layer_lists(model: nn.Module, layers_fqn: str | Sequence[str] | None) -> lis
 
     Raises ValueError if a name is no module, or if no layer is repeated.
     """
-    if layers_fqn is not None:
-        names = [layers_fqn] if isinstance(layers_fqn, str) else list(layers_fqn)
-        known = dict(model.named_modules())
-        for name in names:
-            if not isinstance(known.get(name), LISTS):
-                lists = [one for one, module in known.items() if isinstance(module, LISTS)]
-                raise ValueError(
-                    f"layers_fqn {name!r}: the model has no ModuleList, ModuleDict or Sequential "
-                    f"of this name; it has {', '.join(lists[:9]) or 'none'}"
-                )
-        return [LayerList(name, _layers_of(known[name])) for name in names]
-    found = {id(one.layers[0]): one for one in _outermost(model, "")}
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no list in which a layer is repeated, so no policy can "
-            "save memory: name the list of its layers with layers_fqn"
-        )
-    return list(found.values())
+    names = [layers_fqn] if isinstance(layers_fqn, str) else layers_fqn
+    if names is None:
+        names = list({id(layers[0]): name for name, layers in _outermost(model, "")}.values())
+        if not names:
+            raise ValueError(
+                f"{type(model).__name__} has no list in which a layer is repeated, so no policy "
+                "can save memory: name the list of its layers with layers_fqn"
+            )
+    return [LayerList(name, layers_of(model, name)) for name in names]
 
 
 def kind_of(layer: nn.Module) -> Hashable:
@@ -62,20 +53,18 @@ def kind_of(layer: nn.Module) -> Hashable:
     return weights, settings
 
 
-def _outermost(module: nn.Module, name: str) -> Iterator[LayerList]:
-    if isinstance(module, LISTS) and _repeats(layers := _layers_of(module)):
-        yield LayerList(name, layers)
-        return
+def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, list[nn.Module]]]:
+    if isinstance(module, LISTS):
+        # children() leaves out a module that stands twice
+        layers = [each for each in module._modules.values() if each is not None]
+        if _repeats(layers):
+            yield name, layers
+            return
     for child, inside in module.named_children():
         yield from _outermost(inside, f"{name}.{child}" if name else child)
 
 
-def _layers_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    # children() leaves out a module that stands twice
-    return tuple(each for each in module._modules.values() if each is not None)
-
-
-def _repeats(layers: tuple[nn.Module, ...]) -> bool:
+def _repeats(layers: list[nn.Module]) -> bool:
     """Tells whether a layer is repeated. A layer has modules inside, or is no class of torch."""
     kinds = Counter(
         kind_of(layer)

@@ -35,7 +35,6 @@ from megatron_lite.fit.step import (
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.replay import RecomputeMismatch
-from megatron_lite.recompute.split_inputs import tensor_parallel_group
 
 FULL = "full"
 CANDIDATES = ("none", "ops(matmul,attention)", "ops(matmul/2,attention)", "ops(attention)")
@@ -100,9 +99,9 @@ class Measurement:
                 "loss.backward() in it, on a loss that depends on trainable parameters"
             )
         self._order = list(dict.fromkeys(span.layer for span in spans if span.name == FORWARD))
-        has_parts = any(tensor_parallel_group(layer) is not None for layer in self._layers)
-        candidates = (*CANDIDATES, *ON_RANKS * has_parts, *ON_HOST * (device.type == "cuda"))
-        self.problem = self._problem(spans, list(candidates))
+        candidates = [*CANDIDATES, *ON_RANKS * self._step.is_divided]
+        candidates += ON_HOST * (device.type == "cuda")
+        self.problem = self._problem(spans, candidates)
         if self._step.varies:
             self.notes.append(
                 "note: the step has inputs of other shapes each time; these figures are for the "
@@ -154,6 +153,7 @@ class Measurement:
 
     def _problem(self, spans: list[Span], candidates: list[str]) -> Problem:
         kinds: dict[Any, list[int]] = {}
+        places = {number: place for place, number in enumerate(self._order)}
         used = {span.layer for span in spans if span.name == BACKWARD}
         lists = [place for place, one in enumerate(self._lists) for _ in one.layers]
         for number in self._order:
@@ -167,15 +167,19 @@ class Measurement:
         while any(actions for _, actions in waiting):
             tried: dict[int, tuple[int, str]] = {}
             for numbers, actions in waiting:
-                # The first and the last layer of a kind may have other neighbours.
-                for number in (numbers[1:-1] or numbers)[: len(actions)]:
-                    tried[number] = numbers[0], actions.pop(0)
+                # The first and the last layer of a kind may have other neighbours. A layer that is
+                # rebuilt holds the cache of one before it, so no neighbours are tried together.
+                for number in numbers[1:-1] or numbers:
+                    place = places[number]
+                    if actions and not tried.keys() & set(
+                        self._order[max(0, place - 1) : place + 2]
+                    ):
+                        tried[number] = numbers[0], actions.pop(0)
             found |= self._compared(tried, spans)
         options: dict[int, list[Option]] = {}
         for numbers in kinds.values():
             agreed = self._agreed([found[numbers[0], action] for action in candidates])
             options |= dict.fromkeys(numbers, agreed)
-        places = {number: place for place, number in enumerate(self._order)}
         counts = Counter[int]()
         tops = {name: [NEVER] * (len(places) + 1) for name in (OUTSIDE, AFTER, FORWARD, BACKWARD)}
         for span in spans:
@@ -260,7 +264,8 @@ def _figures(spans: list[Span], layer: int) -> list[int]:
     forward = [span for span in own if span.name == FORWARD]
     backward = [span for span in own if span.name == BACKWARD]
     return [
-        max((span.end - span.start for span in forward), default=0),
+        # Without a backward nothing holds it for long.
+        max((span.end - span.start for span in forward), default=0) if backward else 0,
         sum(span.start - span.end for span in backward) // max(len(forward), 1),
         max((span.peak - span.start for span in forward), default=0),
         max((span.peak - span.start for span in backward), default=0),

@@ -17,7 +17,7 @@ from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.fit.gauges import CpuGauge, CudaGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
-from megatron_lite.fit.plans import Plan, fastest, neighbours, smallest
+from megatron_lite.fit.plans import ENDLESS, Plan, fastest, neighbours, smallest
 from megatron_lite.parallel.torch_internals import compiled_call_of
 from megatron_lite.recompute.apply import remove_policy_
 
@@ -154,46 +154,48 @@ def fitted(model: nn.Module, measured: Measurement, budget: int | None) -> Fit:
     """
     problem = measured.problem
     plain = problem.plan([options[0] for options in problem.options])
-    limit = plain.peak if budget is None else budget
-    for _ in range(TRIES):
-        plan = plain if budget is None else fastest(problem, limit)
-        if plan is None:
-            break
+    limit = ENDLESS if budget is None else budget
+    for tries_left in reversed(range(TRIES)):
+        found = plain if budget is None else fastest(problem, limit)
+        is_last = found is None or tries_left == 0
+        plan = smallest(problem) if found is None or is_last else found
         policies = measured.apply_(plan)
         try:
             peak = measured.peak()
-            if budget is None or peak <= budget:
-                faster, smaller = neighbours(problem, plan)
-                return Fit(
-                    model=model,
-                    policies=policies,
-                    budget=budget,
-                    measured=peak,
-                    plan=plan,
-                    plain=plain,
-                    faster=faster,
-                    smaller=smaller,
-                    notes=measured.notes,
-                )
         except BaseException:
             remove_policy_(model)
             raise
+        if budget is None or peak <= budget:
+            faster, smaller = neighbours(problem, plan)
+            return Fit(
+                model=model,
+                policies=policies,
+                budget=budget,
+                measured=peak,
+                plan=plan,
+                plain=plain,
+                faster=faster,
+                smaller=smaller,
+                notes=measured.notes,
+            )
         remove_policy_(model)
+        if is_last:
+            break
+        limit = plan.peak - (peak - budget)
         measured.notes.append(
             f"note: a plan of {size(plan.peak)} took {size(peak)}, so a smaller one was tried"
         )
-        limit = plan.peak - (peak - budget)
-    least = smallest(problem)
-    _, where, place = max(problem.peaks(least.choice))
+    _, where, place = max(problem.peaks(plan.choice))
     if where.endswith(("of", "after")):
         where += f" {measured.name_of(place)}"
-    rest = max(0, least.peak - sum(measured.terms.values()))
+    rest = max(0, peak - sum(measured.terms.values()))
     terms = {**measured.terms, "activations and temporaries": rest}
     most = max(terms, key=lambda name: terms[name])
     raise UnreachableError(
         f"budget {size(budget or 0)}: no policy fits. The smallest reachable peak is "
-        f"{size(least.peak)}, in {where}, of which {size(terms[most])} are {most}: give a larger "
-        "budget, or a step of fewer samples or tokens" + "".join(f"; {x}" for x in measured.notes)
+        f"{size(peak)}, which a step confirmed, in {where}, of which {size(terms[most])} are "
+        f"{most}: give a larger budget, or a step of fewer samples or tokens"
+        + "".join(f"; {x}" for x in measured.notes)
     )
 
 

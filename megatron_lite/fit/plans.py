@@ -23,8 +23,9 @@ class Option(NamedTuple):
     """An action of a layer, compared with a full recompute.
 
     kept: how many bytes more stay after its forward.
-    held: how many of these are still there when its backward begins. The rest, such as a cache of
-        keys and values, is freed when the forward of the model ends.
+    held: how many of these are still there when its backward begins. The rest is a cache of keys
+        and values. It is freed when the forward of the model ends, or else after the backward of
+        the first later layer that is rebuilt: the replay gets the cache as its forward did.
     forward, backward: how much higher the peak inside is, above the bytes at its begin.
     nanoseconds: how much longer all its calls in a step take.
     """
@@ -35,6 +36,11 @@ class Option(NamedTuple):
     forward: int = 0
     backward: int = 0
     nanoseconds: int = 0
+
+    @property
+    def rebuilds(self) -> bool:
+        """Whether a replay runs."""
+        return not self.action.startswith("none")
 
 
 class Plan(NamedTuple):
@@ -74,6 +80,7 @@ class Problem:
         yield max(self.outside[0], self.after[0]), "what is before the layers", 0
         for number, option in enumerate(choice):
             yield self.forward[number] + kept + option.forward, "the forward of", number
+            held = max(held, kept) if option.rebuilds else held
             kept += self.counts[number] * option.kept
             held += self.counts[number] * option.held
             yield self.backward[number] + held + option.backward, "the backward of", number
@@ -104,8 +111,9 @@ def fastest(problem: Problem, budget: int) -> Plan | None:
         after = []
         for state in states:
             for option in options:
+                before = max(state.held, state.kept) if option.rebuilds else state.held
                 kept = state.kept + problem.counts[number] * option.kept
-                held = state.held + problem.counts[number] * option.held
+                held = before + problem.counts[number] * option.held
                 if budget >= max(
                     problem.forward[number] + state.kept + option.forward,
                     problem.backward[number] + held + option.backward,

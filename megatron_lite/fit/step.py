@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,15 +16,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_lite.fit.gauges import Gauge, Reading
-from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.parallel.torch_internals import address_of, write_count_of
+from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.contents import tensors_of
 from megatron_lite.recompute.randomness import GLOBAL, GeneratorState, drawn_again
-from megatron_lite.recompute.split_inputs import local_of
 
 FORWARD, FORWARD_END, BACKWARD, BACKWARD_END, OUTSIDE = "f", "fe", "b", "be", ""
 MODEL_END, AFTER = "me", "a"
@@ -69,6 +70,7 @@ class Step:
         self._shapes: list[list[Any]] = []  # of the inputs, in each run
         self._largest: tuple[int, Any] = (0, None)
         self._events: list[Event] = []
+        self.is_divided = False  # over tensor-parallel ranks, as the last read run has seen
 
     @property
     def varies(self) -> bool:
@@ -81,7 +83,8 @@ class Step:
         If the inputs vary, every call of the model in a read step gets the largest one so far.
         """
         self._shapes.append([])
-        with unchanged(self._model), ExitStack() as stack:
+        with unchanged(self._model), warnings.catch_warnings(), ExitStack() as stack:
+            warnings.filterwarnings("ignore", message="Layers under a recompute policy keep no k")
             see = partial(self._see_inputs, is_read=gauge is not None)
             stack.callback(self._model.register_forward_pre_hook(see, with_kwargs=True).remove)
             if gauge is None:
@@ -115,6 +118,12 @@ class Step:
 
         def mark(layer: int, name: str, tensors: Any, gradient: str) -> None:
             calls[layer] += name == FORWARD
+            # In its forward FSDP2 has gathered the weights, so other ranks hold parts of them.
+            if name == FORWARD and dist.is_available() and dist.is_initialized():
+                from megatron_lite.recompute.split_inputs import tensor_parallel_group
+
+                group = tensor_parallel_group(self._layers[layer])
+                self.is_divided = self.is_divided or group is not None
             self._mark(gauge, Event(name, layer, calls[layer]))
             for tensor in tensors_of(tensors):
                 if tensor.requires_grad and torch.is_grad_enabled():
@@ -176,7 +185,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
     """Returns the bytes of the storages of this rank's tensors, each once."""
-    storages = [local_of(each).untyped_storage() for each in tensors if each is not None]
+    storages = [local_part(each).untyped_storage() for each in tensors if each is not None]
     return sum({address_of(one): one.nbytes() for one in storages}.values())
 
 
@@ -191,11 +200,13 @@ def update_bytes(model: nn.Module, optimizer: Any, device: torch.device) -> tupl
     """
     if optimizer is None:
         return 0, 0
+    from megatron_lite.memory.measure.live_storages import LiveStorages
+
     is_made = isinstance(optimizer, Optimizer)
     trained = [each for each in model.parameters() if each.requires_grad]
     groups = optimizer.param_groups if is_made else [{"params": trained}]
     stand_ins = [
-        {**group, "params": [nn.Parameter(local_of(each).to("meta")) for each in group["params"]]}
+        {**group, "params": [nn.Parameter(local_part(each).to("meta")) for each in group["params"]]}
         for group in groups
     ]
     existing = bytes_of(tensors_of(list(optimizer.state.values()))) if is_made else 0
@@ -236,6 +247,7 @@ def _refuse_update(optimizer: Optimizer, *_: Any) -> None:
 def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
     """Returns the parts of a step between the marks."""
     spans, alive, present, outside = [], Counter[int](), Event(), Event()
+    used = {event.layer for event in events if event.name == BACKWARD}
     for event, now, after in zip(events, readings, readings[1:], strict=False):
         # Between two layers, the gradient begins one backward before it ends the other.
         if event.name != BACKWARD_END or event[1:] == present[1:]:
@@ -244,7 +256,7 @@ def _spans(events: list[Event], readings: list[Reading]) -> list[Span]:
             if event.name in (FORWARD, BACKWARD, MODEL_END):
                 outside = Event() if event.name == FORWARD else Event(AFTER)
             present = event if event.name in (FORWARD, BACKWARD) else outside
-        if event.name == FORWARD_END:
+        if event.name == FORWARD_END and event.layer in used:
             alive += Counter([event.layer])
         nanoseconds = after.nanoseconds - now.nanoseconds
         spans.append(

@@ -81,7 +81,7 @@ def apply_policy_(
     It warns of a rule that names more layers than the model has, and once of a key-value cache that
     recomputed layers do not fill.
     """
-    layers = _layers(model, layers_fqn)
+    layers = layers_of(model, layers_fqn)
     setting = f"policy for {layers_fqn}"
     parsed = parse_policy(policy, setting=setting)
     notices = check_policy_reaches(parsed, [len(layers)], setting=setting)
@@ -327,14 +327,18 @@ class _Shared:
             self._offload.finish()
 
 
-def _layers(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
+def layers_of(model: nn.Module, layers_fqn: str) -> list[nn.Module]:
+    """Returns the layers of the list of modules that has this name.
+
+    Raises ValueError if the model has no such list.
+    """
     found: Any = dict(model.named_modules(remove_duplicate=False)).get(layers_fqn)
     is_list = isinstance(found, LISTS)
     if not is_list or len(found) == 0:
         kind = "empty" if is_list else f"a {type(found).__name__}"
         raise ValueError(
-            f"{layers_fqn!r} is {'no module of the model' if found is None else kind}: a policy "
-            f"needs a ModuleList, a ModuleDict or a Sequential of layers; {_lists(model)}"
+            f"layers_fqn {layers_fqn!r} is {'no module of the model' if found is None else kind}: "
+            f"a policy needs a ModuleList, a ModuleDict or a Sequential of layers; {_lists(model)}"
         )
     return [*map(_unwrapped, found.values() if isinstance(found, nn.ModuleDict) else found)]
 

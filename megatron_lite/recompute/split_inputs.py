@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from megatron_lite.parallel.torch_internals import address_of, fills_its_memory
+from megatron_lite.parallel.weights import local_part
 from megatron_lite.recompute.saved import Handle, exchanging
 
 NO_GROUP = (
@@ -62,18 +63,12 @@ def dividing(layer: nn.Module, hidden_states: Tensor) -> Iterator[None]:
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    local = local_of(tensor)
+    local = local_part(tensor)
     return address_of(local.untyped_storage()), local.storage_offset(), *local.shape
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a DTensor, or another tensor itself."""
-    local: Tensor = getattr(tensor, "to_local", lambda: tensor)()
-    return local
-
-
 def _part(tensor: Tensor, group: ProcessGroup) -> Handle | None:
-    local, placements = local_of(tensor.detach()), getattr(tensor, "placements", ())
+    local, placements = local_part(tensor.detach()), getattr(tensor, "placements", ())
     if not fills_its_memory(local) or any(not each.is_replicate() for each in placements):
         return None
     size, shape, stride = local.numel(), local.shape, local.stride()

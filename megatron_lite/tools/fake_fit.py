@@ -17,19 +17,62 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.flop_counter import flop_registry
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.plain import shown
-from megatron_lite.fit.gauges import FakeGauge
+from megatron_lite.fit.gauges import Reading
 from megatron_lite.fit.layers import LayerList, layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.fit.memory_fit import Fit, fitted
+from megatron_lite.memory.measure.live_storages import LiveStorages
+from megatron_lite.memory.measure.step_meter import StepMeter
 from megatron_lite.parallel.simulated import SimulatedTensors
 from megatron_lite.parallel.torch_internals import fake_store
 from megatron_lite.plan.hardware import Hardware
+from megatron_lite.recompute.contents import tensors_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+
+
+class FakeGauge(StepMeter):
+    """Reads fake tensors. An operator is taken to last as long as its arithmetic, or as its tensors
+    need to pass through memory.
+
+    flops, bandwidth: per second, of the machine.
+    """
+
+    flops, bandwidth = 5e14, 2.5e12
+
+    def __init__(self, device: torch.device, held: int) -> None:
+        super().__init__()
+        self._held, self._seconds = held, 0.0
+        self.readings: list[Reading] = []
+
+    def mark(self) -> None:
+        """Reads the sum of the storages."""
+        self.total_bytes()  # FSDP2 frees storages without an operator
+        now, peak = self._held + self._total, self._held + self.peak_bytes
+        self.readings.append(Reading(now, peak, int(self._seconds * 1e9)))
+        self.peak_bytes = self._total
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if not func.is_view:
+            moved = sum(each.nbytes for each in tensors_of((args, kwargs, result)))
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **(kwargs or {}), out_val=result) if count else 0
+            self._seconds += max(flops / self.flops, moved / self.bandwidth)
+        return result
+
+    after = LiveStorages.after  # compares the sum with the peak
 
 
 class LowRank(nn.Module):

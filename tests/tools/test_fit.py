@@ -14,11 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron_lite.__main__ import main
 from megatron_lite.api import fit_memory_
 from megatron_lite.config.checks import InputError
-from megatron_lite.fit.gauges import FakeGauge
 from megatron_lite.fit.layers import layer_lists
 from megatron_lite.fit.measurement import Measurement
 from megatron_lite.plan.hardware import load_hardware
-from megatron_lite.tools.fake_fit import add_adapters_, fit_config, shard_
+from megatron_lite.tools.fake_fit import FakeGauge, add_adapters_, fit_config, shard_
 from tests.support.ranks import run_ranks
 
 LLAMA: dict[str, Any] = dict(
