@@ -96,7 +96,7 @@ def short(error: Exception) -> str:
 
 # Long messages of torch, as patterns, and their meaning here in a few words.
 SHORT = {
-    r"a replay is not what its forward|graph of a replay": "the replay is not what its forward was",
+    "a replay is not what its forward": "the replay is not what its forward was",
     r"size of tensor a .* must match|shape '.*' is invalid": "other shapes inside of the replay",
     r"backward through the graph a second time": "backward through a graph that is gone",
     r"A different number of tensors": "the replay saves another number of tensors",

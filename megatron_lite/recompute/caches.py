@@ -91,4 +91,6 @@ def _own(value: Any) -> Any:
         return {key: _own(each) for key, each in value.items()}
     if type(value) is list:
         return [_own(each) for each in value]
-    return _copied(value) if type(value).__module__ == CACHES else value
+    # Families have entries of their own, which are classes of their modules (DeepSeek-V4).
+    is_entry = any(kind.__module__ == CACHES for kind in type(value).__mro__)
+    return _copied(value) if is_entry else value

@@ -136,7 +136,7 @@ class Contents:
                 elif name not in exchanged and type(value) in RESTORED:  # not those of a script
                     contents.note(path, value)
             for name in {"_parameters", "_buffers"}.difference(exchanged):
-                for key, value in found[name].items():
+                for key, value in getattr(module, name).items():
                     contents.add(f"{prefix}{key}", value)
         return contents
 
@@ -230,7 +230,7 @@ class Contents:
         pairs = [
             (each.value, each.items, _items(each.value))
             for each in self.containers
-            if type(each.value) in RESTORED
+            if type(each.value) in RESTORED or not isinstance(each.value, CONTAINERS)
         ]
         try:
             for value, items, _ in pairs:
@@ -289,6 +289,10 @@ def _is_same(one: Any, other: Any) -> bool:
 def _refill(value: Any, items: list[Any]) -> None:
     if _is_same(tuple(_items(value)), tuple(items)):
         return  # somebody may iterate over it
+    if type(value) not in RESTORED:  # the slots of an object
+        for name, item in items:
+            object.__setattr__(value, name, item)
+        return
     value.clear()
     if isinstance(value, dict):
         value.update(dict(items))

@@ -36,7 +36,7 @@ class Signature(NamedTuple):
         given = tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, Tensor)]
         modules, parameters = list(layer.modules()), list(layer.parameters())
-        hooks = [vars(module)[name] for module in modules for name in HOOKS]
+        hooks = [getattr(module, name) for module in modules for name in HOOKS]
         hooks += [getattr(each, name) or {} for each in parameters for name in PARAMETER_HOOKS]
         kinds = (
             *(module.training for module in modules),

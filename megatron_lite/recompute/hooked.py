@@ -208,9 +208,10 @@ class _LayerCall:
                     engine.queue_callback(partial(_forget, weakref.ref(self), task))
             if number not in values:
                 del self._values[task]
-                raise RecomputeMismatch(
-                    f"{self.how.name}: the replay saved fewer tensors than the forward, and "
-                    f"backward needs number {number} of {len(self.slots)}"
+                raise _unlike(
+                    self.how.name,
+                    "the replay saved fewer tensors than the forward, and backward needs number "
+                    f"{number} of {len(self.slots)}",
                 )
             is_read_again = self._is_read_again(task, number)
             tensor, version = values[number] if is_read_again else values.pop(number)
@@ -305,6 +306,8 @@ class _LayerCall:
     @contextmanager
     def _kept_again(self, witness: Witness | None) -> Iterator[None]:
         with ExitStack() as around:
+            if witness is not None:
+                around.enter_context(witness.watching())
             if self.how.results is not None:
                 around.enter_context(self.how.results.reusing(again=witness is not None))
             if self._choices is not None:
@@ -349,9 +352,10 @@ class _Rebuilt:
         if number < self._expected:
             before, now = self._call.forms[number], _form(tensor)
             if before != now:
-                self._refuse(
+                raise _unlike(
+                    self._call.how.name,
                     f"as number {number} of {self._expected} the forward saved {_text(*before)} "
-                    f"for backward, the replay {_text(*now)}"
+                    f"for backward, the replay {_text(*now)}",
                 )
             if self._call.slots[number]() is not None:
                 self.values[number] = detached, version_of(detached)
@@ -373,8 +377,10 @@ class _Rebuilt:
         RecomputeMismatch: it saved another number of tensors than the forward.
         """
         if self._count != self._expected:
-            self._refuse(
-                f"the forward saved {self._expected} tensors for backward, the replay {self._count}"
+            raise _unlike(
+                self._call.how.name,
+                f"the forward saved {self._expected} tensors for backward, the replay "
+                f"{self._count}",
             )
         if self._tries:
             guard = self._call.how.guard
@@ -386,12 +392,6 @@ class _Rebuilt:
             )
             guard.stops_early = is_repeated and guard.stops_early is not False
 
-    def _refuse(self, what: str) -> None:
-        raise RecomputeMismatch(
-            f"{self._call.how.name}: {what}. Something that the function reads has changed in "
-            "between, or it does not do the same twice, as a router that chooses by other noise"
-        )
-
 
 class _Enough(BaseException):
     """Ends a replay early, when all tensors that the forward saved are rebuilt.
@@ -401,6 +401,14 @@ class _Enough(BaseException):
 
     def __init__(self, call: _LayerCall) -> None:
         self.call = call
+
+
+def _unlike(name: str, what: str) -> RecomputeMismatch:
+    return RecomputeMismatch(
+        f"{name}: {what}. Something that the function reads has changed in between, or it does not "
+        "do the same twice, as a router that chooses by other noise: make it repeatable, or take "
+        "the layer out of the policy"
+    )
 
 
 def _form(tensor: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_lite.parallel.torch_internals import next_node_number, write_count_of
 from megatron_lite.recompute.pool import Memory, Slot
-from megatron_lite.recompute.saved import MovedStorage, bytes_of, moving
+from megatron_lite.recompute.saved import MovedStorage, WrittenTo, bytes_of, moving
 
 Mark = Any  # the end of a copy: an event of the device, or None if the copy is synchronous
 
@@ -242,10 +242,10 @@ class _OnHost:
         """Returns the bytes of the storage on the device, ready for the current stream.
 
         It also starts the copies of the rest of its segment and of the segment before.
-        RuntimeError: the original was written to while it was being copied to the host.
+        WrittenTo: the original was written to while it was being copied to the host.
         """
         if self.torn:
-            raise RuntimeError(
+            raise WrittenTo(
                 "a tensor that was saved for backward has been modified by an inplace operation "
                 "while it was being copied to host memory"
             )

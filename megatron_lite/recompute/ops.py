@@ -37,7 +37,7 @@ from megatron_lite.parallel.torch_internals import (
     without_dispatch_key,
 )
 from megatron_lite.recompute.contents import tensors_of
-from megatron_lite.recompute.saved import Args, Kwargs, saved_value, version_of
+from megatron_lite.recompute.saved import Args, Kwargs, WrittenTo, saved_value, version_of
 
 Place = tuple[Any, int]  # an operator, and the number of the call among all calls of that operator
 Run = Callable[[Place, Args, Kwargs], Any]
@@ -161,7 +161,10 @@ class KeptResults:
         kept = self._kept.get(place)
         if kept is None or _is_written(kept):
             return place[0](*args, **kwargs)
-        return tree_map(lambda saved: saved() if callable(saved) else saved, kept)
+        try:
+            return tree_map(lambda saved: saved() if callable(saved) else saved, kept)
+        except WrittenTo:  # by the next layer: torch.nn.ReLU(inplace=True) after a linear layer
+            return place[0](*args, **kwargs)
 
 
 class _Numbering(KeepsResults):

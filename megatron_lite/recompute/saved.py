@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
 
 from megatron_lite.parallel.torch_internals import (
     address_of,
+    base_of,
     is_fake,
     is_view,
     saved_tensors_hooks_in_force,
@@ -45,10 +47,14 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else write_count_of(tensor)
 
 
+class WrittenTo(RuntimeError):
+    """A tensor that is kept for backward has been written to since."""
+
+
 def check_unwritten(
     tensor: Tensor, version: int | None, *, what: str = "tensor", purpose: str = "kept for backward"
 ) -> None:
-    """Raises RuntimeError if the tensor has been written to since it was at `version`.
+    """Raises WrittenTo if the tensor has been written to since it was at `version`.
 
     autograd makes this check for the tensors that it saves itself, but not with saved-tensor hooks.
 
@@ -56,7 +62,7 @@ def check_unwritten(
     purpose: the reason why it must not change, in the message.
     """
     if (now := version_of(tensor)) != version:
-        raise RuntimeError(
+        raise WrittenTo(
             f"a {what} {list(tensor.shape)} {purpose} has been modified by an inplace operation: "
             f"it is at version {now}, expected {version}"
         )
@@ -198,9 +204,12 @@ def _can_move(tensor: Tensor, kind: str) -> bool:
     if tensor.device.type != kind or tensor.dtype == torch.uint8 or tensor.layout != torch.strided:
         return False
     # A view of the moved bytes is rebuilt from dtype, size, stride and offset. That is not enough
-    # for a tensor subclass, nor for a lazy conjugate or negation.
+    # for a tensor subclass, nor for a lazy conjugate or negation. Writes to a tensor of inference
+    # mode are not counted. FSDP2 frees the weights that it gathers.
     return (
-        (type(tensor) in (Tensor, torch.nn.Parameter) or is_fake(tensor))
+        (type(tensor) in (Tensor, Parameter) or is_fake(tensor))
+        and not isinstance(tensor if (base := base_of(tensor)) is None else base, Parameter)
+        and not tensor.is_inference()
         and not tensor.is_conj()
         and not tensor.is_neg()
     )

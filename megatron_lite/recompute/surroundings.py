@@ -20,6 +20,7 @@ from megatron_lite.parallel.torch_internals import (
     attention_kernels,
     choose_attention_kernels,
     disable_current_modes,
+    dispatch_modes,
     function_modes,
     hooks_of_all_modules,
     pop_function_mode,
@@ -103,7 +104,7 @@ class Surroundings(NamedTuple):
         """Returns the settings with the kinds of modes and hooks in place of these, as a key."""
         return (
             str(self.flags),
-            tuple(map(type, self.modes)),
+            (*map(type, self.modes), *map(type, dispatch_modes())),
             tuple(kind_of(hook) for found in self.hooks.containers for _, hook in found.items),
         )
 

@@ -25,6 +25,7 @@ from megatron_lite.recompute.randomness import Randomness
 from megatron_lite.recompute.replay import RecomputeMismatch
 
 STREAM = "RNG stream"
+NOT_THE_SAME = "a replay is not what its forward was at"
 
 
 # `reshape` is one or the other, by whether a dispatch mode, such as a meter, sees the operators.
@@ -177,10 +178,11 @@ class Execution:
             self.places.append(f"{STREAM} {name} at {when}")
             self.hashes.append(quick_hash(state))
 
-    def differences(self, replay: Execution, name: str, *, whole: bool) -> list[str]:
-        """Returns the places where a replay of this run has other bits. Waits for the device once.
+    def differences(self, replay: Execution, *, whole: bool) -> tuple[list[str], str | None]:
+        """Returns the places where a replay of this run has other bits, and what else is another:
+        its places or its graph. Waits for the device once.
 
-        RecomputeMismatch: it has other places, or another graph. whole: as in `Graph.difference`.
+        whole: as in `Graph.difference`.
         """
         values = read([*self.hashes, *replay.hashes])
         before, now = values[: len(self.hashes)], values[len(self.hashes) :]
@@ -192,14 +194,12 @@ class Execution:
         if self.places != replay.places:
             pairs = zip([*self.places, "the end"], [*replay.places, "the end"], strict=False)
             one, other = next(pair for pair in pairs if pair[0] != pair[1])
-            raise RecomputeMismatch(
-                f"recomputation of {name} took another path: {one} in forward, {other} in the "
-                f"replay{f'; before it, {places[0]} differs' if places else ''}"
+            before_it = f"; before it, {places[0]} differs" if places else ""
+            return places, (
+                f"it took another path: {one} in forward, {other} in the replay{before_it}"
             )
         lost = self.graph.difference(replay.graph, whole=whole)
-        if lost and not (whole and places):
-            raise RecomputeMismatch(f"{name}: the graph of a replay is not the forward's: {lost}")
-        return places
+        return places, lost and f"its graph is not the forward's: {lost}"
 
 
 def described(places: list[str]) -> str:
@@ -240,10 +240,12 @@ class Record:
             self._now = Execution()
             if self._forward is None:
                 self._forward = run
-            elif places := self._forward.differences(run, self.what, whole=True):
-                raise RecomputeMismatch(
-                    f"a replay is not what its forward was at {described(places)}"
-                )
+                return outputs
+            places, other = self._forward.differences(run, whole=True)
+            if places:
+                raise RecomputeMismatch(f"{NOT_THE_SAME} {described(places)}")
+            if other:
+                raise RecomputeMismatch(f"{NOT_THE_SAME} {self.what}, {other}")
             return outputs
 
         return call

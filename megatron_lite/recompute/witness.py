@@ -20,6 +20,10 @@ difference.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -34,7 +38,14 @@ from megatron_lite.recompute.contents import Contents, is_sharded, tensors_of
 from megatron_lite.recompute.guard import Guard, Signature
 from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.saved import Args, Kwargs, version_of
-from megatron_lite.recompute.verify import Execution, Graph, described, inputs_of, unobserved
+from megatron_lite.recompute.verify import (
+    NOT_THE_SAME,
+    Execution,
+    Graph,
+    described,
+    inputs_of,
+    unobserved,
+)
 
 ROUNDING = 1e-3  # relative to a result's largest value, for kernels that add in any order
 NUM_LAST = 4  # so many saved tensors are compared at the point where replays may stop
@@ -76,7 +87,7 @@ class Witness:
         self._saved, self._producers = [], []
         paths = tree_flatten_with_path((args, kwargs))[0]
         given = {argument_name(path): value for path, value in paths if isinstance(value, Tensor)}
-        self._replay = run = _LayerRun(given, self._attributes())
+        self._replay = run = _LayerRun(given, self._attributes(of_objects=True))
         with unobserved():
             for place, value in given.items():
                 run.see(place, value)
@@ -91,6 +102,23 @@ class Witness:
                 hashed = quick_hash(tensor)
         self._saved.append((tensor, version_of(tensor), hashed))
         self._producers.append(_operator(producer))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Refuses a replay inside the block that adds to the gradient of a parameter, as a forward
+        does that calls `backward`. Other threads may."""
+        thread = get_ident()
+
+        def refuse(name: str, _: Tensor) -> None:
+            if get_ident() == thread:
+                self._refuse(f"it adds to the gradient of {name}, a second time after the forward")
+
+        with ExitStack() as around:
+            for name, each in () if self._is_sharded else self._layer.named_parameters():
+                if each.is_leaf and each.requires_grad:
+                    hook = each.register_post_accumulate_grad_hook(partial(refuse, name))
+                    around.callback(hook.remove)
+            yield
 
     def end(self, outputs: Any) -> None:
         """Ends the forward or a replay, with the layer in the state after it."""
@@ -140,7 +168,9 @@ class Witness:
         rebuilt: the tensors that the replay saved.
         RecomputeMismatch: they differ.
         """
-        places = self._forward.differences(self._replay, self._name, whole=False)
+        places, other = self._forward.differences(self._replay, whole=False)
+        if other:
+            self._refuse(other)
         others = [part.name for part in self._before.written()]
         for name in [*others, *(name for name, _ in self._before.changed())]:
             self._refuse(f"it changed {name}, a second time after the forward")
@@ -212,7 +242,7 @@ class Witness:
             else " Earlier steps may have been wrong already."
         )
         raise RecomputeMismatch(
-            f"a replay is not what its forward was at {self._name}, {what}.{earlier} "
+            f"{NOT_THE_SAME} {self._name}, {what}.{earlier} "
             + (
                 "The layer chose otherwise, as a router does whose noise or ties do not repeat: "
                 "make the choice repeatable, or"
@@ -223,9 +253,9 @@ class Witness:
             + " take the layer out of the policy"
         )
 
-    def _attributes(self) -> dict[str, Tensor]:
+    def _attributes(self, *, of_objects: bool = False) -> dict[str, Tensor]:
         """Returns the tensors that the layer's modules hold, without parameters."""
-        parts = Contents.of_layer(self._layer, lambda name: False).parts
+        parts = Contents.of_layer(self._layer, lambda name: of_objects).parts
         return {
             f"tensor {name}": part.value
             for name, part in parts.items()

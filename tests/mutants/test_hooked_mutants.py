@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from megatron_lite.recompute import call_arguments as arguments
 from megatron_lite.recompute import layer_state, router, witness
 from megatron_lite.recompute.randomness import Randomness
-from tests.recompute import test_hooked, test_hooked_refusals, test_router
-from tests.support import odd_layers
+from tests.recompute import test_hooked_refusals, test_router, test_silent
 from tests.support.mutants import Mutant, each_is_seen, replaces
 
 
@@ -37,15 +36,17 @@ def saved_values_are_not_compared(_, self, tensor, producer):
     pass
 
 
-def kind(layer: type[odd_layers.Block], policy: str = "*:full") -> dict[str, object]:
-    return dict(kind=layer, policy=policy, frozen=False, verify=False)
+def case(name: str) -> dict[str, object]:
+    return dict(name=name, policy="*:full", verify=False)
 
 
-EVERY_KIND = test_hooked.test_every_kind_of_layer_has_the_gradients_and_the_state_of_the_plain_one
+EVERY_KIND = test_silent.test_it_is_equal_or_refused
 MUTANTS = [
-    Mutant(a_replay_changes_buffers_once_more, EVERY_KIND, kind(odd_layers.Norms)),
+    Mutant(a_replay_changes_buffers_once_more, EVERY_KIND, case("BatchNorm")),
     Mutant(
-        the_argument_that_was_written_to_is_replayed, EVERY_KIND, kind(odd_layers.WritesArgument)
+        the_argument_that_was_written_to_is_replayed,
+        EVERY_KIND,
+        case("an argument, which it writes"),
     ),
     Mutant(
         a_router_chooses_anew_in_the_replay,
@@ -53,7 +54,7 @@ MUTANTS = [
         dict(name="Mixtral", policy="*:full"),
         error="a replay is not what its forward was|the forward saved|as number",
     ),
-    Mutant(random_numbers_go_on_in_the_replay, EVERY_KIND, kind(odd_layers.Block)),
+    Mutant(random_numbers_go_on_in_the_replay, EVERY_KIND, case("dropout alone")),
     Mutant(
         saved_values_are_not_compared,
         test_hooked_refusals.test_verify_sees_other_values_where_the_shapes_agree,

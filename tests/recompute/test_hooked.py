@@ -16,7 +16,6 @@ from megatron_lite.recompute import hooked
 from megatron_lite.recompute.apply import apply_policy_, remove_policy_
 from megatron_lite.recompute.phase import is_recomputing
 from tests.support.odd_layers import (
-    LAYERS,
     POLICIES,
     Block,
     Model,
@@ -28,19 +27,6 @@ from tests.support.odd_layers import (
     step,
 )
 from tests.support.pairs import only, pairs
-
-
-@pytest.mark.runs(daily=12, ci=36)
-@pytest.mark.parametrize(
-    ("kind", "policy", "frozen", "verify"), pairs(LAYERS, POLICIES, [False, True], [False, True])
-)
-def test_every_kind_of_layer_has_the_gradients_and_the_state_of_the_plain_one(
-    kind: type[Block], policy: str, frozen: bool, verify: bool
-) -> None:
-    def make() -> Model:
-        return Model(kind, frozen=frozen)
-
-    assert_equal(outcome(make, policy, step, verify=verify), outcome(make, None, step))
 
 
 def twice(model: nn.Module) -> list[Tensor]:

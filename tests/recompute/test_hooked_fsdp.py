@@ -61,6 +61,7 @@ def faults(rank: int, world_size: int) -> None:
         ("every-2:full", False),
         ("*:ops(matmul)", True),
         ("*:full@host", False),
+        ("*:none@host", True),
     ):
         assert_equal(trained(rank, world_size, Deep, policy, policy_first), expected)
 

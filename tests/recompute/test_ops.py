@@ -35,6 +35,7 @@ from megatron_lite.recompute.replay import RecomputeMismatch
 from megatron_lite.recompute.schedule import plan_stage
 from tests.support.collectives import recorded_collectives
 from tests.support.models import sample_tokens, tp_state
+from tests.support.odd_layers import Block, Model, assert_equal, outcome, step
 from tests.support.planned import NUM_LAYERS, planned
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.storages import addresses
@@ -252,20 +253,28 @@ def test_a_result_that_is_written_to_later_is_not_kept(rng: RngStreams) -> None:
     assert torch.equal(plain.grad, other.grad)
 
 
-def test_a_result_that_is_written_to_after_the_layer_is_an_error_in_backward(
-    rng: RngStreams,
-) -> None:
-    weight = torch.full((3, 3), 0.5, requires_grad=True)
-    output = rebuilt(
-        lambda x: torch.mm(x.sin(), weight),
-        torch.ones(2, 3, requires_grad=True),
-        rng=rng,
-        results=KeptResults(("matmul",), skip_tail=False),
+def test_a_result_that_is_written_to_after_the_layer_is_made_again(rng: RngStreams) -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.mm(x.sin(), x.T)
+
+    plain, other = (torch.ones(2, 3, requires_grad=True) for _ in range(2))
+    function(plain).add_(1).square().sum().backward()
+    results = KeptResults(("matmul",), skip_tail=False)
+    rebuilt(function, other, results=results, rng=rng).add_(1).square().sum().backward()
+    assert torch.equal(plain.grad, other.grad)
+
+
+def test_a_result_of_inference_may_be_kept_on_the_host() -> None:
+    class Infers(Block):
+        def forward(self, hidden: Tensor) -> Tensor:
+            with torch.inference_mode():
+                scale = self.first(hidden).sum().item()
+            return self.body(hidden) * scale
+
+    plain, found = (
+        outcome(lambda: Model(Infers), policy, step) for policy in (None, "*:ops(matmul)@host")
     )
-    with torch.no_grad():
-        output.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        output.sum().backward()
+    assert_equal(found, plain)
 
 
 def test_the_groups_hold_every_fused_attention_kernel_of_this_torch() -> None:

@@ -19,6 +19,7 @@ from tests.support.odd_layers import Block, Model, assert_equal, batches, outcom
 from tests.support.odd_state import (
     CONTEXTS,
     STATES,
+    UNLISTED,
     CountsTogether,
     OnlyCounts,
     Routes,
@@ -28,7 +29,7 @@ from tests.support.odd_state import (
 from tests.support.pairs import pairs
 
 POLICIES = ["*:full", "*:ops(matmul)", "*:full@host", "*:none@host"]
-CASES = {**STATES, **CONTEXTS}
+CASES = {**STATES, **CONTEXTS, **UNLISTED}
 
 
 def trained(foreign: Foreign, policy: str | None, **options: Any) -> list[Any]:

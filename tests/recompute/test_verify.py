@@ -283,5 +283,5 @@ def test_an_edge_that_only_the_replay_lost_is_found(
         loss_of(model).backward()  # it is outside of both regions, so no replay runs it
         return
     text = mismatch(model)
-    assert "the graph of a replay is not the forward's: " in text
-    assert text.startswith(("unit of layers 0-1", "layer 1, "))
+    assert ", its graph is not the forward's: " in text
+    assert text.startswith((f"{REBUILT}unit of layers 0-1", f"{REBUILT}layer 1, "))

@@ -44,39 +44,6 @@ class Norms(Block):
         return self.body(self.norm(hidden))
 
 
-class OldSpectral(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.utils.spectral_norm(self.first)
-
-
-class Counts(Block):
-    """A layer whose output depends on its number of calls, in an int and in a replaced buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("total", torch.zeros(()))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.calls += 1
-        self.total = self.total + 1
-        return self.body(hidden * (1 + self.calls % 2) / self.total)
-
-
-class Remembers(Block):
-    """A layer whose output depends on the tensors that it kept in earlier calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: list[Tensor] = []
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden = self.body(hidden + sum(self.before))
-        self.before.append(hidden.detach().mean())
-        return hidden
-
-
 class SetsAux(Block):
     """A layer whose loss leaves it through an attribute."""
 
@@ -86,46 +53,6 @@ class SetsAux(Block):
         return hidden
 
 
-class WritesArgument(Block):
-    def forward(self, hidden: Tensor) -> Tensor:
-        hidden.mul_(2).add_(1)
-        product = self.body(hidden.clone())
-        return product + hidden.mul_(0.5)
-
-
-class HostGenerators(Block):
-    """A layer that skips its body at random by Python's generator and scales by NumPy's."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        scale = float(np.random.normal())
-        return hidden * scale + (
-            self.body(hidden) if random.random() < 0.8 else hidden.sin()
-        ) * random.gauss(1.0, 0.1)
-
-
-class Differentiates(Block):
-    """A layer whose forward runs a backward, as models do that compute forces from an energy."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        with torch.enable_grad():
-            point = hidden.detach().requires_grad_()
-            (force,) = torch.autograd.grad(
-                torch.tanh(self.first(point)).square().sum(), point, create_graph=True
-            )
-        return self.body(hidden) + force.sin()
-
-
-LAYERS: list[type[Block]] = [
-    Block,
-    Norms,
-    OldSpectral,
-    Counts,
-    Remembers,
-    SetsAux,
-    WritesArgument,
-    HostGenerators,
-    Differentiates,
-]
 POLICIES = ["*:full", "every-2:full", "*:ops(matmul)", "0:ops(matmul/2); 1:full@host; *:none@host"]
 
 

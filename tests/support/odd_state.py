@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from megatron_lite.parallel.torch_internals import TorchDispatchMode
 from tests.support.foreign import Foreign
-from tests.support.odd_layers import Block, Model, batches
+from tests.support.odd_layers import Block, Model, Norms, batches
 
 
 def plainly(model: nn.Module, number: int) -> Tensor:
@@ -31,23 +33,34 @@ def plainly(model: nn.Module, number: int) -> Tensor:
     return loss
 
 
-class Sequel(Block):
-    """Keeps its state with its graph, for the next segment (BPTT)."""
+class Memory:
+    """Holds a value in a slot, as a dataclass with slots does."""
 
-    def __init__(self) -> None:
+    __slots__ = ("mem",)
+
+
+class Sequel(Block):
+    """Keeps its state with its graph, for the next segment (BPTT): itself, or in an object."""
+
+    def __init__(self, holder: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self.mem: Any = None
+        self.holder = holder and holder()
+        self.forget()
+
+    def forget(self) -> None:
+        (self.holder or self).mem = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        past = 0.0 if self.mem is None else torch.tanh(self.second(self.dropout(self.mem)))
-        self.mem = self.first(hidden)
+        holder: Any = self.holder or self
+        past = 0.0 if holder.mem is None else torch.tanh(self.second(self.dropout(holder.mem)))
+        holder.mem = self.first(hidden)
         return self.body(hidden) + past
 
 
 def segments(model: nn.Module, number: int) -> Tensor:
     """Returns the loss over three segments, each of which reads the memory of the one before."""
     for layer in model.layers:
-        layer.mem = None
+        layer.forget()
     return sum(plainly(model, each) for each in (number, 1, 2))  # type: ignore[return-value]
 
 
@@ -117,6 +130,71 @@ class WritesView(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.embedding(x)
         return self.layers[0](hidden, hidden[0]).square().mean()
+
+
+class OldSpectral(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.spectral_norm(self.first)
+
+
+class Remembers(Block):
+    """A layer whose output depends on the tensors that it kept in earlier calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[Tensor] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.body(hidden + sum(self.before))
+        self.before.append(hidden.detach().mean())
+        return hidden
+
+
+class HostGenerators(Block):
+    """Draws from the generators of Python and NumPy; skips its body at random."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        scale = float(np.random.normal())
+        return hidden * scale + (
+            self.body(hidden) if random.random() < 0.8 else hidden.sin()
+        ) * random.gauss(1.0, 0.1)
+
+
+class Differentiates(Block):
+    """A layer whose forward runs a backward, as models do that compute forces from an energy."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.enable_grad():
+            point = hidden.detach().requires_grad_()
+            (force,) = torch.autograd.grad(
+                torch.tanh(self.first(point)).square().sum(), point, create_graph=True
+            )
+        return self.body(hidden) + force.sin()
+
+
+class WritesArgument(Block):
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden.mul_(2).add_(1)
+        product = self.body(hidden.clone())
+        return product + hidden.mul_(0.5)
+
+
+class WritesProduct(Block):
+    """Writes to its argument, which is a product of the layer before."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = F.relu(hidden, inplace=True)
+        return self.second(torch.tanh(self.first(hidden)))
+
+
+class AccumulatesInside(Block):
+    """Adds to the gradients of its own parameters in its forward."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.first(hidden.detach()).square().mean().backward()
+        return self.body(hidden)
 
 
 class WritesParameter(Block):
@@ -324,6 +402,12 @@ class Doubles(TorchFunctionMode):
         return 2 * result if func is torch.tanh else result
 
 
+class DoublesOperators(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is torch.ops.aten.tanh.default else result
+
+
 def around(enter: Callable[[nn.Module], Any]) -> Callable[[nn.Module, int], Tensor]:
     """Returns a loss whose forward runs in a context, which backward does not have."""
 
@@ -455,4 +539,21 @@ CONTEXTS: dict[str, Foreign] = {
     "the default dtype": case(MakesTensors, around(default_dtype)),
     "a context variable of a library": case(ReadsContext, around(variable), may_refuse=True),
     "a thread-local variable": case(ReadsContext, around(local), may_refuse=True),
+}
+# These have no row on the page.
+UNLISTED: dict[str, Foreign] = {
+    "dropout alone": case(Block),
+    "BatchNorm": case(Norms),
+    "an argument, which it writes": case(WritesArgument),
+    "a product, which the next layer writes to": case(WritesProduct),
+    "a backward into its own parameters": case(AccumulatesInside, may_refuse=True),
+    "the older spectral norm": case(OldSpectral),
+    "a list of what it made before": case(Remembers),
+    "generators of the host": case(HostGenerators),
+    "a gradient of its own": case(Differentiates),
+    "a memory with its graph in an object": case(lambda: Sequel(SimpleNamespace), segments),
+    "a memory with its graph in a slot of an object": case(lambda: Sequel(Memory), segments),
+    "a dispatch mode, from the third call on": case(
+        Block, later(around(lambda model: DoublesOperators())), may_refuse=True
+    ),
 }
