@@ -31,13 +31,13 @@ IGNORED = (
 )
 # No count may be above its budget. A budget is changed by hand, with the reason in the commit.
 BUDGETS = {
-    "tokens of the library": 277_900,
-    "files of the library": 288,
-    "tokens of tests": 348_800,
-    "tokens of benchmarks": 23_600,
+    "tokens of the library": 287_000,
+    "files of the library": 289,
+    "tokens of tests": 333_800,
+    "tokens of benchmarks": 20_900,
     "own files in one plain step": 34,
-    "own functions in one plain step": 136,
-    "tokens that a training process has loaded": 122_300,
+    "own functions in one plain step": 132,
+    "tokens that a training process has loaded": 122_900,
     "own calls in one forward of a column-parallel linear layer": 4,
     "functions named *notices*": 1,
     "places that read JSON": 1,
