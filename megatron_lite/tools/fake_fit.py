@@ -8,8 +8,9 @@ the weights that are gathered at the peak.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.flop_counter import flop_registry
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, quoted
 from megatron_lite.config.plain import shown
 from megatron_lite.fit.gauges import Reading
 from megatron_lite.fit.layers import LayerList, layer_lists
@@ -28,11 +29,17 @@ from megatron_lite.fit.memory_fit import Fit, fitted
 from megatron_lite.memory.measure.live_storages import LiveStorages
 from megatron_lite.memory.measure.step_meter import StepMeter
 from megatron_lite.parallel.simulated import SimulatedTensors
-from megatron_lite.parallel.torch_internals import fake_store
+from megatron_lite.parallel.torch_internals import NeedsValues, fake_store
 from megatron_lite.plan.hardware import Hardware
 from megatron_lite.recompute.contents import tensors_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+MAKE_INTEGERS = (
+    *(torch.ops.aten.arange.default, torch.ops.aten.arange.start),
+    *(torch.ops.aten.arange.start_step, torch.ops.aten.full.default),
+    *(torch.ops.aten.zeros.default, torch.ops.aten.ones.default),
+)
+MOST_KNOWN = 1 << 16  # numbers of a tensor
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
 
@@ -75,6 +82,32 @@ class FakeGauge(StepMeter):
     after = LiveStorages.after  # compares the sum with the peak
 
 
+class SimulatedValues(SimulatedTensors):
+    """Fake tensors of which small ones of integers have values, so that a forward may decide by
+    them: by the sizes of images, or by a mask."""
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        """Tells torch's mode whether a result keeps its value."""
+        return super().may_turn_const(t) or (_is_known(t) and type(t) is Tensor)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] = MappingProxyType({}),
+    ) -> Any:
+        result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in MAKE_INTEGERS and _is_known(result):
+            value = func(*args, **kwargs)  # no mode is active here
+            return self.fake_tensor_converter.from_real_tensor(self, value, make_constant=True)
+        return result
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and tensor.numel() <= MOST_KNOWN
+
+
 class LowRank(nn.Module):
     """A frozen linear layer and its trainable adapter of low rank (LoRA, 2106.09685)."""
 
@@ -96,6 +129,7 @@ def fit_config(
     budget: int | None,
     *,
     seq_length: int,
+    image_size: int = 0,
     micro_batch_size: int = 1,
     dtype: str = "bf16",
     optimizer: str = "adamw",
@@ -120,7 +154,7 @@ def fit_config(
         made.bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
         return made
 
-    with _ranks(gpus) as mesh, SimulatedTensors(), _without_checks():
+    with _ranks(gpus) as mesh, SimulatedValues(), _without_checks():
         model = _model(config, DTYPES[dtype])
         if lora_rank:
             add_adapters_(model, lora_rank)
@@ -128,7 +162,7 @@ def fit_config(
         buckets = 0 if fsdp or gpus == 1 else sum(one.nbytes for one in _trained(model))
         if fsdp:
             shard_(model, lists, mesh)
-        given = _inputs(model, micro_batch_size, seq_length, DTYPES[dtype])
+        given = _inputs(model, micro_batch_size, seq_length, image_size, DTYPES[dtype])
 
         def step() -> None:
             _loss(model(**given)).backward()  # the logits are not held meanwhile
@@ -136,10 +170,10 @@ def fit_config(
         try:
             step()  # in its first step FSDP2 learns the order of its units
         except RuntimeError as error:
+            decides = ", because its forward decides by values" * isinstance(error, NeedsValues)
             raise InputError(
-                f"{type(model).__name__} cannot run on fake tensors, for example because its "
-                f"forward decides by values ({shown(str(error).splitlines()[0])}): call "
-                "fit_memory_ with a batch of your own"
+                f"{type(model).__name__} cannot run on fake tensors{decides} "
+                f"({shown(str(error).splitlines()[0])}): call fit_memory_ with a batch of your own"
             ) from error
         model.zero_grad()
         measured = Measurement(
@@ -206,9 +240,16 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers.initialization import no_init_weights
 
+    names = config.get("architectures") or [""]
+    if not isinstance(names, list):
+        raise InputError(f"architectures must be a list of names (got {quoted(names)})")
+    name = str(names[0])
     try:
         parsed = transformers.AutoConfig.for_model(**config)
-        name = (parsed.architectures or [""])[0]
+        for part in (parsed, *vars(parsed).values()):
+            # A step in which chance drops no layer takes the most.
+            for drop in [one for one in getattr(part, "__dict__", ()) if one.endswith("layerdrop")]:
+                setattr(part, drop, 0.0)
         family = getattr(transformers, name, None)
         if isinstance(family, type) and issubclass(family, transformers.PreTrainedModel):
             with no_init_weights():
@@ -219,16 +260,47 @@ def _model(config: Any, dtype: torch.dtype) -> Any:
         *(TypeError, ValueError, KeyError, AttributeError),
         *(ArithmeticError, RuntimeError, StrictDataclassError),
     ) as error:
-        raise InputError(f"transformers cannot build this model: {shown(str(error))}") from error
+        fields = _fields(config, error.args[0]) if isinstance(error, KeyError) else ()
+        named = "".join(f"{field} has no such choice: " for field in fields)
+        raise InputError(
+            f"transformers cannot build this model: {named}{shown(str(error))}"
+        ) from error
     raise InputError(f"architectures: {shown(repr(name))} is no model of transformers: name one")
 
 
-def _inputs(model: Any, batch: int, length: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns a batch: token ids of text, and images or spectra as large as the model takes."""
+def _fields(config: dict[str, Any], value: object) -> Iterator[str]:
+    """Yields the names of the fields that have this value."""
+    for name, each in config.items():
+        if isinstance(each, dict):
+            yield from (f"{name}.{inside}" for inside in _fields(each, value))
+        elif each == value:
+            yield name
+
+
+def _inputs(
+    model: Any, batch: int, length: int, image_size: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Returns a batch: token ids of text, and images or spectra as large as the model takes.
+
+    image_size: the side of the images of a model that reads them in any size.
+    """
     config, main = model.config, model.main_input_name
-    vision = getattr(config, "vision_config", config if main == "pixel_values" else None)
+    vision: Any = getattr(config, "vision_config", config if main == "pixel_values" else None)
     inputs: dict[str, Tensor] = {}
-    if vision is not None:
+    image_tokens = 0
+    if hasattr(vision, "temporal_patch_size"):  # Qwen2-VL and what descends from it
+        if image_size < 1:
+            raise InputError(
+                f"{type(model).__name__} reads images of any size: give --image-size, the pixels "
+                "of a side"
+            )
+        merge = vision.spatial_merge_size
+        side = max(1, image_size // (vision.patch_size * merge)) * merge
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        inputs["pixel_values"] = torch.zeros(batch * side**2, width, dtype=dtype)
+        inputs["image_grid_thw"] = torch.tensor([[1, side, side]] * batch)
+        image_tokens = (side // merge) ** 2
+    elif vision is not None:
         sides = getattr(vision, "image_size", None)
         if sides is None:
             raise InputError(
@@ -248,11 +320,17 @@ def _inputs(model: Any, batch: int, length: int, dtype: torch.dtype) -> dict[str
         )
     if main == "pixel_values" and vision is config:
         return inputs
-    if length < 1:
-        raise InputError(f"--seq-length must be at least 1 (got {length}): give the tokens")
+    if length <= image_tokens:
+        least = f"{image_tokens + 1}, since an image takes {image_tokens}" if image_tokens else "1"
+        raise InputError(f"--seq-length must be at least {least} (got {length}): give the tokens")
     if main == "input_values":
         return {main: torch.zeros(batch, length, dtype=dtype)}
     ids = torch.zeros(batch, length, dtype=torch.int64)
+    if image_tokens:
+        is_image = torch.arange(length) < image_tokens
+        inputs["mm_token_type_ids"] = is_image.long().repeat(batch, 1)
+        ids = inputs["mm_token_type_ids"] * config.image_token_id
+        inputs["position_ids"] = torch.arange(length).repeat(3, batch, 1)  # of time, height, width
     return {**inputs, **({} if main == "input_features" else {"input_ids": ids}), "labels": ids}
 
 

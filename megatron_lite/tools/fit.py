@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron-lite fit") 
         help="such as 70GiB (default: the GPU's, less a reserve)",
     )
     add("--seq-length", type=int, default=0, metavar="N", help="tokens of a sample of text")
+    add("--image-size", type=int, default=0, metavar="N", help="of images that may have any size")
     add("--micro-batch-size", type=int, default=1, metavar="N", help="samples (default: 1)")
     add(
         "--dtype",
@@ -90,6 +91,7 @@ def _text(args: argparse.Namespace) -> str:
             hardware,
             budget,
             seq_length=args.seq_length,
+            image_size=args.image_size,
             micro_batch_size=args.micro_batch_size,
             dtype=args.dtype,
             optimizer=args.optimizer,
