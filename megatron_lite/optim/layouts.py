@@ -170,7 +170,7 @@ class Replicated:
         group = self._holders(name)
         if group is None:
             assert value is not None, name
-            return value
+            return value.view(self._parameters[name].shape)
         parameter, lengths = self._parameters[name], self._lengths(name)
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         padded = torch.zeros(max(lengths), dtype=dtype, device=parameter.device)
