@@ -48,6 +48,7 @@ CONSTANT = (
     types.MethodType,
     types.ModuleType,
 )
+UNSET = object()  # in the place of a slot without a value
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 RESTORED = frozenset({dict, list, set, deque, OrderedDict, defaultdict, Counter})
 LIBRARIES = frozenset({"torch", "megatron_lite", "functools"})  # their objects are not looked into
@@ -263,8 +264,17 @@ def _items(value: Any) -> list[Any]:
         return [*value.items()]
     if isinstance(value, CONTAINERS):
         return [*value]
-    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
-    return [(name, getattr(value, name, None)) for name in slots]
+    return [(name, getattr(value, name, UNSET)) for name in _slots_of(type(value))]
+
+
+def _slots_of(kind: type) -> Iterator[str]:
+    """Yields the names of the slots of an object, those of private names as Python stores them."""
+    for one in kind.__mro__:
+        names = one.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            is_private = name.startswith("__") and not name.endswith("__")
+            if name not in ("__dict__", "__weakref__"):
+                yield f"_{one.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _without_old_graphs(items: list[Any], now: list[Any]) -> list[Any]:
@@ -290,8 +300,11 @@ def _refill(value: Any, items: list[Any]) -> None:
     if _is_same(tuple(_items(value)), tuple(items)):
         return  # somebody may iterate over it
     if type(value) not in RESTORED:  # the slots of an object
-        for name, item in items:
-            object.__setattr__(value, name, item)
+        for (name, item), (_, now) in zip(items, _items(value), strict=True):
+            if item is UNSET and now is not UNSET:
+                object.__delattr__(value, name)
+            elif not _is_same(item, now):
+                object.__setattr__(value, name, item)
         return
     value.clear()
     if isinstance(value, dict):

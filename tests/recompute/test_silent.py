@@ -6,12 +6,14 @@ Each one is now equal to the plain model, or ends in an error, with the default 
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_lite.api import apply_policy_
 from megatron_lite.recompute import hooked
 from megatron_lite.recompute.replay import RecomputeMismatch
 from tests.support.foreign import Foreign
@@ -148,3 +150,30 @@ def test_replicas_of_data_parallel_run_their_own_weights() -> None:
         outcome(lambda: Model(Block), "*:full", replicated),
         outcome(lambda: Model(Block), None, replicated),
     )
+
+
+DRAWS = itertools.count()
+
+
+class DrawsMoreInReplays(Block):
+    """Moves torch's generator as another thread does: no tensor depends on it."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        output = self.body(hidden)
+        torch.rand(1 + next(DRAWS) % 2)
+        return output
+
+
+def test_a_generator_that_moves_alone_is_no_error_but_for_those_who_verify_all() -> None:
+    def run(verify: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = Model(DrawsMoreInReplays)
+        apply_policy_(model, layers_fqn="layers", policy="*:full", verify=verify)
+        model(batches()[0]).backward()
+        return [each.grad for each in model.parameters()]
+
+    with pytest.warns(UserWarning, match="all tensors agree: another thread draws"):
+        found = run("first")
+    assert_equal(found, run(False))
+    with pytest.raises(RecomputeMismatch, match="RNG stream"):
+        run(True)

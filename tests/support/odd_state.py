@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,34 @@ class Memory:
     """Holds a value in a slot, as a dataclass with slots does."""
 
     __slots__ = ("mem",)
+
+
+class Slots:
+    """Has an unset slot, a private one, and one for weak references."""
+
+    __slots__ = ("__count", "__weakref__", "cache")
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def next(self) -> int:
+        """Counts, and makes its tensor at the first call."""
+        self.__count += 1
+        if not hasattr(self, "cache"):
+            self.cache = torch.ones(1)
+        return self.__count
+
+
+class CountsInSlots(Block):
+    """Holds objects with slots, of its own and of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots, self.path = Slots(), Path("here")
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        count = self.slots.next() + len(str(self.path)) + hash(self.path) % 3
+        return self.body(hidden) * self.slots.cache / (1 + count % 5)
 
 
 class Sequel(Block):
@@ -542,6 +571,7 @@ CONTEXTS: dict[str, Foreign] = {
 }
 # These have no row on the page.
 UNLISTED: dict[str, Foreign] = {
+    "objects with slots": case(CountsInSlots),
     "dropout alone": case(Block),
     "BatchNorm": case(Norms),
     "an argument, which it writes": case(WritesArgument),
