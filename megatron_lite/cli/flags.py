@@ -162,10 +162,10 @@ def parse_args(argv: Sequence[str], program: str = SCRIPT) -> ParsedArguments:
         from megatron_lite.cli.help import print_help
 
         print_help(parser, argv, program)
-    if "--check-line" in argv[:-1]:
+    if any(word.partition("=")[0] == "--check-line" for word in argv):
         from megatron_lite.cli.help import print_fates
 
-        print_fates(parser, argv[argv.index("--check-line") + 1])
+        print_fates(parser, argv)
     fields = {name: action.dest for name, action in parser._option_string_actions.items()}
     words, notices = megatron_flags.renamed_words(argv, fields)
     given = {fields.get(word.partition("=")[0], "") for word in words}

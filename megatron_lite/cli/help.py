@@ -20,6 +20,7 @@ from megatron_lite.config.plain import LARGEST_TEXT, shown
 from megatron_lite.config.run_flags import TOPICS as RUN_TOPICS
 
 HELP = ("-h", "--help")
+MOST_ADVICE = 50  # unknown flags of a script for which the nearest known one is looked for
 # A topic has the name of its field in RunConfig, with dashes.
 TOPICS = {
     "general": "print or measure instead of training; a run from a file",
@@ -67,29 +68,35 @@ def print_help(parser: Parser, argv: Sequence[str], program: str) -> None:
     sys.exit(0)
 
 
-def print_fates(parser: Parser, path: str) -> None:
-    """Prints what becomes of each flag in a launch script, and exits.
+def print_fates(parser: Parser, argv: Sequence[str]) -> None:
+    """Prints what becomes of each flag in the script of --check-line, and exits.
 
-    path: the script, or any text with flags; what is behind a # is not read. The status is 0 if all
-    of them are taken, else 1.
+    What is behind a # in the script is not read. The status is 0 if all of its flags are taken, as
+    far as their values are plain, else 1.
     """
+    only = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    only.add_argument("--check-line", required=True)
+    path = only.parse_known_args(argv)[0].check_line
     try:
         text = read_input_text(path, LARGEST_TEXT)
     except (OSError, ValueError) as error:
-        parser.error(f"--check-line {path}: cannot be read ({getattr(error, 'strerror', error)})")
+        parser.error(f"--check-line {shown(str(error))}")
     code = re.sub(r"(?m)(^|\s)#.*$", "", text)
-    found = dict.fromkeys(re.findall(r"(?<![\w$-])--[a-zA-Z][\w-]*", code))
+    flags = re.compile(r"(?<![\w$-])(--[a-zA-Z][\w-]*)(?:[= ]+([^\s\\\"'$()-][^\s\\\"'$()]*))?")
+    found = dict(flags.findall(code))
     if not found:
         parser.error(f"--check-line {path}: no flag is in it; give a script that names flags")
-    parsed, taken, faults = parser._option_string_actions, [], 0
-    for name in found:
+    parsed, taken, faults, unknown = parser._option_string_actions, [], 0, 0
+    for name, value in found.items():
         known = name if name in parsed else name.replace("_", "-")
-        fate = fate_of(known)
+        fate = fate_of(known, value)
         if fate is None and known in parsed:
             taken.append(name)
             continue
         faults += fate is None or " is refused: " in fate
-        print(paragraph(fate or f"{name} is unknown: {advice(name, parsed)}"))
+        unknown += fate is None
+        near = advice(name, parsed) if unknown <= MOST_ADVICE else "--help lists the flags"
+        print(paragraph(fate or f"{name} is unknown: {near}"))
     print(paragraph(f"taken as they are: {' '.join(taken) or 'none'}"))
     print(f"{len(found)} flags, of which {faults} are refused or unknown")
     sys.exit(bool(faults))

@@ -70,7 +70,7 @@ class DryRunConfig:
         if size % one_model:
             raise ValueError(
                 f"--dry-run-world-size {size} is not a multiple of {one_model}, the ranks of one "
-                "model (tensor- x context- x pipeline-parallel): give a multiple of it"
+                "model (tensor- x context- or experts' x pipeline-parallel): give a multiple"
             )
         return size
 

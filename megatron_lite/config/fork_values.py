@@ -7,8 +7,8 @@ library only.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from megatron_lite.config.checks import InputError, flag
@@ -17,19 +17,22 @@ from megatron_lite.config.plain import shown
 
 Given = dict[str, Any]
 
-# What a configuration of DeepSpeed says, by section, as fields here.
-DEEPSPEED = {
-    ("train_batch_size",): "global_batch_size",
-    ("train_micro_batch_size_per_gpu",): "micro_batch_size",
-    ("gradient_clipping",): "clip_grad",
-    ("bf16", "enabled"): "bf16",
-    ("fp16", "enabled"): "fp16",
-    ("fp16", "loss_scale"): "loss_scale",
-    ("fp16", "loss_scale_window"): "loss_scale_window",
-    ("fp16", "hysteresis"): "hysteresis",
-    ("fp16", "min_loss_scale"): "min_loss_scale",
+# What a configuration of DeepSpeed says, by section, as fields here, and the type of each.
+DEEPSPEED: dict[tuple[str, ...], tuple[str, type]] = {
+    ("train_batch_size",): ("global_batch_size", int),
+    ("train_micro_batch_size_per_gpu",): ("micro_batch_size", int),
+    ("gradient_clipping",): ("clip_grad", float),
+    ("bf16", "enabled"): ("bf16", bool),
+    ("fp16", "enabled"): ("fp16", bool),
+    ("fp16", "loss_scale"): ("loss_scale", float),
+    ("fp16", "loss_scale_window"): ("loss_scale_window", int),
+    ("fp16", "hysteresis"): ("hysteresis", int),
+    ("fp16", "min_loss_scale"): ("min_loss_scale", float),
 }
+STAGE = ("zero_optimization", "stage")
 STAGES = {1: "use_distributed_optimizer", 2: "use_distributed_optimizer", 3: "use_torch_fsdp2"}
+AUTO = "auto"
+NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def translate_forks(given: Given, tokens: Iterable[str]) -> list[str]:
@@ -45,36 +48,54 @@ def _deepspeed(given: Given) -> Iterator[str]:
     if (path := given.pop("deepspeed_config", None)) is None:
         return
     said = f"--deepspeed-config {path}"
-    if not Path(path).exists():
-        yield f"{said}: there is no such file, so the flags alone hold"
+    if not os.path.exists(path):
+        yield f"{shown(said)}: there is no such file, so the flags alone hold"
         return
-    found = read_json(path)
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:  # which name the file
+        raise InputError(f"--deepspeed-config {error}") from error
     if not isinstance(found, dict):
         raise InputError(f"{said}: give a file with a JSON object")
-    stage = _taken(found, ("zero_optimization", "stage"))
+    stage = _taken(found, STAGE, int, said)
+    if stage not in (None, 0, *STAGES):
+        raise InputError(f"{said}: zero_optimization.stage must be 0, 1, 2 or 3 (got {stage})")
     if stage in STAGES:
         given[STAGES[stage]] = True
-    for keys, field in DEEPSPEED.items():
-        value, name = _taken(found, keys), ".".join(keys)
-        if isinstance(value, str) or value in (None, False):
-            continue  # "auto"
+    for keys, (field, kind) in DEEPSPEED.items():
+        value = _taken(found, keys, kind, said)
+        if value is None or value is False or (field == "loss_scale" and value == 0):
+            continue  # a scale of 0 is dynamic
         if given.get(field, value) != value:
             raise InputError(
-                f"{said}: {name} {value} contradicts {flag(field)} {given[field]}: make them equal"
+                f"{said}: {'.'.join(keys)} {value} contradicts {flag(field)} {given[field]}: make "
+                "them equal"
             )
         given[field] = value
     if unread := [name for name, value in found.items() if value not in ({}, None)]:
         yield f"{said}: not read: {', '.join(map(shown, unread))}"
 
 
-def _taken(found: Given, keys: tuple[str, ...]) -> Any:
-    """Removes a value of nested objects, and returns it; None if it is not there."""
+def _taken(found: Given, keys: tuple[str, ...], kind: type, said: str) -> Any:
+    """Removes a value of nested objects, and returns it; None if it is not there, or "auto".
+
+    Raises InputError if it is of another type.
+    """
     for key in keys[:-1]:
-        inner = found.get(key)
+        inner = found.get(key, {})
         if not isinstance(inner, dict):
-            return None
+            raise InputError(f"{said}: {key} must be an object (got {shown(repr(inner))})")
         found = inner
-    return found.pop(keys[-1], None)
+    value = found.pop(keys[-1], None)
+    if value is None or value == AUTO:
+        return None
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise InputError(
+            f"{said}: {'.'.join(keys)} must be {NAMES[kind]} (got {shown(repr(value))})"
+        )
+    return value
 
 
 def _tokens(given: Given, names: Iterable[str]) -> Iterator[str]:
@@ -84,8 +105,17 @@ def _tokens(given: Given, names: Iterable[str]) -> Iterator[str]:
             continue
         in_iterations = "train_iters" in given
         sizes = ["seq_length", "global_batch_size"][: 1 + in_iterations]
-        if missing := [flag(size) for size in sizes if size not in given]:
-            raise InputError(f"{flag(name)} {tokens} needs {' and '.join(missing)}: give it")
+        if missing := [flag(size) for size in sizes if given.get(size, 0) < 1]:
+            raise InputError(
+                f"{flag(name)} {tokens} needs {' and '.join(missing)}: give it, at least 1"
+            )
+        if tokens < 0 or (tokens == 0 and name == "train_tokens"):
+            raise InputError(f"{flag(name)} must be at least 1 (got {tokens}): give the tokens")
+        if in_iterations and given.get("rampup_batch_size"):
+            raise InputError(
+                f"{flag(name)} {tokens} with --rampup-batch-size needs --train-samples in place of "
+                "--train-iters: the batches differ"
+            )
         length = -(-tokens // math.prod(given[size] for size in sizes))
         topic = name.removesuffix("tokens")
         field = topic + ("iters" if in_iterations else "samples")
@@ -99,8 +129,13 @@ def _dense_layers(given: Given) -> Iterator[str]:
     """Replaces MindSpeed's number of dense first layers by the list of --moe-layer-freq."""
     dense = given.pop("first_k_dense_replace", None)
     layers, every = given.get("num_layers"), given.get("moe_layer_freq", 1)
-    if dense is None or layers is None:
+    if dense is None:
         return
+    if layers is None:
+        raise InputError(
+            f"--first-k-dense-replace {dense} needs --num-layers: give it, or --moe-layer-freq "
+            f"[0]*{dense}+[1]*N"
+        )
     if not isinstance(every, int):
         raise InputError(f"--first-k-dense-replace {dense} excludes a list of --moe-layer-freq")
     given["moe_layer_freq"] = tuple(

@@ -294,6 +294,14 @@ class Rotary(NamedTuple):
         if {FULL, SLIDING} & both[0].keys():
             of_layers = Config(both[0])
             both = [of_layers.object(FULL), of_layers.object(SLIDING), both[1]]
+        elif self.form == "by layer" and (
+            base != self.default_base
+            or both[1].get("rope_type", both[1].get("type")) in ("linear", "llama3")
+        ):
+            raise ValueError(
+                f"rope_scaling and {self.base} outside of rope_parameters are of some layers only "
+                "in this family: a model here has one rotary embedding"
+            )
         places = [
             {"rope_theta": base, "rope_type": one.get("type", "default"), **one}
             for one in [one for one in both if one] or [{}]

@@ -159,17 +159,22 @@ def listed(kind: str) -> list[tuple[str, list[str]]]:
     return found + [("accepted with this value:", only)] * (kind == "refused")
 
 
-def fate_of(word: str) -> str | None:
+def fate_of(word: str, value: str = "") -> str | None:
     """Returns one line on a flag of Megatron that this program renames, refuses or ignores.
 
-    word: the flag in lower case, with or without its two dashes. Returns None for any other word.
+    word: the flag in lower case, with or without its two dashes. value: its value, if it is known.
+    Returns None for any other word, and for a flag whose one legal value this is.
     """
     flag = word if word.startswith("--") else f"--{word}"
     if flag in RENAMED:
         return f"{flag} is an old spelling of {RENAMED[flag]}"
     if flag in BY_VALUE:
         known = ", ".join(f"{value}: {read or 'as here'}" for value, read in BY_VALUE[flag].items())
+        if value and value not in BY_VALUE[flag]:
+            return f"{flag} {value} is refused: it is read by its value ({known})"
         return f"{flag} is read by its value ({known})"
+    if value and ONLY_VALUE.get(flag) == value:
+        return None
     if flag in NO_EFFECT:
         return f"{flag} is accepted and has no effect {NO_EFFECT[flag]}"
     return f"{flag} is refused: {REFUSED[flag]}" if flag in REFUSED else None

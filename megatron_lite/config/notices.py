@@ -252,6 +252,12 @@ def _of_placement(
                 f"--attention-backend fused has no effect on {where}: torch's flash kernel runs "
                 "there, not cuDNN's"
             )
+        elif model.window_size is not None or config.data.reset_attention_mask:
+            masked = "a window" if model.window_size else "documents"
+            yield (
+                f"--attention-backend fused has no effect on layers with {masked}: cuDNN's kernel "
+                "takes no such mask here"
+            )
     if device != "cuda" and config.training.cuda_graph_impl != "none":
         yield (
             f"--cuda-graph-impl {config.training.cuda_graph_impl} has no effect on {device}: it "

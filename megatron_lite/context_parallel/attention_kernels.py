@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -82,7 +82,22 @@ def kernel_context(
 
 def takes_window(query: Tensor) -> bool:
     """Returns whether the kernel of `attend` skips the keys before a window, and needs no mask."""
-    return query.device.type != "cpu" and query.element_size() == 2
+    if query.device.type == "cpu" or query.element_size() != 2:
+        return False
+    return not torch.cuda.is_available() or has_flash(query.device, query.shape[-1])
+
+
+@cache
+def has_flash(device: torch.device, head_dim: int) -> bool:
+    """Returns whether FlashAttention 2 runs, and its backward: from Ampere on, where torch was
+    built with it. Beyond 192 channels a head needs the shared memory of an A100 or H100."""
+    version = torch.cuda.get_device_capability(device)
+    is_small = version in ((8, 6), (8, 9), (12, 0))
+    return (
+        torch.backends.cuda.is_flash_attention_available()
+        and version >= (8, 0)
+        and not (is_small and head_dim > 192)
+    )
 
 
 def attend(

@@ -17,7 +17,8 @@ from megatron_lite.config.checks import InputError
 # Slurm reserves step ids from here on. The shell that salloc opens on a node is step 4294967290 and
 # not a task of the run.
 FIRST_RESERVED_STEP = 0xFFFFFFF0
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second since torch 2.9
+# The second since torch 2.9, the third on ROCm.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 class _Variables(NamedTuple):

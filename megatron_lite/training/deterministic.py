@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -124,6 +124,10 @@ def use_asked_attention_(
     run = partial(_attention, _layer(model), _values(config, parallel))
 
     def check() -> None:
+        if backend == "fused" and config.training.precision == "fp32":
+            raise InputError(
+                f"--attention-backend fused: cuDNN's attention has no float32: {AUTO}, or --bf16"
+            )
         try:
             run()
         except RuntimeError as error:
@@ -136,11 +140,14 @@ def use_asked_attention_(
     is_plain = config.model.attention_dropout == 0.0 and config.training.precision != "fp32"
     if backend == "flash" and is_plain and hasattr(registry, "restore_flash_attention_impl"):
         for name in ("FA3", "FA4"):
-            runs = False
-            with suppress(ImportError, RuntimeError, ValueError):  # not installed, or not for here
+            try:
                 registry.activate_flash_attention_impl(name)
                 run()
                 runs = True
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:  # not installed, or not for here: each package has its own errors
+                runs = False
             if parallel.all_agree(runs):
                 return [f"--attention-backend flash is {name} of torch's registry"]
             registry.restore_flash_attention_impl(_raise_warn=False)

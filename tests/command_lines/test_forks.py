@@ -61,6 +61,11 @@ def test_a_flag_of_a_fork_is_the_same_run_as_flags_of_megatron(theirs: str, ours
         ("--spec a b", "--spec a b is not supported here, only local or"),
         ("--embed-layernorm", "MindSpeed's --embed-layernorm is not supported here: this variant"),
         ("--world-size 8", "A launcher's --world-size is not supported here: the launcher's"),
+        ("--global-batch-size 4 --train-tokens 0", "--train-tokens must be at least 1 (got 0)"),
+        (
+            "--global-batch-size 4 --rampup-batch-size 2 2 9 --train-tokens 99",
+            "--train-tokens 99 with --rampup-batch-size needs --train-samples",
+        ),
         ("--padded-vocab-size 3", "--padded-vocab-size 3 is below the"),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
@@ -86,6 +91,21 @@ def test_a_deepspeed_file_is_read_and_may_not_contradict(tmp_path: Path) -> None
     ours = "--use-distributed-optimizer --bf16 --clip-grad 0.5"
     assert parsed.config == parse_args([*RUN.split(), *ours.split()]).config
     assert any("not read: steps_per_print" in one for one in parsed.notices)
+    for wrong, said in (
+        ({"bf16": {"enabled": "true"}}, "bf16.enabled must be true or false (got 'true')"),
+        ({"zero_optimization": {"stage": 4}}, "stage must be 0, 1, 2 or 3 (got 4)"),
+        ({"zero_optimization": {"stage": [1]}}, "stage must be a whole number (got [1])"),
+        ({"train_micro_batch_size_per_gpu": 2.0}, "must be a whole number (got 2.0)"),
+        ({"bf16": 3}, "bf16 must be an object (got 3)"),
+        ([1], "give a file with a JSON object"),
+    ):
+        bad = tmp_path / "bad.json"
+        bad.write_text(json.dumps(wrong))
+        assert said in fault_of(parse_args, [*RUN.split(), "--deepspeed-config", str(bad)])
+    none = tmp_path / "none.json"
+    none.write_text('{"gradient_clipping": 0.0}')
+    config = parse_args([*RUN.split(), "--deepspeed-config", str(none)]).config
+    assert config.optimizer.clip_grad == 0.0
     contradicts = [*RUN.split(), "--clip-grad", "1", "--deepspeed-config", str(file)]
     assert "gradient_clipping 0.5 contradicts --clip-grad 1.0" in fault_of(parse_args, contradicts)
 
@@ -96,10 +116,10 @@ def test_a_script_is_checked_flag_by_flag(
     script = tmp_path / "run.sh"
     script.write_text(
         "torchrun --nproc_per_node 8 pretrain_gpt.py \\\n  --num-layers $LAYERS --fp16 \\\n"
-        "  --use-mc2 --goldfish-loss --xyz 3  # --geglu\n"
+        "  --use-mc2 --goldfish-loss --xyz 3 --zero-stage 7 --softmax-type vanilla  # --geglu\n"
     )
     with pytest.raises(SystemExit) as end:
-        parse_args(["--check-line", str(script)])
+        parse_args([f"--check-line={script}", *RUN.split()])
     printed = capsys.readouterr().out
     assert end.value.code == 1
     for line in (
@@ -107,8 +127,9 @@ def test_a_script_is_checked_flag_by_flag(
         "--use-mc2 is accepted and has no effect here: it chooses a kernel",
         "--goldfish-loss is refused: ",
         "--xyz is unknown: ",
-        "taken as they are: --num-layers --fp16",
-        "6 flags, of which 2 are refused or unknown",
+        "--zero-stage 7 is refused: ",
+        "taken as they are: --num-layers --fp16 --softmax-type",
+        "8 flags, of which 3 are refused or unknown",
     ):
         assert line in printed
     assert "geglu" not in printed

@@ -27,7 +27,10 @@ SHARED = [name for name in MODEL_FIELDS if name not in NOT_TAKEN and name not in
 # Arguments that change the model, and must be off unless ModelConfig has them as a field.
 VARIANTS = (
     *("quick_geglu", "glu_linear_offset", "activation_func_clamp_value", "moe_latent_size"),
-    *("moe_apply_probs_on_input", "moe_input_jitter_eps"),
+    *("moe_apply_probs_on_input", "moe_input_jitter_eps", "moe_mlp_glu_interleave_size"),
+    *("moe_shared_expert_glu_interleave_size", "moe_expert_capacity_factor"),
+    *("moe_expert_rank_capacity_factor", "moe_router_topk_limited_devices"),
+    *("moe_router_force_load_balancing", "moe_router_force_biased"),
     *("onnx_safe", "multi_latent_attention", "rotary_scaling_factor", "mtp_num_layers"),
     *("hybrid_layer_pattern", "hybrid_override_pattern", "heterogeneous_layers_config_path"),
     *("heterogeneous_layers_config_encoded_json", "apply_layernorm_1p", "rotary_interleaved"),
