@@ -372,12 +372,17 @@ def split_on_rank(rank: int, world_size: int) -> list[int]:
     model, mesh = Model([64] * 4), init_device_mesh("cpu", (world_size,))
     for block in model.part0:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    measured = Measurement(
-        model, layer_lists(model, None), lambda: model(ids()).backward(), None,
-        torch.device("cpu"), CpuGauge,
-    )  # fmt: skip
-    options = measured.problem.options
-    return [one.held for layer in options for one in layer if one.action == "full@split"]
+
+    def held() -> list[int]:
+        measured = Measurement(
+            model, layer_lists(model, None), lambda: model(ids()).backward(), None,
+            torch.device("cpu"), CpuGauge,
+        )  # fmt: skip
+        options = measured.problem.options
+        return [one.held for layer in options for one in layer if one.action == "full@split"]
+
+    # A thread of gloo may still hold its copies where a layer ends.
+    return [min(tries) for tries in zip(*(held() for _ in range(3)), strict=True)]
 
 
 def test_tensor_parallel_ranks_may_divide_the_inputs_of_layers() -> None:

@@ -217,7 +217,7 @@ def test_the_default_ranks_are_the_first_of_each_kind() -> None:
         (
             "--dry-run-memory --dry-run-world-size 3 --pipeline-model-parallel-size 2",
             "--dry-run-world-size 3 is not a multiple of 2, the ranks of one model (tensor- x "
-            "context- x pipeline-parallel): give a multiple of it",
+            "context- or experts' x pipeline-parallel): give a multiple",
         ),
         (
             "--dry-run-memory --dry-run-world-size 4 --global-batch-size 6",
