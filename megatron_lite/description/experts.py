@@ -95,9 +95,6 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     """
     shape = ExpertShape(of, layer)
     model, sizes = shape.model, shape.sizes
-    experts = model.num_experts
-    assert experts is not None
-    logits = KeptTensor("router logits", sizes.local_tokens * experts * shape.scores)
     row_weights = KeptTensor("row weights", shape.rows * shape.scores)
     rows = KeptTensor("rows of the experts", shape.permuted)
     moves = sizes.ep_size > 1 and not sizes.gathers_tokens
@@ -106,26 +103,7 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
     ends = KeptTensor("ends of the experts", shape.num_own * END_BYTES)
     intermediate = KeptTensor("experts' fc1 output", shape.intermediate)
     activated = KeptTensor("experts' activation output", shape.activated)
-    chosen = choices(of)
-    read = tuple(one._replace(stays=False) for one in chosen if one.name != RECEIVED)
-    yield Operation(
-        ROUTER,
-        "mlp.router",
-        (normed, logits, *read),
-        (MOE,),
-        (RegionEntry(MOE, (normed, *chosen)),),
-        (
-            OperatorCall(
-                "aten.mm.default",
-                (logits,),
-                (Matmul("router", sizes.local_tokens, experts, model.hidden_size),),
-            ),
-            *_counting(shape, chosen[1:]),
-        ),
-        parameters=(Parameter("weight", (experts, model.hidden_size), sizes.sequence_parallel),),
-        moved=Moved(2 * logits.num_bytes, 4 * logits.num_bytes),
-        temporary=shape.hidden + logits.num_bytes * 4,
-    )
+    yield _router(shape, normed)
     if model.moe_shared_expert_intermediate_size is not None:
         yield from _shared_expert(of, normed)
     yield Operation("dispatch", "mlp", (), (MOE,), calls=_entering(shape), backward=_leaving(shape))
@@ -191,9 +169,42 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
             moved=Moved(2 * shape.permuted, 2 * shape.permuted),
             temporary=temporary,
         )
+    yield _combined(shape)
+
+
+def _router(shape: ExpertShape, normed: KeptTensor) -> Operation:
+    """Returns the choice of experts for each token, which every policy keeps."""
+    model, sizes = shape.model, shape.sizes
+    experts = model.num_experts
+    assert experts is not None
+    logits = KeptTensor("router logits", sizes.local_tokens * experts * shape.scores)
+    chosen = choices(shape)
+    read = tuple(one._replace(stays=False) for one in chosen if one.name != RECEIVED)
+    return Operation(
+        ROUTER,
+        "mlp.router",
+        (normed, logits, *read),
+        (MOE,),
+        (RegionEntry(MOE, (normed, *chosen)),),
+        (
+            OperatorCall(
+                "aten.mm.default",
+                (logits,),
+                (Matmul("router", sizes.local_tokens, experts, model.hidden_size),),
+            ),
+            *_counting(shape, chosen[1:]),
+        ),
+        parameters=(Parameter("weight", (experts, model.hidden_size), sizes.sequence_parallel),),
+        moved=Moved(2 * logits.num_bytes, 4 * logits.num_bytes),
+        temporary=shape.hidden + logits.num_bytes * 4,
+    )
+
+
+def _combined(shape: ExpertShape) -> Operation:
+    """Returns the sum of each token's rows, over all ranks that hold its experts."""
     scatters = shape.over_experts(REDUCE_SCATTER, shape.whole)
-    sums = [(one, shape.whole) for one in scatters] + [(one, of.hidden) for one in shape.reduces]
-    yield Operation(
+    sums = [(one, shape.whole) for one in scatters] + [(one, shape.hidden) for one in shape.reduces]
+    return Operation(
         "combine",
         "mlp",
         (),
@@ -204,7 +215,7 @@ def expert_operations(of: Shape, normed: KeptTensor, layer: int) -> Iterator[Ope
                 (KeptTensor(f"sum {number} of experts", num_bytes),),
                 (),
                 (one,),
-                output_only=not model.norms_after,
+                output_only=not shape.model.norms_after,
             )
             for number, (one, num_bytes) in enumerate(sums)
         ),
