@@ -6,33 +6,16 @@ A new update rule needs a name in OPTIMIZERS, fields in OptimizerConfig, a modul
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_lite.config.setting import check_settings, setting, switch
 
-
-class StateBytes(NamedTuple):
-    """The bytes of float32 state that an update rule keeps for each parameter.
-
-    The master weight is not included.
-
-    matrix: for the weights of linear_qkv, linear_proj, linear_fc1 and linear_fc2.
-    other: for all other parameters.
-    """
-
-    matrix: int
-    other: int
-
-
-OPTIMIZERS: Mapping[str, StateBytes] = {
-    "adam": StateBytes(matrix=8, other=8),
-    "muon": StateBytes(matrix=4, other=8),
-}
+ADAM, MUON, SGD = OPTIMIZERS = ("adam", "muon", "sgd")
+FLOAT32 = 4
 
 # The facts of a setting of Muon.
-OF_MUON: dict[str, Any] = dict(needs=("optimizer=muon",), why="AdamW does not read it")
+OF_MUON: dict[str, Any] = dict(needs=("optimizer=muon",), why="AdamW and SGD do not read it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +23,7 @@ class OptimizerConfig:
     """The update rule, weight decay and gradient clipping.
 
     optimizer: "adam" is AdamW. "muon" updates the matrices of layers by Muon and all other weights
-        by AdamW.
+        by AdamW. "sgd" is torch's, whose weight decay is added to the gradient.
     optimizer_impl: "torch" or "apex", the library whose kernel computes AdamW.
     muon_split_qkv: whether the query, key and value rows of linear_qkv are orthogonalized as three
         matrices, or else as one.
@@ -53,14 +36,22 @@ class OptimizerConfig:
 
     optimizer: str = setting(
         "adam is AdamW; muon orthogonalizes the updates of layers' matrices, with AdamW for all "
-        "other weights (docs/training.md)",
-        "adam",
-        choices=tuple(OPTIMIZERS),
+        "other weights (docs/training.md); sgd has momentum",
+        ADAM,
+        choices=OPTIMIZERS,
     )
     optimizer_impl: str = setting(
         "whose kernel computes AdamW: torch's, or NVIDIA apex's FusedAdam on CUDA",
         "torch",
         choices=("torch", "apex"),
+        needs=("optimizer=adam/muon",),
+    )
+    sgd_momentum: float = setting(
+        "share of the last update that the next one takes up",
+        0.9,
+        least=0.0,
+        below=1.0,
+        without="optimizer=sgd",
     )
     adam_beta1: float = setting("decay of the gradient's mean", 0.9, least=0.0, below=1.0)
     adam_beta2: float = setting("decay of the squared gradient's mean", 0.999, least=0.0, below=1.0)
@@ -131,6 +122,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
+
+    def state_bytes(self, *, of_matrix: bool) -> tuple[int, ...]:
+        """Returns the bytes of each state that the update rule keeps for an element of a parameter.
+
+        The master weight is not included.
+        of_matrix: whether it is linear_qkv, linear_proj, linear_fc1 or linear_fc2 of a layer.
+        """
+        if self.optimizer == SGD:
+            return (FLOAT32,) if self.sgd_momentum else ()
+        return (FLOAT32,) if self.optimizer == MUON and of_matrix else (FLOAT32, FLOAT32)
 
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")

@@ -1,8 +1,9 @@
-"""The update rule AdamW, by torch's fused kernel or by NVIDIA apex's FusedAdam: `--optimizer-impl`.
+"""The update rules of single elements: SGD, and AdamW by torch's fused kernel or by NVIDIA apex's
+FusedAdam, `--optimizer-impl`.
 
-Both update the same tensors in place: a master weight and two moments for each piece. A checkpoint
-is therefore the same for both. They round differently: torch scales the weight by 1 - lr * decay
-before the update, and apex adds decay * weight to the update.
+Both kernels of AdamW update the same tensors in place: a master weight and two moments for each
+piece. A checkpoint is therefore the same for both. They round differently: torch scales the weight
+by 1 - lr * decay before the update, and apex adds decay * weight to the update.
 
 An update rule changes master weights by their `.grad`, and owns the states for that. It never waits
 for the device. If `skipped` is 1, a step changes nothing and does not count.
@@ -11,17 +12,17 @@ for the device. If `skipped` is 1, a step changes nothing and does not count.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import SGD, OptimizerConfig
 from megatron_lite.optim.layouts import Piece
 from megatron_lite.parallel.apex import fused_adam, require
 
-STATES = ("exp_avg", "exp_avg_sq")
 Rate = float | Tensor  # a 0-d tensor in a CUDA graph: float32 there, float64 on a CPU
 
 
@@ -42,16 +43,20 @@ class AdamW:
     It issues no collective. It calls the function below torch.optim.AdamW(fused=True): creating a
     torch.optim.Optimizer imports torch._dynamo, which takes more than a second of every start.
 
+    names: those of the states, as in checkpoints.
     states[parameter][state]: in the order of the pieces, with the shape and dtype of the master. A
         parameter of which this rank has no piece has no entry.
     """
+
+    names: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
 
     def __init__(
         self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
     ) -> None:
         pieces, self._config, self._groups = list(pieces), config, []
         self.states = {
-            piece.name: {key: torch.zeros_like(piece.master) for key in STATES} for piece in pieces
+            piece.name: {key: torch.zeros_like(piece.master) for key in self.names}
+            for piece in pieces
         }
         for decays in (True, False):
             for at_an_end in (False, True):
@@ -70,7 +75,7 @@ class AdamW:
 
         They are the same on every rank, whether it has a piece of the parameter or not.
         """
-        return STATES
+        return self.names
 
     @torch.no_grad()
     def step(self, rate: Rate, rate_at_the_ends: Rate, skipped: Tensor) -> None:
@@ -84,28 +89,78 @@ class AdamW:
             rate, rate_at_the_ends = torch.tensor([rate, rate_at_the_ends]).tolist()
         for group in self._groups:
             names = [piece.name for piece in group.pieces]
-            adamw(
+            self._update(
                 [piece.master for piece in group.pieces],
                 [piece.grad for piece in group.pieces],
-                [self.states[name]["exp_avg"] for name in names],
-                [self.states[name]["exp_avg_sq"] for name in names],
-                [],
+                [[self.states[name][key] for name in names] for key in self.names],
                 [self._steps[name] for name in names],
-                fused=True,
-                found_inf=skipped,
-                amsgrad=False,
-                beta1=self._config.adam_beta1,
-                beta2=self._config.adam_beta2,
                 lr=rate_at_the_ends if group.at_an_end else rate,
                 weight_decay=group.weight_decay,
-                eps=self._config.adam_eps,
-                maximize=False,
+                found_inf=skipped,
             )
+
+    def _update(
+        self,
+        masters: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[Tensor],
+        **settings: Any,
+    ) -> None:
+        """Updates masters and states in place. states: a list of tensors for each of `names`."""
+        averages, squares = states
+        adamw(
+            masters,
+            grads,
+            averages,
+            squares,
+            [],
+            steps,
+            fused=True,
+            amsgrad=False,
+            beta1=self._config.adam_beta1,
+            beta2=self._config.adam_beta2,
+            eps=self._config.adam_eps,
+            maximize=False,
+            **settings,
+        )
 
     def set_num_updates(self, number: int) -> None:
         """Sets how many updates the moments have seen. Their bias correction depends on it."""
         for step in self._steps.values():
             step.fill_(float(number))
+
+
+class Sgd(AdamW):
+    """SGD by torch's fused kernel, as Megatron has it: the momentum buffer sums up gradients, to
+    which the weight decay is added. Without momentum it has no state."""
+
+    def __init__(
+        self, pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device
+    ) -> None:
+        self.names = ("momentum_buffer",) if config.sgd_momentum else ()
+        super().__init__(pieces, config, device)
+
+    def _update(
+        self,
+        masters: list[Tensor],
+        grads: list[Tensor],
+        states: list[list[Tensor]],
+        steps: list[Tensor],
+        **settings: Any,
+    ) -> None:
+        buffers: list[Any] = states[0] if states else [None] * len(masters)
+        sgd(
+            masters,
+            grads,
+            buffers,
+            fused=True,
+            momentum=self._config.sgd_momentum,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            **settings,
+        )
 
 
 class ApexAdamW(AdamW):
@@ -173,11 +228,13 @@ class _Skipping:
         return torch.ones_like(self._skipped)
 
 
-def adam_of(pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device) -> AdamW:
-    """Returns the rule AdamW of `--optimizer-impl` for these pieces.
+def rule_of(pieces: Iterable[Piece], config: OptimizerConfig, device: torch.device) -> AdamW:
+    """Returns the rule of these pieces: SGD, or AdamW of `--optimizer-impl`, also beside Muon.
 
     InputError: the configuration asks for apex, which has no kernel here.
     """
     pieces = list(pieces)
-    kind = ApexAdamW if config.optimizer_impl == "apex" and pieces else AdamW
+    kind = Sgd if config.optimizer == SGD else AdamW
+    if config.optimizer_impl == "apex" and pieces:
+        kind = ApexAdamW
     return kind(pieces, config, device)

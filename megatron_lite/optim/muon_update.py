@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.optimizer_settings import OptimizerConfig
-from megatron_lite.optim.adam_update import adam_of
+from megatron_lite.optim.adam_update import rule_of
 from megatron_lite.optim.layouts import Piece, Replicated
 from megatron_lite.parallel.collectives import all_gather_first_dim
 from megatron_lite.parallel.parameter_spec import ParameterSpec
@@ -121,7 +121,7 @@ class Muon:
         self._matrices = {name: spec for name, spec in specs.items() if spec.matrices}
         self._pieces = {one.name: one for one in layout.pieces if one.name in self._matrices}
         others = [one for one in layout.pieces if one.name not in self._matrices]
-        self._adam = adam_of(others, config, parallel.device)
+        self._adam = rule_of(others, config, parallel.device)
         momenta = {
             name: {MOMENTUM: torch.zeros_like(one.master)} for name, one in self._pieces.items()
         }

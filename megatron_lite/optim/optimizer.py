@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_lite.config.checks import chosen
-from megatron_lite.config.optimizer_settings import OptimizerConfig
+from megatron_lite.config.optimizer_settings import ADAM, MUON, SGD, OptimizerConfig
 from megatron_lite.config.parallel import DataParallelConfig
-from megatron_lite.optim.adam_update import adam_of
+from megatron_lite.optim.adam_update import rule_of
 from megatron_lite.optim.grad_buffer import GradBuffer
 from megatron_lite.optim.layouts import FullySharded, Piece, Replicated, Zero1
 from megatron_lite.parallel.collectives import all_reduce, all_reduce_
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from megatron_lite.optim.spike import SpikeGuard
 
 
+def _of_elements(layout: Any, _: Any, config: Any, parallel: Any) -> Any:
+    return rule_of(layout.pieces, config, parallel.device)
+
+
 def _muon(*arguments: Any) -> Any:
     from megatron_lite.optim.muon_update import Muon
 
@@ -44,10 +48,7 @@ def _muon(*arguments: Any) -> Any:
 # By the name of --optimizer, a function of (layout, specs, config, parallel). The specs cover all
 # parameters of this rank's stages, also those of which the rank has no piece. The result has the
 # methods of AdamW.
-RULES: Mapping[str, Callable[..., Any]] = {
-    "adam": lambda layout, _, config, parallel: adam_of(layout.pieces, config, parallel.device),
-    "muon": _muon,
-}
+RULES: Mapping[str, Callable[..., Any]] = {ADAM: _of_elements, SGD: _of_elements, MUON: _muon}
 
 
 class OptimizerStep(NamedTuple):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+from megatron_lite.config.optimizer_settings import MUON
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, most_in_flight, stages
 from megatron_lite.description.operations import (
@@ -46,10 +47,10 @@ PIPELINE_WAITS = "waits of the pipeline"
 REDUCTION = "reduction of gradients"
 OPTIMIZER = "optimizer"
 WEIGHT_GATHERS = "gathers of weights"
-# The bytes that a step moves for each parameter, besides the weight that it writes: the gradient is
-# read for its norm, scaled in place and read again; master weight and two moments are read and
-# written; the master weight is read again for the weight.
-ADAM_BYTES = 4 + 8 + 4 + 24 + 4
+# The bytes that a step moves for each parameter, besides the states, and the weight that it writes:
+# the gradient is read for its norm, scaled in place and read again; the master weight is read and
+# written, and read again for the weight.
+UPDATE_BYTES = 4 + 8 + 4 + 8 + 4
 # Muon moves for each parameter of its matrices: momentum and direction in float32, the direction
 # in 16 bits, its norm, its division and the update of the weight.
 MUON_BYTES = 12 + 12 + 6 + 2 + 4 + 10
@@ -278,8 +279,9 @@ def update_time(
             parts = buckets if options.overlap_param_gather else 1
             gather = exposed(ALL_GATHER, element, forward, parts)
     written = element if element < FLOAT32 else 0
-    update = hardware.memory_seconds((ADAM_BYTES + written) * parameters / shards)
-    if config.optimizer.optimizer == "muon":
+    moved = UPDATE_BYTES + 2 * sum(config.optimizer.state_bytes(of_matrix=False)) + written
+    update = hardware.memory_seconds(moved * parameters / shards)
+    if config.optimizer.optimizer == MUON:
         update += _muon(run, stages, shards)
     return UpdateTime(reduction, update, gather)
 

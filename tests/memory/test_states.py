@@ -112,6 +112,7 @@ def test_states_of_data_parallel_ranks_are_those_predicted(layout: str) -> None:
             ("gpt2", "muon", True),
             ("qwen", "adam", True),
             ("neox", "muon", False),
+            ("gpt2", "sgd", True),
         )
     }
     assert run_ranks(differing, 2, runs, detail=False) == [{}] * 2

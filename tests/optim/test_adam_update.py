@@ -30,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def optimizer_of(model: nn.Module, parallel: Any, impl: str) -> Optimizer:
-    rule = dict(optimizer="muon") if impl == "muon" else dict(optimizer_impl=impl)
+    rule = dict(optimizer_impl=impl) if impl in ("torch", "apex") else dict(optimizer=impl)
     return Optimizer(model, OptimizerConfig(**CONFIG, clip_grad=0.05, **rule), parallel)
 
 
@@ -58,7 +58,7 @@ def test_weights_masters_and_moments_are_torchs_up_to_rounding(
             )
 
 
-@pytest.mark.parametrize("impl", ["torch", "apex", "muon"])
+@pytest.mark.parametrize("impl", ["torch", "apex", "muon", "sgd"])
 @pytest.mark.parametrize(
     ("fault", "bad_steps"), [(math.inf, (0,)), (math.nan, (1, 2)), (math.inf, (0, 1, 3))]
 )

@@ -1,4 +1,4 @@
-"""The optimizer against torch.optim.AdamW and clip_grad_norm_ on the unsharded model, in float32
+"""The optimizer against torch's AdamW, SGD and clip_grad_norm_ on the unsharded model, in float32
 and for bf16 weights."""
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ class Plain(nn.Module):
         return (hidden @ self.linear_weight.t() + self.linear_bias).square().mean()
 
 
-def torchs_adamw(model, config=CONFIG):
-    """torch.optim.AdamW with Megatron's groups: vectors (norms, biases) do not decay."""
+SGD = dict(optimizer="sgd", sgd_momentum=0.8, weight_decay=0.1)
+RULES = {"adam": CONFIG, "sgd": SGD, "sgd without momentum": dict(SGD, sgd_momentum=0.0)}
+
+
+def torchs(model, config=CONFIG):
+    """torch's optimizer with Megatron's groups: vectors (norms, biases) do not decay."""
     groups = [
         {
             "params": [p for p in model.parameters() if p.dim() > 1],
@@ -58,6 +62,8 @@ def torchs_adamw(model, config=CONFIG):
         },
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
+    if "sgd_momentum" in config:
+        return torch.optim.SGD(groups, momentum=config["sgd_momentum"], foreach=False)
     return torch.optim.AdamW(
         groups,
         betas=(config["adam_beta1"], config["adam_beta2"]),
@@ -80,14 +86,18 @@ def step_torch(model, optimizer, rate, clip_grad, numbers):
     return norm
 
 
-@pytest.mark.parametrize("clip_grad", [0.0, 0.05, 1000.0])
-def test_float32_weights_follow_torchs_adamw_and_clip(clip_grad):
+@pytest.mark.parametrize(
+    ("rule", "clip_grad"),
+    [("adam", 0.0), ("adam", 0.05), ("adam", 1000.0), ("sgd", 0.05), ("sgd without momentum", 0.0)],
+)
+def test_float32_weights_follow_torchs_optimizer_and_clip(rule, clip_grad):
     """Fused against single-tensor arithmetic: a few roundings of 6e-8 per step."""
+    config = RULES[rule]
     ours = Plain()
     theirs = copy.deepcopy(ours)
-    reference = torchs_adamw(theirs)
+    reference = torchs(theirs, config)
     with tp_state(1) as parallel:
-        optimizer = Optimizer(ours, OptimizerConfig(clip_grad=clip_grad, **CONFIG), parallel)
+        optimizer = Optimizer(ours, OptimizerConfig(clip_grad=clip_grad, **config), parallel)
         for number, rate in enumerate(RATES):
             optimizer.zero_grad()
             for micro_batch in (2 * number, 2 * number + 1):
@@ -105,7 +115,10 @@ def test_float32_weights_follow_torchs_adamw_and_clip(clip_grad):
                 torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-6, msg=name)
     assert optimizer.num_updates == len(RATES)
     for name, parameter in theirs.named_parameters():
-        assert optimizer.states[name].keys() == {"exp_avg", "exp_avg_sq"}
+        expected = {**reference.state[parameter]}
+        expected.pop("step", None)
+        held = {key for key, value in expected.items() if value is not None}
+        assert optimizer.states[name].keys() == held
         for key, value in optimizer.states[name].items():
             torch.testing.assert_close(value, reference.state[parameter][key], rtol=1e-5, atol=1e-8)
 
@@ -136,7 +149,7 @@ def test_16_bit_weights_follow_float32_masters(dtype, knows_grad_dtype, monkeypa
     monkeypatch.setattr(grad_buffer, "hasattr", lambda *_: knows_grad_dtype, raising=False)
     model, masters = Plain(dtype), Plain(dtype).float()
     start = copy.deepcopy(model.state_dict())
-    reference = torchs_adamw(masters)
+    reference = torchs(masters)
     with tp_state(1) as parallel:
         optimizer = Optimizer(model, OptimizerConfig(clip_grad=0.0, **CONFIG), parallel)
         for _ in range(100):

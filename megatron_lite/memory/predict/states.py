@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from megatron_lite.config.checks import chosen
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.optimizer_settings import OPTIMIZERS
+from megatron_lite.config.optimizer_settings import FLOAT32
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage, stages_of_rank, whole_model
 from megatron_lite.description.gradient_buckets import Gradient, bucket_layouts
@@ -29,8 +29,6 @@ from megatron_lite.description.model_ends import embedding_operations, head_oper
 from megatron_lite.description.operations import Operation, Parameter
 from megatron_lite.description.sizes import ELEMENT_BYTES, Sizes, allocated
 from megatron_lite.description.transformer_layer import describe_kinds, describe_layers
-
-FLOAT32 = 4
 
 
 class RankStates(NamedTuple):
@@ -109,7 +107,7 @@ class _Settings:
     @classmethod
     def of(cls, config: RunConfig) -> _Settings:
         shape = config.model, config.parallel, config.data_parallel, config.tokenizer
-        return cls((*shape, config.optimizer.optimizer, config.training.precision), config)
+        return cls((*shape, config.optimizer, config.training.precision), config)
 
 
 @lru_cache(maxsize=1024)
@@ -194,11 +192,10 @@ def _optimizer_tensors(config: RunConfig, pieces: list[tuple[bool, int]]) -> lis
 
     pieces: (whether it is a matrix, elements) of each piece that the rank updates.
     """
-    rule = OPTIMIZERS[config.optimizer.optimizer]
     return [
-        FLOAT32 * number
+        size * number
         for is_matrix, number in pieces
-        for _ in range((rule.matrix if is_matrix else rule.other) // FLOAT32)
+        for size in config.optimizer.state_bytes(of_matrix=is_matrix)
     ]
 
 

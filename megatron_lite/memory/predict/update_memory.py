@@ -13,13 +13,14 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from megatron_lite.config.optimizer_settings import FLOAT32, MUON
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.stages import Stage
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.description.transformer_layer import describe_layer
-from megatron_lite.memory.predict.states import FLOAT32, RankStates
+from megatron_lite.memory.predict.states import RankStates
 
-MUON, BFLOAT16 = "muon", 2
+BFLOAT16 = 2
 
 
 class UpdateMemory(NamedTuple):
