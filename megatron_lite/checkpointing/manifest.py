@@ -16,13 +16,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_lite.checkpointing.step_files import MOST_ITERATIONS
 from megatron_lite.config import plain
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import input_size, read_input
 from megatron_lite.data.durable_files import checksum_of
 
@@ -77,15 +78,13 @@ class Manifest:
         """
         path = step / MANIFEST
         values = {"start": 0, "started_at": MOST_ITERATIONS, **parse_formatted(path)}
-        try:
+        with damaged(path):
             return cls(
                 plain.whole(values, "iteration", 0, MOST_ITERATIONS),
                 rows_from_plain(plain.field(values, "files")),
                 plain.whole(values, "start", 0, MOST_STARTS),
                 plain.whole(values, "started_at", 0, MOST_ITERATIONS),
             )
-        except ValueError as error:
-            raise damaged(path, error) from error
 
     @classmethod
     def read_or_empty(cls, step: Path) -> Manifest:
@@ -172,11 +171,9 @@ def parse_formatted(path: Path) -> dict[str, Any]:
 
     Raises InputError if the file cannot be read, is damaged, or is not of this version's format.
     """
-    try:
+    with damaged(path):
         values = parse_json(path)
         found = plain.field(values, "format")
-    except ValueError as error:
-        raise damaged(path, error) from error
     if type(found) is not int or found != FORMAT:
         raise InputError(
             f"{path}: format {plain.quoted(found)}, but this version reads format {FORMAT}"
@@ -184,11 +181,6 @@ def parse_formatted(path: Path) -> dict[str, Any]:
     return values
 
 
-def damaged(path: Path, error: ValueError) -> InputError:
-    """Returns the error for a file with a wrong value.
-
-    An InputError is returned unchanged, because it names a file already.
-    """
-    if isinstance(error, InputError):
-        return error
-    return InputError(f"{path}: cannot be read ({error}): the checkpoint is damaged")
+def damaged(path: Path) -> AbstractContextManager[None]:
+    """Returns a context that turns a ValueError about a wrong value into an error of the file."""
+    return input_faults(f"{path}: cannot be read (", "): the checkpoint is damaged")

@@ -113,7 +113,7 @@ class Metadata:
     def read(cls, step: Path) -> Metadata:
         """Reads a step's metadata. Raises InputError if it is damaged or of another format."""
         path = step / METADATA
-        try:
+        with damaged(path):
             values = parse_formatted(path)
             del values["format"]
             plain.field(values, "data")  # without it, other data would be taken for the same
@@ -121,18 +121,17 @@ class Metadata:
                 plain.field(plain.as_object(plain.field(values, "progress"), "progress"), name)
             found: Metadata = plain.from_plain(cls, {**values, "parameters": {}}, METADATA)
             found._check()
-            parameters: dict[str, SavedLayout] = {}
-            for pp_rank in range(found.pp_size):
-                path = step / parameters_file(pp_rank)
+        parameters: dict[str, SavedLayout] = {}
+        for pp_rank in range(found.pp_size):
+            path = step / parameters_file(pp_rank)
+            with damaged(path):
                 parameters |= {
                     name: SavedLayout.from_plain(
                         layout, name, pp_rank=pp_rank, tp_size=found.tp_size
                     )
                     for name, layout in parse_json(path).items()
                 }
-            return replace(found, parameters=parameters)
-        except ValueError as error:
-            raise damaged(path, error) from error
+        return replace(found, parameters=parameters)
 
     def _check(self) -> None:
         """Raises ValueError on values that no run has."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.dry_run_settings import DryRunConfig
 from megatron_lite.config.invocation import SCRIPT, subcommand
 from megatron_lite.config.notices import notices as notices_of
@@ -78,7 +78,7 @@ def explanation(
     config, chosen = _complete(config, world_size, device)
     told_in_report = notices_of(config, "recompute")
     num_ranks = world_size if world_size > 1 else config.parallel.model_ranks
-    try:
+    with input_faults():
         hardware = _hardware(machine, device)
         report = explain(
             config,
@@ -87,8 +87,6 @@ def explanation(
             others=auto_settings(config, device, num_ranks),
         )
         times = [_step_time(config, one.config, hardware, num_ranks) for one in report.policies]
-    except ValueError as error:
-        raise InputError(str(error)) from error
     end = (
         f"{' '.join(subcommand(program, 'plan'))} --config-json RUN.json --gpus {num_ranks} --gpu "
         "NAME finds the fastest layout, micro-batch and policy of this run that fit into memory; "
@@ -162,13 +160,11 @@ def print_dry_run_memory(
         return
     backend = config.parallel.distributed_backend
     device = settings.dry_run_device or likely_device(backend)
-    try:
+    with input_faults():
         world_size = settings.world_size(config.parallel, launched=launch.world_size)
         config, chosen = _complete(config, world_size, device)
         ranks = settings.ranks(config.parallel, config.model.num_layers, world_size=world_size)
         config.batch_schedule(config.parallel.data_parallel_size(world_size))
-    except ValueError as error:
-        raise InputError(str(error)) from error
     if settings.dry_run_device is None and device == "cpu" and backend == "auto":
         chosen += ["no GPU is here: add --dry-run-device cuda if the run will have GPUs"]
     # Imported late: these modules import torch.

@@ -75,12 +75,8 @@ def build_parser(program: str = SCRIPT) -> Parser:
     """Returns the parser of the whole command line.
 
     program: the name with which its messages begin.
-
-    Abbreviated flags are refused: a new flag must not change the meaning of an old command.
     """
-    parser = Parser(
-        prog=program, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
-    )
+    parser = Parser(prog=program, exit_on_error=False, argument_default=argparse.SUPPRESS)
     parser.call_options("general")
     add = parser.add_argument
     add("--dump-config", action="store_true", help="print the run as JSON and stop")

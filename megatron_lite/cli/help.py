@@ -74,7 +74,7 @@ def print_fates(parser: Parser, argv: Sequence[str]) -> None:
     What is behind a # in the script is not read. The status is 0 if all of its flags are taken, as
     far as their values are plain, else 1.
     """
-    only = Parser(prog=parser.prog, add_help=False, allow_abbrev=False)
+    only = Parser(prog=parser.prog, add_help=False)
     only.add_argument("--check-line", required=True)
     path = only.parse_known_args(argv)[0].check_line
     try:

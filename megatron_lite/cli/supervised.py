@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.checks import InputError, PeerError, input_faults
 from megatron_lite.config.invocation import SCRIPT
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, allocator_settings
@@ -56,10 +56,8 @@ def ready_to_train(
     apex cannot be used in this run. It raises InputError too if a file of the tokenizer has a
     fault, or if no policy fits.
     """
-    try:
+    with input_faults():
         config.check_complete_for_training()
-    except ValueError as error:
-        raise InputError(str(error)) from error
     device = choose_device(config.parallel, launch)
     check_kernels(config, device.type)
     if device.type == "cuda":

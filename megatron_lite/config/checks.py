@@ -5,7 +5,8 @@ Every error message names the value, the rule and the fix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 LONGEST_SHOWN = 60
@@ -34,6 +35,20 @@ class ContradictionError(ValueError):
 
 class PeerError(InputError):
     """A fault that another rank met and reports. This rank only knows that it exists."""
+
+
+@contextmanager
+def input_faults(before: str = "", after: str = "") -> Iterator[None]:
+    """Turns a rule that is broken inside the block (ValueError) into an InputError.
+
+    before, after: what its message adds. An InputError is raised unchanged: it names its input.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError(f"{before}{error}{after}") from error
 
 
 def flag(field: str) -> str:
@@ -76,6 +91,6 @@ def quoted(value: object) -> str:
     """Returns the value for an error message: only its beginning if it is long."""
     try:
         text = repr(value)
-    except ValueError:  # a whole number with more digits than Python prints
-        return "a number of several thousand digits"
+    except (ValueError, RecursionError):  # Python prints no such whole number or list
+        return "a value of several thousand digits or brackets"
     return text if len(text) <= LONGEST_SHOWN else text[:LONGEST_SHOWN] + ".."

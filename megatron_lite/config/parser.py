@@ -28,10 +28,13 @@ def paragraph(text: str, *, indent: str = "") -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose whole numbers have at most 64 bits."""
+    """A parser whose whole numbers have at most 64 bits.
+
+    Abbreviated flags are refused: a new flag must not change the meaning of an old command.
+    """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+        super().__init__(allow_abbrev=False, **settings)
         self.register("type", int, reader(parse_whole_number))
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, flag, quoted
+from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.layer_pattern import parse_window
 from megatron_lite.config.megatron_values import OTHER_WAYS
 from megatron_lite.config.parser import Parser, reader
@@ -211,10 +211,8 @@ def build_run(values: Mapping[str, Mapping[str, Any]]) -> RunConfig:
 
     Raises InputError if a rule is broken.
     """
-    try:
+    with input_faults():
         return RunConfig(**{name: kind(**values.get(name, {})) for name, kind in topics().items()})
-    except ValueError as error:
-        raise InputError(str(error)) from None
 
 
 def changed_settings(config: RunConfig) -> dict[str, list[str]]:

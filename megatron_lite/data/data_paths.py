@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import InputError, flag, input_faults
 from megatron_lite.config.data_settings import PER_SPLIT_PATHS, DataConfig
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.plain import parse_json, shown
@@ -150,10 +150,8 @@ def _read_splits(path: str) -> list[DataPath | None]:
         "each list"
     )
     text = _content(path, source)
-    try:
+    with input_faults(f"{source} is not JSON: ", f"; {expected}"):
         value = parse_json(text)
-    except ValueError as error:
-        raise InputError(f"{source} is not JSON: {error}; {expected}") from error
     if not isinstance(value, dict) or set(value) != set(SPLITS):
         found = f"the keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
         raise InputError(f"{source}: found {found}, {expected}")

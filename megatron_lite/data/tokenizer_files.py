@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lite.config import plain
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import input_faults
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
 from megatron_lite.config.input_file import read_input
 from megatron_lite.config.plain import parse_json
@@ -66,10 +66,8 @@ def contents_of(
     contents = {}
     for name, path in files:
         contents[name] = read_input(path, MOST_BYTES)
-        try:
+        with input_faults(f"{path}: not a tokenizer that can be read (", ")"):
             _check_kind(name, contents[name], vocab_size)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not a tokenizer that can be read ({error})") from error
     return contents
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron_lite.config.checks import InputError, PeerError
+from megatron_lite.config.checks import InputError, PeerError, input_faults
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_gather_bytes, all_reduce_
@@ -197,10 +197,8 @@ def parallel_state(
     launch = read_launch() if launch is None else launch
     joined = dist.is_initialized()
     world_size = dist.get_world_size() if joined else launch.world_size
-    try:
+    with input_faults():
         dp_size = config.data_parallel_size(world_size)
-    except ValueError as error:
-        raise InputError(str(error)) from error
     device = choose_device(config, launch)
     on_gpu = device.type == "cuda"
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import parse_bytes, size
 from megatron_lite.memory.predict.states import rank_states
@@ -166,13 +166,11 @@ def with_chosen_policy(
     else:
         budget = Budget(device_bytes, default_reserve(device_bytes)).plan_bytes
         words = f"{size(budget)}, the GPU's memory less a reserve"
-    try:
+    with input_faults():
         text = choose_policy(config, hardware, budget, num_ranks)
         chosen = replace(
             config, recompute=replace(recompute, recompute_policy=text, memory_budget=None)
         )
-    except ValueError as error:
-        raise InputError(str(error)) from error
     return ChosenPolicy(
         chosen, f"--recompute-policy auto chose {text!r}, the fastest policy within {words}"
     )

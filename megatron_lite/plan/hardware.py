@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError, chosen
+from megatron_lite.config.checks import InputError, chosen, input_faults
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.plain import LARGEST_TEXT, from_plain, parse_json, shown
 from megatron_lite.description.operations import (
@@ -282,12 +282,8 @@ def load_hardware(name: str) -> Hardware:
             f"no machine is called {shown(repr(name))}: give one of {', '.join(machine_names())}, "
             "or the path of a .json file (python -m megatron_lite.tools.calibrate writes one)"
         )
-    try:
+    with input_faults(f"{path}: "):
         return from_json(read_input_text(path, LARGEST_TEXT))
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{path}: {error}") from None
 
 
 def machine_of_gpu(gpu_name: str) -> Hardware | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.known_models import PRESETS
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
@@ -98,10 +98,8 @@ def problem_of(
     recompute = None
     if policy or base.compiles_layers:
         kept = {name: getattr(base.recompute, name) for name in KEPT_RECOMPUTE}
-        try:
+        with input_faults():
             recompute = RecomputeConfig(**{**kept, **policy})
-        except ValueError as error:
-            raise InputError(str(error)) from None
     dimensions = SEARCHED.union(DATA_PARALLEL, [WRAPPING])
     fixed = {name: value for name, value in chosen.items() if name in dimensions}
     return Problem(base, hardware, fixed, recompute, host_bytes)

@@ -56,7 +56,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and writes the file. Returns the exit status."""
     parser = Parser(
         prog="python -m megatron_lite.tools.calibrate",
-        allow_abbrev=False,
         description="Measures this machine for the prediction of step times.",
     )
     parser.add_argument("--output", required=True, metavar="FILE", help="a file that ends in .json")

@@ -110,7 +110,6 @@ def parser(program: str = PROGRAM) -> Parser:
     formats = "\n".join(f"  {name:16} {text}" for name, text in FORMAT_HELP.items())
     found = Parser(
         prog=program,
-        allow_abbrev=False,
         description="Converts weights between formats, one tensor at a time.",
         epilog=f"formats:\n{formats}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,

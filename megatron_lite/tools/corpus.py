@@ -54,7 +54,6 @@ def main(argv: Sequence[str] | None = None, run: Run = subprocess.run) -> int:
     """Runs the tool and returns the exit status. run: runs pip, as subprocess.run does."""
     parser = Parser(
         prog="python -m megatron_lite.tools.corpus",
-        allow_abbrev=False,
         description="Writes a small corpus of real text, one JSON object per line.",
     )
     parser.add_argument("--output", required=True, help="folder for corpus.jsonl")

@@ -29,7 +29,6 @@ def main(argv: Sequence[str] | None = None, program: str = "megatron-lite fit") 
     """Runs the command line. Returns the exit status."""
     parser = Parser(
         prog=program,
-        allow_abbrev=False,
         description="Finds the fastest recompute policy with which a step of a transformers model "
         "fits a GPU, without the weights and without the GPU.",
     )

@@ -34,7 +34,6 @@ def parse(argv: Sequence[str] | None, program: str = PROGRAM) -> argparse.Namesp
     """
     parser = Parser(
         prog=program,
-        allow_abbrev=False,
         description="Continues texts with the model of a checkpoint, on as many tensor-parallel "
         "ranks as are started.",
     )

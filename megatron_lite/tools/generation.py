@@ -19,7 +19,7 @@ from megatron_lite.checkpointing.load import load_weights
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import find_step
 from megatron_lite.config.checkpoint_settings import CheckpointConfig
-from megatron_lite.config.checks import InputError, flag
+from megatron_lite.config.checks import InputError, flag, input_faults
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
@@ -46,7 +46,9 @@ def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfi
     Raises InputError if the model does not divide over the ranks.
     """
     parallel = ParallelConfig(tensor_model_parallel_size=num_ranks, distributed_backend=backend)
-    try:
+    with input_faults(
+        after=": the tensor-parallel size is the number of ranks started, start another number"
+    ):
         return replace(
             saved,
             parallel=parallel,
@@ -54,11 +56,6 @@ def config_for_ranks(saved: RunConfig, num_ranks: int, backend: str) -> RunConfi
             checkpoint=CheckpointConfig(),
             model=replace(saved.model, norm_impl="torch"),
         )
-    except ValueError as error:
-        raise InputError(
-            f"{error}: the tensor-parallel size is the number of ranks started, start another "
-            "number"
-        ) from error
 
 
 def tokenizer_with_files(saved: TokenizerConfig, flags: argparse.Namespace) -> TokenizerConfig:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.hf_config import read_hf_file
 from megatron_lite.config.input_file import read_input_text
 from megatron_lite.config.known_models import PRESETS, preset
@@ -79,7 +79,6 @@ def _parser(program: str) -> tuple[Parser, list[str]]:
     """Returns the parser of the command line, and the names of the flags that are its own."""
     parser = Parser(
         prog=program,
-        allow_abbrev=False,
         description=(
             "Finds the fastest plan of a training run that fits into memory. A flag of the run "
             "fixes that setting; `megatron-lite train --help` has the flags of a run."
@@ -261,12 +260,10 @@ def _hardware(gpu: str | None, machine: str | None) -> Hardware:
 
 def _amount(given: Mapping[str, Any], name: str, default: int, *, least: int = 0) -> int:
     """Returns the bytes that a flag gives, or the default."""
-    try:
-        if given[name] is None:
-            return default
+    if given[name] is None:
+        return default
+    with input_faults():
         return parse_bytes(flag_of(name), given[name], least=least)
-    except ValueError as error:
-        raise InputError(str(error)) from None
 
 
 def _chosen(fixes: Sequence[str], flags: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -297,13 +294,8 @@ def _model_values(own: Mapping[str, Any]) -> tuple[Values, list[str]]:
     if sum(own[name] is not None for name in sources) > 1:
         raise InputError("--model, --hf-config and --config-json each describe the run: give one")
     if (path := own["config_json"]) is not None:
-        try:
-            run = RunConfig.from_json(read_input_text(path, LARGEST_TEXT))
-        except InputError:
-            raise
-        except ValueError as error:
-            raise InputError(f"--config-json {path}: {error}") from None
-        return dataclasses.asdict(run), []
+        with input_faults(f"--config-json {path}: "):
+            return dataclasses.asdict(RunConfig.from_json(read_input_text(path, LARGEST_TEXT))), []
     notes: list[str] = []
     if own["hf_config"] is not None:
         model = read_hf_file(Path(own["hf_config"]))

@@ -60,7 +60,6 @@ REPLAY_COLOR = "#AA3377"
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     parser = Parser(
         prog=program,
-        allow_abbrev=False,
         description=(
             "Draws the memory timelines of one or more recompute policies side by side, on "
             "one scale."

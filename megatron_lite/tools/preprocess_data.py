@@ -25,7 +25,7 @@ from multiprocessing import active_children, get_context, parent_process
 
 import numpy as np
 
-from megatron_lite.config.checks import InputError, require_at_least
+from megatron_lite.config.checks import InputError, input_faults, require_at_least
 from megatron_lite.config.data_settings import TokenizerConfig
 from megatron_lite.config.parser import Parser
 from megatron_lite.config.run_flags import add_flag, fields_of
@@ -50,9 +50,7 @@ def main(
     argv: Sequence[str] | None = None, program: str = PROGRAM, *, block_bytes: int = BLOCK_BYTES
 ) -> int:
     parser = Parser(
-        prog=program,
-        allow_abbrev=False,
-        description="Writes .bin and .idx token files from a file of JSON lines.",
+        prog=program, description="Writes .bin and .idx token files from a file of JSON lines."
     )
     add_input_flags(parser)
     add = parser.add_argument
@@ -74,13 +72,11 @@ def preprocess(args: argparse.Namespace, block_bytes: int = BLOCK_BYTES) -> None
 
     Raises InputError for a fault in the flags, in the tokenizer's files or in a line.
     """
-    try:
+    with input_faults():
         given = vars(args)
         names = [field.name for field in fields_of(TokenizerConfig) if field.name in given]
         config = TokenizerConfig(**{name: given[name] for name in names})
         require_at_least(args, 1, "workers", "partitions", "log_interval", "max_line_bytes")
-    except ValueError as error:
-        raise InputError(str(error)) from error
     if args.workers % args.partitions:
         raise InputError(
             f"--workers {args.workers} is not divisible by --partitions {args.partitions}"

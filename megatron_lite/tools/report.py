@@ -31,7 +31,6 @@ LEAST_BAND = 0.05  # of a machine's times after a run, and the change from the r
 def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     parser = Parser(
         prog=program,
-        allow_abbrev=False,
         description="Makes a page of a run: curves, events and predictions, in one file.",
     )
     parser.add_argument(

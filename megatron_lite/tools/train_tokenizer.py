@@ -26,7 +26,6 @@ SMALLEST_VOCABULARY = 257
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m megatron_lite.tools.train_tokenizer",
-        allow_abbrev=False,
         description="Trains a byte-level BPE tokenizer on the texts of a file of JSON lines.",
     )
     add_input_flags(parser)

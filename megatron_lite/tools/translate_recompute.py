@@ -27,7 +27,6 @@ from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, systems_of
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m megatron_lite.tools.translate_recompute",
-        allow_abbrev=False,
         description=(
             "Prints the recompute flags that do what another system's activation "
             "checkpointing config asks for."

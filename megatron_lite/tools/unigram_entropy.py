@@ -41,7 +41,6 @@ def unigram_entropy(prefix: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m megatron_lite.tools.unigram_entropy",
-        allow_abbrev=False,
         description="Prints the entropy of the token ids of a dataset, in nats per token.",
     )
     parser.add_argument("prefix", help="path of a .bin and .idx pair without the ending")

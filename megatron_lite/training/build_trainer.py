@@ -12,7 +12,7 @@ import torch
 
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.invocation import BY_SCRIPT, Invocation
 from megatron_lite.config.plain import parse_json
 from megatron_lite.config.run import RunConfig
@@ -207,7 +207,7 @@ def _course(config: RunConfig, parallel: ParallelState, program: str) -> _Course
 
         start = find_start(config.checkpoint, parallel, program)
         done = start.progress
-    try:
+    with input_faults():
         batches = config.batch_schedule(parallel.dp_size)
         # Counts from the checkpoint's progress: the run may continue with another batch size.
         num_iterations = training.num_iterations(
@@ -228,8 +228,6 @@ def _course(config: RunConfig, parallel: ParallelState, program: str) -> _Course
 
         followed = followed_schedule(config, schedule, start, parallel)
         return course._replace(**followed._asdict())
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def _build(

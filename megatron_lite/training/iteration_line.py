@@ -29,6 +29,7 @@ from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.memory.predict.flops import hardware_flops, peak_flops, step_flops
 from megatron_lite.memory.predict.pipeline_memory import spared_flops
+from megatron_lite.parallel.state import ParallelState
 from megatron_lite.recompute.schedule import plan_model
 
 # What `peak_gib` measures, by the kind of device.
@@ -299,15 +300,14 @@ def peak_rate(config: LoggingConfig, device: torch.device, *, bf16: bool) -> Pea
 
 def run_facts(
     config: RunConfig,
+    parallel: ParallelState,
     batches: BatchSchedule,
     progress: Progress,
-    *,
     num_iterations: int,
-    world_size: int,
-    device: torch.device,
-    peak: PeakRate,
+    peak_flops: float | None,
 ) -> RunFacts:
     """Returns the facts of a run that goes from `progress` to the end of `num_iterations`."""
+    device = parallel.device
     tp_size = config.parallel.tensor_model_parallel_size
     remaining, consumed = num_iterations - progress.iteration, progress.consumed_samples
     shape = dict(
@@ -330,7 +330,7 @@ def run_facts(
             )
             for size in batches.sizes_from(consumed, num_iterations=remaining)
         },
-        world_size=world_size,
+        world_size=parallel.world_size,
         flops=step_flops(config.model, **shape),
         hardware_flops=hardware_flops(
             config.model,
@@ -342,5 +342,5 @@ def run_facts(
             tp_size=tp_size,
             cp_size=config.parallel.context_parallel_size,
         ),
-        peak_flops=peak.flops,
+        peak_flops=peak_flops,
     )

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_lite.checkpointing.step_files import Progress
 from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.checks import InputError
-from megatron_lite.config.invocation import BY_SCRIPT, Invocation
+from megatron_lite.config.invocation import Invocation
+from megatron_lite.config.logging_settings import LoggingConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.units import ByteUnit, plural
 from megatron_lite.parallel.messages import told_if_slow
@@ -39,7 +40,6 @@ from megatron_lite.training.iteration_line import (
     Evaluation,
     Interval,
     IterationRecord,
-    RunFacts,
     clock,
     iteration_line,
     peak_rate,
@@ -53,6 +53,7 @@ from megatron_lite.training.log_files import (
     row_text,
     skipped_batches_path,
 )
+from megatron_lite.training.peak_memory import measures_peak
 from megatron_lite.training.start_text import arguments_table, ranks_line
 from megatron_lite.training.summary import RunSummary, file_lines, skipped_text, training_lines
 from megatron_lite.training.terminal import Terminal
@@ -67,67 +68,29 @@ HEADING_EVERY = 25
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # faults of a disk, not of a wrong path
 
 
-def open_log(
-    config: RunConfig,
-    parallel: ParallelState,
-    batches: BatchSchedule,
-    progress: Progress,
-    *,
-    num_iterations: int,
-    shows_peak: bool,
-    invocation: Invocation = BY_SCRIPT,
-) -> RunLog:
-    """Returns the log of a run that goes on from `progress`. Its first line is about MFU.
-
-    shows_peak: whether the run measures the peak of a step.
-    invocation: how a command line started the run. The log file gets the notices that were printed.
-    Raises InputError on rank 0 if a file of the log cannot be opened.
-    """
-    peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
-    facts = run_facts(
-        config,
-        batches,
-        progress,
-        num_iterations=num_iterations,
-        world_size=parallel.world_size,
-        device=parallel.device,
-        peak=peak,
-    )
-    log = RunLog(
-        config,
-        facts,
-        enabled=parallel.rank == 0,
-        start=progress,
-        program=invocation.program,
-        shows_peak=shows_peak,
-    )
-    started = f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}"
-    for text in (started, arguments_table(config), ranks_line(parallel), *invocation.printed):
-        log.to_file(text)
-    log.line(peak.line())
-    return log
-
-
 class RunLog:
-    """The log of one run.
+    """The log of one run, whose first line is about MFU.
 
     start: the progress at the start. Rows and points that an earlier run wrote past it are dropped.
-    program: the name of the program that the user started.
-    shows_peak: whether the run measures the peak of a step, so that the rows show it.
+    invocation: how a command line started the run. The log file gets the notices that were printed.
+    Raises InputError on rank 0 if a file of the log cannot be opened.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        facts: RunFacts,
-        *,
-        enabled: bool,
+        parallel: ParallelState,
+        batches: BatchSchedule,
         start: Progress,
-        program: str = BY_SCRIPT.program,
-        shows_peak: bool = False,
+        *,
+        num_iterations: int,
+        invocation: Invocation,
     ) -> None:
+        peak = peak_rate(config.logging, parallel.device, bf16=config.training.precision != "fp32")
+        facts = run_facts(config, parallel, batches, start, num_iterations, peak.flops)
         self._run, self._config, self._facts = config, config.logging, facts
-        self._start, self._program, self._shows_peak = start, program, shows_peak
+        self._start, self._program = start, invocation.program
+        self._shows_peak = measures_peak(config, parallel.device)
         self._began, self._num_rows, self._milliseconds = time.monotonic(), 0, 0.0
         self._memory = "-"
         self._interval: list[IterationRecord] = []
@@ -137,21 +100,25 @@ class RunLog:
         self._scalars: list[TensorBoard | Wandb] = []
         self._lost: set[str] = set()
         self._terminal: Terminal | None = None
-        if enabled:
+        if parallel.rank == 0:
             self._terminal = Terminal(total=facts.num_iterations, done=start.iteration)
-            self._open()
+            self._open(config.logging, start)
+        started = f"started {datetime.now():%Y-%m-%d %H:%M:%S} on {socket.gethostname()}"
+        for text in (started, arguments_table(config), ranks_line(parallel), *invocation.printed):
+            self.to_file(text)
+        self.line(peak.line())
 
-    def _open(self) -> None:
-        config, start = self._config, self._start
+    def _open(self, config: LoggingConfig, start: Progress) -> None:
         if (path := log_file_path(self._run)) is not None:
             flag = "--save" if self._run.checkpoint.save is not None else "--tensorboard-dir"
             flag = flag if config.log_file is None else "--log-file"
-            self._open_file("log", lambda: AppendedFile(path, name=f"{flag}: the log file {path}"))
+            name = f"{flag}: the log file {path}"
+            self._files["log"] = self._opened(lambda: AppendedFile(path, name=name))
         skipped, metrics = skipped_batches_path(self._run), config.metrics_jsonl
         if skipped is not None and os.path.exists(skipped):
             self._open_skipped(start.iteration)
         if metrics is not None:
-            self._open_file("metrics", lambda: metrics_file(metrics, start.iteration))
+            self._files["metrics"] = self._opened(lambda: metrics_file(metrics, start.iteration))
         if (folder := config.tensorboard_dir) is not None:
             from megatron_lite.training.scalars import TensorBoard
 
@@ -163,10 +130,8 @@ class RunLog:
 
     def _open_skipped(self, iteration: int) -> None:
         if (path := skipped_batches_path(self._run)) is not None:
-            self._open_file("skipped", lambda: metrics_file(path, iteration, flag="--save"))
-
-    def _open_file(self, key: str, open_: Callable[[], AppendedFile]) -> None:
-        self._files[key] = self._opened(open_)
+            opened = self._opened(lambda: metrics_file(path, iteration, flag="--save"))
+            self._files["skipped"] = opened
 
     def _opened(self, open_: Callable[[], Any]) -> Any:
         """Returns a part of the log, or None with a warning if its disk is full.
@@ -219,9 +184,12 @@ class RunLog:
 
     def line(self, text: str) -> None:
         """Prints one line, and writes it to the log file."""
-        if self._terminal is not None:
+        self._show(text)
+        self.to_file(text)
+
+    def _show(self, text: str | None) -> None:
+        if self._terminal is not None and text is not None:
             self._terminal.line(text)
-        self._write("log", "a line", text)
 
     def to_file(self, text: str) -> None:
         """Writes lines to the log file."""
@@ -232,10 +200,8 @@ class RunLog:
 
         short: what the terminal gets instead in the short style; None: nothing.
         """
-        shown = text if self._config.log_style == "megatron" else short
-        if shown is not None and self._terminal is not None:
-            self._terminal.line(shown)
-        self._write("log", "a line", text)
+        self._show(text if self._config.log_style == "megatron" else short)
+        self.to_file(text)
 
     def slow(self, what: str) -> AbstractContextManager[None]:
         """Returns a context that tells of work that takes more than a few seconds."""
@@ -272,8 +238,7 @@ class RunLog:
         if is_last or record.iteration % config.log_interval == 0:
             interval, self._interval = Interval(self._interval, facts), []
             if config.log_style == "megatron" or "log" in self._files:
-                line = iteration_line(interval, facts, throughput=config.log_throughput)
-                self.detail(line)
+                self.detail(iteration_line(interval, facts, throughput=config.log_throughput))
             if config.log_style != "megatron":
                 self._terminal.line(self._short(interval, self._terminal.columns))
 

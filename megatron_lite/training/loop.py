@@ -28,7 +28,7 @@ from megatron_lite.parallel.torch_internals import compiler_settings
 from megatron_lite.supervision.exits import Exits, Pulse
 from megatron_lite.training.batches import DocumentRules, MicroBatches, SampleOrder, masked_mean
 from megatron_lite.training.iteration_line import IterationRecord
-from megatron_lite.training.log import RunLog, open_log
+from megatron_lite.training.log import RunLog
 from megatron_lite.training.observe import ActivationBytes, ActivationMeter, TimelineRecorder
 from megatron_lite.training.out_of_memory import told_where_memory_runs_out
 from megatron_lite.training.peak_memory import (
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 
 NEVER = 2**63  # iterations
+COUNTS = ("skipped", "num_zeros")  # the figures of a step that are whole numbers
 
 
 class StartedStep(NamedTuple):
@@ -126,6 +127,7 @@ class Trainer:
     _started: list[StartedStep] = field(default_factory=list, init=False)
     _seconds: list[float] = field(default_factory=list, init=False)  # of the finished steps
     _saved_at: int = field(default=-1, init=False)
+    _kept: dict[str, Any] = field(default_factory=dict, init=False)  # for all records
 
     @cached_property
     def skipped(self) -> SkippedUpdates:
@@ -163,7 +165,16 @@ class Trainer:
         with self.saver or nullcontext():
             notices = self.saver.warnings if self.saver is not None else []
             notices = [*notices, *self.parallel.together("--load", self._load)]
-            with self.parallel.together("the log", self._open_log) as log:
+            open_log = partial(
+                RunLog,
+                self.config,
+                self.parallel,
+                self.batches,
+                self.progress,
+                num_iterations=self.num_iterations,
+                invocation=self.invocation,
+            )
+            with self.parallel.together("the log", open_log) as log:
                 for notice in (*notices, *self.notices):
                     log.line(notice)
                 if self.progress.iteration >= self.num_iterations:
@@ -193,7 +204,8 @@ class Trainer:
         training, checkpoint = self.config.training, self.config.checkpoint
         waits = self.config.parallel.distributed_timeout_seconds_after_init
         in_flight, iteration = self._steps_in_flight(), self.progress.iteration
-        reason = self._evaluate_within(log, exits) if self.progress.evaluation_is_due else None
+        is_due = self.progress.evaluation_is_due
+        reason = self._evaluate("validation", log, exits) if is_due else None
         if reason is not None:
             log.line(f"exiting at iteration {iteration}: {reason}")
             return False
@@ -237,7 +249,7 @@ class Trainer:
             if evaluates:
                 # If the run ends during the evaluation, the checkpoint records it as still due.
                 self.progress = replace(self.progress, evaluation_is_due=True)
-                reason = reason or self._evaluate_within(log, exits)
+                reason = reason or self._evaluate("validation", log, exits)
             if self.saver is not None and saves:
                 self._save(self.saver, log)
                 reason = reason or exits.now()
@@ -298,9 +310,7 @@ class Trainer:
         iteration, before = self.progress.iteration + 1, self.progress.consumed_samples
         batch_size = self.batches.at(before)
         learning_rate = self.schedule.at(before)
-        decoupled_learning_rate = None
-        if self.schedule.decoupled_max_lr is not None:
-            decoupled_learning_rate = self.schedule.decoupled_at(before)
+        decoupled_learning_rate = self.schedule.decoupled_at(before)
         logged = iteration % logging.log_interval == 0
         batches = MicroBatches(
             dataset=self.datasets.train,
@@ -344,7 +354,7 @@ class Trainer:
             self.progress, iteration=iteration, consumed_samples=before + batch_size
         )
         figures = {
-            "loss": result.loss,
+            "lm_loss": result.loss,
             "grad_norm": result.grad_norm,
             "skipped": result.skipped,
             "loss_scale": result.loss_scale,
@@ -383,46 +393,32 @@ class Trainer:
 
     def _finish_step(self, step: StartedStep, log: RunLog) -> None:
         """Reads a step's figures, counts them and logs them. Waits for the end of that step."""
-        figures = step.end.figures()
+        figures: dict[str, Any] = step.end.figures()
+        figures |= {name: int(figures[name]) for name in COUNTS if name in figures}
         seconds = step.end.seconds_after(self._last_end)
         self._last_end = step.end
         self._seconds.append(seconds)
         iteration, batch_size = step.row["iteration"], step.row["global_batch_size"]
-        update, progress, nan = None, self.progress, not math.isfinite(figures.loss)
-        if figures.skipped:
-            consumed = step.row["consumed_samples"]
-            samples = range(consumed - batch_size, consumed)
-            update = self.skipped.judge(iteration, samples, figures, step.result, progress)
+        record = IterationRecord(
+            **step.row,
+            **figures,
+            **self._kept,
+            nan=int(not math.isfinite(figures["lm_loss"])),
+            iteration_ms=seconds * 1000.0,
+            tokens_per_second=batch_size * self.config.data.seq_length / seconds,
+        )
+        update, progress = None, self.progress
+        if record.skipped:
+            update = self.skipped.judge(record, step.result, progress)
             log.skipped(update)
             if self.optimizer.loss_scale is not None:  # it must not advance the learning rate
                 samples_skipped = self.schedule.skipped_samples + batch_size
                 self.schedule = replace(self.schedule, skipped_samples=samples_skipped)
         self.progress = replace(
             progress,
-            skipped_iterations=progress.skipped_iterations + int(figures.skipped),
-            nan_iterations=progress.nan_iterations + nan,
+            skipped_iterations=progress.skipped_iterations + record.skipped,
+            nan_iterations=progress.nan_iterations + record.nan,
             skipped_in_a_row=0 if update is None else update.in_a_row,
-        )
-        kept = self.activation_bytes
-        record = IterationRecord(
-            **step.row,
-            lm_loss=figures.loss,
-            grad_norm=figures.grad_norm,
-            params_norm=figures.params_norm,
-            num_zeros=None if figures.num_zeros is None else int(figures.num_zeros),
-            load_balancing_loss=figures.load_balancing_loss,
-            z_loss=figures.z_loss,
-            expert_imbalance=figures.expert_imbalance,
-            expert_rank_imbalance=figures.expert_rank_imbalance,
-            loss_scale=figures.loss_scale,
-            iteration_ms=seconds * 1000.0,
-            tokens_per_second=batch_size * self.config.data.seq_length / seconds,
-            skipped=int(figures.skipped),
-            nan=int(nan),
-            activation_bytes_predicted=None if kept is None else kept.predicted,
-            activation_bytes_measured=None if kept is None else kept.measured,
-            activation_host_bytes_predicted=None if kept is None else kept.host_predicted,
-            activation_host_bytes_measured=None if kept is None else kept.host_measured,
         )
         log.iteration(record)
         # This may end the run, so it comes after the row of the step is in the log.
@@ -442,6 +438,12 @@ class Trainer:
         Issues one all-reduce over all ranks.
         """
         kept = self.activation_bytes = meter.result(self.config, self.parallel)
+        self._kept = dict(
+            activation_bytes_predicted=kept.predicted,
+            activation_bytes_measured=kept.measured,
+            activation_host_bytes_predicted=kept.host_predicted,
+            activation_host_bytes_measured=kept.host_measured,
+        )
         log.measured(kept.predicted, kept.measured, is_peak=False)
         fault = kept.fault
         if fault is not None and self.config.recompute.recompute_verify:
@@ -468,24 +470,17 @@ class Trainer:
                 "it happens again"
             )
 
-    def _evaluate_within(self, log: RunLog, exits: Exits) -> str | None:
-        """Evaluates the validation loss in the middle of the run.
-
-        Returns the reason if the evaluation was left unfinished, else None.
-        """
-        reason = self._evaluate("validation", log, exits)
+    def _evaluate(self, name: str, log: RunLog, exits: Exits) -> str | None:
+        """Logs the validation or test loss. Returns what ended the run meanwhile, else None."""
+        reason = None
+        if self.config.training.eval_iters:
+            dataset = self.datasets.valid if name == "validation" else self.datasets.test
+            reason = self.evaluations.log_loss(
+                name, dataset, iteration=self.progress.iteration, log=log, exits=exits
+            )
         if reason is None:
             self.progress = replace(self.progress, evaluation_is_due=False)
         return reason
-
-    def _evaluate(self, name: str, log: RunLog, exits: Exits) -> str | None:
-        """Logs the validation or test loss. Returns what ended the run meanwhile, else None."""
-        if self.config.training.eval_iters == 0:
-            return None
-        dataset = self.datasets.valid if name == "validation" else self.datasets.test
-        return self.evaluations.log_loss(
-            name, dataset, iteration=self.progress.iteration, log=log, exits=exits
-        )
 
     def _load(self) -> list[str]:
         """Loads the step that `--load` chose, if it is given. Returns lines for the log."""
@@ -552,14 +547,3 @@ class Trainer:
                 "copy, which is now written"
             )
         self._saved_at = iteration
-
-    def _open_log(self) -> RunLog:
-        return open_log(
-            self.config,
-            self.parallel,
-            self.batches,
-            self.progress,
-            num_iterations=self.num_iterations,
-            shows_peak=measures_peak(self.config, self.parallel.device),
-            invocation=self.invocation,
-        )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_lite.checkpointing.metadata import Metadata, read_config
 from megatron_lite.checkpointing.start import Start
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import input_faults
 from megatron_lite.config.run import RunConfig
 from megatron_lite.optim.lr_schedule import LrSchedule
 from megatron_lite.parallel.state import ParallelState
@@ -80,14 +80,12 @@ def _differences(schedule: LrSchedule, saved: LrSchedule) -> tuple[str, ...]:
 
 def _schedule_of(saved: RunConfig, metadata: Metadata, step: Path) -> LrSchedule:
     """Returns the schedule of a checkpoint that does not hold it, by the flags of its run."""
-    try:
+    with input_faults(
+        f"--use-checkpoint-opt_param-scheduler: {step} does not tell its schedule (",
+        "): leave the flag out, and give --lr and the like",
+    ):
         batches = saved.batch_schedule(metadata.dp_size)
         length = saved.training.train_samples
         if length is None:
             length = batches.consumed_after(saved.training.num_iterations(batches))
         return LrSchedule.build(saved.lr_schedule, train_samples=length, batches=batches)
-    except ValueError as error:
-        raise InputError(
-            f"--use-checkpoint-opt_param-scheduler: {step} does not tell its schedule ({error}): "
-            "leave the flag out, and give --lr and the like"
-        ) from error

@@ -23,8 +23,9 @@ from megatron_lite.optim.optimizer import Optimizer
 from megatron_lite.parallel.messages import by_rank
 from megatron_lite.parallel.state import ParallelState, gather_texts
 from megatron_lite.training.batches import SampleOrder
+from megatron_lite.training.iteration_line import IterationRecord
 from megatron_lite.training.log_files import SKIPPED_BATCHES
-from megatron_lite.training.step import StepFigures, StepResult, Traces, TrainingError
+from megatron_lite.training.step import StepResult, Traces, TrainingError
 
 if TYPE_CHECKING:
     from megatron_lite.data.blend import Dataset
@@ -102,18 +103,14 @@ class SkippedUpdates:
         ]
 
     def judge(
-        self,
-        iteration: int,
-        samples: range,
-        figures: StepFigures,
-        result: StepResult,
-        progress: Progress,
+        self, record: IterationRecord, result: StepResult, progress: Progress
     ) -> SkippedUpdate:
         """Returns the row of one skipped update. Every rank must call this.
 
+        progress: that of the iterations before it.
         Gathers a text from every rank, unless it is a spike. Only rank 0's row has documents.
         """
-        finite = math.isfinite(figures.grad_norm)  # a loss that is not finite makes the norm so too
+        finite = math.isfinite(record.grad_norm)  # a loss that is not finite makes the norm so too
         origins = (
             [] if finite else gather_texts(_not_finite(result.traces, self._pieces), self._parallel)
         )
@@ -123,18 +120,19 @@ class SkippedUpdates:
             not finite
             and LOSS not in origins
             and self._minimum is not None
-            and figures.loss_scale > self._minimum
+            and record.loss_scale > self._minimum
         )
-        reason = "spike" if finite else "overflow" if overflow else "not finite"
+        first = record.consumed_samples - record.global_batch_size
+        samples = range(first, record.consumed_samples)
         return SkippedUpdate(
-            iteration=iteration,
-            reason=reason,
-            first_sample=samples.start,
+            iteration=record.iteration,
+            reason="spike" if finite else "overflow" if overflow else "not finite",
+            first_sample=first,
             num_samples=len(samples),
             in_a_row=progress.skipped_in_a_row + (not overflow),
-            lm_loss=figures.loss,
-            grad_norm=figures.grad_norm,
-            loss_scale=figures.loss_scale,
+            lm_loss=record.lm_loss,
+            grad_norm=record.grad_norm,
+            loss_scale=record.loss_scale,
             mean_loss=result.mean_loss.item() if finite and result.mean_loss is not None else None,
             found_on=by_rank(origins),
             documents=_documents(self._dataset, self._read_at(samples))

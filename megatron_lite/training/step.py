@@ -76,32 +76,13 @@ class StepResult(NamedTuple):
     traces: Traces
 
 
-class StepFigures(NamedTuple):
-    """A step's figures, read from the device.
-
-    params_norm, num_zeros: only on logged iterations, and only if asked for. The others: those of
-        the routers (model/router.py), only on logged iterations of a model with experts.
-    """
-
-    loss: float
-    grad_norm: float
-    skipped: float
-    loss_scale: float
-    params_norm: float | None = None
-    num_zeros: float | None = None
-    load_balancing_loss: float | None = None
-    z_loss: float | None = None
-    expert_imbalance: float | None = None
-    expert_rank_imbalance: float | None = None
-
-
 class StepEnd:
     """A point in the work of a device: its time, and figures that are copied to the host there.
 
     On a GPU the copy to pinned memory and an event are launched behind the work so far. Reading
     waits for that event alone, so that a step launched later goes on meanwhile, and the time is the
     event's. On a CPU the work is done at once.
-    figures: 0-d tensors on the device, by their names in StepFigures.
+    figures: 0-d tensors on the device, by their names in IterationRecord.
     """
 
     def __init__(self, device: torch.device, figures: Mapping[str, Tensor] | None = None) -> None:
@@ -123,11 +104,11 @@ class StepEnd:
         """Tells whether the device does its work later than the host launches it."""
         return device.type != "cpu"
 
-    def figures(self) -> StepFigures:
+    def figures(self) -> dict[str, float]:
         """Returns the figures. On a GPU it waits until the work has come to this point."""
         if self._event is not None:
             self._event.synchronize()
-        return StepFigures(**dict(zip(self._names, self._values.tolist(), strict=True)))
+        return dict(zip(self._names, self._values.tolist(), strict=True))
 
     def seconds_after(self, earlier: StepEnd) -> float:
         """Returns the time from an earlier end to this one, whose figures have been read."""

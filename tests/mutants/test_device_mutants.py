@@ -8,7 +8,7 @@ from typing import Any
 from megatron_lite.parallel import collectives
 from megatron_lite.recompute.offload import CudaCopyStreams
 from megatron_lite.training import graphs
-from megatron_lite.training.step import StepEnd, StepFigures
+from megatron_lite.training.step import StepEnd
 from tests.support.mutants import Mutant, each_is_seen, replaces
 from tests.training import test_graphs, test_step_times
 from tests.training.test_device_hot_path import check_short_case
@@ -25,8 +25,8 @@ def a_collective_is_read_before_it_ends(wait: Any, self: Any) -> Any:
 
 
 @replaces("figures", StepEnd)
-def figures_are_read_before_their_event(figures: Any, self: StepEnd) -> StepFigures:
-    return StepFigures(**dict(zip(self._names, self._values.tolist(), strict=True)))
+def figures_are_read_before_their_event(figures: Any, self: StepEnd) -> dict[str, float]:
+    return dict(zip(self._names, self._values.tolist(), strict=True))
 
 
 @replaces("replay", graphs.Graph)

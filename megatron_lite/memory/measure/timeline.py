@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import input_faults
 from megatron_lite.config.input_file import read_input
 from megatron_lite.config.plain import parse_json
 from megatron_lite.data.durable_files import written_beside
@@ -119,12 +119,9 @@ def read_timeline(path: str) -> Timeline:
     InputError: the file is not of this format; the error names the fault.
     """
     text = read_input(path, MAX_FILE_BYTES)
-    try:
+    # Bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError.
+    with input_faults(f"{path}: not a file of --memory-timeline, version {VERSION}: "):
         return _timeline(parse_json(text, longest=None, strict=False))
-    except ValueError as error:  # bytes that are not UTF-8 raise UnicodeDecodeError, a ValueError
-        raise InputError(
-            f"{path}: not a file of --memory-timeline, version {VERSION}: {error}"
-        ) from None
 
 
 def _timeline(document: Any) -> Timeline:
