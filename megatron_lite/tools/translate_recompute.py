@@ -20,8 +20,7 @@ from megatron_lite.config.checks import InputError
 from megatron_lite.config.parser import Parser
 from megatron_lite.tools.command import exit_status
 from megatron_lite.tools.config_file import read_config_file
-from megatron_lite.tools.translation import Translation
-from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, systems_of
+from megatron_lite.tools.translators import SYSTEMS, systems_of, translated
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,11 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="N",
         help="deepspeed, oslo: the tensor-parallel size of the run (default: that of the file)",
     )
-    add(
-        "--component",
-        metavar="NAME",
-        help="modalities: the component to read, where several recompute",
-    )
     args = parser.parse_args(argv)
     if (args.file is None) == (args.named_file is None):
         parser.error("give the config once: FILE, or --json FILE")
@@ -82,44 +76,13 @@ def translate(args: argparse.Namespace) -> None:
     path = args.file or args.named_file
     config = read_config_file(path)
     try:
-        translation = translated(
-            config,
-            _system(config, args.system),
-            args.tp,
-            num_layers=args.num_layers,
-            component=args.component,
-        )
+        system = _system(config, args.system)
+        translation = translated(config, system, args.tp, num_layers=args.num_layers)
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     for note in translation.notes:
         print(f"note: {note}", file=sys.stderr)
     print(shlex.join(translation.flags))
-
-
-def translated(
-    config: Any,
-    system: str,
-    tp_size: int | None = None,
-    *,
-    num_layers: int | None = None,
-    component: str | None = None,
-) -> Translation:
-    """Returns the translation of a config.
-
-    num_layers: the layers of the model. None: the translation is for any number of layers, and may
-    have a note on the fewest that it needs.
-    Raises ValueError for a fault in the config, or for an option of another system.
-    """
-    options: dict[str, Any] = {}
-    for flag, name, value, systems in (
-        ("--tp", "tp_size", tp_size, tuple(PARTITIONING)),
-        ("--component", "component", component, ("modalities",)),
-    ):
-        if value is not None and system not in systems:
-            raise ValueError(f"{flag} belongs to {' and '.join(systems)}: leave it out")
-        if value is not None:
-            options[name] = value
-    return SYSTEMS[system](config, **options).for_layers(num_layers)
 
 
 def _system(config: Any, named: str | None) -> str:

@@ -1,8 +1,9 @@
-"""The result of translating another system's config, and the functions that read such a config.
+"""The result of translating another system's config, and the reader of such a config.
 
-A config is plain data: mappings, lists, texts, numbers. A table of keys says which types each may
-have, and why a value has no counterpart. The rest of a whole file is searched for keys that concern
-recomputation, offloading or the wrapping of modules, so that none of them is ignored silently.
+A config is plain data: mappings, lists, texts, numbers. Tables say in which sections of the file a
+system has its settings, which values each may have, and why one has no counterpart. The rest of a
+whole file is searched for keys that concern recomputation, offloading or the wrapping of modules,
+so that none of them is ignored silently.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ MAX_STEP = 999_999
 MAX_REFERENCES = 20  # references that an interpolation may follow
 MAX_NOTES_ELSEWHERE = 20
 LONGEST_PLACE = 100  # characters of a place in a file that a message shows
+NO_KEY = "(?!)"  # the regular expression that matches nothing
 EVERY = (Layers(),)
 INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+STEP = re.compile(r"[0-9]{1,6}")
 RELEVANT = re.compile(
     r"(^|_)s?ac(_|$)|activations?_?(check|offload|memory|recomp)"
     r"|checkpoint_?(activation|in_cpu)|gradient_?checkpoint"
@@ -32,17 +35,28 @@ OFF = (None, False, "", "none", "None", "disabled")
 RESHARDS = (None, True, "default", "always")
 
 
-class ConfigKey(NamedTuple):
+class Key(NamedTuple):
     """A key that is read.
 
-    kinds: its types; None is null. note: why it has no counterpart here. name: its name here, if a
-    table of several systems has one. choices: its values other than null; () if any value will do.
+    allowed: its types and, as texts, its values; None is null. name: its name here. note: why it
+    has no counterpart here.
     """
 
-    kinds: tuple[type | None, ...] = (bool,)
-    note: str = ""
+    allowed: tuple[type | str | None, ...] = (bool,)
     name: str = ""
-    choices: Collection[object] = ()
+    note: str = ""
+
+
+class Table(NamedTuple):
+    """The keys of a section.
+
+    section: the place of the section, "" for the file itself, as a regular expression. own: all
+    keys that belong to it, as a regular expression: one of them that is not in `keys` is an error.
+    """
+
+    section: str
+    keys: Mapping[str, Key]
+    own: str = NO_KEY
 
 
 class Translation(NamedTuple):
@@ -73,32 +87,39 @@ class Translation(NamedTuple):
         A rule that names none of them is left out, with a note. The launcher would refuse it, since
         it does nothing. None: for any number, with a note on the fewest layers that it needs.
         """
-        firsts = {rule: min(layers.first for layers in rule.layers) for rule in self.rules}
-        needed = 1 + max(firsts.values(), default=0)
+        needed = 1 + max((rule.layers[0].first for rule in self.rules), default=0)
+        if needed <= (num_layers or 1):
+            return self
         if num_layers is None:
-            notes = [
+            note = (
                 f"{self.policy} needs a stage of {needed} layers or more: with fewer the launcher "
                 "refuses it; give --num-layers N for the flags of a smaller model"
-            ]
-            return self._replace(notes=(*self.notes, *notes[: needed > 1]))
-        kept = tuple(rule for rule in self.rules if firsts[rule] < num_layers)
-        notes = [
-            f"{rule} names no layer of {num_layers}: nothing is recomputed by it, and it is left "
+            )
+            return self._replace(notes=(*self.notes, note))
+        # The rule of every n-th layer comes first, and at most one for all layers after it.
+        first, *kept = self.rules
+        note = (
+            f"{first} names no layer of {num_layers}: nothing is recomputed by it, and it is left "
             "out"
-            for rule in self.rules
-            if rule not in kept
-        ]
-        rules = kept or (self.rules and (unit(0),))
-        return self._replace(rules=rules, notes=(*self.notes, *notes))
+        )
+        return self._replace(rules=tuple(kept) or (unit(0),), notes=(*self.notes, note))
 
 
-class ConfigReader:
-    """A config of one system, and the notes about it. Every fault raises ValueError."""
+class Settings:
+    """The settings that a config of one system has. Every fault raises ValueError.
 
-    def __init__(self, system: str, config: Any) -> None:
-        self._system, self.config = system, config
+    given: the values by their names here. Null and false count as missing.
+    read: the places of the file that were read, and those that they refer to. What lies below them
+        counts as read too.
+    """
+
+    def __init__(self, system: str, config: Any, tables: Iterable[Table]) -> None:
+        self._system, self.config, self._tables = system, config, tables
+        self.given: dict[str, Any] = {}
+        self.read: set[str] = set()
         self.notes: list[str] = []
-        self._check_mapping(config)
+        self.require(isinstance(config, Mapping), f"expected an object, got {shown(config)}")
+        self._read(config, "")
 
     def require(self, condition: bool, message: str) -> None:
         """Raises ValueError with the message unless the condition holds."""
@@ -109,107 +130,85 @@ class ConfigReader:
         """Adds a note."""
         self.notes.append(f"{self._system}: {text}")
 
-    def section(self, name: str) -> Any:
-        """Returns a section of the file, which must be there."""
+    def give(self, name: str, value: Any) -> None:
+        """Sets a value. Raises ValueError if it has another one already."""
+        held = self.given.setdefault(name, value)
         self.require(
-            name in self.config,
-            f"there is no section {name}, so nothing is said of recomputation: choose a "
-            "--recompute-policy yourself",
+            held is value or held == value,
+            f"{name} is {shown(held)} and {shown(value)}: leave one of them out",
         )
-        return self.config[name]
 
-    def values(self, given: Any, keys: Mapping[str, ConfigKey]) -> dict[str, Any]:
-        """Returns the values of a section. They must have known keys, and the keys' types and
-        choices.
-
-        A text `${a.b}` stands for the value at that place in the file.
-        """
-        self._check_mapping(given)
-        found = {}
-        for key, value in given.items():
+    def _read(self, section: Any, place: str) -> None:
+        """Reads the settings in a section and in all below it."""
+        fitting = (one for one in self._tables if re.fullmatch(one.section, place, re.DOTALL))
+        _, keys, own = next(fitting, Table("", {}))
+        if own == NO_KEY and isinstance(section, Mapping) and section.get("enable") is False:
+            keys = {}  # the section is turned off
+        for at, key, value in inside(section, place):
             self.require(
-                key in keys, f"unknown key {shown(key)} (known: {', '.join(keys) or 'none'})"
+                key in keys or not re.fullmatch(own, key, re.DOTALL),
+                f"unknown key {shown(key)} (known: {', '.join(keys)})",
             )
-            kinds, note, name, choices = keys[key]
-            value = self.resolved(value, key)
-            self.require(
-                # not isinstance, since Python's bool is an int too
-                object in kinds or (None if value is None else type(value)) in kinds,
-                f"{key} must be {' or '.join(kind.__name__ if kind else 'null' for kind in kinds)} "
-                f"(got {shown(value)})",
-            )
-            if choices and value is not None:
-                self.choice(key, value, choices)
-            if note and value not in (None, False, "default"):
-                self.note(f"{key} has no counterpart: {note}")
-            found[name or key] = value
-        return found
+            if key in keys:
+                self.read.add(at)
+                value = self._set(key, self._resolved(value, key), keys[key])
+            self._read(value, at)
 
-    def resolved(self, value: Any, where: str) -> Any:
+    def _set(self, key: str, value: Any, row: Key) -> Any:
+        """Checks and sets the value of a key. Returns the value."""
+        names = [one.__name__ if isinstance(one, type) else one or "null" for one in row.allowed]
+        self.require(
+            # not isinstance, since Python's bool is an int too
+            type(value) in row.allowed or value in row.allowed,
+            f"{key} must be {' or '.join(names)} (got {shown(value)})",
+        )
+        if value is not None and value is not False and not isinstance(value, Mapping):
+            if row.note and value != "default":
+                self.note(f"{key} has no counterpart: {row.note}")
+            self.give(row.name or key, value)
+        return value
+
+    def _resolved(self, value: Any, where: str) -> Any:
         """Returns `value`, or for an interpolation `${a.b}` the value at that place in the file."""
         for _ in range(MAX_REFERENCES):
             if not isinstance(value, str) or "${" not in value:
                 return value
             match = INTERPOLATION.fullmatch(value)
-            self.require(
-                match is not None,
-                f"{where} is {shown(value)}, which only the original resolves: write its value "
-                "into the file",
-            )
-            place = match[1]  # type: ignore[index]
+            if match is None:
+                break
+            self.read.add(match[1])
             value = self.config
-            for part in place.split("."):
-                self.require(
-                    isinstance(value, Mapping) and part in value,
-                    f"{where} refers to {shown(place)}, which the file does not hold",
-                )
-                value = value[part]
+            for part in match[1].split("."):
+                value = value.get(part, match[0]) if isinstance(value, Mapping) else match[0]
         raise ValueError(
-            f"{self._system}: {where} refers to itself, or through more than {MAX_REFERENCES} "
-            "other keys"
-        )
-
-    def choice(self, key: str, value: Any, allowed: Collection[object]) -> None:
-        """Raises ValueError unless the value is one of those allowed."""
-        self.require(
-            value in allowed,
-            f"{key} must be one of {', '.join(map(str, allowed))} (got {shown(value)})",
+            f"{self._system}: {where} is {shown(value)}, which the file does not resolve: write "
+            "its value there"
         )
 
     def every(self, step: Any, where: str) -> Rule:
         """Returns the rule that makes every step-th layer a unit: the last of each `step` layers.
 
-        The original systems count alike.
+        The original systems count alike. step: a number, maybe as text.
         """
+        number = int(step) if isinstance(step, str) and STEP.fullmatch(step) else step
         self.require(
-            isinstance(step, int) and 1 <= step <= MAX_STEP,
+            isinstance(number, int) and 1 <= number <= MAX_STEP,
             f"{where} must be from 1, which is every layer, to {MAX_STEP} (got {shown(step)})",
         )
-        return Rule(layers=(Layers(step - 1, None, step),), action=LayerAction(unit=1))
+        return Rule(layers=(Layers(number - 1, None, number),), action=LayerAction(unit=1))
 
-    def result(self, read: Iterable[str], *rules: Rule, more: Iterable[str] = ()) -> Translation:
+    def result(self, rules: Iterable[Rule], more: Iterable[str]) -> Translation:
         """Returns the translation with these rules, further flags and all notes.
 
         Each key elsewhere in the file that concerns recomputation, offloading or wrapping gets a
         note.
-
-        read: the places that the translation has read, such as "activation_checkpoint". Everything
-            below them counts as read too, and so does a place that they refer to.
         """
-        known = set(read)
-        below = tuple(f"{place}." for place in known)
-        for place, value in everything(self.config):
-            if isinstance(value, str) and f"{place}.".startswith(below):
-                known.update(INTERPOLATION.findall(value))
-        found = list(_relevant(self.config, "", known))
+        found = list(_relevant(self.config, "", self.read))
         for place, value in found[:MAX_NOTES_ELSEWHERE]:
             self.note(f"{named(place)} {shown(value)} is not translated")
         if len(found) > MAX_NOTES_ELSEWHERE:
             self.note(f"and {len(found) - MAX_NOTES_ELSEWHERE} more keys are not translated")
-        return Translation(rules, tuple(more), tuple(self.notes))
-
-    def _check_mapping(self, value: Any) -> None:
-        self.require(isinstance(value, Mapping), f"expected an object, got {shown(value)}")
+        return Translation(tuple(rules), tuple(more), tuple(self.notes))
 
 
 def unit(count: int, store: str = "device") -> Rule:

@@ -1,12 +1,13 @@
 """Translates other systems' activation checkpointing.
 
-Each `from_...` takes that system's own config, the whole of it or its part on activation
-checkpointing. It returns a Translation, whose `flags` are the flags to give here. A note names
-every value that has no counterpart. A config that the original refuses raises ValueError, and so
-does a value of the wrong type. `docs/coming-from.md` has a table for each system; the command is
+`translated` takes a system's own config, the whole of it or its part on activation checkpointing.
+It returns a Translation, whose `flags` are the flags to give here. A note names every value that
+has no counterpart. A config that the original refuses raises ValueError, and so does a value of the
+wrong type. `docs/coming-from.md` has a table for each system; the command is
 `tools/translate_recompute.py`.
 
-Two rules hold for all systems. "Every n-th layer" begins with the n-th layer: n = 2 selects layers
+Each system has tables of the keys that are read, and a function that makes rules of their values.
+Two things hold for all systems. "Every n-th layer" begins with the n-th layer: n = 2 selects layers
 1, 3, 5 of a stage, by their number from 0. torchtune, torchtitan and Modalities count calls with
 one counter per process instead, which continues in a second model. And a replay always draws the
 dropout masks of its forward, even if the original would not restore the generators.
@@ -15,23 +16,29 @@ dropout masks of its forward, even if the original would not restore the generat
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lite.config.policy import LayerAction, Rule
 from megatron_lite.tools.translation import (
     EVERY,
-    MAX_STEP,
-    ConfigKey,
-    ConfigReader,
+    Key,
+    Settings,
+    Table,
     Translation,
     everything,
-    named,
     shown,
     unit,
 )
+
+Found = tuple[Sequence[Rule], Sequence[str]]  # rules, and further flags
+ANYWHERE = ".*"
+SWITCH, NUMBER, LIST = Key(), Key((int, None)), Key((list, None))
+SILENT = "so nothing is said of recomputation: choose a --recompute-policy yourself"
+
+# --- torchtune ---
 
 NONE, WHOLE, SELECTIVE, BUDGET = "none", "full", "selective", "memory_budget"
 # The results that 'op' keeps in torchtitan and, by their keys, in Modalities. Their lists name
@@ -46,210 +53,70 @@ OPERATORS = {
 }
 ROUTER = "ops.aten.topk.default"  # its result is the choice of experts
 TORCHTUNE = {
-    "enable_activation_checkpointing": ConfigKey(),
-    "ac_mode": ConfigKey((str, None), choices=(NONE, WHOLE, SELECTIVE)),
-    "ac_option": ConfigKey((int, str, None)),
-    "enable_activation_offloading": ConfigKey(),
-    "activation_offloading_use_streams": ConfigKey(note="copies overlap wherever the device can"),
-    "custom_sharded_layers": ConfigKey((list, None)),
-    "memory_efficient_wrapping": ConfigKey(),
-    "memory_efficient_fsdp_wrap": ConfigKey(),
+    "enable_activation_checkpointing": SWITCH,
+    "ac_mode": Key((NONE, WHOLE, SELECTIVE, None)),
+    "ac_option": Key((int, str, None)),
+    "enable_activation_offloading": SWITCH,
+    "activation_offloading_use_streams": Key(note="copies overlap wherever the device can"),
+    "custom_sharded_layers": LIST,
+    "memory_efficient_wrapping": Key(name="wrapped"),
+    "memory_efficient_fsdp_wrap": Key(name="wrapped"),
 }
-OF_ACTIVATIONS = re.compile(r"(\w+_)?(ac|activations?)(_\w+)?$")
-EMBEDDING_AND_OUTPUT = ("tok_embeddings", "output")  # names in torchtune, maybe after "decoder."
-TITAN_TABLE = "activation_checkpoint"
-TORCHTITAN = {
-    "mode": ConfigKey((str,), choices=(NONE, WHOLE, SELECTIVE, BUDGET)),
-    "selective_ac_option": ConfigKey((int, str)),
-    "per_op_sac_force_recompute_mm_shapes_by_fqns": ConfigKey(
-        (list,), "ops(...) tells operators apart, not their shapes"
-    ),
-    "early_stop": ConfigKey(
-        note="a replay leaves out its last matmul unless --no-recompute-tail-skip is given"
-    ),
-    "memory_budget": ConfigKey((int, float)),
-    "visualize_memory_budget_pareto": ConfigKey(
-        note="it draws what the compiler could do, and trains no differently"
-    ),
-    "preserve_rng_state": ConfigKey(),
-    "determinism_check": ConfigKey((str,), "--recompute-verify compares values"),
-    "debug": ConfigKey(note="--recompute-verify names the layer and the tensor that differ"),
-}
-SECTION = "activation_checkpointing"  # in configs of DeepSpeed and OSLO
-PARTITIONING = {
-    "deepspeed": {
-        "partition_activations": ConfigKey(name="split"),
-        "cpu_checkpointing": ConfigKey(name="host"),
-        "contiguous_memory_optimization": ConfigKey(name="contiguous"),
-        "number_checkpoints": ConfigKey((int, None), "the buffer is sized by the plan"),
-        "synchronize_checkpoint_boundary": ConfigKey(
-            note="nothing waits for the device within a step"
-        ),
-        "profile": ConfigKey(note="--memory-timeline shows the replays of a step"),
-    },
-    "oslo": {
-        "enable": ConfigKey(),
-        "partitioned_checkpointing": ConfigKey(name="split"),
-        "cpu_checkpointing": ConfigKey(name="host"),
-        "contiguous_checkpointing": ConfigKey(name="contiguous"),
-    },
-}
-# The sections, or "" for the file itself, and their keys that may have the tensor-parallel size.
-SIZES = (
-    *(("", "tensor_parallel_size"), ("tensor_parallel", "autotp_size")),
-    *(("model_parallelism", "tensor_parallel_size"), ("tensor_parallelism", "parallel_size")),
-)
-# The values of ac_variant, and the parameters of each.
-VARIANTS: dict[str, dict[str, ConfigKey]] = {
-    "full_activation_checkpointing": {},
-    "selective_layer_activation_checkpointing": {"ac_freq": ConfigKey((int,))},
-    "selective_op_activation_checkpointing": {"save_ops_keys": ConfigKey((list,))},
-}
-BY_VARIANT, BY_CLASS = "ac_variant", "activation_checkpointing_modules"
-OF_CLASSES = {BY_CLASS: ConfigKey((list, None)), "model": ConfigKey((object,))}
-OF_VARIANT = {
-    BY_VARIANT: ConfigKey((str,), choices=VARIANTS),
-    "sac_variant": ConfigKey((str,), name=BY_VARIANT, choices=VARIANTS),  # in earlier versions
-    "ac_fun_params": ConfigKey((dict, None)),
-    "sac_fun_params": ConfigKey((dict, None), name="ac_fun_params"),
-    "layers_fqn": ConfigKey((str,), "the policy counts the layers of the model that is trained"),
-    "model": ConfigKey((object,)),
-}
-# A mapping with one of these keys says what to recompute.
-MODALITIES = (BY_CLASS, BY_VARIANT, "sac_variant", "sac_fun_params")
-# The keys of Trainer, TRL, axolotl, accelerate and NeMo Automodel, and those of the `.._kwargs`.
-OFFLOADING = ("offload", "offload_disk", "unsloth")
-SWITCH = ConfigKey(
-    (bool, str, None), name="gradient_checkpointing", choices=(True, False, *OFFLOADING)
-)
-EVERY_N = ConfigKey((int, None))
-HF = {
-    "gradient_checkpointing": SWITCH,
-    "activation_checkpointing": SWITCH,
-    "fsdp_activation_checkpointing": SWITCH,
-    "gradient_checkpointing_kwargs": ConfigKey((dict, None)),
-    "activation_checkpointing_kwargs": ConfigKey((dict, None)),
-    "every_n_layers": EVERY_N,
-    "activation_offloading": ConfigKey(
-        (bool, str, None), name="offload", choices=(True, False, "legacy", "disk")
-    ),
-}
-HF_KWARGS = {
-    "every_n_layers": EVERY_N,
-    "offload": ConfigKey((bool, None)),
-    "use_reentrant": ConfigKey((bool, None)),  # a replay here is of neither kind
-    "preserve_rng_state": ConfigKey(),
-    "determinism_check": ConfigKey((str,), "--recompute-verify compares values"),
-    "early_stop": ConfigKey(),
-}
-# The endings of the names of classes that are whole layers, and the names of MLPs.
-LAYER_CLASSES = ("Block", "DecoderLayer", "TransformerLayer", "EncoderLayer")
-MLP_CLASSES = ("TransformerMLP", "SwiGLU", "MLP")
+EMBEDDING_AND_OUTPUT = {"tok_embeddings", "output"}  # names in torchtune, maybe after "decoder."
 
 
-def from_torchtune(recipe: Mapping[str, Any]) -> Translation:
+def from_torchtune(found: Settings) -> Found:
     """Translates a recipe's keys on activation checkpointing, offloading and wrapping.
 
-    `TORCHTUNE` lists the keys. They may also be in a section `training` or `fsdp`. If both
-    `enable_activation_checkpointing` and `ac_mode` are set, torchtune applies neither; here
+    If both `enable_activation_checkpointing` and `ac_mode` are set, torchtune applies neither; here
     `ac_mode` decides. torchtune never implemented its `ac_option` 'op'; here it means the same as
     in torchtitan. Offloading moves what every layer saves to host memory, whether the layer is
     rebuilt or not.
     """
-    reader = ConfigReader("torchtune", recipe)
-    places = {
-        place: (key, value)
-        for place, value in everything(recipe)
-        if (key := re.sub(r"^(training\.)?(fsdp\.)?", "", place)) in TORCHTUNE
-        or OF_ACTIVATIONS.match(key)  # a key that torchtune does not know is an error
-    }
-    given = reader.values(dict(places.values()), TORCHTUNE).get
-    enabled, mode, option = (
-        given("enable_activation_checkpointing"),
-        given("ac_mode"),
-        given("ac_option"),
-    )
-    reader.require(
+    given = found.given.get
+    enabled, mode = given("enable_activation_checkpointing"), given("ac_mode")
+    found.require(
         not (enabled and mode == NONE),
         "enable_activation_checkpointing true and ac_mode none contradict each other: leave one of "
         "them out",
     )
     if enabled and mode is not None:
-        reader.note(
+        found.note(
             f"ac_mode {mode} beside enable_activation_checkpointing true makes torchtune apply "
             "neither; here ac_mode says how"
         )
-    mode = mode or (WHOLE if enabled else NONE)
-    if option is not None and mode != SELECTIVE:
-        reader.note(f"ac_option has no meaning with ac_mode {mode}")
-    rules = [_selected(reader, mode, "ac_option", option)]
+    rules = [_of_mode(found, mode or (WHOLE if enabled else NONE), "ac_option")]
     if given("enable_activation_offloading"):
-        reader.require(
+        found.require(
             enabled is True,
             "enable_activation_offloading needs enable_activation_checkpointing true",
         )
         rules = _on_the_host(rules[0])
-    names = [str(name).removeprefix("decoder.") for name in given("custom_sharded_layers") or ()]
-    if names and set(names) != set(EMBEDDING_AND_OUTPUT):
-        reader.note(
-            f"custom_sharded_layers {shown(names)} has no counterpart: "
+    names = {str(name).removeprefix("decoder.") for name in given("custom_sharded_layers", ())}
+    if names not in (set(), EMBEDDING_AND_OUTPUT):
+        found.note(
+            f"custom_sharded_layers {shown(sorted(names))} has no counterpart: "
             "--fsdp-memory-efficient-wrapping is for token embedding and output projection"
         )
-    wrapped = (
-        not set(names).isdisjoint(EMBEDDING_AND_OUTPUT)
-        or given("memory_efficient_wrapping")
-        or given("memory_efficient_fsdp_wrap")
-    )
-    more = ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"] if wrapped else []
-    return reader.result(places, *rules, more=more)
+    wrapped = given("wrapped") or names & EMBEDDING_AND_OUTPUT
+    return rules, ["--use-torch-fsdp2", "--fsdp-memory-efficient-wrapping"] if wrapped else []
 
 
-def from_torchtitan(config: Mapping[str, Any]) -> Translation:
-    """Translates the table `activation_checkpoint` of a job config.
-
-    The default of `mode` is selective, and the default option is every 2nd layer. A whole file
-    without the table means torchtitan's defaults. `selective_ac_option` 'op' keeps every second
-    matmul. torchtitan counts aten.mm alone, so it always rebuilds a linear with a bias; here every
-    matmul counts. `memory_budget` needs the table `compile` with `enable`. Here it also compiles
-    each layer, see training/build_trainer.py.
-    """
-    reader = ConfigReader("torchtitan", config)
-    table: Any = {}
-    if TITAN_TABLE not in config and "torchtitan" in systems_of(config):
-        reader.note(f"the file has no table {TITAN_TABLE}: this is torchtitan's default")
-    else:
-        table = reader.section(TITAN_TABLE)
-    given = reader.values(table, TORCHTITAN)
-    mode, option = given.get("mode", SELECTIVE), given.get("selective_ac_option", "2")
-    if mode != BUDGET:
-        if "memory_budget" in given:
-            reader.note(f"memory_budget has no counterpart: it has no meaning with mode {mode}")
-        rule = _selected(reader, mode, "selective_ac_option", option)
-        return reader.result([TITAN_TABLE], rule)
-    compiler = config.get("compile", {})
-    reader.require(
-        isinstance(compiler, Mapping) and compiler.get("enable") is True,
-        "mode memory_budget needs the table compile with enable true: the budget is "
-        "torch.compile's",
-    )
-    budget = given.get("memory_budget", 0.5)
-    reader.require(0 <= budget <= 1, f"memory_budget must be from 0 to 1 (got {shown(budget)})")
-    more = ["--torch-compile", "--activation-memory-budget", str(float(budget))]
-    return reader.result([TITAN_TABLE, "compile"], more=more)
-
-
-def _selected(reader: ConfigReader, mode: str, key: str, option: object) -> Rule:
+def _of_mode(found: Settings, mode: str, key: str, default: object = None) -> Rule:
     """Returns the rule for a mode of torchtune or torchtitan.
 
-    option: the option of the mode selective. It is a number, maybe as text, or 'op'.
+    key: that of the option of the mode selective, a number, maybe as text, or 'op'.
     """
+    option = found.given.get(key)
     if mode != SELECTIVE:
+        if option is not None:
+            found.note(f"{key} has no meaning with mode {mode}")
         return unit(1 if mode == WHOLE else 0)
     if option == "op":
         return _operators(OPERATORS)
-    if isinstance(option, str) and re.fullmatch(f"[0-9]{{1,{len(str(MAX_STEP))}}}", option):
-        option = int(option)
-    return reader.every(option, f"{key} of selective must be 'op', or it")
+    return found.every(
+        default if option is None else option, f"{key} of selective must be 'op', or it"
+    )
 
 
 def _on_the_host(rule: Rule) -> list[Rule]:
@@ -264,14 +131,85 @@ def _operators(keys: Container[str]) -> Rule:
     return Rule(layers=EVERY, action=action)
 
 
-def from_section(
-    system: str, config: Mapping[str, Any], *, tp_size: int | None = None
-) -> Translation:
+# --- torchtitan ---
+
+TITAN_TABLE = "activation_checkpoint"
+TORCHTITAN = {
+    "mode": Key((NONE, WHOLE, SELECTIVE, BUDGET)),
+    "selective_ac_option": Key((int, str)),
+    "per_op_sac_force_recompute_mm_shapes_by_fqns": Key(
+        (list,), note="ops(...) tells operators apart, not their shapes"
+    ),
+    "early_stop": Key(
+        note="a replay leaves out its last matmul unless --no-recompute-tail-skip is given"
+    ),
+    BUDGET: Key((int, float)),
+    "visualize_memory_budget_pareto": Key(
+        note="it draws what the compiler could do, and trains no differently"
+    ),
+    "preserve_rng_state": SWITCH,
+    "determinism_check": Key((str,), note="--recompute-verify compares values"),
+    "debug": Key(note="--recompute-verify names the layer and the tensor that differ"),
+}
+
+
+def from_torchtitan(found: Settings) -> Found:
+    """Translates the table `activation_checkpoint` of a job config.
+
+    The default of `mode` is selective, and the default option is every 2nd layer. A whole file
+    without the table means torchtitan's defaults. `selective_ac_option` 'op' keeps every second
+    matmul. torchtitan counts aten.mm alone, so it always rebuilds a linear with a bias; here every
+    matmul counts. `memory_budget` needs the table `compile` with `enable`. Here it also compiles
+    each layer, see training/build_trainer.py.
+    """
+    if TITAN_TABLE not in found.read:
+        is_whole = "torchtitan" in systems_of(found.config)
+        found.require(is_whole, f"there is no section {TITAN_TABLE}, {SILENT}")
+        found.note(f"the file has no table {TITAN_TABLE}: this is torchtitan's default")
+    mode, budget = found.given.get("mode", SELECTIVE), found.given.get(BUDGET, 0.5)
+    if mode != BUDGET:
+        if BUDGET in found.given:
+            found.note(f"memory_budget has no counterpart: it has no meaning with mode {mode}")
+        return [_of_mode(found, mode, "selective_ac_option", 2)], []
+    found.require(
+        "compiled" in found.given,
+        "mode memory_budget needs the table compile with enable true: the budget is "
+        "torch.compile's",
+    )
+    found.require(0 <= budget <= 1, f"memory_budget must be from 0 to 1 (got {shown(budget)})")
+    found.read.add("compile")
+    return [], ["--torch-compile", "--activation-memory-budget", str(float(budget))]
+
+
+# --- DeepSpeed and OSLO ---
+
+SECTION = "activation_checkpointing"
+SIZE = "the tensor-parallel size"
+SIZED = {"tensor_parallel_size": Key((int,), SIZE)}
+PARTITIONING = {
+    "deepspeed": {
+        "partition_activations": Key(name="split"),
+        "cpu_checkpointing": Key(name="host"),
+        "contiguous_memory_optimization": Key(name="contiguous"),
+        "number_checkpoints": Key((int, None), note="the buffer is sized by the plan"),
+        "synchronize_checkpoint_boundary": Key(note="nothing waits for the device within a step"),
+        "profile": Key(note="--memory-timeline shows the replays of a step"),
+    },
+    "oslo": {
+        "enable": Key(name="enabled"),
+        "partitioned_checkpointing": Key(name="split"),
+        "cpu_checkpointing": Key(name="host"),
+        "contiguous_checkpointing": Key(name="contiguous"),
+    },
+}
+
+
+def from_section(found: Settings, *, system: str) -> Found:
     """Translates the section `activation_checkpointing` of a config of DeepSpeed or OSLO.
 
-    tp_size: the tensor-parallel size. Partitioning needs it, unless the file has it.
-    In DeepSpeed the calling code decides which layers are units; here every layer is one. Without
-    OSLO's `enable` nothing is rebuilt. Three things differ:
+    Partitioning needs the tensor-parallel size, from the file or given by the user. In DeepSpeed
+    the calling code decides which layers are units; here every layer is one. Without OSLO's
+    `enable` nothing is rebuilt. Three things differ:
 
     The originals partition in place, so in evaluation the caller is left with a shard. Here the
     caller's tensor never changes.
@@ -279,109 +217,109 @@ def from_section(
     is one buffer sized by the plan, without `number_checkpoints`.
     Partitioning over one rank does nothing there. Here it is an error.
     """
-    reader, keys = ConfigReader(system, config), PARTITIONING[system]
-    given = reader.values(reader.section(SECTION), keys)
-    theirs = {own.name: key for key, own in keys.items()}
-    if not given.get("enable", "enable" not in keys):
+    found.require(SECTION in found.read, f"there is no section {SECTION}, {SILENT}")
+    theirs = {row.name: key for key, row in PARTITIONING[system].items()}
+    given = found.given.get
+    split, host, contiguous = given("split"), given("host"), given("contiguous")
+    if system == "oslo" and not given("enabled"):
         for name in ("split", "host", "contiguous"):
-            if given.get(name):
-                reader.note(f"{theirs[name]} does nothing without enable true")
-        return reader.result([SECTION], unit(0))
-    sizes = {} if tp_size is None else {"--tp": tp_size}
-    for name, key in SIZES:
-        part = config.get(name) if name else config
-        # a section with enable false does not count
-        if isinstance(part, Mapping) and key in part and part.get("enable") is not False:
-            place = f"{name}.{key}".removeprefix(".")
-            size = reader.resolved(part[key], place)
-            # 0 and 1 turn DeepSpeed's own splitting off: the size is then that of the caller.
-            if key != "autotp_size" or type(size) is not int or size not in (0, 1):
-                sizes[place] = size
-    for place, size in sizes.items():
-        reader.require(
-            type(size) is int and size >= 1,
-            f"{place}, the tensor-parallel size, must be at least 1 (got {shown(size)})",
-        )
-    reader.require(
-        len(set(sizes.values())) < 2,
-        f"the tensor-parallel sizes contradict each other: {shown(sizes)}: leave one of them out",
+            if given(name):
+                found.note(f"{theirs[name]} does nothing without enable true")
+        return [unit(0)], []
+    # 0 and 1 turn DeepSpeed's own splitting off: the size is then that of the caller.
+    if given("autotp_size", 0) not in (0, 1):
+        found.give(SIZE, given("autotp_size"))
+    size, asked = given(SIZE), given("--tp")
+    if asked is not None:
+        found.give(SIZE, asked)
+    tp_size = given(SIZE, 1)
+    found.require(tp_size >= 1, f"{SIZE} must be at least 1 (got {tp_size})")
+    found.require(
+        bool(split or not contiguous), f"{theirs['contiguous']} needs {theirs['split']} true"
     )
-    split, contiguous = given.get("split", False), given.get("contiguous", False)
-    reader.require(split or not contiguous, f"{theirs['contiguous']} needs {theirs['split']} true")
-    reader.require(
-        not split or any(size > 1 for size in sizes.values()),
+    found.require(
+        not split or tp_size > 1,
         f"{theirs['split']} splits inputs over tensor-parallel ranks and needs a tensor-parallel "
-        f"size > 1 (got {max(sizes.values(), default='none')}): give --tp N, or set it to false",
+        f"size > 1 (got {tp_size}): give --tp N, or set it to false",
     )
-    stores = ["split"] * split + ["host"] * given.get("host", False)
-    more = ["--contiguous-saved-activations"] * contiguous
-    if split and sizes.keys() - {"--tp"}:
-        more += ["--tensor-model-parallel-size", str(max(sizes.values()))]
-    return reader.result([SECTION], unit(1, "+".join(stores) or "device"), more=more)
+    more = ["--contiguous-saved-activations"] if contiguous else []
+    if split and size:
+        more += ["--tensor-model-parallel-size", str(size)]
+    store = "+".join(["split"] * bool(split) + ["host"] * bool(host))
+    return [unit(1, store or "device")], more
 
 
-def from_modalities(config: Mapping[str, Any], *, component: str | None = None) -> Translation:
+# --- Modalities ---
+
+BY_VARIANT, BY_CLASS = "ac_variant", "activation_checkpointing_modules"
+# The values of ac_variant, and the parameter of each.
+VARIANTS = {
+    "full_activation_checkpointing": "",
+    "selective_layer_activation_checkpointing": "ac_freq",
+    "selective_op_activation_checkpointing": "save_ops_keys",
+}
+VARIANT, PARAMETERS = Key((*VARIANTS,), BY_VARIANT), Key((dict, None))
+MODALITIES = {
+    BY_CLASS: LIST,
+    BY_VARIANT: VARIANT,
+    "sac_variant": VARIANT,  # in earlier versions
+    "sac_fun_params": PARAMETERS,
+    "ac_fun_params": PARAMETERS,
+    "layers_fqn": Key((str,), note="the policy counts the layers of the model that is trained"),
+}
+# The endings of the names of classes that are whole layers, and the names of MLPs.
+LAYER_CLASSES = ("Block", "DecoderLayer", "TransformerLayer", "EncoderLayer")
+MLP_CLASSES = ("TransformerMLP", "SwiGLU", "MLP")
+
+
+def from_modalities(found: Settings) -> Found:
     """Translates a whole config, or one component of it.
 
-    A config of Modalities is a graph of components, each a mapping with a `config`. They refer to
-    others by `instance_key`. Whatever has `ac_variant` or `activation_checkpointing_modules`
-    recomputes: a component, or the `config` of one.
-
-    component: the component to read, if the file has several that recompute.
+    A config of Modalities is a graph of components, each a mapping with a `config`. Every component
+    counts as used: several that recompute must do so alike.
     The layers are those of the model that is trained. `recompute.apply.apply_policy_` takes a
     `layers_fqn` for any other layers. Modalities keeps every second result of aten.mm, whatever the
     config says; `OPERATORS` lists the meaning of the keys. A whole file without a component that
     recomputes is translated to no recomputation.
     """
-    reader = ConfigReader("modalities", config)
-    parts = dict(_recomputing(config))
-    in_use = _in_use(reader, parts, component)
-    if in_use is None:
-        reader.require(
-            "modalities" in systems_of(config),
-            f"there is no component activation_checkpointed, and no {BY_VARIANT}, so nothing is "
-            "said of recomputation: choose a --recompute-policy yourself",
+    given = found.given
+    # The component itself is read, and its keys below `config`.
+    found.read |= {place.rpartition(".")[0].removesuffix(".config") for place in found.read}
+    variant, parameters = given.get(BY_VARIANT), given.keys() & {*VARIANTS.values()}
+    if BY_CLASS in given:
+        found.require(variant is None, f"both {BY_CLASS} and {BY_VARIANT}: leave one of them out")
+        return [_of_classes(found, given[BY_CLASS])], []
+    if variant is None:
+        is_whole = "modalities" in systems_of(found.config)
+        found.require(
+            is_whole and not parameters,
+            f"there is no component activation_checkpointed, and no {BY_VARIANT}, {SILENT}",
         )
-        reader.note("no component activation_checkpointed is in use, so nothing is recomputed")
-        return reader.result(parts, unit(0))
-    given = parts.pop(in_use)
-    rule = (_of_classes if BY_CLASS in given else _of_variant)(reader, given)
-    for place in parts:
-        reader.note(f"the component {named(place)} would recompute too, and is not the one in use")
-    return reader.result(
-        [in_use, *(f"{in_use}.{key}".removeprefix(".") for key in given), *parts], rule
-    )
+        found.note("no component activation_checkpointed is in use, so nothing is recomputed")
+        return [unit(0)], []
+    parameter = VARIANTS[variant]
+    for name in parameters - {parameter}:
+        found.require(False, f"{name} does not belong to {variant}: leave it out")
+    if parameter == "ac_freq":
+        return [found.every(given.get(parameter), parameter)], []
+    if not parameter:
+        return [unit(1)], []
+    keys = given.get(parameter) or [None]
+    for key in keys:
+        found.require(
+            key in (*OPERATORS, ROUTER),
+            f"{parameter} must be one of {', '.join((*OPERATORS, ROUTER))} (got {shown(key)})",
+        )
+    return [_operators(keys)], []
 
 
-def _of_variant(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
-    values = reader.values(given, OF_VARIANT)
-    variant, fqn = values.get(BY_VARIANT), values.get("layers_fqn", "layers")
-    reader.choice(BY_VARIANT, variant, VARIANTS)  # it may be missing
-    reader.require(
-        all(part.isidentifier() or part.isdigit() for part in fqn.split(".")),
-        f"layers_fqn must be a name such as transformer.h (got {shown(fqn)})",
-    )
-    keys = VARIANTS[variant]  # type: ignore[index]
-    parameters = reader.values(values.get("ac_fun_params") or {}, keys)
-    if not keys:
-        return unit(1)
-    if "ac_freq" in keys:
-        return reader.every(parameters.get("ac_freq"), "ac_freq")
-    names = parameters.get("save_ops_keys") or [None]
-    for name in names:
-        reader.choice("save_ops_keys", name, [*OPERATORS, ROUTER])
-    return _operators(names)
-
-
-def _of_classes(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
+def _of_classes(found: Settings, names: Sequence[Any]) -> Rule:
     """Translates `activation_checkpointing_modules`, a list of classes whose modules recompute."""
-    values = reader.values(given, OF_CLASSES)
-    names = values.get(BY_CLASS) or []
     units = [  # classes of FSDP units, which are layers
-        value for place, value in everything(reader.config) if "block_names." in place
+        value for place, value in everything(found.config) if "block_names." in place
     ]
     for name in names:
-        reader.require(
+        found.require(
             isinstance(name, str)
             and (name in units or name.endswith(LAYER_CLASSES) or name in MLP_CLASSES),
             f"{BY_CLASS}: {shown(name)} is no class of a whole layer (such as GPT2Block, or a name "
@@ -392,115 +330,148 @@ def _of_classes(reader: ConfigReader, given: Mapping[str, Any]) -> Rule:
     if names and len(inner) == len(names):
         return Rule(layers=EVERY, action=LayerAction(regions=("mlp",)))
     for name in inner:
-        reader.note(f"{BY_CLASS}: {name} is part of a layer, and layers are recomputed whole")
+        found.note(f"{BY_CLASS}: {name} is part of a layer, and layers are recomputed whole")
     return unit(1 if names else 0)
 
 
-def _recomputing(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields what says in a file what to recompute, and its place."""
-    for place, value in everything(config):
-        if isinstance(value, Mapping) and not value.keys().isdisjoint(MODALITIES):
-            yield place.removesuffix(".config"), value
+# --- Trainer, TRL, axolotl, accelerate and NeMo Automodel ---
+
+OFFLOADING = ("offload", "offload_disk", "unsloth")
+MODE = Key((bool, *OFFLOADING, None), "gradient_checkpointing")
+HF = {
+    "gradient_checkpointing": MODE,
+    "activation_checkpointing": MODE,
+    "fsdp_activation_checkpointing": MODE,
+    "gradient_checkpointing_kwargs": PARAMETERS,
+    "activation_checkpointing_kwargs": PARAMETERS,
+    "every_n_layers": NUMBER,
+    "activation_offloading": Key((bool, "legacy", "disk", None), "offload"),
+}
+HF_KWARGS = {
+    "every_n_layers": NUMBER,
+    "offload": Key((bool, None)),
+    "use_reentrant": Key((bool, None)),  # a replay here is of neither kind
+    "preserve_rng_state": SWITCH,
+    "determinism_check": Key((str,), note="--recompute-verify compares values"),
+    "early_stop": SWITCH,
+}
 
 
-def _in_use(reader: ConfigReader, parts: Mapping[str, object], wanted: str | None) -> str | None:
-    """Returns the place of the part that recomputes, or None if the file has none.
-
-    If the file has several, `wanted` must choose one of them.
-    """
-    several = ", ".join(named(place) for place in list(parts)[:5])
-    if wanted is not None:
-        reader.require(
-            wanted in parts,
-            f"no component {shown(wanted)} recomputes (these do: {several or 'none'})",
-        )
-        return wanted
-    found = list(parts)
-    if "app_state" in reader.config:
-        reached = _reached(reader.config, "app_state")
-        found = [place for place in found if place in reached]
-    reader.require(
-        len(found) < 2, f"several components recompute ({several}): give --component NAME"
-    )
-    return found[0] if found else None
-
-
-def _reached(config: Mapping[str, Any], start: str) -> set[str]:
-    """Returns the places that the component `start` reaches by reference, directly or not."""
-    reached: set[str] = set()
-    waiting = [start]
-    while waiting:
-        name = waiting.pop()
-        if name not in reached and name in config:
-            for place, value in everything(config[name], name):
-                reached.add(place)
-                if isinstance(value, Mapping) and isinstance(value.get("instance_key"), str):
-                    waiting.append(value["instance_key"])
-    return reached
-
-
-def from_hf(config: Mapping[str, Any]) -> Translation:
+def from_hf(found: Settings) -> Found:
     """Translates the keys of Trainer, TRL, axolotl and NeMo Automodel on activation checkpointing.
 
-    `HF` and `HF_KWARGS` list the keys, which may be at any place of the file. The flags also hold
-    for other people's models: `api.apply_policy_` takes the text of the policy. Offloading moves
-    what a layer keeps to host memory, whether the layer is rebuilt or not.
+    The keys may be at any place of the file. The flags also hold for other people's models:
+    `api.apply_policy_` takes the text of the policy. Offloading moves what a layer keeps to host
+    memory, whether the layer is rebuilt or not.
     """
-    reader = ConfigReader("hf", config)
-    read, given = [], dict[str, Any]()
-    for place, value in everything(config):
-        key = place.rpartition(".")[2]
-        if key not in HF:
-            continue
-        read.append(place)
-        for name, one in reader.values({key: value}, HF).items():
-            parts = reader.values(one, HF_KWARGS) if isinstance(one, Mapping) else {name: one}
-            for part, found in parts.items():
-                if found in (None, False):
-                    continue  # any of the switches turns it on
-                reader.require(
-                    given.setdefault(part, found) == found,
-                    f"{part} is {shown(given[part])} and {shown(found)}: leave one of them out",
-                )
-    reader.require(
-        bool(read),
-        "there is no gradient_checkpointing, so nothing is said of recomputation: choose a "
-        "--recompute-policy yourself",
-    )
-    mode, offload = given.get("gradient_checkpointing"), given.get("offload")
+    found.require(bool(found.read), f"there is no gradient_checkpointing, {SILENT}")
+    mode, offload = found.given.get(MODE.name), found.given.get("offload")
     if "disk" in f"{mode} {offload}":
-        reader.note("offloading to a disk has no counterpart: host memory takes its place")
-    every = given.get("every_n_layers") or 1
-    rule = reader.every(every, "every_n_layers") if mode and every != 1 else unit(int(bool(mode)))
-    is_offloaded = mode in OFFLOADING or offload
-    return reader.result(read, *(_on_the_host(rule) if is_offloaded else [rule]))
+        found.note("offloading to a disk has no counterpart: host memory takes its place")
+    every = found.given.get("every_n_layers") or 1
+    rule = found.every(every, "every_n_layers") if mode and every != 1 else unit(int(bool(mode)))
+    return _on_the_host(rule) if mode in OFFLOADING or offload else [rule], []
 
 
-from_deepspeed, from_oslo = partial(from_section, "deepspeed"), partial(from_section, "oslo")
-SYSTEMS: dict[str, Callable[..., Translation]] = {
-    "torchtune": from_torchtune,
-    "torchtitan": from_torchtitan,
-    "modalities": from_modalities,
-    "deepspeed": from_deepspeed,
-    "oslo": from_oslo,
-    "hf": from_hf,
+# --- all systems ---
+
+
+class System(NamedTuple):
+    """A system.
+
+    translate: makes rules and flags of its settings. tables: those of the sections that it reads,
+    of which the first that fits a section counts.
+    marks: what only this system has among the lines "PLACE=VALUE" of a config, as a regular
+    expression. A mapping's value is "".
+    """
+
+    translate: Callable[[Settings], Found]
+    tables: Sequence[Table]
+    marks: str
+
+
+def _marked(keys: Mapping[str, Key], *shared: str) -> str:
+    return "|".join(keys.keys() - {*shared})
+
+
+SYSTEMS = {
+    "torchtune": System(
+        from_torchtune,
+        # a key on activations that torchtune does not know is an error
+        [Table(r"|training|fsdp|training\.fsdp", TORCHTUNE, r"(\w+_)?(ac|activations?)(_\w+)?")],
+        rf"(training\.)?({_marked(TORCHTUNE)})=|\w+\._component_=torchtune\.",
+    ),
+    "torchtitan": System(
+        from_torchtitan,
+        [
+            Table(TITAN_TABLE, TORCHTITAN, ANYWHERE),
+            Table("compile", {"enable": Key(name="compiled")}),
+            Table("", {TITAN_TABLE: Key((dict,))}),
+        ],
+        rf"({TITAN_TABLE}|job)=$",
+    ),
+    "modalities": System(
+        from_modalities,
+        [
+            Table(
+                r"(.+\.)?s?ac_fun_params",
+                {"ac_freq": Key((int,)), "save_ops_keys": Key((list,))},
+                ANYWHERE,
+            ),
+            Table(ANYWHERE, MODALITIES),
+        ],
+        rf"({_marked(MODALITIES, 'ac_fun_params', 'layers_fqn')})=|(\w+\.)?component_key=",
+    ),
+    "deepspeed": System(
+        partial(from_section, system="deepspeed"),
+        [
+            Table(SECTION, PARTITIONING["deepspeed"], ANYWHERE),
+            Table("tensor_parallel", {"autotp_size": Key((int,))}),
+            Table("", {SECTION: Key((dict,)), **SIZED}),
+        ],
+        "(train_batch_size|train_micro_batch_size_per_gpu|zero_optimization"
+        "|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown"
+        rf"|{SECTION}\.({_marked(PARTITIONING['deepspeed'], 'cpu_checkpointing')}))=",
+    ),
+    "oslo": System(
+        partial(from_section, system="oslo"),
+        [
+            Table(SECTION, PARTITIONING["oslo"], ANYWHERE),
+            Table("model_parallelism", SIZED),
+            Table("tensor_parallelism", {"parallel_size": SIZED["tensor_parallel_size"]}),
+            Table("", {SECTION: Key((dict,)), **SIZED}),
+        ],
+        "((model|data|tensor|sequence|pipeline|expert)_parallelism|kernel_fusion"
+        "|lazy_initialization|tensor_parallel_size"
+        rf"|{SECTION}\.({_marked(PARTITIONING['oslo'], 'cpu_checkpointing')}))=",
+    ),
+    "hf": System(
+        from_hf,
+        [
+            Table(r"(.+\.)?(gradient|activation)_checkpointing_kwargs", HF_KWARGS, ANYWHERE),
+            Table(ANYWHERE, HF),
+        ],
+        rf"(\w+\.)*({_marked(HF, SECTION)})=|(\w+\.)*{SECTION}=\w",
+    ),
 }
-# What only one system has among the lines "PLACE=VALUE" of a config. A mapping's value is "".
-_OF_SECTION = {  # both have cpu_checkpointing
-    system: "|".join(keys.keys() - {"cpu_checkpointing"}) for system, keys in PARTITIONING.items()
-}
-MARKS = {
-    "torchtune": rf"(training\.)?({'|'.join(TORCHTUNE)})=|\w+\._component_=torchtune\.",
-    "torchtitan": rf"({TITAN_TABLE}|job)=$",
-    "modalities": rf"({'|'.join(MODALITIES)})=|(\w+\.)?component_key=",
-    "deepspeed": "(train_batch_size|train_micro_batch_size_per_gpu|zero_optimization"
-    "|zero_allow_untested_optimizer|steps_per_print|wall_clock_breakdown"
-    rf"|{SECTION}\.({_OF_SECTION['deepspeed']}))=",
-    "oslo": "((model|data|tensor|sequence|pipeline|expert)_parallelism|kernel_fusion"
-    rf"|lazy_initialization|tensor_parallel_size|{SECTION}\.({_OF_SECTION['oslo']}))=",
-    "hf": rf"(\w+\.)*({'|'.join(HF.keys() - {'activation_checkpointing'})})="
-    r"|(\w+\.)*activation_checkpointing=\w",
-}
+
+
+def translated(
+    config: Any, system: str, tp_size: int | None = None, *, num_layers: int | None = None
+) -> Translation:
+    """Returns the translation of a config.
+
+    num_layers: the layers of the model. None: the translation is for any number of layers, and may
+    have a note on the fewest that it needs.
+    Raises ValueError for a fault in the config, or for an option of another system.
+    """
+    translate, tables, _ = SYSTEMS[system]
+    found = Settings(system, config, tables)
+    if tp_size is not None:
+        found.require(system in PARTITIONING, "--tp belongs to deepspeed and oslo: leave it out")
+        found.give("--tp", tp_size)
+    rules, more = translate(found)
+    return found.result(rules, more).for_layers(num_layers)
 
 
 def systems_of(config: Any) -> tuple[str, ...]:
@@ -514,8 +485,8 @@ def systems_of(config: Any) -> tuple[str, ...]:
     ]
     found = tuple(
         system
-        for system, mark in MARKS.items()
-        if any(re.match(mark, line) is not None for line in lines)
+        for system, row in SYSTEMS.items()
+        if any(re.match(row.marks, line) is not None for line in lines)
     )
     undecided = not found and isinstance(config, Mapping) and SECTION in config
     return tuple(PARTITIONING) if undecided else found

@@ -17,7 +17,7 @@ from megatron_lite.config.run import RunConfig
 from megatron_lite.description.sizes import Sizes
 from megatron_lite.memory.predict.kept_tensors import activation_bytes, host_bytes
 from megatron_lite.recompute.schedule import plan_stage
-from megatron_lite.tools.translate_recompute import PARTITIONING, SYSTEMS
+from megatron_lite.tools.translators import PARTITIONING, SYSTEMS, translated
 from tests.support.pairs import in_one_test
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from.md").read_text()
@@ -90,8 +90,8 @@ def test_the_page_has_a_table_for_each_system_and_a_row_for_each_kind() -> None:
 
 @in_one_test("row", [row for row in ROWS if row.system != "megatron"])
 def test_the_preset_gives_the_flags_of_the_row(row: Row) -> None:
-    size = {"tp_size": row.tp_size} if row.system in PARTITIONING else {}
-    assert SYSTEMS[row.system](json.loads(row.theirs), **size).flags == row.ours
+    size = row.tp_size if row.system in PARTITIONING else None
+    assert translated(json.loads(row.theirs), row.system, size).flags == row.ours
 
 
 @in_one_test("row", [row for row in ROWS if row.system == "megatron"])
@@ -113,9 +113,8 @@ def test_the_figure_is_the_predicted_one(row: Row) -> None:
 def test_what_is_refused_says_why(cells: list[str]) -> None:
     system, config, message = cells
     with pytest.raises(ValueError) as raised:
-        SYSTEMS[system.lower()](
-            json.loads(config), **({"tp_size": 1} if system.lower() in PARTITIONING else {})
-        )
+        size = 1 if system.lower() in PARTITIONING else None
+        translated(json.loads(config), system.lower(), size)
     assert str(raised.value) == message
 
 
@@ -123,5 +122,5 @@ def test_what_is_refused_says_why(cells: list[str]) -> None:
 def test_a_budget_for_the_compiler_is_a_run_without_a_policy(cells: list[str]) -> None:
     words = tuple(shlex.split(cells[1]))
     run = parsed(words, 1)
-    assert SYSTEMS["torchtitan"](json.loads(cells[0])).flags == words
+    assert translated(json.loads(cells[0]), "torchtitan").flags == words
     assert run.training.torch_compile and run.recompute.activation_memory_budget == 0.5

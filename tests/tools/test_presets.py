@@ -1,9 +1,17 @@
-"""Other systems' configs as recompute policies: which layers, which operators, which refusals."""
+"""Other systems' configs, whole files and parts, as recompute flags: which layers, which operators,
+which notes, which refusals. docs/coming-from.md has more rows, and a test of its own.
+
+The files in configs/ were written for this test.
+"""
 
 from __future__ import annotations
 
-import itertools
+import json
 import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,342 +19,379 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arguments import parse_args
 from megatron_lite.config.policy import check_policy_reaches, parse_policy
 from megatron_lite.recompute.recompute_plan import segments
-from megatron_lite.tools.translate_recompute import translated
-from megatron_lite.tools.translation import Translation
-from megatron_lite.tools.translators import OPERATORS, PARTITIONING, SYSTEMS, VARIANTS
+from megatron_lite.tools import translate_recompute
+from megatron_lite.tools.config_file import read_config_file
+from megatron_lite.tools.translators import (
+    OPERATORS,
+    PARTITIONING,
+    SYSTEMS,
+    VARIANTS,
+    systems_of,
+    translated,
+)
+from tests.support.commands import ended, fault_of
 from tests.support.pairs import in_one_test
-from tests.tools.test_whole_configs import LAYER_COUNTS, launched
 
+CONFIGS = Path(__file__).resolve().parent / "configs"
 OPS = "*:ops(matmul/2,attention,collective,max)"
+SPLIT = "*:full@split"
+WRAPPED = "--use-torch-fsdp2 --fsdp-memory-efficient-wrapping"
 ENABLE = "enable_activation_checkpointing: true"
 # What stands around the part of a config that a row below has.
 AROUND = {
-    "torchtune": "{%s}",
     "torchtitan": "{activation_checkpoint: {%s}, compile: {enable: true}}",
-    "modalities": "{%s}",
     "deepspeed": "{activation_checkpointing: {%s}, train_batch_size: 8}",
     "oslo": "{activation_checkpointing: {%s}}",
-    "hf": "{%s}",
 }
 LAYER = "ac_variant: selective_layer_activation_checkpointing, ac_fun_params: "
 OP = "ac_variant: selective_op_activation_checkpointing, ac_fun_params: "
 CLASSES = "activation_checkpointing_modules"
 
 
-def of(system: str, part: str, tp_size: int | None = None) -> Translation:
-    return translated(yaml.safe_load(AROUND[system] % part), system, tp_size)
+def parsed(system: str, part: str) -> Any:
+    return yaml.safe_load(AROUND.get(system, "{%s}") % part)
 
 
-@pytest.mark.parametrize(
-    ("system", "part"),
-    [
-        ("torchtune", "ac_mode: selective, ac_option: %d"),
-        ("torchtune", "ac_mode: selective, ac_option: '%d'"),
-        ("torchtitan", "selective_ac_option: '%d'"),
-        ("modalities", LAYER + "{ac_freq: %d}"),
-    ],
-)
-def test_every_nth_layer_is_the_one_that_their_counter_reaches(system: str, part: str) -> None:
-    """They add one per layer, then rebuild the layer if n divides the count. Here that holds for
-    every model, not the first."""
-    for num_layers in range(1, 9):
-        for step in range(1, num_layers + 3):
-            policy = of(system, part % step).policy
-            units = [segment.unit for segment in segments(policy, num_layers)]
-            if step <= num_layers:
-                assert units == [count % step == 0 for count in range(1, num_layers + 1)]
-            else:
-                assert not any(units)
+def size(system: str) -> int | None:
+    return 2 if system in PARTITIONING else None
 
 
-SPLIT = "--recompute-policy *:full@split"
-WRAPPED = "--recompute-policy *:full --use-torch-fsdp2 --fsdp-memory-efficient-wrapping"
-# The system, its config, what it becomes (a policy, or all flags), and the first words of the
-# notes. docs/coming-from.md has more rows, and a test of its own.
-POLICIES: list[tuple[str, str, str, list[str]]] = [
-    ("torchtune", "", "*:none", []),
-    ("torchtune", f"{ENABLE}, ac_mode: selective, ac_option: 2", "every-2+1:full", ["ac_mode"]),
-    ("torchtune", "ac_mode: full, ac_option: 2", "*:full", ["ac_option"]),
+def launched(flags: Sequence[str], num_layers: int) -> str:
+    """What the launcher says against a run with these flags, or nothing."""
+    ranks = 2 if "split" in flags[1] else 1
+    run = shlex.split(
+        f"--num-layers {num_layers} --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+        "--micro-batch-size 2 --max-position-embeddings 16 --attention-dropout 0 --vocab-size 64 "
+        f"--tensor-model-parallel-size {ranks}"
+    )
+    return ended(parse_args, [*run, *flags]).err
+
+
+# The system, its config, its policy and all further flags, and the second word of each note
+PARTS = [
+    ("torchtune", "", "*:none", ""),
+    ("torchtune", "ac_mode: full, ac_option: 2", "*:full", "ac_option"),
     (
         "torchtune",
         f"{ENABLE}, ac_mode: selective, ac_option: 2, enable_activation_offloading: true",
         "every-2+1:full@host; *:none@host",
-        ["ac_mode"],
+        "ac_mode",
     ),
     (
         "torchtune",
         "s: {a: '${s.n}', n: 3}, ac_mode: selective, ac_option: '${s.a}'",
         "every-3+2:full",
-        [],
+        "",
     ),
-    ("torchtune", f"{ENABLE}, fsdp: {{memory_efficient_wrapping: true}}", WRAPPED, []),
+    ("torchtune", f"{ENABLE}, fsdp: {{memory_efficient_wrapping: true}}", f"*:full {WRAPPED}", ""),
     (
         "torchtune",
-        f"{ENABLE}, custom_sharded_layers: [decoder.output, tok_embeddings]",
-        WRAPPED,
-        [],
+        f"{ENABLE}, custom_sharded_layers: [output]",
+        f"*:full {WRAPPED}",
+        "custom_sharded_layers",
     ),
-    ("torchtune", f"{ENABLE}, custom_sharded_layers: [output]", WRAPPED, ["custom_sharded_layers"]),
-    ("torchtune", "custom_sharded_layers: [vision, 3]", "*:none", ["custom_sharded_layers"]),
-    ("torchtitan", "", "every-2+1:full", ["compile"]),  # the defaults of torchtitan
-    ("torchtitan", "mode: full, memory_budget: 0.5", "*:full", ["memory_budget", "compile"]),
-    ("torchtitan", "selective_ac_option: 3", "every-3+2:full", ["compile"]),
+    ("torchtune", "custom_sharded_layers: [vision, 3]", "*:none", "custom_sharded_layers"),
+    ("torchtitan", "", "every-2+1:full", "compile"),  # the defaults of torchtitan
+    ("torchtitan", "mode: full, memory_budget: 0.5", "*:full", "memory_budget compile"),
     (
         "torchtitan",
         "selective_ac_option: op, per_op_sac_force_recompute_mm_shapes_by_fqns: [moe.router.gate]",
         OPS,
-        ["per_op_sac_force_recompute_mm_shapes_by_fqns", "compile"],
+        "per_op_sac_force_recompute_mm_shapes_by_fqns compile",
     ),
     (
         "torchtitan",
-        "mode: memory_budget, memory_budget: 1",
-        "--torch-compile --activation-memory-budget 1.0",
-        [],
+        "mode: memory_budget, memory_budget: 0",
+        "--torch-compile --activation-memory-budget 0.0",
+        "",
     ),
     (
         "torchtitan",
         "early_stop: true, preserve_rng_state: false, determinism_check: throw, debug: true",
         "every-2+1:full",
-        ["early_stop", "determinism_check", "debug", "compile"],
+        "early_stop determinism_check debug compile",
+    ),
+    ("modalities", OP + "{save_ops_keys: [ops.aten.topk.default]}", "*:full+router", ""),
+    ("modalities", OP + f"{{save_ops_keys: [{', '.join(OPERATORS)}]}}", OPS, ""),
+    ("modalities", LAYER.replace("ac_", "sac_") + "'${p}', p: {ac_freq: 2}", "every-2+1:full", ""),
+    ("modalities", "component_key: app", "*:none", "no"),
+    ("modalities", f"{CLASSES}: []", "*:none", ""),
+    ("modalities", f"{CLASSES}: [SwiGLU, LlamaDecoderLayer]", "*:full", f"{CLASSES}:"),
+    ("deepspeed", "profile: false, number_checkpoints: null", "*:full", ""),
+    ("deepspeed", "number_checkpoints: 4, profile: true", "*:full", "number_checkpoints profile"),
+    ("oslo", "cpu_checkpointing: true", "*:none", "cpu_checkpointing"),
+    # keys elsewhere that concern memory
+    (
+        "torchtune",
+        "fsdp_cpu_offload: true, fsdp_reshard_after_forward: false, compile: {model: true}, "
+        "model: {use_recompute: 1}, datasets: [{offload_to: disk}]",
+        "*:none",
+        "fsdp_cpu_offload fsdp_reshard_after_forward compile model.use_recompute "
+        "datasets.0.offload_to",
     ),
     (
-        "modalities",
-        "ac_variant: full_activation_checkpointing, layers_fqn: h",
-        "*:full",
-        ["layers_fqn"],
+        "torchtune",
+        "fsdp_cpu_offload: false, fsdp_reshard_after_forward: true, compile: false, b: 2",
+        "*:none",
+        "",
     ),
-    ("modalities", OP + "{save_ops_keys: [ops.aten.max.default]}", "*:ops(max)", []),
-    ("modalities", OP + "{save_ops_keys: [ops.aten.topk.default]}", "*:full+router", []),
-    ("modalities", OP + f"{{save_ops_keys: [{', '.join(OPERATORS)}]}}", OPS, []),
-    ("modalities", LAYER.replace("ac_", "sac_") + "{ac_freq: 2}", "every-2+1:full", []),
-    ("modalities", f"{CLASSES}: null", "*:none", []),
-    ("modalities", f"{CLASSES}: [SwiGLU, LlamaDecoderLayer]", "*:full", [f"{CLASSES}:"]),
-    ("deepspeed", "profile: false, number_checkpoints: null", "*:full", []),
     (
         "deepspeed",
-        "number_checkpoints: 4, profile: true",
+        "}, zero_optimization: {offload_param: {device: cpu}, offload_optimizer: {device: none}",
         "*:full",
-        ["number_checkpoints", "profile"],
+        "zero_optimization.offload_param",
     ),
-    ("deepspeed", "partition_activations: true", "*:full@split", []),
-    (
-        "deepspeed",
-        "partition_activations: true, contiguous_memory_optimization: true",
-        f"{SPLIT} --contiguous-saved-activations",
-        [],
-    ),
-    ("oslo", "cpu_checkpointing: true", "*:none", ["cpu_checkpointing"]),
+    ("deepspeed", '}, "a\\nb": {offload%s: 1' % ("x" * 120), "*:full", "'a\\nb.offload"),
 ]
 
 
-@pytest.mark.parametrize(("system", "part", "wanted", "notes"), POLICIES)
-def test_the_flags_and_the_notes(system: str, part: str, wanted: str, notes: list[str]) -> None:
+@in_one_test("system, part, wanted, notes", PARTS)
+def test_the_flags_and_the_notes(system: str, part: str, wanted: str, notes: str) -> None:
     """And for every number of layers the launcher accepts the flags."""
-    translation = SYSTEMS[system](
-        yaml.safe_load(AROUND[system] % part), **({"tp_size": 2} if system in PARTITIONING else {})
-    )
-    for num_layers in LAYER_COUNTS:
-        assert launched(translation.for_layers(num_layers).flags, num_layers) == ""
-    words = wanted.split() if wanted.startswith("--") else ["--recompute-policy", wanted]
-    assert translation.flags == tuple(words)
-    assert [note.split()[1] for note in translation.notes] == notes
+    config = parsed(system, part)
+    for num_layers in (1, 2, 5):
+        flags = translated(config, system, size(system), num_layers=num_layers).flags
+        assert launched(flags, num_layers) == ""
+    translation = translated(config, system, size(system), num_layers=6)
+    assert " ".join(translation.flags).removeprefix("--recompute-policy ") == wanted
+    found = [note.split()[1] for note in translation.notes]
+    assert all(one.startswith(note) for one, note in zip(found, notes.split(), strict=True)), found
+    assert all("\n" not in note and len(note) < 400 for note in translation.notes)
 
 
-WITH_SPLIT = "activation_checkpointing: {enable: true, partitioned_checkpointing: true}"
+# File, the arguments it needs, its policy and all further flags, and the second word of each note
+FILES = [
+    ("torchtitan_debug.toml", "--num-layers 6", "every-2+1:full", ""),
+    (
+        "torchtitan_8b.toml",
+        "",
+        f"'{OPS}'",
+        "per_op_sac_force_recompute_mm_shapes_by_fqns early_stop training.enable_cpu_offload "
+        "parallelism.fsdp_reshard_after_forward compile",
+    ),
+    ("torchtitan_budget.toml", "", "--torch-compile --activation-memory-budget 0.25", ""),
+    ("torchtitan_default.toml", "--num-layers 2", "every-2+1:full", "the"),
+    ("torchtune_full.yaml", "", f"'*:full@host' {WRAPPED}", ""),
+    ("torchtune_selective.yaml", "--num-layers 3", "every-3+2:full", "compile fsdp_cpu_offload"),
+    ("torchtune_grpo.yaml", "", "'*:full'", ""),
+    ("modalities_fsdp2.yaml", "--num-layers 4", "every-2+1:full", "layers_fqn"),
+    ("modalities_fsdp1.yaml", "", "'*:full'", ""),
+    (
+        "deepspeed_zero3.json",
+        "--tp 2",
+        "'*:full@split+host' --contiguous-saved-activations",
+        "number_checkpoints zero_optimization.offload_optimizer",
+    ),
+    ("deepspeed_plain.json", "", "'*:full'", ""),
+    (
+        "oslo_v2.json",
+        "",
+        f"'{SPLIT}' --contiguous-saved-activations --tensor-model-parallel-size 2",
+        "",
+    ),
+    ("oslo_v3.json", "", "'*:full@host'", ""),
+    ("hf_trainer.json", "", "'*:full'", "fsdp_config.offload_params"),
+    ("hf_trl.yaml", "", "'*:full@host'", ""),
+    ("hf_axolotl.yaml", "", "'*:full@host'", "offloading"),
+    ("hf_automodel.yaml", "--num-layers 6", "every-3+2:full", "determinism_check"),
+]
 
 
-@pytest.mark.parametrize(
-    ("system", "file", "size"),
+@in_one_test("file, arguments, printed, notes", FILES)
+def test_a_whole_file_is_told_by_its_keys_and_translated(
+    file: str, arguments: str, printed: str, notes: str
+) -> None:
+    found = ended(translate_recompute.main, f"{CONFIGS / file} {arguments}")
+    assert found.status == 0, found.err
+    assert found.out.removeprefix("--recompute-policy ") == f"{printed}\n"
+    assert [line.split()[2] for line in found.err.splitlines()] == notes.split()
+    assert launched(shlex.split(found.out), 6) == ""
+    system = file.partition("_")[0]
+    assert systems_of(read_config_file(str(CONFIGS / file))) == (system,)
+    other = "oslo" if system == "hf" else "hf"
+    error = fault_of(translate_recompute.main, f"--from {other} {CONFIGS / file}")
+    assert f"this is a config of {system}, not of {other}: leave --from {other}" in error
+
+
+@in_one_test(
+    "system, part",
+    [
+        ("torchtune", "ac_mode: selective, ac_option: %d"),
+        ("torchtune", "ac_mode: selective, ac_option: '%d'"),
+        ("torchtitan", "selective_ac_option: '%d'"),
+        ("modalities", LAYER + "{ac_freq: %d}"),
+        ("hf", "gradient_checkpointing: true, every_n_layers: %d"),
+    ],
+)
+def test_every_nth_layer_is_the_one_that_their_counter_reaches(system: str, part: str) -> None:
+    """They add one per layer, then rebuild the layer if n divides the count. A rule that names no
+    layer is left out, with a note; without a number of layers, a note says how many it needs."""
+    for num_layers in range(1, 9):
+        for step in range(1, num_layers + 3):
+            config = parsed(system, part % step)
+            translation = translated(config, system, num_layers=num_layers)
+            units = [segment.unit for segment in segments(translation.policy, num_layers)]
+            wanted = [count % step == 0 for count in range(1, num_layers + 1)]
+            assert [bool(unit) for unit in units] == wanted
+            assert check_policy_reaches(translation.policy, [num_layers]) == []
+            left_out = f"names no layer of {num_layers}: nothing is recomputed"
+            assert any(left_out in note for note in translation.notes) == (step > num_layers)
+            whole = translated(config, system)
+            assert (launched(whole.flags, num_layers) != "") == (step > num_layers)
+            needed = f"needs a stage of {step} layers or more"
+            assert any(needed in note for note in whole.notes) == (step > 1)
+
+
+@in_one_test(
+    "system, file, found",
     [
         ("oslo", "model_parallelism: {enable: true, tensor_parallel_size: 4}", 4),
         ("oslo", "tensor_parallelism: {enable: true, parallel_size: 8, parallel_mode: 1d}", 8),
         ("oslo", "tensor_parallel_size: 4", 4),
         ("oslo", "model_parallelism: {enable: false, tensor_parallel_size: 4}", None),
         ("deepspeed", "tensor_parallel: {autotp_size: 4}", 4),
+        ("deepspeed", "tensor_parallel: {autotp_size: 1}", None),
     ],
 )
 def test_the_tensor_parallel_size_of_the_file_is_a_flag(
-    system: str, file: str, size: int | None
+    system: str, file: str, found: int | None
 ) -> None:
-    text = f"{{{file}, {WITH_SPLIT}}}"
-    if system == "deepspeed":
-        text = text.replace("enable: true, partitioned_checkpointing", "partition_activations")
-    config = yaml.safe_load(text)
-    if size is None:
+    split = "enable: true, partitioned_checkpointing: true"
+    split = "partition_activations: true" if system == "deepspeed" else split
+    config = yaml.safe_load(f"{{activation_checkpointing: {{{split}}}, {file}}}")
+    asked = translated(config, system, found or 2).flags
+    if found is None:
+        assert asked == ("--recompute-policy", SPLIT)
         with pytest.raises(ValueError, match="give --tp N"):
             translated(config, system)
-        return
-    flags = (*SPLIT.split(), "--tensor-model-parallel-size", str(size))
-    assert translated(config, system).flags == flags == translated(config, system, size).flags
+    else:
+        flags = ("--recompute-policy", SPLIT, "--tensor-model-parallel-size", str(found))
+        assert translated(config, system).flags == flags == asked
 
 
-@in_one_test("step, num_layers", itertools.product((1, 2, 5, 9), (1, 2, 4, 9)))
-def test_for_a_number_of_layers_no_rule_names_nothing(step: int, num_layers: int) -> None:
-    """And the layers that remain recompute what they did."""
-    for more, rest in (
-        ("", "*:none"),
-        (f", {ENABLE}, enable_activation_offloading: true", "@host"),
-    ):
-        whole = SYSTEMS["torchtune"](
-            yaml.safe_load(f"{{ac_mode: selective, ac_option: {step}{more}}}")
-        )
-        part = whole.for_layers(num_layers)
-        assert check_policy_reaches(part.policy, [num_layers]) == []
-        assert (part == whole) == (step <= num_layers)
-        if num_layers < step:
-            assert str(part.policy).endswith(rest) and ":none" in str(part.policy)
-            assert f"names no layer of {num_layers}: nothing is recomputed" in part.notes[-1]
-
-
-@pytest.mark.parametrize(
-    ("system", "file", "named"),
-    [
-        (
-            "torchtune",
-            "fsdp_cpu_offload: true, fsdp_reshard_after_forward: false, compile: {model: true}",
-            ["fsdp_cpu_offload", "fsdp_reshard_after_forward", "compile"],
-        ),
-        (
-            "torchtune",
-            "fsdp_cpu_offload: false, fsdp_reshard_after_forward: true, compile: false, b: 2",
-            [],
-        ),
-        (
-            "torchtune",
-            "model: {use_recompute: 1}, datasets: [{offload_to: disk}]",
-            ["model.use_recompute", "datasets.0.offload_to"],
-        ),
-        (
-            "torchtitan",
-            "job: {}, parallelism: {fsdp_reshard_after_forward: never}, checkpoint: {enable: true}",
-            ["the", "parallelism.fsdp_reshard_after_forward"],
-        ),
-        (
-            "deepspeed",
-            "activation_checkpointing: {}, zero_optimization: {offload_param: {device: cpu}, "
-            "offload_optimizer: {device: none}}",
-            ["zero_optimization.offload_param"],
-        ),
-        (
-            "oslo",
-            "activation_checkpointing: {}, data_parallelism: {zero3: {cpu_offload: true, "
-            "reshard_after_forward: true, precompute_scale: true}}",
-            ["data_parallelism.zero3.cpu_offload"],
-        ),
-        (
-            "deepspeed",
-            'activation_checkpointing: {}, "a\\nb": {offload%s: 1}' % ("x" * 120),
-            ["'a\\nb.offload"],
-        ),
-    ],
-)
-def test_each_key_elsewhere_that_concerns_memory_is_named(
-    system: str, file: str, named: list[str]
-) -> None:
-    notes = translated(yaml.safe_load(f"{{{file}}}"), system).notes
-    notes = tuple(note for note in notes if "needs a stage of" not in note)
-    assert [note.split()[1][: len(name)] for note, name in zip(notes, named, strict=True)] == named
-    assert all("\n" not in note and len(note) < 400 for note in notes)
-
-
-def test_a_file_of_nothing_but_such_keys_is_cut_short() -> None:
+def test_a_file_of_nothing_but_keys_elsewhere_is_cut_short() -> None:
     many = {f"offload_{number}": 1 for number in range(1000)}
     notes = translated({"activation_checkpointing": {}, **many}, "deepspeed").notes
     assert len(notes) == 21 and notes[-1] == "deepspeed: and 980 more keys are not translated"
 
 
+VARIANT = "ac_variant: full_activation_checkpointing"
 # The system, its config, the tensor-parallel size, and what the error says
 REFUSED: list[tuple[str, str, int | None, str]] = [
-    ("torchtune", "ac_mode: selectiv", None, "ac_mode must be one of none, full, selective (got"),
-    ("torchtune", "enable_ac: true", None, "unknown key 'enable_ac' (known: enable_activation"),
     ("torchtune", "ac_mode: selective", None, "ac_option of selective must be 'op', or it must be"),
     ("torchtune", "ac_mode: selective, ac_option: 0", None, "(got 0)"),
     ("torchtune", "ac_option: true", None, "ac_option must be int or str or null (got True)"),
-    ("torchtune", f"{ENABLE}, ac_mode: none", None, "contradict each other"),
     (
         "torchtune",
         "ac_mode: full, enable_activation_offloading: true",
         None,
         "needs enable_activation_checkpointing true",
     ),
-    ("torchtune", "ac_mode: '${ac_mode}'", None, "ac_mode refers to itself"),
-    ("torchtune", "ac_mode: '${oc.env:MODE}'", None, "which only the original resolves: write"),
-    ("torchtitan", "mode: ful", None, "mode must be one of none, full, selective, memory_budget"),
+    ("torchtune", "ac_mode: '${ac_mode}'", None, "ac_mode is '${ac_mode}', which the file does"),
+    ("torchtune", "ac_mode: '${oc.env:MODE}'", None, "does not resolve: write its value there"),
+    ("torchtune", "ac_mode: '${a.b}', a: {c: 1}", None, "does not resolve: write its value there"),
+    ("torchtitan", "mode: ful", None, "mode must be none or full or selective or memory_budget"),
     ("torchtitan", "mode: memory_budget, memory_budget: .nan", None, "(got nan)"),
     ("torchtitan", f"selective_ac_option: '{'9' * 5000}'", None, "must be 'op', or it must be"),
     ("torchtitan", "selective_ac_option: '٣'", None, "must be 'op', or it must be"),
     ("modalities", "layers_fqn: h", None, "so nothing is said of recomputation"),
-    ("modalities", "ac_variant: full", None, "must be one of full_activation_checkpointing, sel"),
-    ("modalities", LAYER + "{save_ops_keys: []}", None, "unknown key 'save_ops_keys'"),
+    ("modalities", "ac_variant: full", None, "must be full_activation_checkpointing or sel"),
+    ("modalities", LAYER + "{save_ops_keys: []}", None, "save_ops_keys does not belong to"),
+    ("modalities", LAYER + "{freq: 2}", None, "unknown key 'freq' (known: ac_freq, save_ops_keys)"),
     ("modalities", LAYER + "{}", None, "ac_freq must be from 1"),
     ("modalities", OP + "{save_ops_keys: []}", None, "save_ops_keys must be one of"),
     ("modalities", OP + "{save_ops_keys: [ops.aten.addmm.default]}", None, "ops.aten.addmm"),
-    (
-        "modalities",
-        "ac_variant: full_activation_checkpointing, layers_fqn: h..0",
-        None,
-        "layers_fqn must be a name",
-    ),
-    ("modalities", f"{CLASSES}: [CausalSelfAttention]", None, "is no class of a whole layer"),
+    ("modalities", f"a: {{{VARIANT}}}, b: {{{LAYER}{{}}}}", None, "leave one of them out"),
+    ("modalities", f"{VARIANT}, {CLASSES}: [GPT2Block]", None, "leave one of them out"),
     ("modalities", f"{CLASSES}: GPT2Block", None, "must be list or null (got 'GPT2Block')"),
-    # as its own docs once spelled it
-    ("deepspeed", "partitioned_activations: true", 2, "unknown key 'partitioned_activations'"),
-    ("deepspeed", "contiguous_memory_optimization: true", 2, "needs partition_activations true"),
-    ("deepspeed", "partition_activations: true", 1, "needs a tensor-parallel size > 1 (got 1)"),
-    ("deepspeed", "partition_activations: true", None, "(got none): give --tp N"),
-    ("oslo", "enable: true}, tensor_parallel_size: 4, a: {", 2, "sizes contradict each other"),
-    ("oslo", "enable: true}, tensor_parallel_size: true, a: {", None, "at least 1 (got True)"),
+    ("deepspeed", "partition_activations: true", None, "(got 1): give --tp N"),
+    ("oslo", "enable: true}, tensor_parallel_size: 4, a: {", 2, "size is 4 and 2: leave one"),
+    ("oslo", "enable: true}, tensor_parallel_size: true, a: {", None, "must be int (got True)"),
+    ("oslo", "enable: true}, tensor_parallel_size: -1, a: {", None, "at least 1 (got -1)"),
     (
         "oslo",
         "enable: true}, tensor_parallel_size: 4, tensor_parallelism: {parallel_size: 2",
         None,
-        "sizes contradict each other",
+        "size is 4 and 2: leave one",
     ),
-    ("oslo", "enable: true, contiguous_checkpointing: true", 2, "needs partitioned_checkpointing"),
 ]
 
 
-@pytest.mark.parametrize(("system", "part", "tp_size", "message"), REFUSED)
+@in_one_test("system, part, tp_size, message", REFUSED)
 def test_what_they_refuse_and_what_they_would_misread_is_an_error(
     system: str, part: str, tp_size: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError) as raised:
-        of(system, part, tp_size)
+        translated(parsed(system, part), system, tp_size)
     text = str(raised.value)
     assert message in text and "\n" not in text and len(text) < 600
 
 
-@pytest.mark.parametrize(
-    ("system", "text", "message"),
+PARTITION = '{"activation_checkpointing": {"partition_activations": true}, "steps_per_print": 1}'
+
+
+@in_one_test(
+    "text, arguments, message",
     [
-        ("torchtune", "[]", "torchtune: expected an object"),
-        ("torchtitan", "mode: full", "there is no section activation_checkpoint"),
-        ("torchtitan", "activation_checkpoint: {mode: memory_budget}", "compile"),
-        ("modalities", "{}", "there is no component activation_checkpointed, and no ac_variant"),
-        ("deepspeed", "activation_checkpointing: null", "expected an object, got None"),
+        ("", "", "not JSON"),
+        ("[]", "--from oslo", "expected an object"),
+        ("{}", "--from oslo", "no section activation_checkpointing"),
+        ('{"activation_checkpointing": []}', "--from oslo", "must be dict (got [])"),
+        ('{"activation_checkpointing": {"a": 1, "a": 2}}', "", "'a' is given twice"),
+        ('{"activation_checkpointing": {"%s": 1}}' % ("y" * 9000), "--from oslo", "unknown key"),
+        ('{"activation_checkpointing": {"profile": "%s"}}' % ("y" * 9000), "", "must be bool"),
+        ('{"gradient_checkpointing": "onload"}', "", "must be bool or offload or offload_disk"),
+        (
+            '{"gradient_checkpointing": true, "activation_checkpointing": "offload"}',
+            "",
+            "gradient_checkpointing is True and 'offload': leave one of them out",
+        ),
+        ('{"mode": "full"}', "--from torchtitan", "there is no section activation_checkpoint"),
+        ('{"activation_checkpoint": {"mode": "memory_budget"}}', "", "compile with enable true"),
+        ('{"ac_mode": "full"}', "--tp 2", "--tp belongs to deepspeed and oslo"),
+        (PARTITION, "--tp 0", "at least 1 (got 0)"),
+        ('{"ac_mode": "full"}', "--num-layers 0", "--num-layers must be at least 1 (got 0)"),
+        (" " * 2**19, "", "longer than 262144 bytes"),
+        # a file that tells nothing or too much asks for the system
+        ('{"activation_checkpointing": {}}', "", "keys fit deepspeed and oslo: give --from"),
+        ("[]", "", "none of its keys tells: give --from"),
+        ('{"ac_mode": "full", "zero_optimization": {}}', "", "keys fit torchtune and deepspeed"),
+        ('{"train_batch_size": 8}', "", "deepspeed: there is no section activation_checkpointing"),
+        ("missing", "missing.json", "missing.json"),
     ],
 )
-def test_a_file_of_another_shape_is_an_error(system: str, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        translated(yaml.safe_load(text), system)
+def test_a_file_or_an_option_that_will_not_do_is_one_line(
+    text: str, arguments: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.json").write_text(text)
+    words = arguments if text == "missing" else f"{tmp_path}/a.json {arguments}"
+    assert message in fault_of(translate_recompute.main, words)
+
+
+def test_bad_flags_end_with_status_2() -> None:
+    for words in ("a.json --json a.json", "a.json --from fairscale", ""):
+        assert ended(translate_recompute.main, words).status == 2
+
+
+def test_it_runs_as_a_command_without_torch() -> None:
+    program = (
+        "import runpy, sys; sys.argv[1:] = sys.argv[2:]; sys.modules['torch'] = None\n"
+        "runpy.run_module('megatron_lite.tools.translate_recompute', run_name='__main__')"
+    )
+    words = [sys.executable, "-c", program, "-", str(CONFIGS / "deepspeed_zero3.json"), "--tp", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "*:full@split+host" in done.stdout, done.stderr
 
 
 def _words() -> st.SearchStrategy[Any]:
     """Any JSON, rich in the words and types that the presets look for."""
-    known = yaml.safe_load(
-        """
-        [activation_checkpoint, activation_checkpointing, enable, ac_mode, ac_option, mode,
-        selective_ac_option, compile, memory_budget, ac_variant, ac_fun_params, save_ops_keys,
-        ac_freq, partition_activations, cpu_checkpointing, contiguous_memory_optimization,
-        partitioned_checkpointing, number_checkpoints, layers_fqn, component_key, variant_key,
-        config, model, instance_key, app_state, block_names, n_layer, custom_sharded_layers,
-        gradient_checkpointing, gradient_checkpointing_kwargs, every_n_layers, offload,
-        training, job, fsdp, activation_checkpointed, tensor_parallel_size, settings,
-        activation_checkpointing_modules, model_parallelism, "${mode}", full, selective, op, none,
-        "2"]
-        """
+    known = [key for row in SYSTEMS.values() for table in row.tables for key in table.keys]
+    known += shlex.split(
+        "compile component_key config model settings training job fsdp tensor_parallel "
+        "block_names model_parallelism ${mode} ${ac_fun_params} full selective op none 2"
     )
     words = st.one_of(st.sampled_from([*known, *VARIANTS, *OPERATORS]), st.text(max_size=4))
     leaves = st.one_of(words, st.booleans(), st.none(), st.integers(), st.floats())
@@ -364,14 +409,14 @@ def _words() -> st.SearchStrategy[Any]:
 def test_any_json_is_translated_or_refused(system: str, config: Any) -> None:
     """And what is translated says the same as text, also after a shell has split it."""
     try:
-        translation = translated(config, system, 2 if system in PARTITIONING else None)
+        translation = translated(json.loads(json.dumps(config)), system, size(system))
     except ValueError as error:
         assert "\n" not in str(error)
         return
     words = shlex.split(shlex.join(translation.flags))
-    if not translation.rules:
-        assert 0.0 <= float(words[2]) <= 1.0
-        return
-    assert parse_policy(words[1]) == translation.policy
     assert all("\n" not in note for note in translation.notes)
-    assert check_policy_reaches(translation.for_layers(3).policy, [3]) == []
+    if translation.rules:
+        assert parse_policy(words[1]) == translation.policy
+        assert check_policy_reaches(translation.for_layers(3).policy, [3]) == []
+    else:
+        assert 0.0 <= float(words[2]) <= 1.0
