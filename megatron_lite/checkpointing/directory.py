@@ -219,11 +219,11 @@ class Claim(NamedTuple):
     """This run's hold on the directory of --save.
 
     token: identifies this start in the names of its temporary files; the same on every rank.
-    directory: None on ranks other than 0, and if the run saves nothing.
+    directory: None on ranks other than 0.
     """
 
-    token: str = ""
-    directory: SaveDirectory | None = None
+    token: str
+    directory: SaveDirectory | None
 
     def release(self) -> None:
         """Releases the lock, so that another run can take the directory."""
@@ -238,8 +238,7 @@ def claim_directory(options: CheckpointConfig, parallel: ParallelState) -> Claim
     the directory cannot be written, if another run uses it, or if it holds checkpoints of another
     run. In the last case the checkpoints of both runs would mix.
     """
-    if options.save is None:
-        return Claim()
+    assert options.save is not None
     root = Path(options.save)
 
     def take() -> SaveDirectory | None:

@@ -225,9 +225,11 @@ def check_same_data(ours: Mapping[str, Any], saved: Mapping[str, Any], *, where:
 def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
     """Returns a line for each changed setting that decides the run's course.
 
-    Settings about storage, logging, evaluation and the length of one start do not count.
+    Settings about storage, logging, evaluation and the length of one start do not count, and of the
+    model only those that may differ (`check_same_model`).
     """
     free = {
+        "init_method_std",
         "exit_interval",
         "exit_duration_in_mins",
         "exit_signal_handler",
@@ -240,7 +242,7 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
         "use_checkpoint_opt_param_scheduler",
         "override_opt_param_scheduler",
     }
-    topics = ["training", "data", "tokenizer", "optimizer", "loss_scaling", "lr_schedule"]
+    topics = ["model", "training", "data", "tokenizer", "optimizer", "loss_scaling", "lr_schedule"]
     if ours.lr_schedule.use_checkpoint_opt_param_scheduler:
         topics.remove("lr_schedule")  # the run follows the checkpoint's
     lines = []
@@ -251,11 +253,6 @@ def changed_settings(ours: RunConfig, saved: RunConfig) -> list[str]:
             for name in mine
             if mine[name] != theirs[name] and name not in free
         ]
-    if ours.model.norm_impl != saved.model.norm_impl:
-        lines.append(
-            f"changed since the checkpoint: --norm-impl {saved.model.norm_impl} -> "
-            f"{ours.model.norm_impl}"
-        )
     return lines
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -42,11 +43,7 @@ class Saver:
         self, options: CheckpointConfig, parallel: ParallelState, claim: Claim, *, started_at: int
     ) -> None:
         self._options, self._parallel, self._claim = options, parallel, claim
-        self._writer = (
-            None
-            if options.save is None
-            else StepWriter(options, parallel, claim, started_at=started_at)
-        )
+        self._writer = StepWriter(options, parallel, claim, started_at=started_at)
         self._threads = (
             ThreadPoolExecutor(1, thread_name_prefix="save") if options.async_save else None
         )
@@ -75,14 +72,12 @@ class Saver:
         rank if the lock was lost. `failure` says whether a rank could not write this snapshot; with
         --async-save only once `poll` or `wait` has logged it.
         """
-        assert self._writer is not None
-        writer = self._writer
         self.wait(say)
+        write = partial(self._writer.write, snapshot)
         if self._threads is None:
-            self._finish(snapshot.iteration, lambda: writer.write(snapshot), say)
+            self._finish(snapshot.iteration, write, say)
         else:
-            write = self._threads.submit(writer.write, snapshot)
-            self._under_way = snapshot.iteration, write
+            self._under_way = snapshot.iteration, self._threads.submit(write)
 
     def poll(self, say: Say) -> None:
         """Logs the save under way if every rank is done or any has failed.

@@ -27,6 +27,7 @@ import torch
 
 from megatron_lite.config.checks import InputError, PeerError, input_faults
 from megatron_lite.config.invocation import SCRIPT
+from megatron_lite.config.notices import notices as notices_of
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.launch import Launch, allocator_settings
 from megatron_lite.parallel.messages import print_fault
@@ -34,7 +35,6 @@ from megatron_lite.parallel.state import ParallelState, choose_device
 from megatron_lite.supervision.exits import Exits, Pulse, StoppedEarly
 from megatron_lite.training.apex_kernels import check_kernels
 from megatron_lite.training.out_of_memory import memory_bytes
-from megatron_lite.training.run_notices import RunNotices
 from megatron_lite.training.start_text import arguments_table, ranks_line, short_settings
 from megatron_lite.training.step import TrainingError
 from megatron_lite.training.terminal import print_lines
@@ -121,14 +121,10 @@ class Supervision:
         self.exits.listen()
         if self.parallel.rank != 0:
             return ()
-        found = RunNotices.of(
-            self.config,
-            device=self.parallel.device.type,
-            world_size=self.parallel.world_size,
-            of_settings=notices,
-        )
-        print_lines([*found.at_start, *start_lines(self.config, self.parallel)])
-        return found.at_start
+        device, world_size = self.parallel.device.type, self.parallel.world_size
+        placed = notices_of(self.config, "placement", device=device, world_size=world_size)
+        print_lines([*notices, *placed, *start_lines(self.config, self.parallel)])
+        return (*notices, *placed)
 
 
 @contextmanager

@@ -106,17 +106,21 @@ def install_advice(extra: str, root: Path = CHECKOUT) -> str:
     return f"pip install './FILE.whl[{extra}]', with the wheel that was installed for FILE.whl"
 
 
+class MissingPackage(InputError):
+    """An optional package is not installed."""
+
+
 def module_of_extra(module: str, extra: str, *, needed_by: str) -> Any:
     """Imports a module of an optional package, at the time when it is needed.
 
     needed_by: what needs it, such as "--wandb-project demo".
-    Raises InputError that names the package and the extra if it cannot be imported.
+    Raises MissingPackage that names the package and the extra if it cannot be imported.
     """
     try:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise InputError(
+        raise MissingPackage(
             f"{needed_by} needs the package {package}, which is not installed: "
             f"{install_advice(extra)}"
         ) from None

@@ -1,8 +1,7 @@
 """The notices about a run: sentences, each about a setting that is legal and has no effect, or less
 effect than its name promises.
 
-There is a function for each kind. `RunNotices` (training/run_notices.py) shares them out between
-the terminal and the log.
+There is a function for each kind.
 """
 
 from __future__ import annotations

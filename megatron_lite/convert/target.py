@@ -32,10 +32,11 @@ from torch import Tensor
 from megatron_lite.checkpointing.lock import try_lock
 from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
+from megatron_lite.config.invocation import MissingPackage
 from megatron_lite.convert.weights import Described
 from megatron_lite.data.durable_files import sync
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, contents_of
-from megatron_lite.data.tokenizers import MissingPackage, build_tokenizer
+from megatron_lite.data.tokenizers import build_tokenizer
 
 SUFFIX = ".incomplete"
 LOCK = "conversion.lock"

@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.data.data_paths import normalized
-from megatron_lite.data.index_cache import Arrays, kept_arrays
+from megatron_lite.data.index_cache import Expected, arrays_fault, kept_arrays
 
 SURPLUS = 0.005
 WARM_UP = 1 << 11  # samples before a row, from the guess to its start
@@ -95,9 +95,7 @@ def kept_blend_index(
     if size < KEPT_FROM:
         return build_blend_index(weights, size)
 
-    def fault(arrays: Arrays) -> str | None:
-        return blend_index_fault(arrays, len(weights), size)
-
+    expected = {"dataset": Expected((size,), 0, len(weights)), "sample": Expected((size,), 0, size)}
     key = {"kind": "blend index 1", "weights": [float(one).hex() for one in weights], "size": size}
     return BlendIndex(
         **kept_arrays(
@@ -105,23 +103,9 @@ def kept_blend_index(
             prefix,
             key,
             lambda: build_blend_index(weights, size)._asdict(),
-            fault=fault,
+            fault=lambda arrays: arrays_fault(arrays, expected),
         )
     )
-
-
-def blend_index_fault(arrays: Arrays, num_datasets: int, size: int) -> str | None:
-    """Returns what is wrong with arrays that were read from files; None if nothing is."""
-    expected = {"dataset": (np.int16, num_datasets), "sample": (np.int64, size)}
-    if set(arrays) != set(expected):
-        return f"found arrays {sorted(arrays)}, expected {sorted(expected)}"
-    for name, (dtype, stop) in expected.items():
-        array = arrays[name]
-        if array.dtype != dtype or array.shape != (size,):
-            return f"{name}: found {array.dtype} {array.shape}, expected {dtype.__name__} ({size},)"
-        if not (array.min() >= 0 and array.max() < stop):
-            return f"{name} holds {array.min()} to {array.max()}, expected 0 to {stop - 1}"
-    return None
 
 
 class BlendedDataset:

@@ -14,13 +14,12 @@ are read before it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_lite.config.checks import InputError
-from megatron_lite.data.index_cache import Arrays, kept_arrays
+from megatron_lite.data.index_cache import Arrays, Expected, arrays_fault, kept_arrays
 from megatron_lite.data.indexed import IndexedDataset
 
 LAST_EPOCH_THRESHOLD = 0.80
@@ -82,34 +81,31 @@ def build_sample_index(
     return SampleIndex(document_order, sample_starts, sample_order)
 
 
-def sample_index_fault(
-    arrays: Mapping[str, np.ndarray], lengths: np.ndarray, *, first_document: int
-) -> str | None:
+def sample_index_fault(arrays: Arrays, lengths: np.ndarray, *, first_document: int) -> str | None:
     """Returns what is wrong with an index that was read from a file; None if nothing is.
 
     lengths: the lengths of the documents of the split.
     It checks types, shapes, and that every number lies within the array that it points into.
     Therefore no sample reads documents of another split.
     """
-    if set(arrays) != set(SampleIndex._fields):
-        return f"found arrays {sorted(arrays)}, expected {sorted(SampleIndex._fields)}"
-    index = SampleIndex(**arrays)
-    samples = index.sample_order.size
-    shapes = (index.document_order.size,), (samples + 1, 2), (samples,)
-    found = [(array.shape, array.dtype.kind in "iu") for array in index]
-    if found != [(shape, True) for shape in shapes]:
-        return f"found {found}, expected whole numbers of the shapes {shapes}"
-    places, offsets = index.sample_starts[:, 0], index.sample_starts[:, 1]
-    bounds = (
-        ("document_order", index.document_order, first_document, first_document + len(lengths)),
-        ("sample_order", index.sample_order, 0, samples),
-        ("sample_starts", places, 0, len(index.document_order)),
-        ("sample_starts", offsets, 0, int(lengths.max()) + 1),
+    places, samples = (
+        arrays[name].size if name in arrays else 0 for name in ("document_order", "sample_order")
     )
-    for name, values, low, stop in bounds:
-        if values.size and not (low <= values.min() and values.max() < stop):
-            return f"{name} holds {values.min()} to {values.max()}, expected {low} to {stop - 1}"
-    return None if (places[:-1] <= places[1:]).all() else "sample_starts is not in order"
+    longest = int(lengths.max()) + 1
+    fault = arrays_fault(
+        arrays,
+        {
+            "document_order": Expected((places,), first_document, first_document + len(lengths)),
+            "sample_starts": Expected((samples + 1, 2), 0, max(places, longest)),
+            "sample_order": Expected((samples,), 0, samples),
+        },
+    )
+    if fault is not None:
+        return fault
+    starts, offsets = arrays["sample_starts"].T
+    if starts.max() >= places or offsets.max() >= longest:
+        return f"sample_starts points beyond {places} documents of up to {longest - 1} tokens"
+    return None if (starts[:-1] <= starts[1:]).all() else "sample_starts is not in order"
 
 
 class GPTDataset:

@@ -20,9 +20,9 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,6 +35,27 @@ Arrays = dict[str, np.ndarray]
 LIST, KEY = "arrays.json", "key.json"
 FORMAT = "index cache 2"  # part of every key, so that a folder of another format is never read
 LARGEST_LIST = 1 << 20
+
+
+class Expected(NamedTuple):
+    """The shape of an array, and the bounds of its whole numbers: low <= number < stop."""
+
+    shape: tuple[int, ...]
+    low: int
+    stop: int
+
+
+def arrays_fault(arrays: Arrays, expected: Mapping[str, Expected]) -> str | None:
+    """Returns what is wrong with arrays that were read from files; None if nothing is."""
+    if set(arrays) != set(expected):
+        return f"found arrays {sorted(arrays)}, expected {sorted(expected)}"
+    for name, (shape, low, stop) in expected.items():
+        array = arrays[name]
+        if array.shape != shape or array.dtype.kind not in "iu":
+            return f"{name}: found {array.dtype} {array.shape}, expected whole numbers of {shape}"
+        if array.size and not (low <= array.min() and array.max() < stop):
+            return f"{name} holds {array.min()} to {array.max()}, expected {low} to {stop - 1}"
+    return None
 
 
 class Damage(OSError):

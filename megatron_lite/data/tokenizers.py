@@ -14,7 +14,6 @@ works without it.
 from __future__ import annotations
 
 import base64
-import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from typing import Any
 from megatron_lite.config import plain
 from megatron_lite.config.checks import InputError, chosen, flag
 from megatron_lite.config.data_settings import SENTENCEPIECE_TYPES, TokenizerConfig
-from megatron_lite.config.invocation import install_advice
+from megatron_lite.config.invocation import module_of_extra
 from megatron_lite.config.plain import parse_json
 from megatron_lite.data.tokenizer_files import LARGEST_ID, READ_FILES, contents_of, merges_of
 
@@ -41,10 +40,6 @@ PATTERNS = {
     "v2": f"{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-
-
-class MissingPackage(InputError):
-    """The library of a tokenizer is not installed."""
 
 
 @dataclass(frozen=True)
@@ -309,12 +304,7 @@ def _size(source: str, size: int) -> int:
 
 
 def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise MissingPackage(
-            f"this tokenizer needs the {name} package: {install_advice('tokenizers')}"
-        ) from None
+    return module_of_extra(name, "tokenizers", needed_by="this tokenizer")
 
 
 def _eos_token(path: str) -> str | None:

@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ from megatron_lite.model.gpt import NO_DOCUMENTS, Documents
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.parallel.sequence_spans import select, spans_of
 from megatron_lite.parallel.state import ParallelState
+
+if TYPE_CHECKING:
+    from megatron_lite.data.blend import Dataset
 
 
 def microbatch_indices(
@@ -147,14 +150,6 @@ def sample_order(data: DataConfig, num_samples: int) -> SampleOrder:
     if data.dataloader_type == "cyclic":
         return CyclicOrder(num_samples, sharded=data.data_sharding)
     return microbatch_indices
-
-
-class SampleDataset(Protocol):
-    """A dataset that maps a sample's number to its s+1 token ids, int64."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> np.ndarray: ...
 
 
 class MicroBatch(NamedTuple):
@@ -270,7 +265,7 @@ class MicroBatches:
     order: the samples of a micro-batch; the default reads them in their order.
     """
 
-    dataset: SampleDataset
+    dataset: Dataset
     consumed_samples: int
     micro_batch_size: int
     num_microbatches: int

@@ -36,7 +36,7 @@ from megatron_lite.training.apex_kernels import fuse_weight_gradients_
 from megatron_lite.training.batches import document_rules, sample_order
 from megatron_lite.training.loop import Trainer
 from megatron_lite.training.out_of_memory import above_limit, check_fits, told_where_memory_runs_out
-from megatron_lite.training.run_notices import RunNotices
+from megatron_lite.training.run_notices import log_notices
 from megatron_lite.training.step import StageRunner, train_step
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def _build(
         from megatron_lite.checkpointing.saver import Saver
 
         saver = Saver(config.checkpoint, parallel, claim, started_at=course.done.iteration)
-    notices = RunNotices.of(config, device=parallel.device.type, world_size=parallel.world_size)
+    device, world_size = parallel.device.type, parallel.world_size
     trainer = Trainer(
         config=config,
         parallel=parallel,
@@ -292,7 +292,7 @@ def _build(
             accumulation,
             *attention,
             *_predicted_peak(config, parallel, most),
-            *notices.in_log,
+            *log_notices(config, device=device, world_size=world_size),
             *course.notices,
         ),
         invocation=invocation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,16 +13,13 @@ from megatron_lite.config.batch_schedule import BatchSchedule
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel.collectives import all_reduce_
 from megatron_lite.supervision.exits import Exits, Pulse
-from megatron_lite.training.batches import (
-    DocumentRules,
-    MicroBatches,
-    SampleDataset,
-    masked_mean,
-    sample_order,
-)
+from megatron_lite.training.batches import DocumentRules, MicroBatches, masked_mean, sample_order
 from megatron_lite.training.iteration_line import Evaluation
 from megatron_lite.training.log import RunLog
 from megatron_lite.training.step import StageRunner, TrainingError
+
+if TYPE_CHECKING:
+    from megatron_lite.data.blend import Dataset
 
 
 @dataclass(kw_only=True)
@@ -39,7 +37,7 @@ class Evaluations:
     rules: DocumentRules | None = None
 
     def log_loss(
-        self, name: str, dataset: SampleDataset | None, *, iteration: int, log: RunLog, exits: Exits
+        self, name: str, dataset: Dataset | None, *, iteration: int, log: RunLog, exits: Exits
     ) -> str | None:
         """Evaluates the loss over `dataset` and logs it.
 
@@ -82,7 +80,7 @@ class Evaluations:
 
     def loss(
         self,
-        dataset: SampleDataset,
+        dataset: Dataset,
         *,
         where: str = "evaluation",
         stops: Callable[[], bool] = lambda: False,

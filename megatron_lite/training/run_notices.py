@@ -1,13 +1,8 @@
-"""Collects every notice of a run, and names the processor that computes it.
-
-The command line reads `RunNotices`, and so does a program that builds a trainer by itself.
-"""
+"""The notices that need torch, and the name of the processor that computes a run."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -20,46 +15,19 @@ from megatron_lite.parallel import apex, torch_internals
 BITS = 2
 
 
-class RunNotices(NamedTuple):
-    """The notices of a run, one line each.
+def log_notices(config: RunConfig, *, device: str, world_size: int) -> list[str]:
+    """Returns the notices that only the log has, about kernels and about this machine.
 
-    at_start: notices that are known before anything is built. pretrain_gpt.py prints them.
-    in_log: notices that `Trainer.run` writes to the log.
+    device: "cpu" or "cuda".
+    Raises ValueError if the number of ranks is not a multiple of one model's ranks.
     """
-
-    at_start: tuple[str, ...]
-    in_log: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        config: RunConfig,
-        *,
-        device: str,
-        world_size: int,
-        of_settings: Sequence[str] | None = None,
-    ) -> RunNotices:
-        """Returns the notices of a run of `config` for its user.
-
-        device: "cpu" or "cuda".
-        world_size: the number of ranks.
-        of_settings: the notices of a command line. They include those that the configuration alone
-            shows. None computes the latter.
-        Notices about files (checkpoints, locks) are not known yet. They appear in the log later.
-        Raises ValueError if the number of ranks is not a multiple of one model's ranks.
-        """
-        settings = notices(config, "settings") if of_settings is None else of_settings
-        missing = ", ".join(torch_internals.MISSING)
-        here = Here(
-            f"torch {torch.__version__} lacks {missing}" if missing else "",
-            apex.notice(),
-            _multiplies_16_bits(config.training.precision),
-        )
-        placement, log = (
-            notices(config, about, device=device, world_size=world_size, here=here)
-            for about in ("placement", "log")
-        )
-        return cls((*settings, *placement), tuple(log))
+    missing = ", ".join(torch_internals.MISSING)
+    here = Here(
+        f"torch {torch.__version__} lacks {missing}" if missing else "",
+        apex.notice(),
+        _multiplies_16_bits(config.training.precision),
+    )
+    return notices(config, "log", device=device, world_size=world_size, here=here)
 
 
 def described(device: torch.device) -> str:

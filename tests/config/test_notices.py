@@ -17,7 +17,7 @@ from megatron_lite.config.parallel import DataParallelConfig
 from megatron_lite.config.recompute import RecomputeConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.parallel import apex
-from megatron_lite.training.run_notices import RunNotices
+from megatron_lite.training.run_notices import log_notices
 from tests.support.pairs import in_one_test
 from tests.support.runs import tiny_run
 
@@ -58,11 +58,9 @@ def test_a_comparison_of_weights_that_has_nobody_to_compare_says_so(
     assert [line.partition(". ")[0] for line in found] == expected
 
 
-def test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_line(
+def test_a_run_has_notices_of_its_settings_its_placement_and_its_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the configuration, of the device, of the ranks; then those of the log: kernels,
-    comparisons. No two are the same."""
     monkeypatch.setattr(apex, "notice", lambda: "another apex")
     config = tiny_run(
         data_parallel=DataParallelConfig(ddp_bucket_size=5, use_distributed_optimizer=True),
@@ -75,14 +73,15 @@ def test_one_function_gives_all_notices_of_a_run_in_the_order_of_the_command_lin
         ),
         model=replace(config.model, attention_dropout=0.1, attention_backend="auto"),
     )
-    found = RunNotices.of(config, device="cuda", world_size=1)
-    assert [line.partition(":")[0].partition(" has no")[0] for line in found.at_start] == [
+    found = [*notices(config, "settings"), *notices(config, "placement", device="cuda")]
+    assert [line.partition(":")[0].partition(" has no")[0] for line in found] == [
         "--ddp-bucket-size",
         "--recompute-modules core_attn saves next to nothing on cuda",
         "--use-distributed-optimizer",
     ]
-    assert found.in_log[0] == "another apex" and found.in_log[1].startswith(HASH)
-    assert RunNotices.of(config, device="cpu", world_size=2).at_start == found.at_start[:1]
+    in_log = log_notices(config, device="cuda", world_size=1)
+    assert in_log[0] == "another apex" and in_log[1].startswith(HASH)
+    assert notices(config, "placement", world_size=2) == []
 
 
 def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
@@ -93,7 +92,7 @@ def test_verifying_on_a_gpu_says_that_gradients_are_not_compared() -> None:
         ("cpu", config, 0),
         ("cuda", replace(repeats, recompute=config.recompute), 0),
     ):
-        said = RunNotices.of(each, device=device, world_size=1).in_log
+        said = log_notices(each, device=device, world_size=1)
         assert sum("cannot compare gradients" in line for line in said) == count
 
 
@@ -113,7 +112,7 @@ def test_a_number_of_ranks_that_holds_no_model_is_an_error() -> None:
     with pytest.raises(
         ValueError, match="world size 3 is not a multiple of --tensor-model-parallel-size 2"
     ):
-        RunNotices.of(_run(dict(tp=2)), device="cpu", world_size=3)
+        notices(_run(dict(tp=2)), "placement", world_size=3)
 
 
 def _run(sizes: dict[str, int], **options: Any) -> RunConfig:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,13 +9,7 @@ import pytest
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.data import blend
-from megatron_lite.data.blend import (
-    BlendedDataset,
-    BlendIndex,
-    blend_index_fault,
-    build_blend_index,
-    kept_blend_index,
-)
+from megatron_lite.data.blend import BlendedDataset, BlendIndex, build_blend_index, kept_blend_index
 from megatron_lite.data.data_paths import normalized, parse_data_path
 from megatron_lite.data.datasets import Datasets, build_datasets
 from tests.support.corpora import written
@@ -185,15 +180,19 @@ def test_a_large_blend_is_built_once_and_kept(
     assert len([path for path in (tmp_path / "c").iterdir() if path.is_dir()]) == 3
 
 
-def test_a_blend_index_of_other_datasets_is_not_used() -> None:
-    good = build_blend_index(normalized([3, 1]), 50)._asdict()
-    assert blend_index_fault(good, 2, 50) is None
+def test_a_blend_index_of_other_datasets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = normalized([3, 1])
+    good = build_blend_index(weights, 50)._asdict()
+    monkeypatch.setattr(blend, "KEPT_FROM", 1)
+    monkeypatch.setattr(blend, "kept_arrays", lambda *_, fault: {"dataset": fault, "sample": 0})
+    fault: Any = kept_blend_index(weights, 50, data_cache_path=None, prefix="").dataset
+    assert fault(good) is None
     for change in (
         {"dataset": good["dataset"] + np.int16(1)},
         {"sample": good["sample"] - 1},
         {"sample": good["sample"] + 50},
-        {"dataset": good["dataset"].astype(np.int64)},
+        {"dataset": good["dataset"].astype(np.float32)},
         {"sample": good["sample"][:-1]},
         {"more": good["sample"]},
     ):
-        assert blend_index_fault({**good, **change}, 2, 50) is not None
+        assert fault({**good, **change}) is not None

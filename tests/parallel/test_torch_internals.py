@@ -14,7 +14,7 @@ import torch
 
 from megatron_lite.config.checks import InputError
 from megatron_lite.parallel import torch_internals
-from megatron_lite.training.run_notices import RunNotices
+from megatron_lite.training.run_notices import log_notices
 from tests.support.runs import tiny_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,5 +77,5 @@ def test_a_use_of_a_missing_name_names_the_version_the_name_and_the_range(monkey
         with pytest.raises(InputError, match=expected):
             use()
     assert not isinstance(taken, Derived) and not isinstance(3, (str, taken))
-    notices = RunNotices.of(tiny_run(), device="cpu", world_size=1).in_log
+    notices = log_notices(tiny_run(), device="cpu", world_size=1)
     assert [text for text in notices if "lacks torch._C._current_graph_task_id" in text]
