@@ -12,6 +12,8 @@ tensors lie until then.
     action   none                keep everything
              full   full/2       rebuild whole layers, in units of 1 or 2 neighbouring layers
              core_attn+layernorm rebuild these regions of each layer
+             layernorm+mlp/8     the MLP in 8 tiles of the sequence, one at a time, in forward and
+                                 in backward; also full+mlp/8, in the units
              ops(matmul,attention)
                                  keep the results of these operators and rebuild the rest
              full+router         besides, keep which experts a router chose, behind any action but
@@ -36,7 +38,7 @@ from typing import NoReturn
 
 from megatron_lite.config.checks import quoted
 from megatron_lite.config.operators import parse_entry
-from megatron_lite.config.regions import ALIAS, MODULES, PARTS, expanded, store_of
+from megatron_lite.config.regions import ALIAS, MLP_REGION, MODULES, PARTS, expanded, store_of
 
 STORES = ("device", "split", "host", "split+host")
 MAX_LENGTH = 4096
@@ -82,20 +84,24 @@ class LayerAction:
     regions: the regions of the layer that are rebuilt, sorted by name.
     ops: the operators whose results are kept. Everything else is rebuilt.
     router: whether the text says that the choice of a router is kept.
+    tiles: into how many tiles of the sequence the MLP is cut, in a unit or among the regions.
     """
 
     unit: int = 0
     regions: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     router: bool = False
+    tiles: int = 1
 
     def __str__(self) -> str:
+        mlp = f"{MLP_REGION}/{self.tiles}" if self.tiles > 1 else MLP_REGION
         if self.unit:
             text = "full" if self.unit == 1 else f"full/{self.unit}"
+            text += f"+{mlp}" if self.tiles > 1 else ""
         elif self.ops:
             text = f"ops({','.join(self.ops)})"
         else:
-            text = "+".join(self.regions) or "none"
+            text = "+".join(mlp if one == MLP_REGION else one for one in self.regions) or "none"
         return f"{text}+router" if self.router else text
 
 
@@ -213,12 +219,19 @@ def _action(text: str) -> LayerAction:
         return LayerAction(ops=tuple(_operator(one.strip()) for one in inside[1].split(",")))
     if text == "none":
         return LayerAction()
-    if (found := re.fullmatch(r"full(?:\s*/\s*(\d{1,6}))?", text)) is not None:
+    tiles = 1
+    if (found := re.search(rf"(?<!\w){MLP_REGION}\s*/\s*(\d{{1,6}})(?!\w)", text)) is not None:
+        tiles = int(found[1])
+        if tiles < 1:
+            raise ValueError("expected the tiles of an MLP: at least 1 (got 0)")
+        text = text[: found.start()] + MLP_REGION + text[found.end() :]
+    tail = rf"(?:\s*\+\s*{MLP_REGION})?" if tiles > 1 else ""
+    if (found := re.fullmatch(rf"full(?:\s*/\s*(\d{{1,6}}))?{tail}", text)) is not None:
         unit = int(found[1] or 1)
         if unit < 1:
             raise ValueError("expected the layers of a unit: at least 1 (got 0)")
-        return LayerAction(unit=unit)
-    known = ("none", "full", "full/N", "ops(...)", *MODULES, ALIAS)
+        return LayerAction(unit=unit, tiles=tiles)
+    known = ("none", "full", "full/N", "ops(...)", *MODULES, f"{MLP_REGION}/N", ALIAS)
     names = _names(text, "+", "an action", known)
     if whole := [name for name in names if name in known[:4]]:
         raise ValueError(f"{whole[0]} is no part of a layer, as core_attn and mlp in core_attn+mlp")
@@ -226,7 +239,7 @@ def _action(text: str) -> LayerAction:
     if len(set(regions)) < len(regions):
         raise ValueError("a region is named twice")
     # Sorted, so that two spellings of the same regions are equal policies.
-    return LayerAction(regions=tuple(sorted(regions)))
+    return LayerAction(regions=tuple(sorted(regions)), tiles=tiles)
 
 
 def _operator(text: str) -> str:

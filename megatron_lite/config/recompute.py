@@ -97,8 +97,9 @@ class RecomputeConfig:
     )
     recompute_policy: str | None = setting(
         "what each layer rebuilds and where it keeps the rest, such as '0-3:full/2; "
-        "every-2:core_attn+layernorm; *:full+router' instead of --recompute-granularity and its "
-        "modules; auto chooses the fastest one that fits --memory-budget",
+        "every-2:core_attn+layernorm; *:full+mlp/8' (an MLP in 8 tiles of the sequence) instead "
+        "of --recompute-granularity and its modules; auto chooses the fastest one that fits "
+        "--memory-budget",
         excludes=(
             *("recompute_activations", "recompute_granularity", "recompute_method"),
             *("recompute_num_layers", "distribute_saved_activations", "recompute_modules"),

@@ -167,7 +167,9 @@ class RunConfig:
         return [stage.num_layers for stage in stages(self.parallel, self.model.num_layers)]
 
     def _check_recompute_policy(self) -> None:
-        given = self.recompute.recompute_policy
+        given, parallel = self.recompute.recompute_policy, self.parallel
+        parts = parallel.context_parallel_size
+        parts *= parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         if given is not None and not self.recompute.is_to_be_chosen:
             check_policy_reaches(self.recompute.policy, self.stage_lengths())
         for rule in self.recompute.policy.rules:
@@ -178,6 +180,12 @@ class RunConfig:
                         f"cannot be told before the run; {', '.join(GROUPS)} name operators of "
                         "which it can, and so do their members"
                     )
+            sequence = f"the {self.data.seq_length // parts} rows that a rank has of a sequence"
+            if self.data.seq_length // parts % rule.action.tiles:
+                raise ValueError(
+                    f"--recompute-policy '{rule}': {rule.action.tiles} tiles of the MLP do not "
+                    f"divide {sequence}: give a divisor of them"
+                )
             if rule.store.startswith("split"):
                 self._check_split(
                     "--distribute-saved-activations"

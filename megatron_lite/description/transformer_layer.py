@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megatron_lite.config.model import ModelConfig
@@ -33,11 +35,12 @@ LINEAR_FC1, LINEAR_FC2 = "linear_fc1", "linear_fc2"
 
 
 def describe_layers(
-    model: ModelConfig, sizes: Sizes, num_layers: int
+    model: ModelConfig, sizes: Sizes, num_layers: int, tiles: Sequence[int] = ()
 ) -> tuple[LayerDescription, ...]:
     """Returns the descriptions of `num_layers` layers that begin with layer `sizes.first_layer`.
 
     Layers that are alike share one description.
+    tiles: those of the MLP of each layer (`RecomputePlan.tiles`); (): 1 each.
     """
     alike: dict[tuple[Any, ...], LayerDescription] = {}
     layers = []
@@ -47,9 +50,10 @@ def describe_layers(
             model.layer_rotates(layer),
             model.layer_has_experts(layer),
             sizes.rows_of_experts(layer),
+            tiles[layer - sizes.first_layer] if tiles else 1,
         )
         if kind not in alike:
-            alike[kind] = describe_layer(model, sizes, layer)
+            alike[kind] = describe_layer(model, sizes, layer, kind[-1])
         layers.append(alike[kind])
     return tuple(layers)
 
@@ -70,10 +74,13 @@ def describe_kinds(
     ]
 
 
-def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDescription:
+def describe_layer(
+    model: ModelConfig, sizes: Sizes, layer: int = 0, tiles: int = 1
+) -> LayerDescription:
     """Returns the description of a layer: its operations in the order of the forward.
 
     layer: the number of the layer in the whole model, counted from 0.
+    tiles: how many tiles of the sequence a dense MLP runs in (recompute/tiles.py).
     """
     of = Shape(model, sizes)
     layer_input, mlp_residual = (
@@ -94,11 +101,19 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         # late: a dense model does not need it
         from megatron_lite.description.experts import choices, expert_operations
 
-        kept_choices, mlp = choices(of), expert_operations(of, normed_mlp, layer)
-    else:
-        mlp = _mlp(of, normed_mlp)
+        tiles, kept_choices = 1, choices(of)
+        mlp = expert_operations(of, normed_mlp, layer)
+    tile = of
+    if tiles > 1:
+        tile = Shape(model, replace(sizes, seq_length=sizes.seq_length // tiles))
+    if not has_experts:
+        mlp = _mlp(tile, normed_mlp)
     region = MOE if has_experts else MLP_REGION
     before, after = not model.norms_after, model.norms_after
+    if after:
+        mlp = chain(mlp, (norm_after(tile, "post_mlp_layernorm", LINEAR_FC2, (region,)),))
+    if tiles > 1:
+        mlp = _in_tiles(of, tuple(mlp), tiles)
     rows = (
         before and norm_before(of, "input_layernorm", layer_input, normed.name, "input norm"),
         _query_key_value(of, normed),
@@ -118,7 +133,6 @@ def describe_layer(model: ModelConfig, sizes: Sizes, layer: int = 0) -> LayerDes
         add_branch(of, ATTENTION_DROPOUT),
         before and norm_before(of, "pre_mlp_layernorm", mlp_residual, normed_mlp.name, "mlp norm"),
         *mlp,
-        after and norm_after(of, "post_mlp_layernorm", LINEAR_FC2, (region,)),
         add_branch(of, MLP_DROPOUT),
     )
     return LayerDescription(
@@ -141,6 +155,28 @@ def _mlp(of: Shape, normed: KeptTensor) -> Iterator[Operation]:
         activation=ACTIVATION,
         output_is_read=of.model.norms_after,
     )
+
+
+def _in_tiles(of: Shape, tile: Sequence[Operation], tiles: int) -> Iterator[Operation]:
+    """Yields the operations of an MLP that runs in tiles. tile: those of one.
+
+    Beside a tile there are the gradient of the whole input, and the sums of gradients that autograd
+    gets, with those of the operations that the tile's backward has left.
+    """
+    by_hand = of.sizes.sums_gradients and of.sizes.adds_by_itself
+    gradients = [
+        0 if by_hand else of.element * sum(each.num_elements for each in one.parameters)
+        for one in tile
+    ]
+    for number, one in enumerate(tile):
+        left = sum(gradients[number + 1 :]) * of.sizes.sums_gradients
+        yield one._replace(
+            calls=one.calls * tiles,
+            backward=one.backward * tiles,
+            beside=one.beside * tiles,
+            moved=Moved(*(tiles * moved for moved in one.moved)),
+            temporary=one.temporary + of.hidden + sum(gradients) + left,
+        )
 
 
 def _query_key_value(of: Shape, keeps: KeptTensor) -> Operation:

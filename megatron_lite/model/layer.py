@@ -96,7 +96,14 @@ class TransformerLayer(nn.Module):
         if not self.parallel_residual:
             attended = read
         skip_tail = regions.skip_layer_tail
-        branch = regions.run(self.mlp_region, self._mlp, normed, regions, skip_tail=skip_tail)
+        branch = regions.run(
+            self.mlp_region,
+            self._mlp,
+            normed,
+            regions,
+            skip_tail=skip_tail,
+            modules=(self.mlp, self.post_mlp_layernorm),
+        )
         bias = self.mlp.linear_fc2.skipped_bias if isinstance(self.mlp, MLP) else None
         return self._add(attended, branch, bias, regions, skip_tail=skip_tail)
 

@@ -126,7 +126,11 @@ def _kept(
 
 def _segment(action: LayerAction, store: Store) -> Segment:
     return Segment(
-        first_layer=0, unit=bool(action.unit), regions=frozenset(action.regions), store=store
+        first_layer=0,
+        unit=bool(action.unit),
+        regions=frozenset(action.regions),
+        tiles=action.tiles,
+        store=store,
     )
 
 

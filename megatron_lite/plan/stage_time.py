@@ -195,7 +195,7 @@ def _replay(
     model: ModelConfig, segment: Segment, skip_tail: bool, clock: Clock, sizes: Sizes
 ) -> Work:
     stop = segment.first_layer + segment.num_layers
-    layers = describe_layers(model, sizes, stop)[segment.first_layer :]
+    layers = describe_layers(model, sizes, stop, (segment.tiles,) * stop)[segment.first_layer :]
     rows = [
         clock.pointwise(one, REPLAYED_MEMORY_BOUND, backward=False)
         for one in replayed_operations(layers, segment, skip_tail=skip_tail)

@@ -375,8 +375,8 @@ def _lists(model: nn.Module) -> str:
 
 def _check(segment: Segment, layer: nn.Module, setting: str) -> None:
     refused = {
-        f"{'+'.join(sorted(segment.regions))} names regions, and this model's layers have none: "
-        "use full, none or ops(...)": segment.regions,
+        f"{'+'.join(sorted(segment.rebuilt))} names regions, and this model's layers have none: "
+        "use full, none or ops(...)": segment.rebuilt,
         "the model calls its layers one by one, so a unit cannot have "
         f"{segment.num_layers}: use full": segment.num_layers > 1,
         f"@{segment.store} names parts of this project's own layers: give @host": (

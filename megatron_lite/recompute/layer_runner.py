@@ -145,7 +145,8 @@ def _chain(
     def run(hidden_states: Tensor, *extras: Any) -> Tensor:
         for number, layer in enumerate(layers):
             regions = Regions(
-                rebuilt=segment.regions,
+                rebuilt=segment.rebuilt,
+                tiles=segment.tiles,
                 rng=rng,
                 layer=segment.first_layer + number,
                 skip_region_tails=plan.skip_tail,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_lite.config.policy import LayerAction, Layers, Policy, Rule
-from megatron_lite.config.regions import is_on_host, modules_of, without_nested
+from megatron_lite.config.regions import MLP_REGION, is_on_host, modules_of, without_nested
 
 Store = str  # of config/policy.py
 KEEP = Rule(layers=(Layers(),), action=LayerAction())
@@ -30,6 +30,7 @@ class Segment:
     ops: the entries of an `ops(...)` policy. Results of these operators are kept, and all other
         operators run again. Empty in a unit or with regions. A segment with ops has one layer.
     router: whether the policy says that the choice of a router is kept.
+    tiles: into how many tiles of the sequence the MLP is cut that a unit or a region rebuilds.
     store: where the kept tensors live: on this device or in host memory. "split" is for the input
         of a unit: each tensor-parallel rank keeps 1/t of it. "split+host" combines both.
         "host(..)" is for a layer that keeps everything: host memory for some parts of it.
@@ -41,6 +42,7 @@ class Segment:
     regions: frozenset[str] = frozenset()
     ops: tuple[str, ...] = ()
     router: bool = False
+    tiles: int = 1
     store: Store = "device"
 
     def __post_init__(self) -> None:
@@ -59,6 +61,12 @@ class Segment:
         """Tells whether kept tensors go to host memory: all of them, unless `host_modules` is
         set."""
         return is_on_host(self.store)
+
+    @property
+    def rebuilt(self) -> frozenset[str]:
+        """The regions that a run of the layers with gradients rebuilds: those named, and in a unit
+        an MLP in tiles."""
+        return self.regions | {MLP_REGION} if self.tiles > 1 else self.regions
 
     @property
     def host_modules(self) -> frozenset[str]:
@@ -103,6 +111,11 @@ class RecomputePlan:
         return self.contiguous or any(segment.on_host for segment in self.segments)
 
     @cached_property
+    def tiles(self) -> tuple[int, ...]:
+        """The tiles of the MLP of each layer."""
+        return tuple(one.tiles for one in self.segments for _ in range(one.num_layers))
+
+    @cached_property
     def num_layers(self) -> int:
         """The number of layers of the stage."""
         return sum(segment.num_layers for segment in self.segments)
@@ -134,6 +147,7 @@ def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
                 num_layers=min(action.unit, layers[-1] + 1 - first),
                 unit=True,
                 router=action.router,
+                tiles=action.tiles,
                 store=store,
             )
             for first in layers[:: action.unit]
@@ -141,7 +155,12 @@ def _treated(rule: Rule, layers: list[int]) -> Iterable[Segment]:
     regions = without_nested(action.regions)
     return (
         Segment(
-            first_layer=layer, regions=regions, ops=action.ops, router=action.router, store=store
+            first_layer=layer,
+            regions=regions,
+            ops=action.ops,
+            router=action.router,
+            tiles=action.tiles,
+            store=store,
         )
         for layer in layers
     )

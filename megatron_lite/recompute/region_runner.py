@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from megatron_lite.config.regions import REGIONS
+from megatron_lite.config.regions import MLP_REGION, REGIONS
 from megatron_lite.parallel.rng import RngStreams
 from megatron_lite.parallel.torch_internals import address_of
 from megatron_lite.recompute.choices import Choices
@@ -107,6 +107,7 @@ class Regions:
     results: the results of operators that an `ops(...)` policy keeps.
     choices: what the routers chose. The runs of a unit share them.
     absent: the regions that the layer does not have.
+    tiles: into how many tiles of the sequence a rebuilt MLP is cut.
     """
 
     rebuilt: frozenset[str]
@@ -119,16 +120,23 @@ class Regions:
     results: KeptResults | None = None
     choices: Choices = field(default_factory=Choices)
     absent: frozenset[str] = frozenset()
+    tiles: int = 1
     _called: set[str] = field(default_factory=set, init=False)
     _discard: list[Callable[[Tensor], None]] = field(default_factory=list, init=False)
 
     def run(
-        self, name: str, function: Callable[..., Any], *args: Any, skip_tail: bool = False
+        self,
+        name: str,
+        function: Callable[..., Any],
+        *args: Any,
+        skip_tail: bool = False,
+        modules: tuple[nn.Module | None, ...] = (),
     ) -> Any:
         """Returns `function(*args, skip_tail)`; if the region is rebuilt, only its arguments are
         kept.
 
         skip_tail: whether the function may leave out what only the values of its output need.
+        modules: those whose parameters an MLP reads. It may run in tiles of its first argument.
         """
         assert REGIONS[name].method == "replay", name
         self._called.add(name)
@@ -139,6 +147,14 @@ class Regions:
         # matmul.
         forward = _with_last(function, skip_tail)
         replay = _with_last(function, True) if self.skip_region_tails else None
+        if name == MLP_REGION and self.tiles > 1:
+            from megatron_lite.recompute.tiles import run_in_tiles
+
+            calls = [
+                self._verified(f"{name}, tile {tile}", forward, self.rng)
+                for tile in range(self.tiles)
+            ]
+            return run_in_tiles(calls, replay, modules, self.rng, *args, skips=skip_tail)
         from megatron_lite.recompute.checkpoint import checkpoint
 
         return checkpoint(

@@ -189,6 +189,7 @@ def _with_segments(config: RunConfig, segments: Sequence[Segment], num_stages: i
             regions=tuple(sorted(one.regions)),
             ops=one.ops,
             router=one.router,
+            tiles=one.tiles,
         )
         own = Layers(layers, layers + one.num_layers - 1)
         rules.append(Rule(layers=(own,), action=action, store=one.store))

@@ -33,7 +33,7 @@ LAYERS = st.one_of(
 )
 ACTIONS = st.one_of(
     st.just(LayerAction()),
-    st.integers(1, 4).map(lambda unit: LayerAction(unit=unit)),
+    st.builds(LayerAction, unit=st.integers(1, 4), tiles=st.integers(1, 3)),
     st.sets(st.sampled_from(MODULES), min_size=1).map(
         lambda regions: LayerAction(regions=tuple(sorted(regions)))
     ),

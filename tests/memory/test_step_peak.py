@@ -82,6 +82,9 @@ IN_EVERY_RUN = (
     "CP 2, unfused, ZeRO-1",
 )
 CASES_HERE = (
+    Case("mlp/8, llama, bf16", f"{CHUNKS} {LLAMA} --bf16 {policy('*:mlp/8')}"),
+    Case("TP 2, full+mlp/4", f"{TP} {SEQUENCE} {CHUNKS} {policy('*:full+mlp/4')}", 2),
+    Case("FSDP 2, full/2+mlp/4", f"{FSDP} {CHUNKS} {policy('*:full/2+mlp/4')}", 2),
     Case("documents", f"{DOCUMENTS} --attention-backend unfused"),
     Case("documents, windows", f"{DOCUMENTS} --window-size 32,0"),
     Case("a large vocabulary", "--vocab-size 50000 --hidden-size 64 --num-layers 2"),

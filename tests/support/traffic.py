@@ -15,7 +15,7 @@ from megatron_lite.recompute.recompute_plan import RecomputePlan
 
 def plan_collectives(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> Traffic:
     """Returns all collectives of one micro-batch."""
-    layers, of = describe_layers(model, sizes, plan.num_layers), Shape(model, sizes)
+    layers, of = describe_layers(model, sizes, plan.num_layers, plan.tiles), Shape(model, sizes)
     parts = [collectives(embedding_operations(model, sizes))]
     for one in plan.segments:
         own = layers[one.first_layer : one.first_layer + one.num_layers]

@@ -212,7 +212,7 @@ def _parts(config: RunConfig, rank: int, device: str) -> Iterator[Part]:
         for term in terms:
             if term.tensor.shared:
                 shared[term.tensor.name].append(term)
-        layers = describe_layers(model, sizes, plan.num_layers)
+        layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
         for segment in plan.segments:
             numbers = range(segment.first_layer, segment.first_layer + segment.num_layers)
             part = _segment_part(config, plan, segment, terms, layers, sizes)
@@ -275,6 +275,8 @@ def _treatment(segment: Segment, layers: Sequence[LayerDescription], sizes: Size
         text = f"{', '.join(region_names(segment.regions))} rebuilt in backward"
     else:
         text = "everything is kept"
+    if segment.tiles > 1:
+        text += f", the MLP in {segment.tiles} tiles"
     # Layers of one model may differ from each other.
     kinds = dict.fromkeys(layer.peculiarity for layer in layers)
     return text + "".join(f" ({kind})" for kind in kinds if kind)

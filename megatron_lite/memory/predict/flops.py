@@ -86,7 +86,7 @@ def hardware_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int
 def replay_flops(model: ModelConfig, plan: RecomputePlan, **shape: Any) -> int:
     """Returns the FLOPs that backward runs again under the plan."""
     sizes = _sizes(shape)
-    layers = describe_layers(model, sizes, plan.num_layers)
+    layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
     # The description counts the FLOPs of one rank. The figure here is over all TP and CP ranks.
     return sizes.num_ranks * sum(
         matmul.flops

@@ -55,7 +55,7 @@ class Term(NamedTuple):
 
 def activation_terms(model: ModelConfig, plan: RecomputePlan, sizes: Sizes) -> tuple[Term, ...]:
     """Returns every tensor that is kept, in the order of the forward."""
-    layers = describe_layers(model, sizes, plan.num_layers)
+    layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
     terms = list(_end_terms(EMBEDDING, embedding_operations(model, sizes)))
     for segment in plan.segments:
         terms += segment_terms(layers, plan, segment, sizes)
@@ -133,7 +133,7 @@ def _terms(
     first = segment.first_layer
     if not segment.unit and not segment.ops:
         for number in range(first, first + segment.num_layers):
-            yield from layer_terms(layers[number].operations, number, segment.regions, sizes)
+            yield from layer_terms(layers[number].operations, number, segment.rebuilt, sizes)
         return
     # A unit keeps only its input (1/t of it if split) and the states of the random-number streams.
     # A layer with an `ops(...)` policy keeps these and the results of the chosen operators.

@@ -64,11 +64,12 @@ def layer_backward(
     for number in reversed(range(len(operations))):
         operation, done = operations[number], operations[: number + 1]
         held = [term.tensor for term in layer_terms(done, 0, regions, sizes)]
+        again, kept = list(_rebuilt(operations, number, regions)), 0
         if replays_but is None:
-            again = list(_rebuilt(operations, number, regions))
             kept, rebuilt = bytes_of(held), bytes_of(again, {one.name for one in held})
         else:
-            again, kept, rebuilt = held, 0, bytes_of(held, replays_but)
+            again += held
+            rebuilt = bytes_of(again, replays_but)
         if not fullest.where:
             at_first = kept, 0 if replays_but is None else rebuilt
         kept += (returned[1] if number <= returned[0] else 0) - at_first[0]

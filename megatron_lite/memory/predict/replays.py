@@ -54,16 +54,21 @@ def replayed_calls(
             skipped |= layer.tail()
         # Only the output of a unit or region depends on its last matmul, and nothing reads the
         # output of a replay.
-        for region in segment.regions if skip_tail else ():
-            skipped |= layer.tail(region)
+        in_region = set(skipped)
+        for region in segment.rebuilt if skip_tail else ():
+            in_region |= layer.tail(region)
+        # A unit's replay runs its regions in full, which run once more in their backward, except
+        # the one at its end, of which nothing reads the output.
+        is_end = skip_tail and number == len(layers) - 1
         for operation in layer.operations:
-            if not segment.unit and segment.regions.isdisjoint(operation.regions):
-                continue
-            yield from (
-                ReplayedCall(number, operation, call)
-                for position, call in enumerate(operation.calls)
-                if (operation.name, position) not in skipped and not call.once
-            )
+            again = not segment.rebuilt.isdisjoint(operation.regions)
+            runs = [skipped] * (segment.unit and not (again and is_end)) + [in_region] * again
+            for left_out in runs:
+                yield from (
+                    ReplayedCall(number, operation, call)
+                    for position, call in enumerate(operation.calls)
+                    if (operation.name, position) not in left_out and not call.once
+                )
 
 
 def replayed_operations(

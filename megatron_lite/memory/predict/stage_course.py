@@ -108,7 +108,7 @@ class _Course:
         if waits_for_lookup(shape):
             wide = sizes.accumulate_bytes if sizes.sums_gradients else sizes.element_bytes
             self.waits = sizes.padded_vocab_size // sizes.tp_size * model.hidden_size * wide
-        self.layers = describe_layers(model, sizes, plan.num_layers)
+        self.layers = describe_layers(model, sizes, plan.num_layers, plan.tiles)
         alike = {id(one): one for one in self.layers}.values()
         self.tables = max(sum(one.tables().values()) for one in alike)
         self.first = embedding_operations(model, sizes)
@@ -278,7 +278,7 @@ class _Course:
         """
         layer = self.layers[segment.first_layer + place]
         is_last = place == segment.num_layers - 1
-        treated = segment.unit, segment.regions, segment.ops, segment.store
+        treated = segment.unit, segment.rebuilt, segment.ops, segment.store
         key = (id(layer), treated, place == 0, is_last, returned)
         if key in self.known:
             return self.known[key]
@@ -305,7 +305,7 @@ class _Course:
         self.known[key] = layer_backward(
             layer.operations,
             self.sizes,
-            regions=segment.regions,
+            regions=segment.rebuilt,
             replays_but=replays_but,
             returned=(reader, returned),
             beside=beside,
