@@ -27,6 +27,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.shards import FLOATS, naming, open_tensors
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.hf_config import CONFIG, exact_fields, read_hf_file, to_hf
 from megatron_lite.config.hf_families import FAMILIES
 from megatron_lite.config.input_file import crafted, read_json
@@ -43,7 +44,7 @@ from megatron_lite.convert.target import (
     Tensors,
     complete_folder,
     json_bytes,
-    safetensors_file,
+    safetensors_files,
     stored_tokenizer,
 )
 from megatron_lite.convert.weights import (
@@ -51,19 +52,17 @@ from megatron_lite.convert.weights import (
     WEIGHT,
     WORDS,
     Advance,
-    Described,
     WeightSource,
     check_layers,
     check_names,
     copy_tensors,
     layer_of,
     parameter_specs,
-    refused,
 )
 from megatron_lite.data.tokenizer_files import in_folder
+from megatron_lite.parallel.parameter_spec import ParameterSpec
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 LARGEST_INDEX = 2**26
 SHARD_BYTES = 5 * 10**9
 # Buffers that old versions of transformers saved: masks and frequencies, which are no weights.
@@ -101,12 +100,12 @@ def hf_source(path: Path) -> WeightSource:
         )
     mapped = read_hf_file(path)
     family = mapped.family
-    with refused(str(path / CONFIG)):
+    with input_faults(f"{path / CONFIG}: "):
         model = ModelConfig(**exact_fields(mapped, path / CONFIG))
     places = _places(path, family)
     check_layers(model.num_layers, len(places), path / CONFIG)
     specs = parameter_specs(model, mapped.vocab_size)
-    shapes = their_shapes(family, {name: spec.global_shape for name, spec in specs.items()}, model)
+    shapes = their_shapes(family, specs, model)
     needed = {part: shape for parts in shapes.values() for part, shape in parts.items()}
     # Files of a tied model may hold the head too. It must then equal the embedding (`read`).
     head, is_tied = head_of(family), OUTPUT not in specs
@@ -121,16 +120,10 @@ def hf_source(path: Path) -> WeightSource:
                 f"{places[part].file}: {places[part].name} has the shape {found}, but {CONFIG} "
                 f"describes {shape}: they belong to different models"
             )
-    dtypes = {}
+    dtypes: dict[str, Any] = {}
     for name, parts in shapes.items():
-        kinds = {str(places[part].values.get_dtype()) for part in parts}
-        if not kinds <= FLOATS.keys() or len(kinds) > 1:
-            raise InputError(
-                f"{path}: {min(parts)} has the dtype {', '.join(sorted(kinds))}, only "
-                f"{', '.join(FLOATS)} are read, and one for all parts of a matrix: convert "
-                "quantised weights to one of them first"
-            )
-        dtypes[name] = FLOATS[kinds.pop()]
+        kinds = " and ".join(sorted({str(places[part].values.get_dtype()) for part in parts}))
+        dtypes[name] = FLOATS.get(kinds, kinds)  # what is no dtype is refused
 
     def read(name: str, key: str = WEIGHT) -> Tensor:
         row = row_of(family, name, model)
@@ -143,15 +136,15 @@ def hf_source(path: Path) -> WeightSource:
             )
         return LAYOUTS[row.layout].join(parts, model)
 
-    described = Described(
+    return WeightSource(
         model=model,
         true_vocab_size=mapped.vocab_size,
         dtypes=dtypes,
+        read=read,
         tokenizer=in_folder(path),
         token_ids=mapped.token_ids,
         notes=mapped.notes,
     )
-    return WeightSource(described, read)
 
 
 def _places(folder: Path, family: str) -> dict[str, TensorInFile]:
@@ -177,13 +170,12 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if os.path.lexists(folder / WEIGHTS):
         return [folder / WEIGHTS]
-    for name in PICKLES:
-        if (folder / name).exists():
-            raise InputError(
-                f"{folder / name} is pickled, and reading a pickle may run any code: convert it "
-                "with transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW),"
-                " where you trust its author"
-            )
+    for file in folder.glob("pytorch_model.bin*"):
+        raise InputError(
+            f"{file} is pickled, and reading a pickle may run any code: convert it with "
+            "transformers, AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), where "
+            "you trust its author"
+        )
     raise InputError(f"{folder}: has neither {WEIGHTS} nor {INDEX}")
 
 
@@ -201,18 +193,16 @@ def write_hf(
     shard_bytes: the largest size of a file. A single tensor may exceed it.
     Raises InputError if no family, or not the given one, expresses the model exactly.
     """
-    described = source.described
-    model = described.model
-    with refused("--to hf"):
-        config = to_hf(model, described.true_vocab_size, family)
-    tokenizer, end = stored_tokenizer(described)
+    model = source.model
+    with input_faults("--to hf: "):
+        config = to_hf(model, source.true_vocab_size, family)
+    tokenizer, end = stored_tokenizer(source)
     family = config["model_type"]
-    shapes = {name: spec.global_shape for name, spec in described.specs.items()}
     shards: list[Tensors] = [{}]
     total = size = 0
-    for name, parts in their_shapes(family, shapes, model).items():
-        dtype = described.dtypes[name]
-        num_bytes = math.prod(shapes[name]) * dtype.itemsize
+    for name, parts in their_shapes(family, source.specs, model).items():
+        dtype = source.dtypes[name]
+        num_bytes = sum(math.prod(shape) for shape in parts.values()) * dtype.itemsize
         if size and size + num_bytes > shard_bytes:
             shards.append({})
             size = 0
@@ -220,28 +210,27 @@ def write_hf(
         shards[-1].update({part: (dtype, shape) for part, shape in parts.items()})
     count = len(shards)
     names = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-    tensors = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))
+    files = dict(zip(names if count > 1 else [WEIGHTS], shards, strict=True))
     config |= dict(bos_token_id=None, eos_token_id=end, pad_token_id=None)
-    config |= dict(torch_dtype=str(described.dtype).removeprefix("torch."), **described.token_ids)
+    config |= dict(torch_dtype=str(source.dtype).removeprefix("torch."), **source.token_ids)
     texts = {**tokenizer, CONFIG: json_bytes(config)}
     if count > 1:
-        weight_map = {part: file for file, parts in tensors.items() for part in parts}
+        weight_map = {part: file for file, parts in files.items() for part in parts}
         texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": weight_map})
     if "tokenizer.json" in tokenizer and "tokenizer_config.json" not in tokenizer:
         # AutoTokenizer asks this file for the class.
         texts["tokenizer_config.json"] = json_bytes({"tokenizer_class": "PreTrainedTokenizerFast"})
     with complete_folder(path) as folder:
-        writes: dict[str, Callable[[str, Tensor], None]] = {}
-        for file, own in tensors.items():
-            writes |= dict.fromkeys(own, safetensors_file(folder / file, own, {"format": "pt"}))
+        paths = {folder / file: parts for file, parts in files.items()}
+        write = safetensors_files(paths, {"format": "pt"})
 
         def put(name: str, key: str, tensor: Tensor) -> None:
             row = row_of(family, name, model)
             values = LAYOUTS[row.layout].split(tensor, model)
             for part, value in zip(row.theirs, values, strict=True):
-                writes[part](part, value)
+                write(part, value)
 
-        copy_tensors(source, put, advance, [WEIGHT])
+        copy_tensors(replace(source, state_keys=()), put, advance)
         for name, content in texts.items():
             (folder / name).write_bytes(content)
 
@@ -353,18 +342,15 @@ def row_of(family: str, name: str, model: ModelConfig) -> TensorNames:
 
 
 def their_shapes(
-    family: str, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig
+    family: str, specs: Mapping[str, ParameterSpec], model: ModelConfig
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Returns the shapes of the tensors there that hold each parameter here, by both names.
-
-    shapes: those of the parameters here.
-    """
+    """Returns the shapes of the tensors there that hold each parameter here, by both names."""
     found = {}
-    for name, shape in shapes.items():
+    for name, spec in specs.items():
         row = row_of(family, name, model)
-        parts = LAYOUTS[row.layout].split(torch.empty(shape, device="meta"), model)
-        named = zip(row.theirs, parts, strict=True)
-        found[name] = {part: tuple(tensor.shape) for part, tensor in named}
+        parts = LAYOUTS[row.layout].split(torch.empty(spec.global_shape, device="meta"), model)
+        shapes = (tuple(part.shape) for part in parts)
+        found[name] = dict(zip(row.theirs, shapes, strict=True))
     return found
 
 

@@ -8,6 +8,8 @@ random-number streams: those of other systems mean nothing here.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,10 +28,11 @@ from megatron_lite.checkpointing.step_files import (
     shard_file,
     step_directory,
 )
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.data_settings import DataConfig
 from megatron_lite.config.hf_config import token_ids_of
 from megatron_lite.config.input_file import read_json
+from megatron_lite.config.invocation import shell_lines, subcommand, training_command
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.run import RunConfig
 from megatron_lite.config.training import TrainingConfig
@@ -37,21 +40,19 @@ from megatron_lite.convert.target import (
     Tensors,
     complete_folder,
     json_bytes,
-    safetensors_file,
+    safetensors_files,
     stored_tokenizer,
 )
 from megatron_lite.convert.weights import (
     WEIGHT,
     WORDS,
     Advance,
-    Described,
     WeightSource,
     check_layers,
     check_names,
     copy_tensors,
     is_buffer,
     parameter_specs,
-    refused,
 )
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, in_folder
 
@@ -82,7 +83,7 @@ def native_source(path: Path) -> WeightSource:
             key
             for key in states.suffixes(WORDS, parameters[WORDS])
             if all(
-                states.has(f"{name}/{key}", parameters[name])
+                states.has(_full(name, key), parameters[name])
                 for name in specs
                 if not is_buffer(name)
             )
@@ -94,15 +95,15 @@ def native_source(path: Path) -> WeightSource:
 
     def read(name: str, key: str = WEIGHT) -> Tensor:
         saved = parameters[name]
-        reader, full = (states, f"{name}/{key}") if key else (weights, name)
-        whole = replace(saved.spec, padded_length=None)
-        tensor = reader.read(full, saved, whole, tp_rank=0, tp_size=1)
+        reader, whole = states if key else weights, replace(saved.spec, padded_length=None)
+        tensor = reader.read(_full(name, key), saved, whole, tp_rank=0, tp_size=1)
         return tensor.float() if key else tensor
 
-    described = Described(
+    return WeightSource(
         model=config.model,
         true_vocab_size=vocab_size,
         dtypes={name: weights.dtype_of(name, parameters[name]) for name in specs},
+        read=read,
         tokenizer=tokenizer,
         token_ids=token_ids_of(read_json(ids)) if ids.exists() else {},
         progress=metadata.progress,
@@ -110,7 +111,6 @@ def native_source(path: Path) -> WeightSource:
         num_updates=metadata.num_updates,
         notes=notices,
     )
-    return WeightSource(described, read)
 
 
 def write_native(
@@ -122,54 +122,36 @@ def write_native(
         The files are not split: a run reads its part of them, at any parallel sizes.
     Raises InputError if the model does not divide over the parallel sizes.
     """
-    described = source.described
-    has_states = bool(described.state_keys)
-    progress = described.progress if has_states else Progress()
+    has_states = bool(source.state_keys)
+    progress = source.progress if has_states else Progress()
     step_name = step_directory(path, progress.iteration).name
-    with refused("--to megatron-lite"):
-        config = _config(described, path.absolute() / step_name, tp_size, pp_size)
-        specs = parameter_specs(config.model, described.true_vocab_size)
+    with input_faults("--to megatron-lite: "):
+        config = _config(source, path.absolute() / step_name, tp_size, pp_size)
     metadata = Metadata(
         progress=progress,
         tp_size=1,
         pp_size=1,
         dp_size=1,
         cp_size=1,
-        num_updates=described.num_updates if has_states else 0,
-        parameters={name: SavedLayout(spec) for name, spec in specs.items()},
+        num_updates=source.num_updates if has_states else 0,
+        parameters={name: SavedLayout(spec) for name, spec in source.specs.items()},
         missing=("rng",) if has_states else ("optimizer", "rng"),
     )
-    files = {kind: shard_file(kind, 0, 0, 1) for kind in ("model", "optimizer")}
-
-    def place(name: str, key: str) -> tuple[str, str]:
-        """Returns the file of a tensor, and its name there."""
-        return (files["optimizer"], f"{name}/{key}") if key else (files["model"], name)
-
-    tensors: dict[str, Tensors] = {file: {} for file in files.values()}
-    for name, spec in specs.items():
-        for key in described.keys_of(name):
-            file, full = place(name, key)
-            tensors[file][full] = (described.dtype_of(name, key), spec.global_shape)
-    texts, _ = stored_tokenizer(described)
+    files: dict[str, Tensors] = defaultdict(dict)
+    for name, key, dtype, shape in source.tensors():
+        file = shard_file("optimizer" if key else "model", 0, 0, 1)
+        files[file][_full(name, key)] = (dtype, shape)
+    texts, _ = stored_tokenizer(source)
     texts[CONFIG] = config.to_json().encode()
     texts[METADATA] = metadata.to_json().encode()
     texts[parameters_file(0)] = metadata.parameters_to_json(0).encode()
-    if described.token_ids:
-        texts[TOKEN_IDS] = json_bytes(dict(described.token_ids))
+    if source.token_ids:
+        texts[TOKEN_IDS] = json_bytes(dict(source.token_ids))
     with complete_folder(path) as folder:
         step = folder / step_name
         step.mkdir()
-        writes = {
-            file: safetensors_file(step / file, own)
-            for file, own in tensors.items()
-            if file in metadata.expected_files()
-        }
-
-        def put(name: str, key: str, whole: Tensor) -> None:
-            file, full = place(name, key)
-            writes[file](full, whole)
-
-        copy_tensors(source, put, advance)
+        write = safetensors_files({step / file: tensors for file, tensors in files.items()})
+        copy_tensors(source, lambda name, key, whole: write(_full(name, key), whole), advance)
         for name, content in texts.items():
             (step / name).write_bytes(content)
         manifest = Manifest(progress.iteration, {one.name: row_of(one) for one in step.iterdir()})
@@ -177,18 +159,62 @@ def write_native(
         (folder / LATEST).write_text(str(progress.iteration))
 
 
-def _config(described: Described, step: Path, tp_size: int, pp_size: int) -> RunConfig:
+def _full(name: str, key: str) -> str:
+    """Returns the name of a parameter, or of one of its states, in the files."""
+    return f"{name}/{key}" if key else name
+
+
+def _config(source: WeightSource, step: Path, tp_size: int, pp_size: int) -> RunConfig:
     """Returns the configuration of a run that could have saved the weights in `step`."""
     return RunConfig(
-        model=described.model,
+        model=source.model,
         training=TrainingConfig(
             micro_batch_size=1,
-            bf16=described.dtype == torch.bfloat16,
-            fp16=described.dtype == torch.float16,
+            bf16=source.dtype == torch.bfloat16,
+            fp16=source.dtype == torch.float16,
         ),
-        data=DataConfig(seq_length=described.model.max_position_embeddings),
-        tokenizer=config_of(described.tokenizer, step, described.true_vocab_size),
+        data=DataConfig(seq_length=source.model.max_position_embeddings),
+        tokenizer=config_of(source.tokenizer, step, source.true_vocab_size),
         parallel=ParallelConfig(
             tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
         ),
     )
+
+
+USUAL_LENGTH = 2048  # the longest --seq-length that is proposed
+NUM_ITERATIONS = 1000
+LEARNING_RATE = "1e-5"  # low: the weights are trained, and no warm-up is proposed
+
+
+def next_lines(save: Path, program: str) -> Iterator[str]:
+    """Yields the commands that train and generate with a checkpoint that was just written.
+
+    The shape of the model, its precision and its tokenizer come from the checkpoint, so that the
+    commands run as printed once `preprocess` has made the data.
+
+    program: the name of the program that wrote it, as the user typed it.
+    """
+    step = find_step(str(save)).step
+    config, metadata = read_config(step), Metadata.read(step)
+    reads_ids = config.tokenizer.tokenizer_type == "NullTokenizer"
+    # Without optimizer states a run begins at iteration 0.
+    done = 0 if "optimizer" in metadata.missing else metadata.progress.iteration
+    train = (
+        *training_command(program, config.parallel.model_ranks),
+        *("--config-json", str(step / CONFIG), "--load", str(save)),
+        # The file has it too. Who writes a command of his own must not miss it.
+        *(["--bf16"] * config.training.bf16 + ["--fp16"] * config.training.fp16),
+        *("--seq-length", str(min(config.data.seq_length, USUAL_LENGTH))),
+        *("--data-path", "text_text_document"),
+        *("--train-iters", str(done + NUM_ITERATIONS), "--lr", LEARNING_RATE),
+        *("--save", f"{save}-trained"),
+    )
+    prompt = "1 2 3" if reads_ids else "Once upon a time"
+    generate = (*subcommand(program, "generate"), "--load", str(save), "--prompt", prompt)
+    yield ""
+    if reads_ids:
+        yield "The source has no tokenizer. A text is token ids in the commands below."
+    yield f"To train further, on data that `preprocess` made with the tokenizer of {step}:"
+    yield shell_lines(train)
+    yield "To generate:"
+    yield shell_lines(generate)

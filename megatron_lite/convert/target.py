@@ -33,7 +33,7 @@ from megatron_lite.checkpointing.lock import try_lock
 from megatron_lite.checkpointing.shards import FLOATS
 from megatron_lite.config.checks import InputError
 from megatron_lite.config.invocation import MissingPackage
-from megatron_lite.convert.weights import Described
+from megatron_lite.convert.weights import WeightSource
 from megatron_lite.data.durable_files import sync
 from megatron_lite.data.tokenizer_files import TOKEN_IDS, config_of, contents_of
 from megatron_lite.data.tokenizers import build_tokenizer
@@ -108,22 +108,26 @@ def _remove_left(target: Path) -> None:
                 shutil.rmtree(mark.parent, ignore_errors=True)
 
 
-def safetensors_file(
-    path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None
+def safetensors_files(
+    files: Mapping[Path, Tensors], metadata: Mapping[str, str] | None = None
 ) -> Callable[[str, Tensor], None]:
-    """Creates a file and returns `write(name, tensor)`, to call once for each of its tensors."""
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    stop = 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -one[1][0].itemsize):
-        start, stop = stop, stop + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, stop]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
-    first = path.write_bytes(len(text).to_bytes(8, "little") + text)
+    """Creates files and returns `write(name, tensor)`, to call once for each of their tensors."""
+    places: dict[str, tuple[Path, int]] = {}
+    for path, tensors in files.items():
+        header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+        stop = 0
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda one: -one[1][0].itemsize):
+            start, stop = stop, stop + math.prod(shape) * dtype.itemsize
+            header[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, stop]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // ALIGNMENT) * ALIGNMENT)
+        first = path.write_bytes(len(text).to_bytes(8, "little") + text)
+        places |= {name: (path, first + header[name]["data_offsets"][0]) for name in tensors}
 
     def write(name: str, tensor: Tensor) -> None:
+        path, start = places[name]
         with path.open("r+b") as file:
-            file.seek(first + header[name]["data_offsets"][0])
+            file.seek(start)
             file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     return write
@@ -134,14 +138,14 @@ def json_bytes(values: Any) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
 
 
-def stored_tokenizer(described: Described) -> tuple[dict[str, bytes], int | None]:
+def stored_tokenizer(source: WeightSource) -> tuple[dict[str, bytes], int | None]:
     """Returns the tokenizer files of a source by name, without TOKEN_IDS, and the id that ends a
     document. The id is None if the tokenizer has none or its library is not installed.
 
     Raises InputError if a file is not what its name says, or if a word has no id of the model.
     """
-    files = [path for path in described.tokenizer if path.name != TOKEN_IDS]
-    vocab_size = described.true_vocab_size
+    files = [path for path in source.tokenizer if path.name != TOKEN_IDS]
+    vocab_size = source.true_vocab_size
     contents = contents_of(((path.name, path) for path in files), vocab_size)
     folder = files[0].parent if files else Path()
     config = config_of(files, folder, vocab_size)

@@ -8,9 +8,7 @@ format needs one mapping, not one for every other format. Only one tensor is in 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,12 +36,16 @@ Advance = Callable[[int], None]  # called with the bytes of each tensor, for the
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
-    """Everything about weights but their values.
+class WeightSource:
+    """Weights that can be read. Opening a source reads no tensor.
 
     model: the shape of the model.
     true_vocab_size: V, without padding.
     dtypes: the dtype of each parameter. Optimizer states are in float32.
+    read: `read(name, key=WEIGHT)` returns one parameter, or one of its states in float32, whole and
+        without padding, on the CPU. The name is as in a model's `named_parameters()`, such as
+        "decoder.layers.3.self_attention.linear_qkv.weight", with the layer's number in the whole
+        model. It raises InputError, with tensor and shapes, if the tensor has another shape.
     tokenizer: the files of the tokenizer; () if the format has none.
     token_ids: the ids of special tokens, as the config.json of Hugging Face names them.
     progress: how far the run had come that saved them.
@@ -55,7 +57,8 @@ class Described:
 
     model: ModelConfig
     true_vocab_size: int
-    dtypes: Mapping[str, torch.dtype]
+    dtypes: Mapping[str, Any]
+    read: Callable[..., Tensor]
     tokenizer: tuple[Path, ...] = ()
     token_ids: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress = field(default_factory=Progress)
@@ -67,8 +70,8 @@ class Described:
         for name, dtype in self.dtypes.items():
             if dtype not in FLOATS.values():
                 raise InputError(
-                    f"{name} is {dtype}, and only {', '.join(FLOATS)} are read: convert quantised "
-                    "weights to one of them first"
+                    f"{name} has the dtype {dtype}, and only {', '.join(FLOATS)} are read, one for "
+                    "all parts of a matrix: convert quantised weights to one of them first"
                 )
 
     @cached_property
@@ -78,71 +81,54 @@ class Described:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of most weights."""
-        counts: Counter[torch.dtype] = Counter()
+        """The dtype of most weights: that of the embedding, since norms may have another one."""
+        found: torch.dtype = self.dtypes[WORDS]
+        return found
+
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Yields all weights, and the optimizer states of those that are no buffers."""
         for name, spec in self.specs.items():
-            counts[self.dtypes[name]] += math.prod(spec.global_shape)
-        return counts.most_common(1)[0][0]
+            yield StoredTensor(name, WEIGHT, self.dtypes[name], spec.global_shape)
+            for key in () if is_buffer(name) else self.state_keys:
+                yield StoredTensor(name, key, torch.float32, spec.global_shape)
 
-    def dtype_of(self, name: str, key: str) -> torch.dtype:
-        """The dtype of a parameter (WEIGHT), or of one of its states."""
-        return torch.float32 if key else self.dtypes[name]
 
-    def keys_of(self, name: str) -> tuple[str, ...]:
-        """Returns the keys of all that is read for a parameter, or for a buffer: no states."""
-        return (WEIGHT, *(() if is_buffer(name) else self.state_keys))
+class StoredTensor(NamedTuple):
+    """A parameter (WEIGHT), or one of its states, by the key."""
+
+    name: str
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all weights and states."""
-        return sum(
-            math.prod(spec.global_shape) * self.dtype_of(name, key).itemsize
-            for name, spec in self.specs.items()
-            for key in self.keys_of(name)
-        )
-
-
-class WeightSource(NamedTuple):
-    """Weights that can be read. Opening one reads no tensor.
-
-    described: everything about the weights but their values.
-    read: `read(name, key=WEIGHT)` returns one parameter, or one of its states in float32, whole and
-        without padding, on the CPU. The name is as in a model's `named_parameters()`, such as
-        "decoder.layers.3.self_attention.linear_qkv.weight", with the layer's number in the whole
-        model. It raises InputError, with tensor and shapes, if the tensor has another shape.
-    """
-
-    described: Described
-    read: Callable[..., Tensor]
+        """The bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def copy_tensors(
-    source: WeightSource,
-    put: Callable[[str, str, Tensor], None],
-    advance: Advance,
-    keys: Iterable[str] | None = None,
+    source: WeightSource, put: Callable[[str, str, Tensor], None], advance: Advance
 ) -> None:
     """Calls `put(name, key, tensor)` for each parameter and each of its states, one at a time.
 
-    keys: what is copied of each parameter; None: all.
     Raises InputError for a tensor that holds NaN or infinity.
     """
-    for name in source.described.specs:
-        for key in source.described.keys_of(name) if keys is None else keys:
-            tensor = source.read(name, key)
-            # The ends are NaN if any value is, and need no memory of the tensor's size.
-            if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
-                raise InputError(
-                    f"{name}{key and f' ({key})'} holds NaN or infinity, so the model is broken: "
-                    "convert an earlier checkpoint"
-                )
-            put(name, key, tensor)
-            advance(tensor.nbytes)
-            del tensor
+    for name, key, *_ in source.tensors():
+        tensor = source.read(name, key)
+        # The ends are NaN if any value is, and need no memory of the tensor's size.
+        if tensor.numel() and not all(end.isfinite() for end in tensor.aminmax()):
+            raise InputError(
+                f"{name}{key and f' ({key})'} holds NaN or infinity, so the model is broken: "
+                "convert an earlier checkpoint"
+            )
+        put(name, key, tensor)
+        advance(tensor.nbytes)
+        del tensor
 
 
 def parameter_specs(
-    model: ModelConfig, vocab_size: int, *, tp_size: int = 1, padded_vocab_size: int | None = None
+    model: ModelConfig, vocab_size: int, *, tp_size: int = 1
 ) -> dict[str, ParameterSpec]:
     """Returns the spec of every parameter of the whole model, and of every saved buffer, by name.
 
@@ -150,13 +136,13 @@ def parameter_specs(
     device, which allocates no memory. All layers of a kind have equal parameters, so that many
     layers cost no time.
 
-    vocab_size: V. padded_vocab_size: None: V.
+    vocab_size: the rows of the embedding.
     Raises ValueError if the model does not divide over `tp_size` ranks.
     """
-    device, state = torch.device("meta"), torch.get_rng_state()
     # RngStreams seeds the default generator, which belongs to the caller.
-    rng = RngStreams(torch.device("cpu"), seed=0)
-    torch.set_rng_state(state)
+    with torch.random.fork_rng([]):
+        rng = RngStreams(torch.device("cpu"), seed=0)
+    device = torch.device("meta")
     built = GPTModel(
         replace(
             model,
@@ -168,7 +154,7 @@ def parameter_specs(
         ),
         RankContext(rng=rng, device=device, params_dtype=torch.float32, size=tp_size),
         vocab_size=vocab_size,
-        padded_vocab_size=padded_vocab_size or vocab_size,
+        padded_vocab_size=vocab_size,
     )
     specs = {name: spec_of(tensor) for name, tensor in saved_state(built).items()}
     for spec in specs.values():
@@ -190,46 +176,22 @@ def parameter_specs(
     }
 
 
-@contextmanager
-def refused(flags: str) -> Iterator[None]:
-    """Makes an InputError, which names the flags, of a ValueError in the block."""
-    try:
-        yield
-    except ValueError as error:
-        raise InputError(f"{flags}: {error}") from error
-
-
-def shard(whole: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int) -> Tensor:
-    """Returns the part of a whole tensor that a TP rank holds, with zeros as padding."""
-    if spec.tp_dim is None:
-        return whole
-    part = whole.new_zeros(spec.local_shape(tp_size))
-    for theirs, own in _rows(whole, part, spec, tp_rank, tp_size):
-        own.copy_(theirs)
-    return part
+def split(whole: Tensor, spec: ParameterSpec, tp_size: int) -> list[Tensor]:
+    """Returns the part of a whole tensor that each TP rank holds."""
+    dim = spec.tp_dim
+    if dim is None:
+        return [whole] * tp_size
+    blocks = [block.chunk(tp_size, dim) for block in whole.chunk(spec.tp_blocks, dim)]
+    return [torch.cat(parts, dim) for parts in zip(*blocks, strict=True)]
 
 
 def joined(parts: Sequence[Tensor], spec: ParameterSpec) -> Tensor:
-    """Returns the whole tensor, without padding, of which each TP rank has a part."""
-    if spec.tp_dim is None:
+    """Returns the whole tensor of which each TP rank has a part: the inverse of `split`."""
+    dim = spec.tp_dim
+    if dim is None:
         return parts[0].contiguous()
-    whole = parts[0].new_empty(spec.global_shape)
-    for rank, part in enumerate(parts):
-        for theirs, own in _rows(whole, part, spec, rank, len(parts)):
-            theirs.copy_(own)
-    return whole
-
-
-def _rows(
-    whole: Tensor, part: Tensor, spec: ParameterSpec, tp_rank: int, tp_size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the same rows of a whole tensor and of a TP rank's part of it."""
-    dim = spec.tp_dim or 0
-    for span in spec.spans(tp_rank, tp_size):
-        yield (
-            whole.narrow(dim, span.global_start, span.length),
-            part.narrow(dim, span.local_start, span.length),
-        )
+    blocks = zip(*(part.chunk(spec.tp_blocks, dim) for part in parts), strict=True)
+    return torch.cat([part for block in blocks for part in block], dim)
 
 
 def is_buffer(name: str) -> bool:

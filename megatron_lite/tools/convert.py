@@ -44,7 +44,7 @@ def convert(args: argparse.Namespace, program: str = PROGRAM) -> None:
 def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) -> None:
     # Imported late: the modules import torch, which --help does not need.
     from megatron_lite.convert.formats import FORMATS
-    from megatron_lite.convert.next_commands import next_lines
+    from megatron_lite.convert.native import next_lines
     from megatron_lite.convert.target import check_absent
 
     target = FORMATS[args.target]
@@ -65,9 +65,9 @@ def _convert(args: argparse.Namespace, program: str, check: Callable[[], None]) 
     with crafted(f"--load {load}"):
         source = FORMATS[args.source].source(load)
         check()
-        for note in source.described.notes:
+        for note in source.notes:
             print(f"note: {note}", file=sys.stderr, flush=True)
-        told = progress_lines(source.described.num_bytes)
+        told = progress_lines(sum(tensor.num_bytes for tensor in source.tensors()))
 
         def advance(num_bytes: int) -> None:
             check()

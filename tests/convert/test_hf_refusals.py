@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "quantised": (
         tensors(lambda found: found.update({NORM: torch.ones(32, dtype=torch.int8)})),
-        f"{NORM} has the dtype I8, only F64, F32, BF16, F16 are read",
+        "final_layernorm.weight has the dtype I8, and only F64, F32, BF16, F16 are read",
     ),
     "a link to a secret": (secret, "tokenizer.json: is no regular file, but a link out of"),
     "no JSON": (text("tokenizer_config.json", b"SECRET=1"), "not a tokenizer that can be read"),

@@ -24,12 +24,10 @@ LAUNCHED = ["torchrun", "--nproc-per-node", "2", "-m", "megatron_lite"]
 
 
 def printed_commands(output: str) -> list[list[str]]:
-    """Returns the words of the three commands at the end of a conversion's output."""
+    """Returns the words of the two commands at the end of a conversion's output."""
     lines = output.replace(" \\\n", " ").splitlines()
-    place = next(number for number, line in enumerate(lines) if line.startswith("To train further"))
-    commands = [shlex.split(line) for line in lines[place + 1 :]]
-    assert len(commands) == 3
-    return commands
+    assert lines[-2] == "To generate:"
+    return [shlex.split(lines[-3]), shlex.split(lines[-1])]
 
 
 @pytest.fixture
@@ -53,9 +51,10 @@ def test_a_converted_model_trains_on_and_generates_by_the_printed_commands(
     capsys.readouterr()
     way = ["--from", "hf", "--to", "megatron-lite", "--load", "theirs", "--save", "ours"]
     assert main(["convert", *way, "--tensor-model-parallel-size", "2"]) == 0
-    preprocess, train, generate = printed_commands(capsys.readouterr().out)
-    assert preprocess[:2] == ["megatron-lite", "preprocess"] and "--append-eod" in preprocess
-    assert main(preprocess[1:]) == 0
+    train, generate = printed_commands(capsys.readouterr().out)
+    files = ["--input", "text.jsonl", "--output-prefix", "text", "--append-eod"]
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "theirs"]
+    assert main(["preprocess", *files, *tokenizer]) == 0
     assert train[: len(LAUNCHED)] == LAUNCHED and "--bf16" in train
     trained = run_program(*train[len(LAUNCHED) :], *SHORT, ranks=2, main=main)
     assert trained.returncode == 0, trained.stderr
@@ -75,6 +74,6 @@ def test_a_run_with_optimizer_states_is_continued_beyond_its_iteration(
     assert converted(tmp_path / "run", tmp_path / "split", "megatron-lite megatron-lite") == 0
     output = capsys.readouterr().out
     assert "The source has no tokenizer." in output
-    _, train, generate = printed_commands(output)
+    train, generate = printed_commands(output)
     assert train[:4] == ["python", "-m", "megatron_lite", "train"] == [*generate[:3], "train"]
     assert train[train.index("--train-iters") + 1] == "1003" and "--bf16" not in train

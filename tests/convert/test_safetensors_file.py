@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron_lite.convert.target import safetensors_file
+from megatron_lite.convert.target import safetensors_files
 
 MIXED = {
     "odd 16 bits": torch.randn(3).to(torch.bfloat16),
@@ -23,7 +23,7 @@ MIXED = {
 
 def written(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    write = safetensors_file(path, entries, {"format": "pt"})
+    write = safetensors_files({path: entries}, {"format": "pt"})
     for name, tensor in reversed(tensors.items()):
         write(name, tensor)
 

@@ -13,7 +13,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.hf import hf_source, write_hf
 from megatron_lite.convert.megatron.legacy import legacy_source, write_legacy
 from megatron_lite.convert.native import native_source, write_native
-from megatron_lite.convert.weights import Described, WeightSource, parameter_specs
+from megatron_lite.convert.weights import WeightSource, parameter_specs
 
 MIB = 2**20
 MODEL = ModelConfig(
@@ -35,8 +35,10 @@ def ones(model: ModelConfig = MODEL) -> WeightSource:
     specs = parameter_specs(model, 512)
     dtypes = dict.fromkeys(specs, torch.float32)
     return WeightSource(
-        Described(model=model, true_vocab_size=512, dtypes=dtypes),
-        lambda name, key="": torch.ones(specs[name].global_shape),
+        model=model,
+        true_vocab_size=512,
+        dtypes=dtypes,
+        read=lambda name, key="": torch.ones(specs[name].global_shape),
     )
 
 

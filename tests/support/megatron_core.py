@@ -27,7 +27,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it warns of each GPU library that is not there
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
@@ -36,7 +35,6 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import (
         OptimizerConfig,
         _get_param_groups,
-        get_megatron_optimizer,
         get_standard_config_overrides,
     )
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -189,49 +187,6 @@ def trained(model: nn.Module, tokens: Tensor, labels: Tensor, steps: int = 2) ->
     for _ in range(steps):
         step(model, optimizer, tokens, labels)
     return optimizer
-
-
-def save_distributed(
-    root: Path, rank: int, args: argparse.Namespace, model: Any, bucket_size: int
-) -> dict[str, list[tuple[int, int, dict[str, Tensor]]]]:
-    """Writes a legacy checkpoint with the distributed optimizer's file, after an update.
-
-    All ranks are data-parallel ranks. Returns this rank's states: by parameter, the range of its
-    elements and their values.
-    """
-    kind = torch.Tensor.type
-    torch.Tensor.type = as_on_cuda  # type: ignore[assignment,method-assign]
-    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment,return-value]
-    settings = dict(use_distributed_optimizer=True, overlap_grad_reduce=True)
-    ddp = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(**settings, bucket_size=bucket_size), model
-    )
-    config = OptimizerConfig(
-        optimizer="adam", lr=1e-2, bf16=True, use_distributed_optimizer=True, clip_grad=0.0
-    )
-    optimizer = get_megatron_optimizer(config, [ddp])
-    torch.Tensor.type = kind  # type: ignore[method-assign]
-    (inner,) = optimizer.chained_optimizers
-    for group in inner.optimizer.param_groups:
-        for main in group["params"]:
-            main.grad = torch.randn(main.shape)
-    inner.optimizer.step()
-    inner._copy_main_params_to_model_params()
-    ddp.start_param_sync(force_sync=True)
-    found: dict[str, list[tuple[int, int, dict[str, Tensor]]]] = {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    for buffer in inner.gbuf_ranges:
-        for bucket in (bucket for buckets in buffer.values() for bucket in buckets):
-            for parameter, ranges in bucket["param_map"].items():
-                states = inner._get_main_param_and_optimizer_states(parameter)
-                place = (ranges["param"].start, ranges["param"].end)
-                found.setdefault(names[parameter], []).append((*place, states))
-    folder = root / "iter_0000004" / "mp_rank_00"
-    folder.mkdir(parents=True, exist_ok=True)
-    inner.save_parameter_state(str(folder / "distrib_optim.pt"))
-    if rank == 0:
-        save_legacy(root, 0, args, model, optimizer)
-    return found
 
 
 def step(model: Any, optimizer: Any, tokens: Tensor, labels: Tensor) -> None:

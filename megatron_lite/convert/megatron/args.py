@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_lite.checkpointing.step_files import Progress
-from megatron_lite.config.checks import InputError, flag, quoted
+from megatron_lite.config.checks import InputError, flag, input_faults, quoted
 from megatron_lite.config.experts import ExpertSettings
 from megatron_lite.config.megatron_flags import REFUSED
 from megatron_lite.config.model import SWITCHED_ACTIVATIONS, ModelConfig
 from megatron_lite.config.plain import from_plain
 from megatron_lite.convert.megatron.torch_file import Inert
-from megatron_lite.convert.weights import Described, refused
+from megatron_lite.convert.weights import OUTPUT, WORDS, WeightSource
 
 SCALARS = (bool, int, float, str, type(None))
 MODEL_FIELDS = tuple(field.name for field in fields(ModelConfig))
@@ -109,7 +112,7 @@ def model_of(args: Mapping[str, Any], where: str) -> ModelConfig:
         values["bias_gelu_fusion"] = True  # both are the tanh approximation
     if type(base := values.get("rotary_base")) is float and base.is_integer():
         values["rotary_base"] = int(base)
-    with refused(f"{where}: its args describe no model of this project"):
+    with input_faults(f"{where}: its args describe no model of this project: "):
         model: ModelConfig = from_plain(ModelConfig, values, "args")
     return model
 
@@ -147,7 +150,7 @@ def progress_of(common: Mapping[str, Any], args: Mapping[str, Any], where: str) 
         iteration=_plain(common.get("iteration")) or 0,
         consumed_samples=args.get("consumed_train_samples") or 0,
     )
-    with refused(f"{where}: of its numbers"):
+    with input_faults(f"{where}: of its numbers: "):
         progress.check()
     return progress
 
@@ -161,28 +164,35 @@ def size_of(args: Mapping[str, Any], *names: str) -> int | None:
 # --- writing ---
 
 
-def padded_vocab_size(described: Described, tp_size: int) -> int:
+def padded_vocab_size(source: WeightSource, tp_size: int) -> int:
     """Returns the number of rows of the vocabulary that a run of Megatron-LM has by default."""
     multiple = VOCAB_MULTIPLE * tp_size
-    return -(-described.true_vocab_size // multiple) * multiple
+    return -(-source.true_vocab_size // multiple) * multiple
 
 
-def newest(described: Described) -> tuple[str, str]:
+def with_padding(name: str, whole: Tensor, num_rows: int) -> Tensor:
+    """Returns the values of a parameter, with further rows of zeros if it is of the vocabulary."""
+    if name not in (WORDS, OUTPUT):
+        return whole
+    return torch.cat((whole, whole.new_zeros(num_rows - len(whole), *whole.shape[1:])))
+
+
+def newest(source: WeightSource) -> tuple[str, str]:
     """Returns what the pointer names, and its folder: the iteration, or "release" for weights
     alone."""
-    if not described.state_keys:
+    if not source.state_keys:
         return "release", "release"
-    iteration = described.progress.iteration
+    iteration = source.progress.iteration
     return str(iteration), f"iter_{iteration:07d}"
 
 
-def common_values(described: Described, *, tp_size: int, pp_size: int) -> dict[str, Any]:
+def common_values(source: WeightSource, *, tp_size: int, pp_size: int) -> dict[str, Any]:
     """Returns the values that are no tensors and belong to no optimizer.
 
     Without optimizer states the progress is zero, since training starts anew.
     """
-    model, states = described.model, described.state_keys
-    progress = described.progress if states else Progress()
+    model, states = source.model, source.state_keys
+    progress = source.progress if states else Progress()
     values = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(model).items()
@@ -199,8 +209,8 @@ def common_values(described: Described, *, tp_size: int, pp_size: int) -> dict[s
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=tp_size,
         tokenizer_type="NullTokenizer",
-        vocab_size=described.true_vocab_size - 1,
-        padded_vocab_size=padded_vocab_size(described, tp_size),
+        vocab_size=source.true_vocab_size - 1,
+        padded_vocab_size=padded_vocab_size(source, tp_size),
         make_vocab_size_divisible_by=VOCAB_MULTIPLE,
         consumed_train_samples=progress.consumed_samples,
         consumed_valid_samples=0,
@@ -215,7 +225,7 @@ def common_values(described: Described, *, tp_size: int, pp_size: int) -> dict[s
     }
 
 
-def groups(described: Described) -> list[dict[str, Any]]:
+def groups(source: WeightSource) -> list[dict[str, Any]]:
     """Returns the optimizer's groups with and without weight decay, without `params`."""
     return [
         {
@@ -226,15 +236,15 @@ def groups(described: Described) -> list[dict[str, Any]]:
             "default_config": True,
             "max_lr": None,
             "min_lr": None,
-            "step": described.num_updates,
+            "step": source.num_updates,
         }
         for decay in (1.0, 0.0)
     ]
 
 
-def check_exact(described: Described, target: str) -> None:
+def check_exact(source: WeightSource, target: str) -> None:
     """Raises InputError unless Megatron-LM has such a model, and reads the optimizer states."""
-    model = described.model
+    model = source.model
     for name, only in ONLY_HERE.items():
         if getattr(model, name) != only:
             raise InputError(
@@ -249,9 +259,9 @@ def check_exact(described: Described, target: str) -> None:
             "without biases, and Megatron-LM computes the exact GELU there: train with "
             "--no-bias-gelu-fusion"
         )
-    if described.state_keys and set(described.state_keys) - {MASTER} != set(ADAM):
+    if source.state_keys and set(source.state_keys) - {MASTER} != set(ADAM):
         raise InputError(
             f"--to {target}: the checkpoint holds the optimizer states "
-            f"{', '.join(described.state_keys)}, and only those of Adam can be converted. "
+            f"{', '.join(source.state_keys)}, and only those of Adam can be converted. "
             "Export the weights alone with --to hf, or train with --optimizer adam"
         )

@@ -54,9 +54,7 @@ from megatron_lite.convert.megatron.torch_file import (
 from megatron_lite.convert.target import complete_folder
 from megatron_lite.convert.weights import (
     LAYERS,
-    OUTPUT,
     WEIGHT,
-    WORDS,
     Advance,
     WeightSource,
     check_layers,
@@ -263,12 +261,10 @@ def _sizes(value: Any) -> tuple[int, ...]:
 def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
     """Writes all that the source has into a new directory, as Megatron-LM's `--save` does with
     `--ckpt-format torch_dist`. The directory appears complete, or not at all."""
-    described = source.described
-    megatron_args.check_exact(described, "megatron-dist")
-    model = described.model
+    megatron_args.check_exact(source, "megatron-dist")
+    model, padded = source.model, megatron_args.padded_vocab_size(source, 1)
     num_layers, is_stacked = model.num_layers, has_stacks(model)
-    padding = megatron_args.padded_vocab_size(described, 1) - described.true_vocab_size
-    newest, folder_name = megatron_args.newest(described)
+    newest, folder_name = megatron_args.newest(source)
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, Any] = {}
     with complete_folder(path) as folder:
@@ -283,8 +279,7 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 places[dcp.MetadataIndex(name, offsets)] = place
 
             def put(name: str, key: str, values: Tensor) -> None:
-                if name in (WORDS, OUTPUT):
-                    values = torch.cat((values, values.new_zeros(padding, *values.shape[1:])))
+                values = megatron_args.with_padding(name, values, padded)
                 shape, offsets, (layer, _) = values.shape, (0,) * values.dim(), layer_of(name)
                 if layer is not None and is_stacked:  # a chunk of the tensor of all layers
                     values, offsets = values[None], (layer, *offsets)
@@ -297,16 +292,16 @@ def write_dist(source: WeightSource, path: Path, advance: Advance) -> None:
                 save(full, values.clone(), chunk.offsets)  # of a view, all values would be saved
 
             copy_tensors(source, put, advance)
-            for name in described.specs:
+            for name in source.specs:
                 for full in _extra_states(name, model):
                     tensors[full] = dcp.BytesStorageMetadata()
                     save(full, [None])
         metadata = dcp.Metadata(tensors, storage_data=places)
         (step / DIST_METADATA).write_bytes(pickle.dumps(metadata))
-        common = megatron_args.common_values(described, tp_size=1, pp_size=1)
-        if described.state_keys:
-            optimizer = {"state": {}, "param_groups": megatron_args.groups(described)}
-            nested = megatron_args.MASTER in described.state_keys
+        common = megatron_args.common_values(source, tp_size=1, pp_size=1)
+        if source.state_keys:
+            optimizer = {"state": {}, "param_groups": megatron_args.groups(source)}
+            nested = megatron_args.MASTER in source.state_keys
             common["optimizer"] = {"optimizer": optimizer} if nested else optimizer
         torch.save(common, step / COMMON)
         (step / "metadata.json").write_text(json.dumps(FORMAT))

@@ -13,11 +13,10 @@ read once, split, and written to its places, so that only one is in memory.
 from __future__ import annotations
 
 import itertools
-import math
-import re
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,23 @@ import torch
 from torch import Tensor
 
 from megatron_lite.checkpointing.step_files import LATEST
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.input_file import crafted
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.parallel import ParallelConfig
 from megatron_lite.config.stages import Stage, stages
 from megatron_lite.convert.megatron import args as megatron_args
-from megatron_lite.convert.megatron.legacy_states import Named, read_states
 from megatron_lite.convert.megatron.source import (
     EXPERTS,
     Ranks,
+    Unmapped,
     flat,
     has_decay,
     iteration_folder,
     megatron_source,
+    need,
     our_name,
+    updates_of,
     whole_parameters,
 )
 from megatron_lite.convert.megatron.torch_file import Window, read_torch_file
@@ -49,22 +51,25 @@ from megatron_lite.convert.weights import (
     WEIGHT,
     WORDS,
     Advance,
-    Described,
     WeightSource,
     copy_tensors,
     is_buffer,
     is_held,
     layer_of,
     parameter_specs,
-    refused,
-    shard,
+    split,
 )
 from megatron_lite.parallel.parameter_spec import ParameterSpec
 from megatron_lite.parallel.torch_internals import FakeTensorMode, tree_leaves, tree_map
 
-RANK_FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
 CHUNKS = tuple(f"model{number}" for number in range(1000))  # of virtual stages
+COMPARED = 256  # numbers of each parameter
+# What values of another form than Megatron's lead to.
+FOREIGN = (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError, ValueError)
+
+Named = tuple[str, Tensor]
 
 
 def legacy_source(path: Path) -> WeightSource:
@@ -78,91 +83,75 @@ def legacy_source(path: Path) -> WeightSource:
 
 
 def _opened(folder: Path) -> WeightSource:
-    where, files = str(folder), dict(_rank_files(folder))
-    if not files:
-        raise InputError(
-            f"{where}: holds no mp_rank_*/{MODEL_FILES[0]}: copy all mp_rank_* folders"
+    where = str(folder)
+    first = min(folder.glob("mp_rank_*/model_*rng.pt"), default=None)
+    if first is None:
+        raise InputError(f"{where}: holds no mp_rank_*/{MODEL_FILES[0]}: copy all of its folders")
+    common = read_torch_file(Window(first))
+    args = megatron_args.arguments_of(common, first)
+    sizes = [
+        megatron_args.size_of(args, *names) or 1
+        for names in (
+            ("tensor_model_parallel_size", "model_parallel_size"),
+            ("pipeline_model_parallel_size",),
+            ("expert_model_parallel_size",),
         )
-    common = read_torch_file(Window(files[min(files)]))
-    args = megatron_args.arguments_of(common, files[min(files)])
-    ep_size = megatron_args.size_of(args, "expert_model_parallel_size") or 1
+    ]
+    tp_size, _, ep_size = sizes
     expert_tp_size = megatron_args.size_of(args, "expert_tensor_parallel_size")
-    named = {_ranks(numbers, ep_size > 1): file for numbers, file in files.items()}
-    # Without the sizes in the arguments, the names of the folders show them.
-    tp_size, pp_size = (
-        megatron_args.size_of(args, *names) or 1 + max(ranks[axis] for ranks in named)
-        for axis, names in enumerate(
-            (
-                ("tensor_model_parallel_size", "model_parallel_size"),
-                ("pipeline_model_parallel_size",),
-            )
-        )
-    )
-    sizes = (tp_size, pp_size, ep_size)
     if args.get("num_experts") and expert_tp_size not in (None, tp_size):
         raise InputError(
             f"{where}: its experts are split over {expert_tp_size} TP ranks, and all else over "
             f"{tp_size}: save the checkpoint with --ckpt-format torch_dist, which any layout reads"
         )
     # Folders of another run may lie beside those of this one.
-    named = {
-        ranks: file
-        for ranks, file in sorted(named.items())
-        if all(rank < size for rank, size in zip(ranks, sizes, strict=True))
-    }
-    if len(named) < math.prod(sizes):
-        raise InputError(
-            f"{where}: was saved by TP {tp_size} x PP {pp_size} ranks"
-            f"{f' x EP {ep_size}' * (ep_size > 1)}, and holds {len(named)} of their files: copy "
-            "all mp_rank_* folders"
-        )
-    values = {ranks: read_torch_file(Window(file)) for ranks, file in named.items()}
+    files = {ranks: _rank_file(folder, ranks, sizes) for ranks in product(*map(range, sizes))}
+    values = {ranks: read_torch_file(Window(file)) for ranks, file in files.items()}
     model = megatron_args.model_of(args, where)
     parts = _parts(where, values, model.num_layers)
-    held = [
-        (ranks, name, tensor)
-        for ranks, chunks in parts.items()
-        for name, tensor in itertools.chain(*chunks)
-    ]
-    weights = whole_parameters(held, model, ep_size)
+    weights = whole_parameters(_of_ranks(parts), model, ep_size)
     for name, of_ranks in weights.items():
         if len(of_ranks) != tp_size:
             raise InputError(f"{where}: {len(of_ranks)} of {tp_size} TP ranks hold {name}")
     version = common.get("checkpoint_version", 0)
     if version not in (0, 1, 2, 3):
         raise InputError(f"{where}: its checkpoint_version must be 0, 1, 2 or 3")
-    optimizers = {ranks: value.get("optimizer") for ranks, value in values.items()}
+
+    def states() -> tuple[dict[str, Any], int]:
+        need(
+            not any(file.with_name(DISTRIBUTED_OPTIMIZER).exists() for file in files.values()),
+            f"{DISTRIBUTED_OPTIMIZER} does not name their parameters; save with --ckpt-format "
+            "torch_dist --dist-ckpt-optim-fully-reshardable to convert them",
+        )
+        optimizers = {ranks: value.get("optimizer") for ranks, value in values.items()}
+        return _states(optimizers, parts, model)
+
     return megatron_source(
-        where,
-        common,
-        args,
-        model,
-        weights,
-        lambda: read_states(optimizers, named, parts, model),
-        tp_size=tp_size,
-        version=version,
+        where, common, args, model, weights, states, tp_size=tp_size, version=version
     )
 
 
-def _rank_files(folder: Path) -> Iterator[tuple[tuple[int, ...], Path]]:
-    """Yields each rank's file with the numbers of its folder; the one that counts comes last."""
-    for file in sorted(folder.glob("mp_rank_*/model_*rng.pt"), reverse=True):
-        name = RANK_FOLDER.fullmatch(file.parent.name)
-        if name is not None and file.name in MODEL_FILES:
-            yield tuple(int(number) for number in name.groups() if number), file
+def _rank_file(folder: Path, ranks: Ranks, sizes: Sequence[int]) -> Path:
+    """Returns the file of a rank. Pipeline and expert axes of size 1 have no number in its name."""
+    others = zip(ranks[1:], sizes[1:], strict=True)
+    name = f"mp_rank_{ranks[0]:02d}" + "".join(f"_{rank:03d}" for rank, size in others if size > 1)
+    for file in MODEL_FILES:
+        if (folder / name / file).exists():
+            return folder / name / file
+    raise InputError(
+        f"{folder}: was saved by TP {sizes[0]} x PP {sizes[1]} x EP {sizes[2]} ranks, and lacks "
+        f"{name}/{MODEL_FILES[0]}: copy all mp_rank_* folders"
+    )
 
 
-def _ranks(numbers: tuple[int, ...], has_expert_ranks: bool) -> Ranks:
-    """Returns the ranks that the numbers of a folder mean. Axes of size 1 have no number."""
-    tp_rank, *others = numbers
-    expert_rank = others.pop() if has_expert_ranks and others else 0
-    return tp_rank, others[0] if others else 0, expert_rank
+def _of_ranks(parts: Mapping[Ranks, Sequence[Named]]) -> Iterator[tuple[Ranks, str, Tensor]]:
+    return ((ranks, name, tensor) for ranks, named in parts.items() for name, tensor in named)
 
 
 def _parts(
     where: str, values: Mapping[Ranks, dict[str, Any]], num_layers: int
-) -> dict[Ranks, list[list[Named]]]:
-    """Returns the tensors of each rank's model chunks, by their names in the whole model."""
+) -> dict[Ranks, list[Named]]:
+    """Returns each rank's tensors, in the order of the model, by their names in the whole model."""
     chunks = {
         # Without virtual stages there is one chunk.
         ranks: [one[key] for key in ("model", *CHUNKS) if key in one]
@@ -175,14 +164,13 @@ def _parts(
                 f"{where}: the file of TP and PP rank {ranks[:2]} holds {len(own)} model chunks, "
                 f"and others {most}: copy all mp_rank_* folders of one run"
             )
-    found: dict[Ranks, list[list[Named]]] = {ranks: [] for ranks in values}
+    found: dict[Ranks, list[Named]] = {ranks: [] for ranks in values}
     first_layer, seen = 0, set[int]()
     pp_ranks = sorted({pp for _, pp, _ in values})
     # stage number = chunk * PP + pipeline rank
-    for chunk, pp_rank in itertools.product(range(most), pp_ranks):
+    for chunk, pp_rank in product(range(most), pp_ranks):
         layers = 0
         for ranks in (ranks for ranks in values if ranks[1] == pp_rank):
-            named = []
             for key, value in flat(chunks[ranks][chunk], seen):
                 name = our_name(key)
                 if name is None or value is None:
@@ -193,8 +181,7 @@ def _parts(
                 if layer is not None:
                     layers = max(layers, layer + 1)
                     name = f"{LAYERS}{first_layer + layer}.{rest}"
-                named.append((name, value))
-            found[ranks].append(named)
+                found[ranks].append((name, value))
         first_layer += layers
     if first_layer != num_layers:
         raise InputError(
@@ -202,6 +189,80 @@ def _parts(
             f"{num_layers}"
         )
     return found
+
+
+# --- optimizer states ---
+
+
+def _states(
+    saved: Mapping[Ranks, Any], parts: Mapping[Ranks, Sequence[Named]], model: ModelConfig
+) -> tuple[dict[str, Any], int]:
+    """Returns the states by key and parameter, and how many updates were made.
+
+    The files number the states and do not name their parameters. Megatron's optimizer has a group
+    of parameters with weight decay and a group without it, each in the order of the model. The
+    float32 weights beside the 16-bit ones show whether the states were mapped as they were saved.
+
+    saved: the optimizer of each rank.
+    Raises Unmapped, with the reason, if the states cannot be mapped exactly.
+    """
+    need(any(saved.values()), "the checkpoint holds no optimizer states")
+    need(
+        not any(expert_rank for _, _, expert_rank in saved),
+        "those of expert parallelism lie in several optimizers",
+    )
+    found: dict[str, list[tuple[Ranks, str, Tensor]]] = defaultdict(list)
+    updates, keys = set(), set()
+    try:
+        for ranks, optimizer in sorted(saved.items()):
+            inner = optimizer.get("optimizer", optimizer)
+            groups, states = inner["param_groups"], inner.get("state", {})
+            updates.add(updates_of(groups, states))
+            masters = optimizer.get("fp32_from_fp16_params", optimizer.get("fp32_from_fp16"))
+            held = [one for one in parts[ranks] if not is_buffer(one[0])]
+            for name, own in _of_groups(groups, states, masters, held):
+                keys.add(tuple(own))
+                for key, tensor in own.items():
+                    found[key].append((ranks, name, tensor))
+        need(len(updates) == len(keys) == 1, "the ranks or the parameters have different states")
+        whole = {key: whole_parameters(held, model, 1) for key, held in found.items()}
+    except InputError:
+        raise
+    except FOREIGN as error:
+        raise Unmapped("they are not those of one optimizer of Megatron-LM") from error
+    return whole, updates.pop()
+
+
+def _of_groups(
+    groups: list[Any], states: Mapping[Any, Any], masters: Any, named: Sequence[Named]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yields one rank's parameters with their states, which the optimizer's groups number."""
+    seen: set[str] = set()
+    for place, group in enumerate(groups):
+        decays = bool(group["wd_mult"]) if "wd_mult" in group else group.get("weight_decay") != 0.0
+        members = [(name, one) for name, one in named if has_decay(name, one.ndim) is decays]
+        held = members if masters is None else masters[place]
+        need(
+            len(group["params"]) == len(held) == len(members)
+            and seen.isdisjoint(name for name, _ in members),
+            f"one of {len(groups)} groups has other parameters than the model",
+        )
+        for number, master, (name, weight) in zip(group["params"], held, members, strict=True):
+            own = {key: states[number][key] for key in megatron_args.ADAM}
+            if masters is not None:
+                own[megatron_args.MASTER] = master
+                first = master.flatten()[:COMPARED].to(weight.dtype)
+                need(
+                    torch.equal(first, weight.flatten()[:COMPARED]),
+                    f"the float32 weights of {name} are not those of its 16-bit weights",
+                )
+            need(
+                all(one.shape == weight.shape for one in own.values()),
+                f"the states of {name} have another shape",
+            )
+            seen.add(name)
+            yield name, own
+    need(len(seen) == len(named), "some parameters are in no group")
 
 
 # --- writing ---
@@ -256,45 +317,43 @@ def write_legacy(
 
     Raises InputError if the model does not divide over the parallel sizes.
     """
-    described = source.described
-    megatron_args.check_exact(described, "megatron")
-    dtypes = {dtype for name, dtype in described.dtypes.items() if not is_buffer(name)}
+    megatron_args.check_exact(source, "megatron")
+    dtypes = {dtype for name, dtype in source.dtypes.items() if not is_buffer(name)}
     if len(dtypes) > 1:
         raise InputError(
             "--to megatron: the weights have several dtypes, and Megatron-LM has one: convert with "
             "--to hf"
         )
-    padded = megatron_args.padded_vocab_size(described, tp_size)
-    with refused("--to megatron"):
+    padded = megatron_args.padded_vocab_size(source, tp_size)
+    with input_faults("--to megatron: "):
         parallel = ParallelConfig(
             tensor_model_parallel_size=tp_size, pipeline_model_parallel_size=pp_size
         )
-        specs = parameter_specs(
-            described.model, described.true_vocab_size, tp_size=tp_size, padded_vocab_size=padded
-        )
-        held = stages(parallel, described.model.num_layers)
+        specs = parameter_specs(source.model, padded, tp_size=tp_size)
+        held = stages(parallel, source.model.num_layers)
     places: dict[tuple[str, str], list[tuple[int, int | None, Tensor]]] = defaultdict(list)
 
     def empty(leaf: object) -> object:
         if not isinstance(leaf, Place):
             return leaf
         shape = specs[leaf.name].local_shape(tp_size)[0 if leaf.expert is None else 1 :]
-        return torch.empty(shape, dtype=described.dtype_of(leaf.name, leaf.key))
+        return torch.empty(shape, dtype=torch.float32 if leaf.key else source.dtypes[leaf.name])
 
     def put(name: str, key: str, whole: Tensor) -> None:
-        parts = [shard(whole, specs[name], tp_rank, tp_size) for tp_rank in range(tp_size)]
+        whole = megatron_args.with_padding(name, whole, padded)
+        parts = split(whole, specs[name], tp_size)
         for tp_rank, expert, tensor in places[name, key]:
             tensor.copy_(parts[tp_rank] if expert is None else parts[tp_rank][expert])
 
-    newest, folder_name = megatron_args.newest(described)
+    newest, folder_name = megatron_args.newest(source)
     with complete_folder(path) as folder:
-        for stage, tp_rank in itertools.product(held, range(tp_size)):
+        for stage, tp_rank in product(held, range(tp_size)):
             rank = f"mp_rank_{tp_rank:02d}" + (f"_{stage.rank:03d}" if pp_size > 1 else "")
             file = folder / folder_name / rank / MODEL_FILES[0]
             file.parent.mkdir(parents=True)
             # Fake tensors have sizes and no numbers, so the whole model is never in memory. The
             # file gets room for each of them.
-            value = _state_dict(described, specs, stage, tp_size)
+            value = _state_dict(source, specs, stage, tp_size)
             with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(tree_map(empty, value), file)
             found = tree_leaves(read_torch_file(Window(file), shared=True))
@@ -306,7 +365,7 @@ def write_legacy(
 
 
 def _state_dict(
-    described: Described, specs: Mapping[str, ParameterSpec], stage: Stage, tp_size: int
+    source: WeightSource, specs: Mapping[str, ParameterSpec], stage: Stage, tp_size: int
 ) -> dict[str, Any]:
     """Returns what the file of one TP rank of a pipeline stage holds, with places for tensors."""
     held = [
@@ -320,12 +379,12 @@ def _state_dict(
     if OUTPUT not in specs and stage.is_last and not stage.is_first:
         held.append(Place(WORDS))
         model[OUTPUT] = held[-1]
-    value = megatron_args.common_values(described, tp_size=tp_size, pp_size=stage.count)
+    value = megatron_args.common_values(source, tp_size=tp_size, pp_size=stage.count)
     value["model"] = model
-    if not described.state_keys:
+    if not source.state_keys:
         return value
     # The optimizer numbers its parameters, those with weight decay first.
-    groups, numbers = megatron_args.groups(described), itertools.count()
+    groups, numbers = megatron_args.groups(source), itertools.count()
     states, masters = {}, []
     for group, decays in zip(groups, (True, False), strict=True):
         own = [
@@ -339,6 +398,6 @@ def _state_dict(
             states[number] = {key: replace(one, key=key) for key in megatron_args.ADAM}
         masters.append([replace(one, key=megatron_args.MASTER) for one in own])
     value["optimizer"] = {"state": states, "param_groups": groups}
-    if megatron_args.MASTER in described.state_keys:
+    if megatron_args.MASTER in source.state_keys:
         value["optimizer"] = {"optimizer": value["optimizer"], "fp32_from_fp16_params": masters}
     return value

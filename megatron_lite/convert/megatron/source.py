@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_lite.checkpointing.other_systems import ITERATION, megatron_format
 from megatron_lite.checkpointing.step_files import LATEST, pointed_step
-from megatron_lite.config.checks import InputError
+from megatron_lite.config.checks import InputError, input_faults
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.convert.megatron.args import progress_of, vocabulary_of
 from megatron_lite.convert.weights import (
@@ -38,26 +38,24 @@ from megatron_lite.convert.weights import (
     OUTPUT,
     WEIGHT,
     WORDS,
-    Described,
     WeightSource,
     check_layers,
     check_names,
     joined,
     layer_of,
     parameter_specs,
-    refused,
 )
 
 QKV = ".self_attention.linear_qkv."
 MOST_UPDATES = 10**9 - 1
-Ranks = tuple[int, int, int]  # a TP rank, a pipeline rank and an expert rank
-# By the parameter's name in the whole model, the part of every TP rank: a tensor, or something with
-# a tensor's `shape` and `dtype` that `read` reads.
+Ranks = tuple[int, ...]  # a TP rank, a pipeline rank and an expert rank
+# By the parameter's name in the whole model, the part of every TP rank: a Stack, or something else
+# with its `shape`, `dtype` and `read`.
 Parts = Mapping[str, Sequence[Any]]
 
 
 class Stack(NamedTuple):
-    """The experts of a layer, of tensors that each hold one or several: [experts, out, in]."""
+    """The rows of a parameter, of one tensor or, if it is of experts, several: [E, out, in]."""
 
     parts: Sequence[Tensor]
 
@@ -147,8 +145,8 @@ def megatron_source(
     check_layers(model.num_layers, len(weights), where)
     padded = sum(one.shape[0] for one in words)
     vocab_size, notes = vocabulary_of(args, padded)
-    with refused(where):
-        specs = parameter_specs(model, vocab_size, tp_size=tp_size, padded_vocab_size=padded)
+    with input_faults(f"{where}: "):
+        specs = parameter_specs(model, padded, tp_size=tp_size)
     check_names(where, weights.keys(), specs.keys(), "the model that its args describe")
     places: dict[str, Parts] = {WEIGHT: weights}
     updates = 0
@@ -168,22 +166,23 @@ def megatron_source(
                     f"{where}: {name} {key} of TP rank {rank} has the shape "
                     f"{tuple(one.shape)}, and the model of its args has {wanted}"
                 )
-        read = [one if isinstance(one, Tensor) else one.read() for one in parts]
+        read = [one.read() for one in parts]
         if QKV in name:
             read = [_head_by_head(part, version, model.head_dim) for part in read]
         whole = joined(read, specs[name])
+        whole = whole[:vocab_size] if name in (WORDS, OUTPUT) else whole
         return whole.float() if key else whole
 
-    described = Described(
+    return WeightSource(
         model=model,
         true_vocab_size=vocab_size,
         dtypes={name: weights[name][0].dtype for name in specs},
+        read=read,
         progress=progress_of(common, args, where),
         state_keys=tuple(key for key in places if key != WEIGHT),
         num_updates=updates,
         notes=tuple(notes),
     )
-    return WeightSource(described, read)
 
 
 def _head_by_head(part: Tensor, version: float, width: int) -> Tensor:
@@ -243,42 +242,35 @@ def our_name(name: str) -> str | None:
 
 def whole_parameters(
     held: Iterable[tuple[Ranks, str, Tensor]], model: ModelConfig, ep_size: int
-) -> dict[str, list[Any]]:
+) -> dict[str, list[Stack]]:
     """Returns the part of every TP rank by the parameter's name here.
 
     held: what each rank holds, by names there in which a layer has its number in the whole model.
     """
     found: dict[str, dict[int, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for (tp_rank, _, ep_rank), name, tensor in held:
-        one, grouped = ONE_EXPERT.fullmatch(name), GROUPED_EXPERTS.fullmatch(name)
-        if one is not None:
-            number = int(one[2] or one[4] or 0)
-            found[f"{one[1]}{one[3]}"][tp_rank].append((ep_rank, number, tensor[None]))
-        elif grouped is not None:
+        number = 0
+        if one := ONE_EXPERT.fullmatch(name):
+            name, number, tensor = f"{one[1]}{one[3]}", int(one[2] or one[4] or 0), tensor[None]
+        elif grouped := GROUPED_EXPERTS.fullmatch(name):
             experts = (model.num_experts or 1) // ep_size
             rows = model.hidden_size if grouped[2] == "1" else tensor.shape[0] // experts
-            matrices = tensor.view(experts, rows, -1).transpose(1, 2)
-            found[f"{grouped[1]}linear_fc{grouped[2]}.weight"][tp_rank].append(
-                (ep_rank, 0, matrices)
-            )
-        elif ep_rank == 0:  # the other expert ranks hold copies
-            found[name][tp_rank].append((0, 0, tensor))
-
-    def part(name: str, pieces: list[Any]) -> Any:
-        if EXPERTS not in name:
-            (piece,) = pieces
-            return piece[2]
-        pieces = sorted(pieces, key=lambda piece: piece[:2])
-        ranks, each = pieces[-1][0] + 1, len(pieces) // (pieces[-1][0] + 1)
-        numbers = [(ep_rank, number) for ep_rank, number, _ in pieces]
-        if numbers != [*itertools.product(range(ranks), range(each))]:
-            raise InputError(f"{name}: its experts are not numbered from 0 to the last one")
-        return Stack([tensor for *_, tensor in pieces])
-
-    return {
-        name: [part(name, pieces) for _, pieces in sorted(ranks.items())]
-        for name, ranks in found.items()
-    }
+            name = f"{grouped[1]}linear_fc{grouped[2]}.weight"
+            tensor = tensor.view(experts, rows, -1).transpose(1, 2)
+        if EXPERTS in name or ep_rank == 0:  # the other expert ranks hold copies of all else
+            found[name][tp_rank].append((ep_rank, number, tensor))
+    whole: dict[str, list[Stack]] = {}
+    for name, ranks in found.items():
+        for pieces in ranks.values():
+            pieces.sort(key=lambda piece: piece[:2])
+            places = [piece[:2] for piece in pieces]
+            size = 1 + places[-1][0]
+            if places != [*itertools.product(range(size), range(len(places) // size))]:
+                raise InputError(
+                    f"{name}: is there twice, or its experts are not numbered from 0 to the last"
+                )
+        whole[name] = [Stack([piece[2] for piece in ranks[rank]]) for rank in sorted(ranks)]
+    return whole
 
 
 def has_stacks(model: ModelConfig) -> bool:

@@ -35,7 +35,7 @@ from megatron_lite.config.input_file import crafted, open_input
 
 MOST_BYTES = 2**28  # of one pickle; tensors are stored outside of it
 MOST_OPERATIONS = 2 * 10**7  # each makes one small object at most
-MOST_KEY_PARTS = MOST_ARGUMENTS = 16
+MOST_ARGUMENTS = 16
 SMALL_KEY = 2**20  # optimizer states are numbered from 0
 LONGEST_NAME = 512
 # Those that move plain values, and in the last line those that import, call, set, or ask for a
@@ -257,17 +257,13 @@ def _key(value: Any) -> Any:
     """Returns a value that may be a key.
 
     A file can choose large numbers, and tuples of numbers, whose hashes collide: a dict of them
-    takes quadratic time. So these keys become texts, whose hash no file can foresee. A tuple may be
-    nested so deeply that its text or hash takes for ever, and such a key is refused.
+    takes quadratic time. Nobody looks such a key up, so a record takes its place, whose hash no
+    file can foresee.
     """
-    plain = (str, bytes, bool, type(None), Inert)
-    if type(value) in plain or (type(value) is int and abs(value) < SMALL_KEY):
+    if type(value) in (str, bytes, bool, type(None), Inert):
         return value
-    parts = value if type(value) is tuple else (value,)
-    if len(parts) <= MOST_KEY_PARTS and {*map(type, parts)} <= {*plain, int, float}:
-        # not the text of the whole tuple: it may have one long text many times
-        return tuple(str(one) if type(one) in (int, float) else one for one in parts)
-    raise ValueError(f"a {type(value).__name__} is used as a key")
+    is_small = type(value) is int and abs(value) < SMALL_KEY
+    return value if is_small else Inert("key", (value,))
 
 
 def _size(sizes: Any) -> tuple[Any, ...]:

@@ -109,13 +109,10 @@ def test_what_megatron_lacks_is_refused_by_name(
 ) -> None:
     save(tmp_path / "in", tiny_config(num_layers=5), LAYOUTS["one file"])
     source = FORMATS["megatron"].source(tmp_path / "in")
-
-    model = replace(source.described.model, **change)
-    described = replace(source.described, model=model, state_keys=("momentum",))
+    model = replace(source.model, **change)
+    source = replace(source, model=model, state_keys=("momentum",))
     with pytest.raises(InputError, match=message):
-        FORMATS[format_name].write(
-            source._replace(described=described), tmp_path / "out", lambda _: None
-        )
+        FORMATS[format_name].write(source, tmp_path / "out", lambda _: None)
 
 
 def test_every_field_of_the_model_is_an_argument_of_megatron_or_is_listed() -> None:

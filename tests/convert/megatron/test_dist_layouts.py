@@ -77,8 +77,8 @@ def test_stacked_and_numbered_layers_are_read(
     config = tiny_config(**settings)
     weights = save(tmp_path, stacked=stacked, config=config)
     source = dist_source(tmp_path)
-    assert source.described.true_vocab_size == V and source.described.model == config
-    assert "no optimizer states" in source.described.notes[0]
+    assert source.true_vocab_size == V and source.model == config
+    assert "no optimizer states" in source.notes[0]
     for name, whole in weights.items():
         assert torch.equal(source.read(name), whole), name
 
@@ -87,8 +87,8 @@ def test_states_of_the_distributed_optimizer_leave_the_weights(tmp_path: Path) -
     bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg"
     others = ("chained_1.optimizer.other", "rng_state/shard_0", bucket)
     save(tmp_path, **{name.replace(".", "__"): torch.ones(9) for name in others})
-    described = dist_source(tmp_path).described
-    assert described.state_keys == () and "kept by parameter" in described.notes[0]
+    source = dist_source(tmp_path)
+    assert source.state_keys == () and "kept by parameter" in source.notes[0]
 
 
 def edited(root: Path, change: Any) -> None:
@@ -194,14 +194,14 @@ def test_states_that_are_kept_by_parameter_are_read(master: str, tmp_path: Path)
     common = dict(args=args_of(CONFIG, 1, 1), optimizer={"optimizer": {"param_groups": groups}})
     save(tmp_path / "states", common=common, **states)
     source = dist_source(tmp_path / "states")
-    assert source.described.state_keys == ("exp_avg", "exp_avg_sq", "master")
-    assert (source.described.num_updates, source.described.notes) == (7, ())
+    assert source.state_keys == ("exp_avg", "exp_avg_sq", "master")
+    assert (source.num_updates, source.notes) == (7, ())
     # An optimizer that holds itself is not walked through for ever.
     torch_file = tmp_path / "states" / "common.pt"
     optimizer: dict[str, Any] = {}
     optimizer["optimizer"] = optimizer
     torch.save({**common, "optimizer": optimizer}, torch_file)
-    assert "how many updates" in dist_source(tmp_path / "states").described.notes[0]
+    assert "how many updates" in dist_source(tmp_path / "states").notes[0]
     for name in weights_of(CONFIG):
         for number, key in enumerate(("master", "exp_avg", "exp_avg_sq")):
             assert torch.equal(source.read(name, key), weights.read(name) + number)

